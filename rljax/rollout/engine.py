@@ -1,0 +1,50 @@
+"""The one protocol between the training loop and whatever samples for it.
+
+The loop knows nothing else of an engine: no URL, no cache, no dtype. A new engine is a class with these four methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rljax.rollout.types import Response, SamplingParams
+
+
+class RolloutEngine(Protocol):
+    """Samples responses with the last published policy."""
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
+    ) -> Iterator[Response]:
+        """Yields the ``len(prompts) * n`` responses **as they land**, in any order.
+
+        Args:
+          prompts: int32 vectors of token ids.
+          n: responses per prompt (``group_size``).
+          sampling: how to draw them.
+          seed: fixes the draws as far as the engine can; the same seed, weights and prompts give the same responses
+            on the embedded engine.
+
+        Raises:
+          ValueError: a prompt, or the number of prompts, that this engine cannot take.
+          RuntimeError: the engine is broken or gone for good.
+        """
+        ...
+
+    def publish(self, params: Any, policy_version: int) -> None:
+        """Makes ``params`` (float32 masters, the policy's pytree) the policy of all later draws.
+
+        Returns only when the engine is proven to sample from them. Raises RuntimeError when it does not.
+        """
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """What happened since the last call (``time/*_s``, ``publish/*``, ``rollout/*``), for the step's row."""
+        ...
+
+    def close(self) -> None:
+        """Releases what it holds; may be called twice."""
+        ...

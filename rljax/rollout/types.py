@@ -1,0 +1,76 @@
+"""What goes to a rollout engine and what comes back: token ids both ways, never text (DESIGN: the data)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are drawn.
+
+    Attributes:
+      max_response_tokens: most tokens a response may have, the stop token included (tokens).
+      temperature: 0 means greedy. ``logprobs`` are always those of the distribution sampled from; greedy ones are at
+        temperature 1.
+      stop_token_ids: a response ends with, and includes, the first of these it draws.
+    """
+
+    max_response_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_response_tokens < 1:
+            raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Response tokens ``start`` (inclusive) to ``end`` (exclusive) were drawn under policy ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response.
+
+    Attributes:
+      prompt_index: position of its prompt in the request's list.
+      sample_index: 0 .. n-1 among the responses to that prompt.
+      token_ids: int32 [t], the stop token included when one was drawn.
+      logprobs: float32 [t], ``rollout_logprobs``: the engine's log-probability **of** each of these tokens.
+      truncated: True when the length limit ended it (finish_reason "length").
+      versions: the policy versions that drew its tokens, in order; they cover the response without gaps.
+    """
+
+    prompt_index: int
+    sample_index: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    truncated: bool
+    versions: tuple[VersionSpan, ...]
+
+    def __post_init__(self) -> None:
+        if self.token_ids.ndim != 1 or self.token_ids.shape != self.logprobs.shape:
+            raise ValueError(
+                f"token_ids and logprobs must be vectors of one length, got {self.token_ids.shape} and "
+                f"{self.logprobs.shape}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Response length in tokens, the stop token included."""
+        return int(self.token_ids.shape[0])
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version any of its tokens was drawn under."""
+        return min(span.version for span in self.versions)
