@@ -1,0 +1,139 @@
+"""Which tokens make one sequence: a whole row, or one of several packed into a row.
+
+A *slot* is a place where the numbers of one sequence stand. Unpacked rows have one slot each (arrays ``[b, 1]``).
+Packed rows have their slots at the last valid token of each sequence (arrays ``[b, t]``, meaningless elsewhere).
+Nothing crosses rows and nothing is scattered, so rows may be sharded, and a rerun gives the same bits.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+from rljax.mismatch.accurate import Total, add_totals, total_over, value_of
+from rljax.mismatch.tokens import ArrayLike, Tokens, check_shape
+
+
+class Sequences(NamedTuple):
+    """The sequences of a batch."""
+
+    xp: ModuleType  # numpy or jax.numpy
+    start: Any  # [b, t] int32: index of the first token of the token's sequence; None when rows are sequences
+    end: Any  # [b, t] int32: index of the last valid token of the token's sequence; None when rows are sequences
+    position: Any  # [b, t] int32: 1..n over the valid tokens of a sequence
+    length: Any  # [b, t] int32: n, the valid tokens of the token's sequence
+    slot_valid: Any  # [b, 1] or [b, t] bool: a sequence with at least one valid token stands here
+    slot_length: Any  # [b, 1] or [b, t] int32: its number of valid tokens
+
+
+def read_sequences(tokens: Tokens, sequence_ids: ArrayLike | None, num_sequences: int | None) -> Sequences:
+    """Find the sequences.
+
+    Args:
+      tokens: the tokens.
+      sequence_ids: None when every row is one sequence; else int [b, t], the index of the token's sequence in
+        0 .. num_sequences - 1. Each sequence lies whole inside one row and neighbouring sequences of a row differ in
+        index. Values outside the response mask are ignored.
+      num_sequences: number of sequences in the arrays (static); given exactly when ``sequence_ids`` is.
+
+    Raises:
+      ValueError: only one of the two is given, the shapes differ, or (on the host) an index is out of range or a
+        sequence is torn.
+    """
+    if (sequence_ids is None) != (num_sequences is None):
+        raise ValueError(
+            "sequence_ids and num_sequences must be given together, got "
+            f"sequence_ids={'None' if sequence_ids is None else 'an array'}, num_sequences={num_sequences}"
+        )
+    xp, valid = tokens.xp, tokens.valid
+    running = xp.cumsum(valid, axis=1, dtype=np.int32)
+    if sequence_ids is None:
+        length = xp.sum(valid, axis=1, keepdims=True, dtype=np.int32)
+        every = xp.broadcast_to(length, valid.shape)
+        return Sequences(xp, None, None, running, every, length > 0, length)
+    check_shape("sequence_ids", sequence_ids, valid.shape)
+    start, end = _bounds(xp, valid, xp.asarray(sequence_ids))
+    before = xp.take_along_axis(running, start, axis=1) - 1
+    length = xp.take_along_axis(running, end, axis=1) - before
+    index = xp.arange(valid.shape[1], dtype=np.int32)
+    if xp is np:
+        _check_ids(np.asarray(sequence_ids)[valid & (index == start)], np.asarray(sequence_ids)[valid], num_sequences)
+    return Sequences(xp, start, end, running - before, length, valid & (index == end), length)
+
+
+def _bounds(xp: ModuleType, valid: Any, ids: Any) -> tuple[Any, Any]:
+    """First and last index, [b, t] int32, of the sequence each valid token is in; holes belong to the one before."""
+    t = valid.shape[1]
+    index = xp.broadcast_to(xp.arange(t, dtype=np.int32), valid.shape)
+    last_valid = _running_maximum(xp, xp.where(valid, index, -1))
+    previous = xp.concatenate([xp.full_like(last_valid[:, :1], -1), last_valid[:, :-1]], axis=1)
+    previous_id = xp.take_along_axis(ids, xp.maximum(previous, 0), axis=1)
+    opens = valid & ((previous < 0) | (previous_id != ids))
+    start = xp.maximum(_running_maximum(xp, xp.where(opens, index, -1)), 0)
+    # A sequence ends at the last valid token before the next one opens.
+    closes = xp.where(opens & (previous >= 0), previous, t)
+    later = xp.concatenate([closes[:, 1:], xp.full_like(closes[:, :1], t)], axis=1)
+    end = -_running_maximum(xp, -later[:, ::-1])[:, ::-1]
+    return start, xp.where(end == t, xp.maximum(last_valid[:, -1:], 0), end)
+
+
+def _running_maximum(xp: ModuleType, values: Any) -> Any:
+    return np.maximum.accumulate(values, axis=1) if xp is np else lax.cummax(values, axis=1)
+
+
+def _check_ids(opening: np.ndarray, all_ids: np.ndarray, num_sequences: int | None) -> None:
+    if num_sequences is None or num_sequences < 1:
+        raise ValueError(f"num_sequences must be at least 1, got {num_sequences}")
+    if all_ids.size and not 0 <= all_ids.min() <= all_ids.max() < num_sequences:
+        raise ValueError(
+            f"sequence_ids must lie in 0 .. {num_sequences - 1} inside the mask, got {all_ids.min()} .. {all_ids.max()}"
+        )
+    if np.unique(opening).size != opening.size:
+        torn = np.unique(opening, return_counts=True)
+        raise ValueError(f"each sequence must be whole inside one row, got pieces of {torn[0][torn[1] > 1].tolist()}")
+
+
+def sequence_sums(sequences: Sequences, lanes: Any) -> Any:
+    """Sums over each sequence.
+
+    Args:
+      sequences: the sequences.
+      lanes: [k, b, t] float, 0 outside the valid tokens.
+
+    Returns:
+      [k, b, s] float, the sum of each lane over the sequence of slot s.
+    """
+    xp = sequences.xp
+    if sequences.end is None:
+        return value_of(total_over(xp, lanes, (2,)))[..., None]
+    index = xp.arange(lanes.shape[2], dtype=np.int32)
+    total, shift = Total(lanes, xp.zeros_like(lanes)), 1
+    while shift < lanes.shape[2]:  # doubling windows that never reach back over a sequence's first token
+        inside = (index - shift >= sequences.start)[None]
+        moved = Total(*(xp.where(inside, _shifted(xp, part, shift), 0) for part in total))
+        total, shift = add_totals(total, moved), 2 * shift
+    return value_of(total)
+
+
+def _shifted(xp: ModuleType, lanes: Any, shift: int) -> Any:
+    return xp.concatenate([xp.zeros_like(lanes[..., :shift]), lanes[..., :-shift]], axis=-1)
+
+
+def spread(sequences: Sequences, slots: Any) -> Any:
+    """A sequence's number [b, s] repeated over its tokens, [b, t]; meaningless outside the valid tokens."""
+    if sequences.end is None:
+        return sequences.xp.broadcast_to(slots, sequences.position.shape)
+    return sequences.xp.take_along_axis(slots, sequences.end, axis=1)
+
+
+def valid_slots(sequences: Sequences, values: Any) -> Any:
+    """Values [..., b, s] with 0 where no sequence stands."""
+    return sequences.xp.where(sequences.slot_valid, values, 0)
+
+
+def mean_over_tokens(sequences: Sequences, sums: Any) -> Any:
+    """Sums [..., b, s] over the number of valid tokens of each sequence (empty ones: over 1)."""
+    return sums / sequences.xp.maximum(sequences.slot_length, 1).astype(sums.dtype)
