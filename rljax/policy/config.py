@@ -1,0 +1,164 @@
+"""The shape of a dense Qwen3, read from and written to a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Sizes of a dense Qwen3 (transformers' ``Qwen3Config``, the fields that change the function).
+
+    Attributes:
+      vocab_size: v, rows of the embedding table.
+      hidden_size: d.
+      intermediate_size: inner width of the SwiGLU.
+      num_layers: blocks.
+      num_heads: h, query heads.
+      num_kv_heads: kv heads; divides ``num_heads``.
+      head_dim: width of a head, even; need not be hidden_size / num_heads.
+      rope_theta: base of the rotary frequencies.
+      rms_norm_eps: epsilon of every RMSNorm.
+      tie_word_embeddings: the LM head is the embedding table.
+      initializer_range: standard deviation of a fresh weight.
+      max_position_embeddings: longest sequence the checkpoint was made for (tokens).
+      bos_token_id, eos_token_id, pad_token_id: as in the file; carried through, not used by the forward.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 32_768
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence ids as a tuple, empty when the file names none."""
+        if self.eos_token_id is None:
+            return ()
+        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+
+_HF_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "initializer_range": "initializer_range",
+    "max_position_embeddings": "max_position_embeddings",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "pad_token_id": "pad_token_id",
+}
+
+
+# What transformers' Qwen3Config assumes where the file is silent.
+_HF_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 32_768,
+}
+
+
+def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
+    """Reads a ``config.json`` dictionary, transformers v5 form (``rope_parameters``) or the older (``rope_theta``).
+
+    Raises:
+      ValueError: a model type or a feature (attention bias, sliding window, scaled RoPE, another activation) that this
+        policy does not compute, or a missing size; the message names the key and its value.
+    """
+    if raw.get("model_type") != "qwen3":
+        raise ValueError(f"model_type must be 'qwen3', got {raw.get('model_type')!r}")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    refused = {
+        "attention_bias": bool(raw.get("attention_bias", False)),
+        "use_sliding_window": bool(raw.get("use_sliding_window", False)),
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "rope_type": rope_type != "default",
+        "quantization_config": raw.get("quantization_config") is not None,
+    }
+    for key, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(f"{key} = {raw.get(key, rope_type)!r} is not supported by the dense Qwen3 policy")
+    values: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)}
+    for ours, theirs in _HF_NAMES.items():
+        if raw.get(theirs) is not None:
+            values[ours] = raw[theirs]
+        elif theirs in _HF_DEFAULTS:
+            values[ours] = _HF_DEFAULTS[theirs]
+        elif not theirs.endswith("_token_id"):
+            raise ValueError(f"config.json has no {theirs!r}")
+    if isinstance(values.get("eos_token_id"), list):
+        values["eos_token_id"] = tuple(values["eos_token_id"])
+    return PolicyConfig(**values)
+
+
+def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` dictionary; RoPE in the old and the new form, so that any transformers and vLLM read it."""
+    raw: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "use_cache": True,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }
+    for ours, theirs in _HF_NAMES.items():
+        value = getattr(config, ours)
+        raw[theirs] = list(value) if isinstance(value, tuple) else value
+    return raw
+
+
+def read_config(directory: str | Path) -> PolicyConfig:
+    """Reads ``directory/config.json``. Raises ValueError naming the path when it is missing or not usable."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"no model at {directory}: {path} does not exist")
+    try:
+        return config_from_hf(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,233 @@
+"""Hugging Face safetensors directories to the policy's pytree and back.
+
+One table says which HF tensor each leaf comes from and how it is laid out. Loading reads only the slices that this
+process' devices hold; saving and publishing walk the tensors one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from rljax.policy.config import PolicyConfig, config_to_hf
+from rljax.policy.qwen3 import Params, abstract_params
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+_SIDE_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja")
+
+# Leaf path -> (HF name, layout). Layouts: "same"; "out_in": HF [out, in] is our [in, out]; "heads_out": HF
+# [heads * head_dim, d] is our [d, heads, head_dim]; "heads_in": HF [d, heads * head_dim] is our [heads, head_dim, d].
+_TENSORS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("embed",): ("model.embed_tokens.weight", "same"),
+    ("layers", "attention_norm", "scale"): ("model.layers.{}.input_layernorm.weight", "same"),
+    ("layers", "attention", "query"): ("model.layers.{}.self_attn.q_proj.weight", "heads_out"),
+    ("layers", "attention", "key"): ("model.layers.{}.self_attn.k_proj.weight", "heads_out"),
+    ("layers", "attention", "value"): ("model.layers.{}.self_attn.v_proj.weight", "heads_out"),
+    ("layers", "attention", "output"): ("model.layers.{}.self_attn.o_proj.weight", "heads_in"),
+    ("layers", "attention", "query_norm", "scale"): ("model.layers.{}.self_attn.q_norm.weight", "same"),
+    ("layers", "attention", "key_norm", "scale"): ("model.layers.{}.self_attn.k_norm.weight", "same"),
+    ("layers", "mlp_norm", "scale"): ("model.layers.{}.post_attention_layernorm.weight", "same"),
+    ("layers", "mlp", "gate"): ("model.layers.{}.mlp.gate_proj.weight", "out_in"),
+    ("layers", "mlp", "up"): ("model.layers.{}.mlp.up_proj.weight", "out_in"),
+    ("layers", "mlp", "down"): ("model.layers.{}.mlp.down_proj.weight", "out_in"),
+    ("final_norm", "scale"): ("model.norm.weight", "same"),
+    ("lm_head",): ("lm_head.weight", "same"),
+}
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One HF tensor as a lazily read slice: its shape, and ``read(index) -> array``."""
+
+    shape: tuple[int, ...]
+    read: Callable[[tuple[slice, ...]], np.ndarray]
+
+
+def _to_hf(array: np.ndarray, layout: str) -> np.ndarray:
+    if layout == "out_in":
+        return np.ascontiguousarray(array.T)
+    if layout == "heads_out":
+        return np.ascontiguousarray(array.reshape(array.shape[0], -1).T)
+    if layout == "heads_in":
+        return np.ascontiguousarray(array.reshape(-1, array.shape[-1]).T)
+    return np.ascontiguousarray(array)
+
+
+def _hf_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    if layout == "heads_out":
+        return (shape[1] * shape[2], shape[0])
+    if layout == "heads_in":
+        return (shape[2], shape[0] * shape[1])
+    return shape[::-1] if layout == "out_in" else shape
+
+
+def _read(source: _Source, layout: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+    """The part ``index`` of one layer's leaf of our ``shape``; head_dim is never split (its slice is whole)."""
+    bounds = [slice(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
+    if layout == "same":
+        return source.read(tuple(bounds))
+    if layout == "out_in":
+        return source.read((bounds[1], bounds[0])).T
+    heads_axis = 1 if layout == "heads_out" else 0
+    width = shape[heads_axis + 1]
+    heads = bounds[heads_axis]
+    flat = slice(heads.start * width, heads.stop * width)
+    if layout == "heads_out":
+        rows = source.read((flat, bounds[0]))
+        return rows.T.reshape(-1, heads.stop - heads.start, width)
+    rows = source.read((bounds[2], flat))
+    return rows.T.reshape(heads.stop - heads.start, width, -1)
+
+
+def _open_sources(directory: Path) -> dict[str, _Source]:
+    index_path = directory / INDEX_NAME
+    if index_path.is_file():
+        files = sorted(set(json.loads(index_path.read_text())["weight_map"].values()))
+    elif (directory / SINGLE_NAME).is_file():
+        files = [SINGLE_NAME]
+    else:
+        raise ValueError(f"no weights in {directory}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+    sources: dict[str, _Source] = {}
+    for name in files:
+        if not (directory / name).is_file():
+            raise ValueError(f"{index_path} names {name}, which is not there")
+        handle = safe_open(directory / name, framework="numpy")
+        for key in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+            part = handle.get_slice(key)
+            sources[key] = _Source(tuple(part.get_shape()), part.__getitem__)
+    return sources
+
+
+def _leaf_names(path: tuple[str, ...], config: PolicyConfig) -> list[str]:
+    name = _TENSORS[path][0]
+    return [name.format(i) for i in range(config.num_layers)] if path[0] == "layers" else [name]
+
+
+def _paths(config: PolicyConfig) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(abstract_params(config))
+    return {tuple(str(key.key) for key in path): leaf for path, leaf in flat}
+
+
+def load_params(directory: str | Path, config: PolicyConfig, shardings: Params | None = None) -> Params:
+    """Reads a safetensors directory (single or sharded with an index) into float32 masters.
+
+    Args:
+      directory: the HF directory; tensors of any float dtype.
+      config: its shape, from ``read_config``.
+      shardings: a NamedSharding at each leaf; None puts everything on the default device.
+
+    Raises:
+      ValueError: a tensor is missing or has another shape; the message names it with got and expected.
+    """
+    sources = _open_sources(Path(directory))
+    params: Params = {}
+    for path, leaf in _paths(config).items():
+        layout = _TENSORS[path][1]
+        stacked = path[0] == "layers"
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        names = _leaf_names(path, config)
+        for name in names:
+            if name not in sources:
+                raise ValueError(f"{directory}: tensor {name!r} is missing")
+            if sources[name].shape != _hf_shape(shape, layout):
+                raise ValueError(
+                    f"{directory}: tensor {name!r} has shape {sources[name].shape}, "
+                    f"expected {_hf_shape(shape, layout)} from config.json"
+                )
+
+        def read(
+            index: tuple[slice, ...],
+            names: list[str] = names,
+            layout: str = layout,
+            shape: tuple[int, ...] = shape,
+            stacked: bool = stacked,
+        ) -> np.ndarray:
+            if not stacked:
+                return _read(sources[names[0]], layout, shape, index).astype(np.float32)
+            layers = [_read(sources[name], layout, shape, index[1:]) for name in names[index[0]]]
+            return np.stack(layers).astype(np.float32)
+
+        node: Any = params
+        target: Any = shardings
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+            target = None if target is None else target[key]
+        if target is None:
+            node[path[-1]] = jnp.asarray(read(tuple(slice(None) for _ in leaf.shape)))
+        else:
+            node[path[-1]] = jax.make_array_from_callback(leaf.shape, target[path[-1]], read)
+    return params
+
+
+def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields ``(HF name, array)`` in a fixed order, cast to ``dtype`` once, one leaf on the host at a time.
+
+    A tied head is not yielded: the file form has none.
+    """
+    for path in _paths(config):
+        leaf: Any = params
+        for key in path:
+            leaf = leaf[key]
+        host = np.asarray(jnp.asarray(leaf).astype(dtype))
+        layout = _TENSORS[path][1]
+        layers = host if path[0] == "layers" else [host]
+        for name, array in zip(_leaf_names(path, config), layers, strict=True):
+            yield name, _to_hf(array, layout)
+
+
+def save_params(
+    directory: str | Path,
+    params: Params,
+    config: PolicyConfig,
+    dtype: Any = jnp.float32,
+    *,
+    side_files_from: str | Path | None = None,
+    max_shard_bytes: int = 4 * 2**30,
+) -> None:
+    """Writes an ordinary HF directory: config.json, safetensors (sharded with an index above ``max_shard_bytes``).
+
+    Args:
+      directory: made when missing; its weight files are replaced.
+      params: the pytree.
+      config: its shape.
+      dtype: of the tensors in the file.
+      side_files_from: a directory whose tokenizer and generation files are copied along.
+      max_shard_bytes: largest weight file.
+    """
+    out = Path(directory)
+    out.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, np.ndarray]] = [{}]
+    sizes = [0]
+    for name, array in hf_tensors(params, config, dtype):
+        if shards[-1] and sizes[-1] + array.nbytes > max_shard_bytes:
+            shards.append({})
+            sizes.append(0)
+        shards[-1][name] = array
+        sizes[-1] += array.nbytes
+    for stale in [*out.glob("model*.safetensors"), out / INDEX_NAME]:
+        stale.unlink(missing_ok=True)
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        file = SINGLE_NAME if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, out / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        (out / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
+    (out / "config.json").write_text(json.dumps(config_to_hf(config, jnp.dtype(dtype).name), indent=2))
+    if side_files_from is not None and Path(side_files_from).resolve() != out.resolve():
+        for side in _SIDE_FILES:
+            if (Path(side_files_from) / side).is_file():
+                shutil.copyfile(Path(side_files_from) / side, out / side)

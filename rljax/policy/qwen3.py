@@ -1,0 +1,249 @@
+"""Dense Qwen3, declared once with flax.nnx and split once into a plain pytree of arrays.
+
+Each parameter is described in one place, by ``_param(rngs, shape, logical axes, initializer)``; abstract shapes,
+shardings and initial values all derive from it. The pytree (``nnx.to_pure_dict``) is what the optimizer, checkpoints
+and engines hold; blocks are stacked on a leading layers axis and the forward scans over it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rljax.policy.attention import packed_attention
+from rljax.policy.config import PolicyConfig
+from rljax.sharding import constrain, named_sharding
+
+Params = dict[str, Any]
+# (carry, layer index, q, k, v) -> (attention output, carry): how a block's heads mix tokens.
+Mixer = Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
+
+
+def _param(rngs: nnx.Rngs, shape: tuple[int, ...], logical: tuple[str, ...], init: jax.nn.initializers.Initializer):  # type: ignore[no-untyped-def]
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), logical=logical)
+
+
+def _linear(x: Array, spec: str, weight: Array) -> Array:
+    return jnp.einsum(spec, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation over the last axis, computed in float32."""
+
+    def __init__(self, size: int, eps: float, rngs: nnx.Rngs):
+        self.eps = eps
+        self.scale = _param(rngs, (size,), ("norm",), jax.nn.initializers.ones)
+
+    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+        """Same shape and dtype as ``x``."""
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        scale = self.scale[...].astype(jnp.float32)
+        return (normed * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
+def rotary_tables(
+    positions: Int[Array, "b t"], head_dim: int, theta: float
+) -> tuple[Float[Array, "b t k"], Float[Array, "b t k"]]:
+    """Float32 cosines and sines of the rotary embedding, the half-split form of transformers."""
+    frequencies = jnp.asarray(theta ** (-np.arange(0, head_dim, 2) / head_dim), jnp.float32)
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rotary(x: Float[Array, "b t h k"], tables: tuple[Array, Array]) -> Float[Array, "b t h k"]:
+    """Rotates heads in float32 and returns the dtype of ``x``."""
+    cos, sin = (table[:, :, None, :] for table in tables)
+    x32 = x.astype(jnp.float32)
+    first, second = jnp.split(x32, 2, axis=-1)
+    return (x32 * cos + jnp.concatenate([-second, first], axis=-1) * sin).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections of grouped-query attention with per-head q and k norms."""
+
+    def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
+        normal = jax.nn.initializers.normal(c.initializer_range)
+        d, h, g, k = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
+        self.query = _param(rngs, (d, h, k), ("embed", "heads", "head_dim"), normal)
+        self.key = _param(rngs, (d, g, k), ("embed", "kv_heads", "head_dim"), normal)
+        self.value = _param(rngs, (d, g, k), ("embed", "kv_heads", "head_dim"), normal)
+        self.output = _param(rngs, (h, k, d), ("heads", "head_dim", "embed"), normal)
+        self.query_norm = RMSNorm(k, c.rms_norm_eps, rngs)
+        self.key_norm = RMSNorm(k, c.rms_norm_eps, rngs)
+
+    def __call__(self, x: Array, rotary: tuple[Array, Array], mix: Callable[..., Any]) -> tuple[Array, Any]:
+        """``x`` [b, t, d] -> ([b, t, d], the mixer's carry)."""
+        q = constrain(_linear(x, "btd,dhk->bthk", self.query[...]), "rows", "tokens", "act_heads", "head_dim")
+        k = _linear(x, "btd,dgk->btgk", self.key[...])
+        v = _linear(x, "btd,dgk->btgk", self.value[...])
+        q = apply_rotary(self.query_norm(q), rotary)
+        k = apply_rotary(self.key_norm(k), rotary)
+        mixed, carry = mix(q, k, v)
+        return _linear(mixed, "bthk,hkd->btd", self.output[...]), carry
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
+        normal = jax.nn.initializers.normal(c.initializer_range)
+        self.gate = _param(rngs, (c.hidden_size, c.intermediate_size), ("embed", "mlp"), normal)
+        self.up = _param(rngs, (c.hidden_size, c.intermediate_size), ("embed", "mlp"), normal)
+        self.down = _param(rngs, (c.intermediate_size, c.hidden_size), ("mlp", "embed"), normal)
+
+    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """Same shape and dtype as ``x``."""
+        gate = _linear(x, "btd,df->btf", self.gate[...])
+        up = constrain(_linear(x, "btd,df->btf", self.up[...]), "rows", "tokens", "act_mlp")
+        return _linear(jax.nn.silu(gate) * up, "btf,fd->btd", self.down[...])
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
+        self.attention = Attention(c, rngs)
+        self.mlp = MLP(c, rngs)
+        self.attention_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs)
+        self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs)
+
+    def __call__(self, x: Array, rotary: tuple[Array, Array], mix: Callable[..., Any]) -> tuple[Array, Any]:
+        """``x`` [b, t, d] -> ([b, t, d], the mixer's carry)."""
+        mixed, carry = self.attention(self.attention_norm(x), rotary, mix)
+        x = x + mixed
+        return constrain(x + self.mlp(self.mlp_norm(x)), "rows", "tokens", "act_embed"), carry
+
+
+class Qwen3(nnx.Module):
+    """The declaration of all parameters; ``layers`` is a stack of blocks on a leading axis."""
+
+    def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
+        normal = jax.nn.initializers.normal(c.initializer_range)
+        self.embed = _param(rngs, (c.vocab_size, c.hidden_size), ("vocab", "embed"), normal)
+        stack = nnx.vmap(lambda r: Block(c, r), in_axes=0, axis_size=c.num_layers)
+        self.layers = stack(rngs.split(c.num_layers))
+        self.final_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs)
+        if not c.tie_word_embeddings:
+            self.lm_head = _param(rngs, (c.vocab_size, c.hidden_size), ("vocab", "embed"), normal)
+
+
+@functools.lru_cache(maxsize=32)
+def _declaration(config: PolicyConfig) -> tuple[Any, Params, Params]:
+    """(graphdef of a block, abstract parameters, logical axes), the last two with the pytree's structure."""
+    model = nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
+    state = nnx.state(model, nnx.Param)
+    abstract = nnx.to_pure_dict(state)
+    logical: Params = {}
+    for path, variable in nnx.to_flat_state(state):
+        axes = (("layers",) if path[0] == "layers" else ()) + variable.get_metadata()["logical"]
+        node = logical
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = axes
+    block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
+    return nnx.split(block)[0], abstract, logical
+
+
+def abstract_params(config: PolicyConfig) -> Params:
+    """The pytree with a float32 ``jax.ShapeDtypeStruct`` at each leaf; nothing is allocated."""
+    return _declaration(config)[1]
+
+
+def logical_axes(config: PolicyConfig) -> Params:
+    """The pytree with a tuple of logical axis names at each leaf (one per dimension)."""
+    return _declaration(config)[2]
+
+
+def param_shardings(config: PolicyConfig, mesh: jax.sharding.Mesh) -> Params:
+    """The pytree with a NamedSharding at each leaf."""
+    return jax.tree.map(
+        lambda leaf, axes: named_sharding(mesh, axes, leaf.shape), abstract_params(config), logical_axes(config)
+    )
+
+
+def init_params(config: PolicyConfig, seed: int) -> Params:
+    """Fresh float32 parameters; the same seed gives the same bits."""
+    return nnx.to_pure_dict(nnx.state(Qwen3(config, nnx.Rngs(seed)), nnx.Param))
+
+
+def cast_params(params: Params, dtype: Any) -> Params:
+    """Every parameter in ``dtype``: what an engine of that dtype computes with."""
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def lm_head_table(params: Params) -> Float[Array, "v d"]:
+    """The output table: the embedding itself when tied."""
+    return params["lm_head"] if "lm_head" in params else params["embed"]
+
+
+def embed_tokens(params: Params, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+    """Rows of the table in its dtype; their gradient is summed in float32."""
+    table = constrain(params["embed"], None, None)
+    return table.astype(jnp.float32)[tokens].astype(table.dtype)
+
+
+def run_blocks(
+    params: Params,
+    config: PolicyConfig,
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    mixer: Mixer,
+    carry: Any = (),
+    *,
+    remat: bool = False,
+) -> tuple[Float[Array, "b t d"], Any]:
+    """Scans the blocks over ``x`` and applies the final norm.
+
+    Args:
+      params: the pytree, in the compute dtype.
+      config: its shape.
+      x: embedded tokens.
+      positions: rotary position of each token inside its own segment.
+      mixer: how heads mix tokens; gets and returns ``carry`` (a cache, or ``()``).
+      carry: threaded through the blocks.
+      remat: recompute each block in the backward pass.
+
+    Returns:
+      Hidden states in the dtype of ``x``, and the carry.
+    """
+    graphdef = _declaration(config)[0]
+    rotary = rotary_tables(positions, config.head_dim, config.rope_theta)
+
+    def body(state: tuple[Array, Any], layer: tuple[Any, Array]) -> tuple[tuple[Array, Any], None]:
+        x, carry = state
+        block = nnx.merge(graphdef, layer[0])
+        x, carry = block(x, rotary, functools.partial(mixer, carry, layer[1]))
+        return (x, carry), None
+
+    body = jax.checkpoint(body, prevent_cse=False) if remat else body
+    x = constrain(x, "rows", "tokens", "act_embed")
+    (x, carry), _ = jax.lax.scan(body, (x, carry), (params["layers"], jnp.arange(config.num_layers)))
+    norm_def = nnx.split(nnx.eval_shape(lambda: RMSNorm(config.hidden_size, config.rms_norm_eps, nnx.Rngs(0))))[0]
+    return nnx.merge(norm_def, params["final_norm"])(x), carry
+
+
+def hidden_states(
+    params: Params,
+    config: PolicyConfig,
+    tokens: Int[Array, "b t"],
+    segment_ids: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+    *,
+    remat: bool = False,
+) -> Float[Array, "b t d"]:
+    """Hidden states of packed rows, ready for the LM head; attention stays inside each segment."""
+
+    def mixer(carry: Any, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        del layer
+        return packed_attention(q, k, v, segment_ids), carry
+
+    return run_blocks(params, config, embed_tokens(params, tokens), positions, mixer, remat=remat)[0]

@@ -1,0 +1,95 @@
+"""Tokens to log-probabilities: the alignment of DESIGN section 3 in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.head import token_logprobs
+from rljax.policy.qwen3 import Params, cast_params, hidden_states, lm_head_table
+
+
+def packed_logprobs(
+    params: Params,
+    config: PolicyConfig,
+    tokens: Int[Array, "b t"],
+    segment_ids: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+    *,
+    temperature: float = 1.0,
+    lm_head_dtype: Any = None,
+    remat: bool = False,
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """``logprobs[b, t]`` **of** ``tokens[b, t]`` given what precedes it in its own segment, and the entropy there.
+
+    Args:
+      params: the pytree in the compute dtype.
+      config: its shape.
+      tokens: packed rows.
+      segment_ids: 0 for padding, otherwise equal for the tokens of one sequence.
+      positions: 0, 1, 2, ... inside each segment.
+      temperature: of the distribution scored; positive.
+      lm_head_dtype: dtype of the LM head's products; None: that of the hidden states.
+      remat: recompute blocks in the backward pass.
+
+    Returns:
+      Float32 log-probabilities and entropies; 0 at position 0 of a segment and on padding.
+    """
+    hidden = hidden_states(params, config, tokens, segment_ids, positions, remat=remat)
+    # Token t is predicted from the state at t-1; the last state of a row predicts nothing.
+    logprobs, entropy = token_logprobs(
+        hidden[:, :-1], lm_head_table(params), tokens[:, 1:], temperature=temperature, dtype=lm_head_dtype
+    )
+    front = ((0, 0), (1, 0))
+    inside = (positions > 0) & (segment_ids > 0)
+    return jnp.where(inside, jnp.pad(logprobs, front), 0.0), jnp.where(inside, jnp.pad(entropy, front), 0.0)
+
+
+def matmul_precision(dtype: Any) -> str | None:
+    """``highest`` for float32 (else accelerators round its products to fewer bits), the default otherwise."""
+    return "highest" if jnp.dtype(dtype) == jnp.float32 else None
+
+
+def make_scorer(
+    config: PolicyConfig, dtype: Any, *, temperature: float = 1.0, lm_head_dtype: Any = None, multiple: int = 64
+) -> Callable[[Params, Sequence[np.ndarray]], list[np.ndarray]]:
+    """Builds ``score(params, sequences) -> logprobs``, one vector per sequence, for checks outside the training step.
+
+    ``params`` are float32 masters; they are cast to ``dtype`` inside. Rows are padded to a multiple of ``multiple``
+    tokens and to a power of two of rows, so few shapes are compiled. ``logprobs[i][0]`` is 0.
+    """
+
+    @jax.jit
+    def run(params: Params, tokens: Array, segment_ids: Array) -> Array:
+        with jax.default_matmul_precision(matmul_precision(dtype)):
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+            return packed_logprobs(
+                cast_params(params, dtype),
+                config,
+                tokens,
+                segment_ids,
+                positions,
+                temperature=temperature,
+                lm_head_dtype=lm_head_dtype,
+            )[0]
+
+    def score(params: Params, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        if not sequences:
+            return []
+        width = -(-max(len(s) for s in sequences) // multiple) * multiple
+        rows = 1 << (len(sequences) - 1).bit_length()
+        tokens = np.zeros((rows, width), np.int32)
+        segments = np.zeros((rows, width), np.int32)
+        for i, sequence in enumerate(sequences):
+            tokens[i, : len(sequence)] = sequence
+            segments[i, : len(sequence)] = 1
+        logprobs = np.asarray(run(params, tokens, segments))
+        return [logprobs[i, : len(sequence)] for i, sequence in enumerate(sequences)]
+
+    return score
