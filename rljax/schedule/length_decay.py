@@ -1,0 +1,273 @@
+"""The length-triggered learning rate: Algorithm 1 of "Beyond Precision" (arXiv 2602.01826) and what sets its period.
+
+At update t = 1, 2, ... with period T the rate is ``max(init * factor ** (t // T), init * floor_ratio)``: Algorithm 1,
+1-based and absolute, the decay acting on update T itself. The period is either known (``length_decay_schedule``) or
+set once per run from the step of the surge. The latter comes in two forms that agree on every stream:
+``LengthTriggeredLR`` on the host and ``length_triggered_schedule`` in the optimizer state.
+"""
+
+import math
+import operator
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rljax.schedule.surge import SurgeConfig, SurgeState, SurgeTracker, init_surge_state, update_surge_state
+
+_INT32_MAX = 2**31 - 1
+# The multiplier is read to nine decimals, so that its fractional part can be summed in int32.
+_DENOMINATOR = 10**9
+# Length of the rate table at most. A factor so near 1 that it decays more often than this stays where it is then.
+_MAX_DECAYS = 2**16
+
+
+def decay_period_from_surge(surge_step: int, multiplier: float = 1.8) -> int:
+    """The decay period that a surge sets: ``multiplier * surge_step``, rounded half up in integers.
+
+    Args:
+      surge_step: 1-based step whose batch made the call (steps).
+      multiplier: at least 1; read as its shortest decimal, to nine places.
+
+    Returns:
+      The period (steps): 198 for 110, 162 for 90.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    if surge_step < 1:
+        raise ValueError(f"surge_step must be at least 1, got surge_step = {surge_step}.")
+    scaled = _scaled_multiplier(multiplier)
+    return (2 * operator.index(surge_step) * scaled + _DENOMINATOR) // (2 * _DENOMINATOR)
+
+
+def length_decay_schedule(
+    init_value: float,
+    decay_period: int | None,
+    *,
+    decay_factor: float = 0.5,
+    floor_ratio: float = 0.1,
+) -> optax.Schedule:
+    """Algorithm 1 with a known period, as an optax schedule.
+
+    Args:
+      init_value: rate of the first update, positive.
+      decay_period: updates from one decay to the next, at least 1; None: the rate stays at ``init_value``.
+      decay_factor: what each decay multiplies the rate by, in (0, 1).
+      floor_ratio: the rate never falls below ``init_value * floor_ratio``, in [0, 1].
+
+    Returns:
+      A function of the optax count c (update c + 1), an integer or an integer array, to the rate, float32 of the
+      count's shape. It works under jit and vmap.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    rates = _decay_rates(init_value, decay_factor, floor_ratio)
+    if decay_period is not None and operator.index(decay_period) < 1:
+        raise ValueError(f"decay_period must be at least 1 or None, got decay_period = {decay_period}.")
+    period = _INT32_MAX if decay_period is None else min(decay_period, _INT32_MAX)
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        count = jnp.asarray(count, jnp.int32)
+        # (count + 1) // period, but safe where optax's saturating count stands at the largest int32.
+        decays = count // period + (count % period == period - 1)
+        return _look_up(rates, jnp.where(decay_period is None, 0, decays))
+
+    return schedule
+
+
+class LengthTriggeredLR:
+    """Host controller: feed it the mean response length of each batch, use the rate it returns for that very update.
+
+    Attributes:
+      tracker: the ``SurgeTracker`` that watches the lengths.
+      learning_rate: rate of the last update observed; ``init_value`` before the first.
+      decay_period: period that the call set (steps), or None before the call.
+      surge_step: 1-based step of the call, or None.
+    """
+
+    def __init__(
+        self,
+        init_value: float,
+        *,
+        tracker: SurgeTracker | None = None,
+        multiplier: float = 1.8,
+        decay_factor: float = 0.5,
+        floor_ratio: float = 0.1,
+    ) -> None:
+        """Validates and starts.
+
+        Args:
+          init_value: rate until the first decay, positive.
+          tracker: what calls the surge; None: ``SurgeTracker()``.
+          multiplier: decay period over surge step, at least 1.
+          decay_factor: what each decay multiplies the rate by, in (0, 1).
+          floor_ratio: the rate never falls below ``init_value * floor_ratio``, in [0, 1].
+
+        Raises:
+          ValueError: an argument is out of range.
+        """
+        self._rates = _decay_rates(init_value, decay_factor, floor_ratio)
+        _scaled_multiplier(multiplier)
+        self._multiplier = multiplier
+        self.tracker = SurgeTracker() if tracker is None else tracker
+        self.decay_period = self._period_of_call()
+
+    @property
+    def surge_step(self) -> int | None:
+        """1-based step whose batch made the call, or None."""
+        return self.tracker.surge_step
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the last update observed; ``init_value`` before the first."""
+        decays = 0 if self.decay_period is None else self.tracker.step // self.decay_period
+        return self._rates[min(decays, len(self._rates) - 1)]
+
+    def step(self, length: Any, truncated_fraction: Any = None) -> float:
+        """Observes the batch of one update; the arguments are those of ``SurgeTracker.update``.
+
+        Returns:
+          The rate for this very update.
+        """
+        if self.tracker.update(length, truncated_fraction):
+            self.decay_period = self._period_of_call()
+        return self.learning_rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tracker's state and the period, as JSON types."""
+        return {"tracker": self.tracker.state_dict(), "decay_period": self.decay_period}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from ``state_dict()``; a period once set is kept, whatever the multiplier is now.
+
+        Raises:
+          ValueError: a key is missing or unknown.
+        """
+        if set(state) != {"tracker", "decay_period"}:
+            raise ValueError(f"the state must have the keys ['decay_period', 'tracker'], got {sorted(state)}.")
+        self.tracker.load_state_dict(state["tracker"])
+        self.decay_period = state["decay_period"]
+
+    def _period_of_call(self) -> int | None:
+        surge_step = self.tracker.surge_step
+        return None if surge_step is None else decay_period_from_surge(surge_step, self._multiplier)
+
+
+class LengthTriggeredState(NamedTuple):
+    """State of ``length_triggered_schedule``; a period of 0 stands for none."""
+
+    surge: SurgeState
+    decay_period: jax.Array  # shape=(), dtype=jnp.int32
+    # What a call on this step would set: multiplier * step, rounded half up, summed step by step in billionths.
+    next_period: jax.Array  # shape=(), dtype=jnp.int32
+    next_remainder: jax.Array  # shape=(), dtype=jnp.int32
+
+
+class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
+    """What ``length_triggered_schedule`` returns; see there."""
+
+    def __init__(self, config: SurgeConfig, multiplier: float, rates: tuple[float, ...]) -> None:
+        self._config = config
+        self._rates = rates
+        whole, self._part = divmod(_scaled_multiplier(multiplier), _DENOMINATOR)
+        self._whole = min(whole, _INT32_MAX)
+
+    def init(self) -> LengthTriggeredState:
+        """The state before the first update."""
+        return LengthTriggeredState(
+            surge=init_surge_state(self._config),
+            decay_period=jnp.zeros([], jnp.int32),
+            next_period=jnp.zeros([], jnp.int32),
+            next_remainder=jnp.asarray(_DENOMINATOR // 2, jnp.int32),
+        )
+
+    def update(self, state: LengthTriggeredState, **extra_args: Any) -> LengthTriggeredState:
+        """Observes one batch: ``response_length`` (required) and ``truncated_fraction``, scalars."""
+        if extra_args.get("response_length") is None:
+            raise ValueError(
+                "the length-triggered schedule needs response_length=, the mean response length of this batch, "
+                f"in every update; got the extra arguments {sorted(extra_args)}."
+            )
+        surge = update_surge_state(
+            self._config, state.surge, extra_args["response_length"], extra_args.get("truncated_fraction")
+        )
+        remainder = state.next_remainder + self._part
+        carry = remainder >= _DENOMINATOR
+        grown = jnp.minimum(state.next_period, _INT32_MAX - self._whole) + self._whole
+        next_period = jnp.minimum(grown, _INT32_MAX - carry) + carry
+        return LengthTriggeredState(
+            surge=surge,
+            decay_period=jnp.where(surge.surge_step == surge.step, next_period, state.decay_period),
+            next_period=next_period,
+            next_remainder=remainder - jnp.where(carry, _DENOMINATOR, 0),
+        )
+
+    def __call__(self, state: LengthTriggeredState, **extra_args: Any) -> jax.Array:
+        """The rate of the update whose batch is given; without ``response_length`` the initial rate."""
+        # inject_hyperparams reads the rate before it updates the state, so the new batch is folded in here as well.
+        if extra_args.get("response_length") is None:
+            return _look_up(self._rates, jnp.zeros([], jnp.int32))
+        state = self.update(state, **extra_args)
+        decays = state.surge.step // jnp.maximum(state.decay_period, 1)
+        return _look_up(self._rates, jnp.where(state.decay_period == 0, 0, decays))
+
+
+def length_triggered_schedule(
+    init_value: float,
+    *,
+    config: SurgeConfig = SurgeConfig(),  # noqa: B008 (frozen)
+    multiplier: float = 1.8,
+    decay_factor: float = 0.5,
+    floor_ratio: float = 0.1,
+) -> LengthTriggeredSchedule:
+    """The in-graph form, for ``inject_learning_rate`` or ``optax.inject_hyperparams``.
+
+    The optimizer's ``update`` then takes ``response_length=`` (the batch's mean response length, tokens, shape ()) and
+    optionally ``truncated_fraction=`` (shape ()), once per update. Under ``optax.MultiSteps`` only the arguments of
+    the last mini-batch of each group are observed: pass the mean over the group there.
+
+    Args:
+      init_value: rate until the first decay, positive.
+      config: the rules of the call.
+      multiplier: decay period over surge step, at least 1.
+      decay_factor: what each decay multiplies the rate by, in (0, 1).
+      floor_ratio: the rate never falls below ``init_value * floor_ratio``, in [0, 1].
+
+    Returns:
+      An ``optax.schedules.StatefulSchedule`` whose value is float32, shape (). Its update raises ValueError where
+      ``response_length`` is missing.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    return LengthTriggeredSchedule(config, multiplier, _decay_rates(init_value, decay_factor, floor_ratio))
+
+
+def _scaled_multiplier(multiplier: float) -> int:
+    if not 1.0 <= multiplier < math.inf:
+        raise ValueError(f"multiplier must be finite and at least 1, got multiplier = {multiplier}.")
+    return round(Fraction(repr(float(multiplier))) * _DENOMINATOR)
+
+
+def _decay_rates(init_value: float, decay_factor: float, floor_ratio: float) -> tuple[float, ...]:
+    """The rate after 0, 1, 2, ... decays, up to the first one that no longer changes as a float32."""
+    if not 0.0 < init_value < math.inf:
+        raise ValueError(f"init_value must be finite and positive, got init_value = {init_value}.")
+    if not 0.0 < decay_factor < 1.0:
+        raise ValueError(f"decay_factor must be in (0, 1), got decay_factor = {decay_factor}.")
+    if not 0.0 <= floor_ratio <= 1.0:
+        raise ValueError(f"floor_ratio must be in [0, 1], got floor_ratio = {floor_ratio}.")
+    floor = init_value * floor_ratio
+    rates = [init_value]
+    while len(rates) <= _MAX_DECAYS and rates[-1] > floor and np.float32(rates[-1]) > 0:
+        rates.append(min(rates[-1], max(init_value * decay_factor ** len(rates), floor)))
+    return tuple(rates)
+
+
+def _look_up(rates: tuple[float, ...], decays: jax.Array) -> jax.Array:
+    return jnp.asarray(rates, jnp.float32)[jnp.minimum(decays, len(rates) - 1)]

@@ -1,0 +1,276 @@
+"""When the mean response length surges: the rule, on the host and inside a compiled graph.
+
+"Beyond Precision" (arXiv 2602.01826) sets its decay period from the step at which the mean response length grows about
+three-fold within a narrow window. The rule here looks at the last ``window`` usable lengths, oldest to newest::
+
+    | reference: the oldest part | where a surge under way may be | newest ``smooth`` |
+
+1. the baseline is the median of the reference, the smoothed length is the median of the newest ``smooth``;
+2. a step crosses when the smoothed length reaches ``ratio * baseline``;
+3. the surge is called on the first step that is at least the ``persistence``-th crossing one in a row and whose own
+   length reaches ``ratio * baseline`` too, so that a spike which is already over calls nothing.
+
+Medians are taken as order statistics (the lower one of an even number) and the only arithmetic is one product, all in
+float32: numpy and XLA then decide alike on every stream, ties included.
+"""
+
+import collections
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Below the smallest normal float32 a backend may flush to zero, so such a length is as good as none.
+_SMALLEST_LENGTH = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True)
+class SurgeConfig:
+    """The rules of a call. The defaults suit runs of the paper's size: a surge after step 40, done within 50 steps.
+
+    Attributes:
+      ratio: a step crosses when its smoothed length is at least this many baselines (a number above 1).
+      window: how far back the rule looks (steps with a usable length). Growth slower than this is not a surge.
+      reference_share: oldest share of the window, the newest ``smooth`` lengths left out, whose median is the baseline
+        (a fraction in (0, 1)). The rest leaves a surge room to rise without lifting its own baseline.
+      smooth: the smoothed length is the median of this many newest lengths (an odd number of steps).
+      persistence: crossing steps in a row that a call needs (steps).
+      warmup: usable lengths needed before any call (steps).
+      max_truncated: a batch in which a larger fraction of the responses hit the length limit is held out: its length
+        measures the limit (a fraction in [0, 1]).
+    """
+
+    ratio: float = 3.0
+    window: int = 100
+    reference_share: float = 0.6
+    smooth: int = 5
+    persistence: int = 2
+    warmup: int = 40
+    max_truncated: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 1.0 < self.ratio < math.inf:
+            raise ValueError(f"ratio must be finite and above 1, got ratio = {self.ratio}.")
+        if not 0.0 < self.reference_share < 1.0:
+            raise ValueError(f"reference_share must be in (0, 1), got reference_share = {self.reference_share}.")
+        if self.smooth < 1 or self.smooth % 2 == 0:
+            raise ValueError(f"smooth must be a positive odd number of steps, got smooth = {self.smooth}.")
+        if self.persistence < 1:
+            raise ValueError(f"persistence must be at least 1 step, got persistence = {self.persistence}.")
+        if self.warmup <= self.smooth:
+            raise ValueError(
+                f"warmup must be above smooth, got warmup = {self.warmup} and smooth = {self.smooth} (steps)."
+            )
+        if self.window < self.warmup:
+            raise ValueError(
+                f"window must be at least warmup, got window = {self.window} and warmup = {self.warmup} (steps)."
+            )
+        if not 0.0 <= self.max_truncated <= 1.0:
+            raise ValueError(f"max_truncated must be in [0, 1], got max_truncated = {self.max_truncated}.")
+
+    def reference_size(self, seen: int) -> int:
+        """Lengths in the reference when ``seen`` usable lengths lie in the window (at least 1)."""
+        return max(1, math.floor(self.reference_share * (seen - self.smooth)))
+
+
+class SurgeTracker:
+    """Calls the surge on the host, at most once per run.
+
+    Attributes:
+      config: the rules.
+      step: batches seen, the unusable ones included (steps).
+      surge_step: 1-based step whose batch made the call, or None.
+      crossing_step: first step of the crossing that led to the call, or None before it. Recorded only.
+      ignored: lengths so far that were not finite and positive (steps).
+      held_out: batches so far above ``max_truncated`` (steps).
+      smoothed: median of the newest ``smooth`` lengths at the last usable step, or None during the warmup.
+      baseline: median of the reference at that step, or None during the warmup.
+    """
+
+    def __init__(self, config: SurgeConfig = SurgeConfig()) -> None:
+        self.config = config
+        self._ratio = np.float32(config.ratio)
+        self._max_truncated = np.float32(config.max_truncated)
+        self._lengths: collections.deque[float] = collections.deque(maxlen=config.window)
+        self._crossings = 0
+        self._crossing_step: int | None = None
+        self.step = 0
+        self.surge_step: int | None = None
+        self.ignored = 0
+        self.held_out = 0
+        self.smoothed: float | None = None
+        self.baseline: float | None = None
+
+    @property
+    def crossing_step(self) -> int | None:
+        """First step of the crossing that led to the call, or None before the call."""
+        return None if self.surge_step is None else self._crossing_step
+
+    def update(self, length: Any, truncated_fraction: Any = None) -> bool:
+        """Observes one batch.
+
+        Args:
+          length: mean response length over the batch (tokens), or any other positive signal; a scalar, rounded to
+            float32. One that is not finite and positive counts as a step and in ``ignored``, and as nothing else.
+          truncated_fraction: share of the responses that hit the length limit, in [0, 1]; None or NaN: not known.
+
+        Returns:
+          True on the step of the call, False on every other.
+
+        Raises:
+          ValueError: an argument is no scalar.
+        """
+        value = _as_float32("length", length)
+        truncated = truncated_fraction is not None and (
+            _as_float32("truncated_fraction", truncated_fraction) > self._max_truncated
+        )
+        self.step += 1
+        if not (math.isfinite(value) and value >= _SMALLEST_LENGTH):
+            self.ignored += 1
+            return False
+        if truncated:
+            self.held_out += 1
+            return False
+        if self.surge_step is not None:
+            return False
+        self._lengths.append(float(value))
+        return self._decide(value)
+
+    def _decide(self, value: np.float32) -> bool:
+        seen, smooth = len(self._lengths), self.config.smooth
+        if seen < self.config.warmup:
+            return False
+        reference_size = self.config.reference_size(seen)
+        reference = sorted(itertools.islice(self._lengths, reference_size))
+        self.baseline = reference[(reference_size - 1) // 2]
+        self.smoothed = sorted(itertools.islice(self._lengths, seen - smooth, seen))[smooth // 2]
+        with np.errstate(over="ignore"):
+            threshold = self._ratio * np.float32(self.baseline)
+        if not self.smoothed >= threshold:
+            self._crossings = 0
+            return False
+        self._crossings += 1
+        if self._crossings == 1:
+            self._crossing_step = self.step
+        if self._crossings < self.config.persistence or not value >= threshold:
+            return False
+        self.surge_step = self.step
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the future depends on, as JSON types; under 4 KB for windows of up to 200 steps."""
+        return {
+            "step": self.step,
+            # The shortest decimal that reads back as the same float32.
+            "lengths": [float(str(np.float32(length))) for length in self._lengths],
+            "crossings": self._crossings,
+            "crossing_step": self._crossing_step,
+            "surge_step": self.surge_step,
+            "ignored": self.ignored,
+            "held_out": self.held_out,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from ``state_dict()``; under a narrower window only its newest lengths count.
+
+        Raises:
+          ValueError: a key is missing or unknown.
+        """
+        if set(state) != set(self.state_dict()):
+            raise ValueError(f"the state must have the keys {sorted(self.state_dict())}, got {sorted(state)}.")
+        self.step = int(state["step"])
+        self._lengths = collections.deque(
+            (float(np.float32(length)) for length in state["lengths"]), maxlen=self.config.window
+        )
+        self._crossings = int(state["crossings"])
+        self._crossing_step = state["crossing_step"]
+        self.surge_step = state["surge_step"]
+        self.ignored = int(state["ignored"])
+        self.held_out = int(state["held_out"])
+        self.smoothed = self.baseline = None
+
+
+def _as_float32(name: str, value: Any) -> np.float32:
+    if value is None or np.ndim(value) != 0:
+        raise ValueError(f"{name} must be a scalar, got {value!r}.")
+    with np.errstate(over="ignore"):
+        return np.float32(value)
+
+
+class SurgeState(NamedTuple):
+    """State of the rule inside a graph; a step or count of 0 stands for none."""
+
+    step: jax.Array  # shape=(), dtype=jnp.int32
+    lengths: jax.Array  # shape=(window,), dtype=jnp.float32, oldest to newest, the last `seen` of them set
+    seen: jax.Array  # shape=(), dtype=jnp.int32
+    crossings: jax.Array  # shape=(), dtype=jnp.int32
+    crossing_step: jax.Array  # shape=(), dtype=jnp.int32
+    surge_step: jax.Array  # shape=(), dtype=jnp.int32
+    ignored: jax.Array  # shape=(), dtype=jnp.int32
+    held_out: jax.Array  # shape=(), dtype=jnp.int32
+
+
+def init_surge_state(config: SurgeConfig) -> SurgeState:
+    """The state before the first batch."""
+
+    def zero() -> jax.Array:
+        return jnp.zeros([], jnp.int32)
+
+    lengths = jnp.zeros([config.window], jnp.float32)
+    return SurgeState(zero(), lengths, zero(), zero(), zero(), zero(), zero(), zero())
+
+
+def update_surge_state(
+    config: SurgeConfig,
+    state: SurgeState,
+    length: jax.typing.ArrayLike,
+    truncated_fraction: jax.typing.ArrayLike | None = None,
+) -> SurgeState:
+    """``SurgeTracker.update`` as a pure function of arrays, for use under jit, scan and vmap.
+
+    Args:
+      config: the rules, fixed at trace time.
+      state: the state before this batch.
+      length: shape (), cast to float32.
+      truncated_fraction: shape (), cast to float32, or None.
+
+    Returns:
+      The state after this batch; ``surge_step == step`` on the step of the call.
+    """
+    value = jnp.asarray(length, jnp.float32)
+    truncated = jnp.asarray(0.0 if truncated_fraction is None else truncated_fraction, jnp.float32)
+    if value.shape or truncated.shape:
+        raise ValueError(f"length and truncated_fraction must be scalars, got {value.shape} and {truncated.shape}.")
+    usable = jnp.isfinite(value) & (value >= _SMALLEST_LENGTH)
+    held_out = usable & (truncated > jnp.float32(config.max_truncated))
+    taken = usable & ~held_out & (state.surge_step == 0)
+
+    step = state.step + 1
+    lengths = jnp.where(taken, jnp.append(state.lengths[1:], value), state.lengths)
+    seen = jnp.minimum(state.seen + taken, config.window)
+    smoothed = jnp.sort(lengths[-config.smooth :])[config.smooth // 2]
+    threshold = jnp.float32(config.ratio) * _baseline(config, lengths, seen)
+    crosses = (seen >= config.warmup) & (smoothed >= threshold)
+    crossings = jnp.where(taken, jnp.where(crosses, state.crossings + 1, 0), state.crossings)
+    called = taken & (crossings >= config.persistence) & (value >= threshold)
+    return SurgeState(
+        step=step,
+        lengths=lengths,
+        seen=seen,
+        crossings=crossings,
+        crossing_step=jnp.where(taken & (crossings == 1), step, state.crossing_step),
+        surge_step=jnp.where(called, step, state.surge_step),
+        ignored=state.ignored + ~usable,
+        held_out=state.held_out + held_out,
+    )
+
+
+def _baseline(config: SurgeConfig, lengths: jax.Array, seen: jax.Array) -> jax.Array:
+    sizes = jnp.asarray([config.reference_size(n) for n in range(config.window + 1)], jnp.int32)
+    age_rank = jnp.arange(config.window, dtype=jnp.int32) - (config.window - seen)
+    in_reference = (age_rank >= 0) & (age_rank < sizes[seen])
+    return jnp.sort(jnp.where(in_reference, lengths, jnp.inf))[(sizes[seen] - 1) // 2]
