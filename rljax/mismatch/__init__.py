@@ -4,6 +4,20 @@ Needs only jax and numpy. Every function takes numpy arrays (float64 on the host
 """
 
 from rljax.mismatch.correction import importance_weights, rejection_mask
+from rljax.mismatch.diagnosis import (
+    Buckets,
+    SignSkew,
+    bucket_labels,
+    finalize_buckets,
+    finalize_sign_skew,
+    merge_buckets,
+    merge_sign_skew,
+    mismatch_by_entropy,
+    mismatch_by_position,
+    mismatch_by_staleness,
+    sign_skew,
+    split_sum_rise,
+)
 from rljax.mismatch.importance import (
     ImportanceTotals,
     finalize_importance,
@@ -12,19 +26,37 @@ from rljax.mismatch.importance import (
     merge_importance,
 )
 from rljax.mismatch.metrics import finalize_statistics, mismatch_metrics
+from rljax.mismatch.names import FRAMEWORKS, NAME_TABLE, ForeignMetric, framework_metrics, our_name
 from rljax.mismatch.statistics import MismatchStatistics, merge_statistics, mismatch_statistics
 
 __all__ = [
+    "FRAMEWORKS",
+    "NAME_TABLE",
+    "Buckets",
+    "ForeignMetric",
     "ImportanceTotals",
     "MismatchStatistics",
+    "SignSkew",
+    "bucket_labels",
+    "finalize_buckets",
     "finalize_importance",
+    "finalize_sign_skew",
     "finalize_statistics",
+    "framework_metrics",
     "importance_statistics",
     "importance_totals",
     "importance_weights",
+    "merge_buckets",
     "merge_importance",
+    "merge_sign_skew",
     "merge_statistics",
+    "mismatch_by_entropy",
+    "mismatch_by_position",
+    "mismatch_by_staleness",
     "mismatch_metrics",
     "mismatch_statistics",
+    "our_name",
     "rejection_mask",
+    "sign_skew",
+    "split_sum_rise",
 ]

@@ -72,9 +72,9 @@ def finalize_statistics(statistics: MismatchStatistics) -> dict[str, Any]:
     xp = namespace_of(statistics.token_count)
     if xp is np:
         statistics = jax.tree.map(_widen, statistics)
-    token_mean, sequence_mean, slope = _means(xp, statistics)
-    tokens = xp.maximum(statistics.token_count, 1)
-    largest, any_sequence = statistics.log_ratio_abs_max, statistics.sequence_count > 0
+    token_mean, sequence_mean = token_means(statistics), sequence_means(statistics)
+    tokens, largest = xp.maximum(statistics.token_count, 1), largest_log_ratio(statistics)
+    any_sequence = statistics.sequence_count > 0
     metrics = {
         "kl": -token_mean["log_ratio"],
         "k3_kl": token_mean["k3"],
@@ -97,7 +97,7 @@ def finalize_statistics(statistics: MismatchStatistics) -> dict[str, Any]:
         "prob_abs_diff_mean": token_mean["prob_abs_diff"],
         "prob_abs_diff_max": statistics.prob_abs_diff_max,
         "pearson_corr": _correlation(xp, statistics),
-        "slope_per_1k": slope,
+        "slope_per_1k": _slope(xp, statistics),
         "extreme_rate": statistics.extreme_count / tokens,
         "flip_count": statistics.flip_count,
         "nonfinite_count": statistics.nonfinite_count,
@@ -116,18 +116,30 @@ def _widen(leaf: Any) -> Any:
     return leaf.astype(np.float64) if leaf.dtype.kind == "f" else leaf.astype(np.int64)
 
 
-def _means(xp: Any, statistics: MismatchStatistics) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Token means and sequence means by name, and the pooled slope."""
+def token_means(statistics: MismatchStatistics) -> dict[str, Any]:
+    """Mean over tokens of each term of TOKEN_SUMS, by name; 0 without tokens."""
+    return _means(TOKEN_SUMS, statistics.token_sums, statistics.token_count)
 
-    def divided(total: Total, number: Any) -> Any:
-        return value_of(total) / xp.maximum(number, 1)
 
-    token_mean = dict(zip(TOKEN_SUMS, divided(statistics.token_sums, statistics.token_count), strict=True))
-    sequence_mean = dict(zip(SEQUENCE_SUMS, divided(statistics.sequence_sums, statistics.sequence_count), strict=True))
+def sequence_means(statistics: MismatchStatistics) -> dict[str, Any]:
+    """Mean over sequences of each term of SEQUENCE_SUMS, by name; 0 without sequences."""
+    return _means(SEQUENCE_SUMS, statistics.sequence_sums, statistics.sequence_count)
+
+
+def _means(names: tuple[str, ...], total: Total, number: Any) -> dict[str, Any]:
+    return dict(zip(names, value_of(total) / namespace_of(number).maximum(number, 1), strict=True))
+
+
+def largest_log_ratio(statistics: MismatchStatistics) -> Any:
+    """The largest abs(log_ratio), nats; 0 without tokens."""
+    xp = namespace_of(statistics.token_count)
+    return xp.maximum(xp.maximum(statistics.log_ratio_max, -statistics.log_ratio_min), 0)
+
+
+def _slope(xp: Any, statistics: MismatchStatistics) -> Any:
     numerator = value_of(statistics.token_sums)[TOKEN_SUMS.index("slope_numerator")]
     denominator = value_of(statistics.sequence_sums)[SEQUENCE_SUMS.index("slope_denominator")]
-    slope = numerator / xp.where(denominator > 0, denominator, 1)
-    return token_mean, sequence_mean, slope
+    return numerator / xp.where(denominator > 0, denominator, 1)
 
 
 def _correlation(xp: Any, statistics: MismatchStatistics) -> Any:

@@ -109,17 +109,29 @@ def sequence_sums(sequences: Sequences, lanes: Any) -> Any:
     xp = sequences.xp
     if sequences.end is None:
         return value_of(total_over(xp, lanes, (2,)))[..., None]
-    index = xp.arange(lanes.shape[2], dtype=np.int32)
-    total, shift = Total(lanes, xp.zeros_like(lanes)), 1
-    while shift < lanes.shape[2]:  # doubling windows that never reach back over a sequence's first token
+    index, zeros = xp.arange(lanes.shape[2], dtype=np.int32), xp.zeros_like(lanes)
+
+    def double(step: Any, total: Total) -> Total:
+        """From sums over windows of 2^step tokens, cut at the sequence's first token, to windows twice as long."""
+        shift = 2**step
         inside = (index - shift >= sequences.start)[None]
-        moved = Total(*(xp.where(inside, _shifted(xp, part, shift), 0) for part in total))
-        total, shift = add_totals(total, moved), 2 * shift
-    return value_of(total)
+        return add_totals(total, Total(*(xp.where(inside, _shifted(xp, part, zeros, shift), 0) for part in total)))
+
+    steps = max(lanes.shape[2] - 1, 0).bit_length()
+    if xp is np:
+        total = Total(lanes, zeros)
+        for step in range(steps):
+            total = double(step, total)
+        return value_of(total)
+    return value_of(lax.fori_loop(0, steps, double, Total(lanes, zeros)))
 
 
-def _shifted(xp: ModuleType, lanes: Any, shift: int) -> Any:
-    return xp.concatenate([xp.zeros_like(lanes[..., :shift]), lanes[..., :-shift]], axis=-1)
+def _shifted(xp: ModuleType, lanes: Any, zeros: Any, shift: Any) -> Any:
+    """Lanes moved ``shift`` places along the row, zeros moving in."""
+    if xp is np:
+        return np.concatenate([zeros[..., :shift], lanes[..., :-shift]], axis=-1)
+    padded = xp.concatenate([zeros, lanes], axis=-1)
+    return lax.dynamic_slice_in_dim(padded, lanes.shape[-1] - shift, lanes.shape[-1], axis=-1)
 
 
 def spread(sequences: Sequences, slots: Any) -> Any:

@@ -33,18 +33,22 @@ RATIO_BOUND = 20.0
 """Bound B of the exponent in importance ratios (nats): exp(20) is 4.9e8."""
 EXTREME_LOG_RATIO = 0.5
 """A token is extreme when abs(log_ratio) is above this (nats)."""
+SAME_LOG_RATIO = 1e-6
+"""A token differs when abs(log_ratio) is above this (nats)."""
 FLIP_HIGH, FLIP_LOW = 0.9, 0.1
 """A token flips when one engine gives it more than the first and the other less than the second probability."""
 
 TOKEN_SUMS = (
     "log_ratio",
     "k3",
+    "reverse_k3",  # exp(-lr) + lr - 1: estimates KL(trainer || rollout) over the trainer's tokens
     "log_ratio_abs",
     "log_ratio_squared",
     "ratio_squared_minus_one",  # expm1(2 clip(lr, +-B))
     "ratio_minus_one",  # expm1(clip(lr, +-B))
     "ratio_abs_minus_one",  # expm1(abs(lr))
     "prob_abs_diff",
+    "prob_abs_diff_squared",
     "slope_numerator",  # (position in thousands) x (running sum of lr), summed over a sequence
 )
 """Names of ``MismatchStatistics.token_sums`` in order."""
@@ -57,6 +61,8 @@ SEQUENCE_SUMS = (
     "log_ppl_diff",
     "log_ppl_abs_diff",
     "log_ratio_sum_abs",
+    "log_ratio_abs",  # mean over the sequence's tokens
+    "k3",  # mean over the sequence's tokens
     "ppl_ratio_minus_one",
     "ratio_squared_minus_one",  # expm1(2 clip(sum lr, +-B))
     "slope_denominator",  # (position in thousands)^2 summed over a sequence
@@ -84,12 +90,14 @@ class MismatchStatistics(NamedTuple):
     nonfinite_count: Any  # shape=(), int: response tokens not finite on either side
     saturated_count: Any  # shape=(), int: tokens whose log-ratio is above exponent_limit and entered exp capped
     extreme_count: Any  # shape=(), int
+    different_count: Any  # shape=(), int
     flip_count: Any  # shape=(), int
     sequence_count: Any  # shape=(), int: sequences with at least one counted token
     token_sums: Total  # shape=(len(TOKEN_SUMS),), float
     sequence_sums: Total  # shape=(len(SEQUENCE_SUMS),), float
     moments: Moments
-    log_ratio_abs_max: Any  # shape=(), float, nats; 0 without tokens
+    log_ratio_max: Any  # shape=(), float, nats; -inf without tokens
+    log_ratio_min: Any  # shape=(), float, nats; inf without tokens
     prob_abs_diff_max: Any  # shape=(), float; 0 without tokens
     log_ppl_diff_max: Any  # shape=(), float, nats; -inf without sequences
     log_ppl_diff_min: Any  # shape=(), float, nats; inf without sequences
@@ -136,12 +144,14 @@ def mismatch_statistics(
         nonfinite_count=count(xp, tokens.nonfinite),
         saturated_count=count(xp, xp.abs(lr) > exponent_limit(lr.dtype)),
         extreme_count=count(xp, xp.abs(lr) > EXTREME_LOG_RATIO),
+        different_count=count(xp, xp.abs(lr) > SAME_LOG_RATIO),
         flip_count=count(xp, valid & (high > FLIP_HIGH) & (low < FLIP_LOW)),
         sequence_count=count(xp, sequences.slot_valid),
         token_sums=total_over(xp, _token_lanes(tokens, sequences, prob_abs_diff), (1, 2)),
         sequence_sums=total_over(xp, slots, (1, 2)),
         moments=_moments(tokens, trainer_prob, rollout_prob),
-        log_ratio_abs_max=xp.max(xp.abs(lr), initial=0),
+        log_ratio_max=xp.max(xp.where(valid, lr, -np.inf), initial=-np.inf),
+        log_ratio_min=xp.min(xp.where(valid, lr, np.inf), initial=np.inf),
         prob_abs_diff_max=xp.max(prob_abs_diff, initial=0),
         log_ppl_diff_max=xp.max(xp.where(sequences.slot_valid, diffs, -np.inf), initial=-np.inf),
         log_ppl_diff_min=xp.min(xp.where(sequences.slot_valid, diffs, np.inf), initial=np.inf),
@@ -174,12 +184,14 @@ def _token_lanes(tokens: Tokens, sequences: Sequences, prob_abs_diff: Any) -> An
         [
             lr,
             exp_minus_one_minus_x(xp, lr),
+            exp_minus_one_minus_x(xp, -lr),
             xp.abs(lr),
             lr * lr,
             xp.expm1(2 * clipped),
             xp.expm1(clipped),
             xp.expm1(xp.minimum(xp.abs(lr), exponent_limit(lr.dtype))),
             prob_abs_diff,
+            prob_abs_diff * prob_abs_diff,
             lr * positions_from_here,
         ]
     )
@@ -187,8 +199,9 @@ def _token_lanes(tokens: Tokens, sequences: Sequences, prob_abs_diff: Any) -> An
 
 def _sequence_lanes(tokens: Tokens, sequences: Sequences) -> tuple[Any, Any]:
     """The terms of SEQUENCE_SUMS, [len(SEQUENCE_SUMS), b, s], 0 where no sequence stands; and d_i, [b, s]."""
-    xp, limit = tokens.xp, exponent_limit(tokens.log_ratio.dtype)
-    sums = sequence_sums(sequences, xp.stack([tokens.log_ratio, tokens.trainer, tokens.rollout]))
+    xp, lr, limit = tokens.xp, tokens.log_ratio, exponent_limit(tokens.log_ratio.dtype)
+    terms = [lr, tokens.trainer, tokens.rollout, xp.abs(lr), exp_minus_one_minus_x(xp, lr)]
+    sums = sequence_sums(sequences, xp.stack(terms))
     means = mean_over_tokens(sequences, sums)
     diff, trainer_log_ppl, rollout_log_ppl = -means[0], -means[1], -means[2]
     n = sequences.slot_length.astype(sums.dtype)
@@ -201,6 +214,8 @@ def _sequence_lanes(tokens: Tokens, sequences: Sequences) -> tuple[Any, Any]:
             diff,
             xp.abs(diff),
             xp.abs(sums[0]),
+            means[3],
+            means[4],
             xp.expm1(xp.minimum(diff, limit)),
             xp.expm1(2 * xp.clip(sums[0], -RATIO_BOUND, RATIO_BOUND)),
             n * (n + 1) * (2 * n + 1) / 6e6,
@@ -242,12 +257,14 @@ def merge_statistics(a: MismatchStatistics, b: MismatchStatistics) -> MismatchSt
         nonfinite_count=a.nonfinite_count + b.nonfinite_count,
         saturated_count=a.saturated_count + b.saturated_count,
         extreme_count=a.extreme_count + b.extreme_count,
+        different_count=a.different_count + b.different_count,
         flip_count=a.flip_count + b.flip_count,
         sequence_count=a.sequence_count + b.sequence_count,
         token_sums=add_totals(a.token_sums, b.token_sums),
         sequence_sums=add_totals(a.sequence_sums, b.sequence_sums),
         moments=_merge_moments(a, b),
-        log_ratio_abs_max=xp.maximum(a.log_ratio_abs_max, b.log_ratio_abs_max),
+        log_ratio_max=xp.maximum(a.log_ratio_max, b.log_ratio_max),
+        log_ratio_min=xp.minimum(a.log_ratio_min, b.log_ratio_min),
         prob_abs_diff_max=xp.maximum(a.prob_abs_diff_max, b.prob_abs_diff_max),
         log_ppl_diff_max=xp.maximum(a.log_ppl_diff_max, b.log_ppl_diff_max),
         log_ppl_diff_min=xp.minimum(a.log_ppl_diff_min, b.log_ppl_diff_min),
