@@ -1,21 +1,19 @@
 """When the mean response length surges: the rule, on the host and inside a compiled graph.
 
 "Beyond Precision" (arXiv 2602.01826) sets its decay period from the step at which the mean response length grows about
-three-fold within a narrow window. The rule here looks at the last ``window`` usable lengths, oldest to newest::
+three-fold within a narrow window. The rule here looks at the last ``window`` usable lengths:
 
-    | reference: the oldest part | where a surge under way may be | newest ``smooth`` |
-
-1. the baseline is the median of the reference, the smoothed length is the median of the newest ``smooth``;
+1. the smoothed length is the median of the newest ``smooth``, the baseline the lower quartile of all before them: low
+   enough that a surge under way does not lift its own baseline, high enough that a short dip does not lower it;
 2. a step crosses when the smoothed length reaches ``ratio * baseline``;
 3. the surge is called on the first step that is at least the ``persistence``-th crossing one in a row and whose own
    length reaches ``ratio * baseline`` too, so that a spike which is already over calls nothing.
 
-Medians are taken as order statistics (the lower one of an even number) and the only arithmetic is one product, all in
-float32: numpy and XLA then decide alike on every stream, ties included.
+Both levels are order statistics and the only arithmetic is one product, all in float32: numpy and XLA then decide
+alike on every stream, ties included.
 """
 
 import collections
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,8 +33,8 @@ class SurgeConfig:
     Attributes:
       ratio: a step crosses when its smoothed length is at least this many baselines (a number above 1).
       window: how far back the rule looks (steps with a usable length). Growth slower than this is not a surge.
-      reference_share: oldest share of the window, the newest ``smooth`` lengths left out, whose median is the baseline
-        (a fraction in (0, 1)). The rest leaves a surge room to rise without lifting its own baseline.
+      baseline_quantile: which quantile of the window, the newest ``smooth`` lengths left out, is the baseline (a
+        fraction in [0, 1]; between two lengths the smaller). A surge must be over before it fills the part above.
       smooth: the smoothed length is the median of this many newest lengths (an odd number of steps).
       persistence: crossing steps in a row that a call needs (steps).
       warmup: usable lengths needed before any call (steps).
@@ -46,7 +44,7 @@ class SurgeConfig:
 
     ratio: float = 3.0
     window: int = 100
-    reference_share: float = 0.6
+    baseline_quantile: float = 0.25
     smooth: int = 5
     persistence: int = 2
     warmup: int = 40
@@ -55,8 +53,8 @@ class SurgeConfig:
     def __post_init__(self) -> None:
         if not 1.0 < self.ratio < math.inf:
             raise ValueError(f"ratio must be finite and above 1, got ratio = {self.ratio}.")
-        if not 0.0 < self.reference_share < 1.0:
-            raise ValueError(f"reference_share must be in (0, 1), got reference_share = {self.reference_share}.")
+        if not 0.0 <= self.baseline_quantile <= 1.0:
+            raise ValueError(f"baseline_quantile must be in [0, 1], got baseline_quantile = {self.baseline_quantile}.")
         if self.smooth < 1 or self.smooth % 2 == 0:
             raise ValueError(f"smooth must be a positive odd number of steps, got smooth = {self.smooth}.")
         if self.persistence < 1:
@@ -72,9 +70,9 @@ class SurgeConfig:
         if not 0.0 <= self.max_truncated <= 1.0:
             raise ValueError(f"max_truncated must be in [0, 1], got max_truncated = {self.max_truncated}.")
 
-    def reference_size(self, seen: int) -> int:
-        """Lengths in the reference when ``seen`` usable lengths lie in the window (at least 1)."""
-        return max(1, math.floor(self.reference_share * (seen - self.smooth)))
+    def baseline_rank(self, seen: int) -> int:
+        """Rank (0: smallest) of the baseline among the older lengths, when the window holds ``seen`` usable ones."""
+        return math.floor(self.baseline_quantile * max(0, seen - self.smooth - 1))
 
 
 class SurgeTracker:
@@ -88,7 +86,7 @@ class SurgeTracker:
       ignored: lengths so far that were not finite and positive (steps).
       held_out: batches so far above ``max_truncated`` (steps).
       smoothed: median of the newest ``smooth`` lengths at the last usable step, or None during the warmup.
-      baseline: median of the reference at that step, or None during the warmup.
+      baseline: the baseline at that step, or None during the warmup.
     """
 
     def __init__(self, config: SurgeConfig = SurgeConfig()) -> None:
@@ -144,10 +142,9 @@ class SurgeTracker:
         seen, smooth = len(self._lengths), self.config.smooth
         if seen < self.config.warmup:
             return False
-        reference_size = self.config.reference_size(seen)
-        reference = sorted(itertools.islice(self._lengths, reference_size))
-        self.baseline = reference[(reference_size - 1) // 2]
-        self.smoothed = sorted(itertools.islice(self._lengths, seen - smooth, seen))[smooth // 2]
+        lengths = list(self._lengths)
+        self.baseline = sorted(lengths[:-smooth])[self.config.baseline_rank(seen)]
+        self.smoothed = sorted(lengths[-smooth:])[smooth // 2]
         with np.errstate(over="ignore"):
             threshold = self._ratio * np.float32(self.baseline)
         if not self.smoothed >= threshold:
@@ -270,7 +267,7 @@ def update_surge_state(
 
 
 def _baseline(config: SurgeConfig, lengths: jax.Array, seen: jax.Array) -> jax.Array:
-    sizes = jnp.asarray([config.reference_size(n) for n in range(config.window + 1)], jnp.int32)
-    age_rank = jnp.arange(config.window, dtype=jnp.int32) - (config.window - seen)
-    in_reference = (age_rank >= 0) & (age_rank < sizes[seen])
-    return jnp.sort(jnp.where(in_reference, lengths, jnp.inf))[(sizes[seen] - 1) // 2]
+    ranks = jnp.asarray([config.baseline_rank(n) for n in range(config.window + 1)], jnp.int32)
+    is_set = jnp.arange(config.window, dtype=jnp.int32) >= config.window - seen
+    older = jnp.where(is_set, lengths, jnp.inf)[: -config.smooth]
+    return jnp.sort(older)[ranks[seen]]
