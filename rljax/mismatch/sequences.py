@@ -58,7 +58,7 @@ def read_sequences(tokens: Tokens, sequence_ids: ArrayLike | None, num_sequences
     start, end = _bounds(xp, valid, xp.asarray(sequence_ids))
     before = xp.take_along_axis(running, start, axis=1) - 1
     length = xp.take_along_axis(running, end, axis=1) - before
-    index = xp.arange(valid.shape[1], dtype=np.int32)
+    index = xp.arange(valid.shape[1], dtype=np.int32)[None]
     if xp is np:
         _check_ids(np.asarray(sequence_ids)[valid & (index == start)], np.asarray(sequence_ids)[valid], num_sequences)
     return Sequences(xp, start, end, running - before, length, valid & (index == end), length)
@@ -67,7 +67,7 @@ def read_sequences(tokens: Tokens, sequence_ids: ArrayLike | None, num_sequences
 def _bounds(xp: ModuleType, valid: Any, ids: Any) -> tuple[Any, Any]:
     """First and last index, [b, t] int32, of the sequence each valid token is in; holes belong to the one before."""
     t = valid.shape[1]
-    index = xp.broadcast_to(xp.arange(t, dtype=np.int32), valid.shape)
+    index = xp.broadcast_to(xp.arange(t, dtype=np.int32)[None], valid.shape)
     last_valid = _running_maximum(xp, xp.where(valid, index, -1))
     previous = xp.concatenate([xp.full_like(last_valid[:, :1], -1), last_valid[:, :-1]], axis=1)
     previous_id = xp.take_along_axis(ids, xp.maximum(previous, 0), axis=1)
@@ -109,7 +109,7 @@ def sequence_sums(sequences: Sequences, lanes: Any) -> Any:
     xp = sequences.xp
     if sequences.end is None:
         return value_of(total_over(xp, lanes, (2,)))[..., None]
-    index, zeros = xp.arange(lanes.shape[2], dtype=np.int32), xp.zeros_like(lanes)
+    index, zeros = xp.arange(lanes.shape[2], dtype=np.int32)[None], xp.zeros_like(lanes)
 
     def double(step: Any, total: Total) -> Total:
         """From sums over windows of 2^step tokens, cut at the sequence's first token, to windows twice as long."""
@@ -142,10 +142,10 @@ def spread(sequences: Sequences, slots: Any) -> Any:
 
 
 def valid_slots(sequences: Sequences, values: Any) -> Any:
-    """Values [..., b, s] with 0 where no sequence stands."""
-    return sequences.xp.where(sequences.slot_valid, values, 0)
+    """Values [k, b, s] with 0 where no sequence stands."""
+    return sequences.xp.where(sequences.slot_valid[None], values, 0)
 
 
 def mean_over_tokens(sequences: Sequences, sums: Any) -> Any:
-    """Sums [..., b, s] over the number of valid tokens of each sequence (empty ones: over 1)."""
-    return sums / sequences.xp.maximum(sequences.slot_length, 1).astype(sums.dtype)
+    """Sums [k, b, s] over the number of valid tokens of each sequence (empty ones: over 1)."""
+    return sums / sequences.xp.maximum(sequences.slot_length, 1).astype(sums.dtype)[None]
