@@ -1,0 +1,169 @@
+"""However a batch is cut into micro-batches, packed into rows or merged, the statistics say the same."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.mismatch import (
+    finalize_importance,
+    finalize_statistics,
+    importance_totals,
+    importance_weights,
+    merge_importance,
+    merge_statistics,
+    mismatch_metrics,
+    mismatch_statistics,
+    rejection_mask,
+)
+
+T = 24
+ROWS, ROW_LENGTH = 4, 48
+MAX_SEQUENCES = 8
+
+
+@st.composite
+def batches(draw):
+    """Up to 8 sequences of up to 24 tokens: log-ratios of one scale, holes, empty ones, now and then a broken token."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    scale = draw(st.sampled_from([1e-4, 1e-2, 1.0]))
+    lengths = draw(st.lists(st.integers(0, T), min_size=1, max_size=MAX_SEQUENCES))
+    rng = np.random.default_rng(seed)
+    shape = (len(lengths), T)
+    rollout = -rng.exponential(0.7, shape).astype(np.float32)
+    trainer = (rollout + scale * rng.standard_normal(shape)).astype(np.float32)
+    mask = (np.arange(T) < np.array(lengths)[:, None]) & (rng.random(shape) < 0.9)
+    if draw(st.booleans()):
+        trainer[rng.random(shape) < 0.03] = draw(st.sampled_from([np.nan, -np.inf, np.inf]))
+    entropy = rng.exponential(0.5, shape).astype(np.float32)
+    return trainer, rollout, mask, entropy
+
+
+def pack(draw, arrays, mask):
+    """Put the sequences whole into rows of 48 at drawn rows and gaps; ids outside the mask are rubbish."""
+    order = draw(st.permutations(range(len(mask))))
+    rows = [np.zeros((ROWS, ROW_LENGTH), array.dtype) for array in arrays]
+    packed_mask = np.zeros((ROWS, ROW_LENGTH), bool)
+    ids = np.full((ROWS, ROW_LENGTH), draw(st.integers(-3, MAX_SEQUENCES + 3)), np.int32)
+    filled = [0] * ROWS
+    for sequence in order:
+        length = int(np.max(np.flatnonzero(mask[sequence]), initial=-1)) + 1
+        fitting = [row for row in range(ROWS) if filled[row] + length <= ROW_LENGTH]
+        row = draw(st.sampled_from(fitting))
+        start = filled[row] + draw(st.integers(0, min(3, ROW_LENGTH - filled[row] - length)))
+        place = slice(start, start + length)
+        for target, array in zip(rows, arrays, strict=True):
+            target[row, place] = array[sequence, :length]
+        packed_mask[row, place] = mask[sequence, :length]
+        ids[row, place] = np.where(mask[sequence, :length], sequence, ids[row, place])
+        filled[row] = start + length
+    return rows, packed_mask, ids
+
+
+def assert_same(found, expected, tolerance, quantile_tolerance=0.0):
+    """Within ``tolerance`` of the value, or of the size of what cancelled in it."""
+    scale = max(float(expected["logprob_abs_diff_mean"]), 1e-30)
+    cancelling = {"kl", "log_ppl_diff", "log_ppl_diff_max", "log_ppl_diff_min", "log_ppl_abs_diff"}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        size = max(abs(float(value)), scale) if name in cancelling else abs(float(value))
+        if name in ("log_ppl_abs_diff_sum", "chi2_seq", "chi2_token", "slope_per_1k"):
+            size = max(size, scale * (1 + float(expected["token_count"])))
+        bound = quantile_tolerance if "_p99" in name else tolerance
+        assert abs(float(found[name]) - float(value)) <= bound * size + 1e-12, (name, float(found[name]), float(value))
+
+
+def cut(draw, rows):
+    """Rows cut into parts, parts shuffled."""
+    edges = sorted(draw(st.sets(st.integers(1, max(rows - 1, 1)), max_size=rows)))
+    parts = [part for part in np.split(np.arange(rows), edges) if part.size]
+    return draw(st.permutations(parts))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_merged_parts_equal_the_whole_on_the_host(data):
+    trainer, rollout, mask, entropy = data.draw(batches())
+    whole = mismatch_statistics(trainer, rollout, mask, entropy=entropy)
+    parts = [
+        mismatch_statistics(trainer[part], rollout[part], mask[part], entropy=entropy[part])
+        for part in cut(data.draw, len(mask))
+    ]
+    if data.draw(st.booleans()):
+        merged = functools.reduce(merge_statistics, parts)
+    else:
+        merged = functools.reduce(lambda late, early: merge_statistics(early, late), reversed(parts))
+    np.testing.assert_array_equal(merged.histogram, whole.histogram)
+    assert_same(finalize_statistics(merged), finalize_statistics(whole), 1e-11, 1e-11)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_packed_rows_equal_plain_rows_on_the_host(data):
+    trainer, rollout, mask, entropy = data.draw(batches())
+    rows, packed_mask, ids = pack(data.draw, (trainer, rollout, entropy), mask)
+    packed = mismatch_statistics(
+        rows[0], rows[1], packed_mask, entropy=rows[2], sequence_ids=ids, num_sequences=MAX_SEQUENCES
+    )
+    plain = mismatch_statistics(trainer, rollout, mask, entropy=entropy)
+    np.testing.assert_array_equal(packed.histogram, plain.histogram)
+    assert_same(finalize_statistics(packed), finalize_statistics(plain), 1e-11, 1e-11)
+
+
+packed_on_device = jax.jit(
+    functools.partial(mismatch_statistics, num_sequences=MAX_SEQUENCES),
+)
+merge_on_device = jax.jit(merge_statistics)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_packed_and_merged_on_the_device_equal_the_host(data):
+    """Each drawn sequence of one shape of rows, in two micro-batches of packed rows, against float64 plain rows."""
+    trainer, rollout, mask, entropy = data.draw(batches())
+    expected = mismatch_metrics(trainer, rollout, mask, entropy=entropy)
+    half = len(mask) // 2
+    parts = []
+    for part in (slice(0, half), slice(half, None)):
+        rows, packed_mask, ids = pack(data.draw, (trainer[part], rollout[part], entropy[part]), mask[part])
+        parts.append(
+            packed_on_device(*map(jnp.asarray, (rows[0], rows[1], packed_mask)), entropy=rows[2], sequence_ids=ids)
+        )
+    if data.draw(st.booleans()):
+        parts.reverse()
+    found = finalize_statistics(jax.device_get(merge_on_device(*parts)))
+    # A correlation of nearly constant probabilities is as uncertain as float32 makes the probabilities.
+    assert found.pop("pearson_corr") == pytest.approx(expected.pop("pearson_corr"), abs=1e-3)
+    assert_same(found, expected, 2e-6, 0.0101)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["token", "sequence", "geometric"]), st.booleans())
+def test_corrections_do_not_depend_on_packing(data, level, normalize):
+    trainer, rollout, mask, _ = data.draw(batches())
+    slot = np.arange(mask.size).reshape(mask.shape).astype(np.int32)
+    rows, packed_mask, ids = pack(data.draw, (trainer, rollout, slot), mask)
+    chosen = {"level": level, "mode": "truncate", "threshold": 1.01, "normalize": normalize}
+    plain, plain_stats = importance_weights(trainer, rollout, mask, **chosen)
+    packing = {"sequence_ids": ids, "num_sequences": MAX_SEQUENCES}
+    packed, packed_stats = importance_weights(rows[0], rows[1], packed_mask, **chosen, **packing)
+    np.testing.assert_allclose(packed[packed_mask], plain.ravel()[rows[2][packed_mask]], rtol=1e-12)
+    assert not packed[~packed_mask].any()
+    assert packed_stats == pytest.approx(plain_stats, rel=1e-11)
+    kept, kept_stats = rejection_mask(trainer, rollout, mask, statistic="k3", threshold=1e-4)
+    packed_kept, stats = rejection_mask(rows[0], rows[1], packed_mask, statistic="k3", threshold=1e-4, **packing)
+    np.testing.assert_array_equal(packed_kept[packed_mask], kept.ravel()[rows[2][packed_mask]])
+    assert stats == kept_stats
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_importance_totals_merge_in_any_order(data):
+    trainer, rollout, mask, _ = data.draw(batches())
+    parts = [importance_totals(trainer[part], rollout[part], mask[part]) for part in cut(data.draw, len(mask))]
+    merged = finalize_importance(functools.reduce(merge_importance, parts))
+    assert merged == pytest.approx(finalize_importance(importance_totals(trainer, rollout, mask)), rel=1e-11)
