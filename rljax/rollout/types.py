@@ -3,8 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How a step's responses are sampled.
+
+    Attributes:
+      engine: jax, the embedded engine; or vllm, over HTTP.
+      urls: base URLs of the vLLM servers.
+      dtype: dtype the engine computes in; asserted equal to what is published to it.
+      group_size: responses a prompt.
+      max_response_tokens: most tokens of a response, end-of-sequence included.
+      temperature: of sampling; positive.
+    """
+
+    engine: Literal["jax", "vllm"] = "jax"
+    urls: tuple[str, ...] = ()
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    group_size: int = 16
+    max_response_tokens: int = 8192
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2:
+            raise ValueError(f"group_size must be at least 2 for a leave-one-out baseline, got {self.group_size}")
+        if self.max_response_tokens < 1:
+            raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
+        if not 0.0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature must be positive and finite, got {self.temperature}")
+        if self.engine == "vllm" and not self.urls:
+            raise ValueError("engine = vllm needs at least one URL in urls")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,93 @@
+"""The configuration of a run: each room's frozen dataclass under its own key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rljax.algorithms.losses import LossConfig
+from rljax.data.prompts import DataConfig
+from rljax.rollout.types import RolloutConfig
+from rljax.sharding import MeshConfig
+from rljax.training.checkpoint import CheckpointConfig
+from rljax.training.optimizer import OptimizerConfig
+from rljax.training.packing import PackingConfig
+from rljax.training.rate import ScheduleConfig
+from rljax.training.step import PrecisionConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run itself.
+
+    Attributes:
+      dir: run directory: config.yaml, metrics.jsonl, tb/, checkpoints/, summary.json, report.png.
+      steps: rollout batches, one update each at most.
+      seed: of the rollouts and of the order of the prompts.
+      resume: auto: go on from the newest checkpoint in ``dir`` if there is one; never: refuse a ``dir`` that holds a
+        run; or the path of another run directory to go on from.
+    """
+
+    dir: str = "runs/run"
+    steps: int = 100
+    seed: int = 0
+    resume: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy to start from.
+
+    Attributes:
+      path: an HF directory (config.json, safetensors, tokenizer.json).
+    """
+
+    path: str = "runs/toy-base"
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Greedy accuracy on held problems, in the step's own row.
+
+    Attributes:
+      every: steps between evaluations, the last step included; 0: never.
+    """
+
+    every: int = 20
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"every must not be negative, got {self.every}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run; written resolved into the run directory, from which it reloads."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest prompt plus longest response (tokens)."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        """Responses of a step."""
+        return self.data.batch_size * self.rollout.group_size

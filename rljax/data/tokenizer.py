@@ -1,0 +1,47 @@
+"""The tokenizer of an HF directory, reduced to what training needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+      pad_token_id: fills unused places; the end-of-sequence id when the tokenizer names none.
+      eos_token_id: ends a response.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer names no eos_token")
+        self._tokenizer = tokenizer
+        self.eos_token_id: int = tokenizer.eos_token_id
+        self.pad_token_id: int = self.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [t], without special tokens added."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """The text without special tokens."""
+        return self._tokenizer.decode(np.asarray(token_ids), skip_special_tokens=True)
+
+    def save(self, directory: str | Path) -> None:
+        """Writes the tokenizer's files into an HF directory."""
+        self._tokenizer.save_pretrained(directory)
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """Reads the tokenizer of an HF directory. Raises ValueError when there is none."""
+    if not (Path(directory) / "tokenizer.json").is_file():
+        raise ValueError(f"no tokenizer at {directory}: tokenizer.json does not exist")
+    return Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory))

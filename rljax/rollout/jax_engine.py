@@ -1,0 +1,247 @@
+"""The embedded engine: key-value-cache decoding of the policy in one compiled loop.
+
+It is a second engine in the sense that matters: its own dtype, its own graph, its own rounding. As in vLLM, logits
+leave the LM head in the rollout dtype and only then become float32; the trainer keeps them float32, so in 16 bits the
+two differ on every token as real engines do. Prompts are padded on the left, so that all rows decode at one cache index; a prompt is prefilled once and its cache
+repeated for its ``n`` responses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from rljax.policy.attention import attend
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import Params, cast_params, embed_tokens, lm_head_table, param_shardings, run_blocks
+from rljax.policy.score import matmul_precision
+from rljax.rollout.types import Response, SamplingParams, VersionSpan
+from rljax.sharding import constrain, replicated
+
+Cache = tuple[Array, Array]  # keys and values, [layers, b, s, kv heads, head_dim]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What one compilation is for."""
+
+    prompts: int
+    n: int
+    prompt_tokens: int
+    max_response_tokens: int
+    greedy: bool
+    num_stops: int
+
+
+def _cache_mixer(
+    mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
+) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
+    """Writes this call's keys and values into the layer's cache and attends to all of it that ``mask`` allows."""
+
+    def mix(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
+        keys, values = (
+            jax.lax.dynamic_update_slice(old, new[None], (layer, 0, write_at, 0, 0))
+            for old, new in zip(cache, (k, v), strict=True)
+        )
+        current = (jax.lax.dynamic_index_in_dim(part, layer, 0, keepdims=False) for part in (keys, values))
+        return attend(q, *current, mask), (keys, values)
+
+    return mix
+
+
+def _prefill(
+    params: Params, config: PolicyConfig, tokens: Int[Array, "p s"], lengths: Int[Array, " p"], cache_tokens: int
+) -> tuple[Float[Array, "p d"], Cache, Bool[Array, "p c"]]:
+    """Last hidden state, cache and the cache's valid places, for left-padded prompts."""
+    rows, width = tokens.shape
+    index = jnp.arange(width)
+    valid = index[None, :] >= width - lengths[:, None]
+    positions = jnp.maximum(index[None, :] - (width - lengths[:, None]), 0)
+    shape = (config.num_layers, rows, cache_tokens, config.num_kv_heads, config.head_dim)
+    cache = (jnp.zeros(shape, params["embed"].dtype), jnp.zeros(shape, params["embed"].dtype))
+    valid_cache = jnp.pad(valid, ((0, 0), (0, cache_tokens - width)))
+    causal = index[:, None] >= jnp.arange(cache_tokens)[None, :]
+    mask = causal[None] & valid_cache[:, None, :]
+    hidden, cache = run_blocks(params, config, embed_tokens(params, tokens), positions, _cache_mixer(mask, 0), cache)
+    return hidden[:, -1], cache, valid_cache
+
+
+def _draw(
+    params: Params, hidden: Float[Array, "b d"], keys: Array, temperature: Array, greedy: bool
+) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
+    """Next tokens and their log-probabilities under the distribution drawn from (temperature 1 when greedy)."""
+    table = lm_head_table(params)
+    logits = jnp.einsum("bd,vd->bv", hidden, table, preferred_element_type=jnp.float32)
+    # Not a pair of casts: XLA may drop those (xla_allow_excess_precision).
+    kept = jnp.finfo(hidden.dtype)
+    logits = jax.lax.reduce_precision(logits, kept.nexp, kept.nmant)
+    if greedy:
+        tokens = jnp.argmax(logits, axis=-1)
+    else:
+        logits = logits / temperature
+        tokens = jax.vmap(jax.random.categorical)(keys, logits)
+    logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
+    return tokens.astype(jnp.int32), logprobs
+
+
+def _decode(
+    params: Params,
+    config: PolicyConfig,
+    shape: _Shape,
+    prompts: Int[Array, "p s"],
+    lengths: Int[Array, " p"],
+    stops: Int[Array, " k"],
+    temperature: Float[Array, ""],
+    seed: Int[Array, ""],
+) -> tuple[Int[Array, "b r"], Float[Array, "b r"], Int[Array, " b"], Bool[Array, " b"]]:
+    """(tokens, log-probabilities, lengths, stopped) of b = prompts * n responses of at most r tokens."""
+    width, limit = shape.prompt_tokens, shape.max_response_tokens
+    rows = shape.prompts * shape.n
+    hidden, cache, valid = _prefill(params, config, prompts, lengths, width + limit)
+
+    def repeat(x: Array, axis: int = 0) -> Array:
+        return jnp.repeat(x, shape.n, axis=axis)
+
+    hidden, valid, lengths = repeat(hidden), repeat(valid), repeat(lengths)
+    cache = (repeat(cache[0], 1), repeat(cache[1], 1))
+    row_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+
+    def draw(step: Array, hidden: Array) -> tuple[Array, Array]:
+        keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
+        return _draw(params, hidden, keys, temperature, shape.greedy)
+
+    def unfinished(state: tuple[Any, ...]) -> Array:
+        step, done = state[0], state[1]
+        return (step < limit) & ~jnp.all(done)
+
+    def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        step, done, tokens, logprobs, counts, hidden, cache = state
+        token, logprob = draw(step, hidden)
+        tokens = jax.lax.dynamic_update_index_in_dim(tokens, jnp.where(done, 0, token), step, 1)
+        logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, jnp.where(done, 0.0, logprob), step, 1)
+        counts = counts + jnp.where(done, 0, 1)
+        done = done | jnp.any(token[:, None] == stops[None, :], axis=1)
+        at = width + step
+        mask = valid | ((jnp.arange(width + limit) >= width) & (jnp.arange(width + limit) <= at))[None]
+        embedded = constrain(embed_tokens(params, token[:, None]), "rows", "tokens", "act_embed")
+        positions = (lengths + step)[:, None]
+        new_hidden, cache = run_blocks(params, config, embedded, positions, _cache_mixer(mask[:, None], at), cache)
+        return step + 1, done, tokens, logprobs, counts, new_hidden[:, 0], cache
+
+    start = (
+        jnp.int32(0),
+        jnp.zeros((rows,), bool),
+        jnp.zeros((rows, limit), jnp.int32),
+        jnp.zeros((rows, limit), jnp.float32),
+        jnp.zeros((rows,), jnp.int32),
+        hidden,
+        cache,
+    )
+    _, done, tokens, logprobs, counts, _, _ = jax.lax.while_loop(unfinished, body, start)
+    return tokens, logprobs, counts, done
+
+
+class JaxEngine:
+    """RolloutEngine over the policy in this process; the same seed, weights and prompts give the same bits."""
+
+    def __init__(self, config: PolicyConfig, dtype: Any, max_prompt_tokens: int, *, mesh: Mesh):
+        """Builds the engine; ``publish`` must be called before ``generate``.
+
+        Args:
+          config: shape of the policy.
+          dtype: rollout dtype, of the weights and the cache.
+          max_prompt_tokens: prompts are padded to it, so that the number of compilations stays small.
+          mesh: the trainer's; weights stay sharded as they are there.
+        """
+        self._config, self._mesh, self._width = config, mesh, max_prompt_tokens
+        self._dtype = jnp.dtype(dtype)
+        shardings = param_shardings(config, mesh)
+        # copy: with a float32 rollout the cast would hand on the trainer's own buffers, which its next step donates.
+        self._cast = jax.jit(
+            lambda params: jax.tree.map(lambda p: jnp.array(p, copy=True), cast_params(params, self._dtype)),
+            out_shardings=shardings,
+        )
+        self._compiled: dict[_Shape, Any] = {}
+        self._params: Params | None = None
+        self._version = 0
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def compilations(self) -> int:
+        """Decoding loops compiled so far: one for each number of prompts, n, length limit and greediness."""
+        return sum(function._cache_size() for function in self._compiled.values())
+
+    def publish(self, params: Params, policy_version: int) -> None:
+        """See RolloutEngine."""
+        start = time.perf_counter()
+        with jax.set_mesh(self._mesh):
+            self._params = jax.block_until_ready(self._cast(params))
+        self._version = policy_version
+        self._add("time/publish_s", time.perf_counter() - start)
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
+    ) -> Iterator[Response]:
+        """See RolloutEngine. All responses land together."""
+        if self._params is None:
+            raise RuntimeError("no policy was published to the embedded engine yet")
+        longest = max(len(prompt) for prompt in prompts)
+        if longest > self._width:
+            raise ValueError(f"a prompt has {longest} tokens, more than max_prompt_tokens = {self._width}")
+        greedy = sampling.temperature == 0.0
+        shape = _Shape(
+            len(prompts), n, self._width, sampling.max_response_tokens, greedy, max(len(sampling.stop_token_ids), 1)
+        )
+        padded = np.zeros((len(prompts), self._width), np.int32)
+        for i, prompt in enumerate(prompts):
+            padded[i, self._width - len(prompt) :] = prompt
+        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+        # -1 is no token: a response without stop tokens runs to the limit.
+        stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
+        temperature = np.float32(1.0 if greedy else sampling.temperature)
+        start = time.perf_counter()
+        with jax.set_mesh(self._mesh):
+            result = self._function(shape)(self._params, padded, lengths, stops, temperature, np.uint32(seed))
+        tokens, logprobs, counts, done = jax.device_get(result)
+        self._add("time/generate_s", time.perf_counter() - start)
+        for row, count in enumerate(counts):
+            yield Response(
+                prompt_index=row // n,
+                sample_index=row % n,
+                token_ids=tokens[row, :count],
+                logprobs=logprobs[row, :count],
+                truncated=not done[row],
+                versions=(VersionSpan(self._version, 0, int(count)),),
+            )
+
+    def take_metrics(self) -> dict[str, float]:
+        """See RolloutEngine."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+        self._params = None
+        self._compiled.clear()
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._metrics[name] = self._metrics.get(name, 0.0) + seconds
+
+    def _function(self, shape: _Shape) -> Any:
+        if shape not in self._compiled:
+            config, dtype = self._config, self._dtype
+
+            def run(*args: Any) -> tuple[Array, Array, Array, Array]:
+                with jax.default_matmul_precision(matmul_precision(dtype)):
+                    return _decode(args[0], config, shape, *args[1:])
+
+            self._compiled[shape] = jax.jit(run, out_shardings=replicated(self._mesh))
+        return self._compiled[shape]

@@ -1,0 +1,115 @@
+"""The same step on 1x1, 8x1 and 4x2 meshes: gradients, metrics, placement, one compilation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import init_params, param_shardings
+from rljax.schedule import inject_learning_rate
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.training.optimizer import OptimizerConfig, make_optimizer
+from rljax.training.packing import TrainSequence, max_micro_batches, pack
+from rljax.training.state import create_state
+from rljax.training.step import PrecisionConfig, make_train_step
+
+CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
+ROW, ROWS, COUNT, LONGEST = 64, 8, 48, 30
+
+
+def sequences(seed=0):
+    rng = np.random.default_rng(seed)
+    result = []
+    for i in range(COUNT):
+        p, r = int(rng.integers(2, 9)), int(rng.integers(1, 22))
+        result.append(
+            TrainSequence(
+                rng.integers(0, 32, p).astype(np.int32),
+                rng.integers(0, 32, r).astype(np.int32),
+                rng.normal(-3.0, 0.5, r).astype(np.float32),
+                float(rng.normal()),
+                i % 5 != 0,
+            )
+        )
+    return result
+
+
+def shape():
+    return max_micro_batches(COUNT, LONGEST, ROW, ROWS), ROWS, ROW
+
+
+def batch(seed=0):
+    m, b, t = shape()
+    return pack(sequences(seed), row_tokens=t, rows_per_micro_batch=b, micro_batches=m)
+
+
+def build(fsdp, tp, tx, dtype="float32"):
+    mesh = make_mesh(MeshConfig(fsdp, tp))
+    step = make_train_step(
+        CONFIG,
+        tx,
+        mesh,
+        precision=PrecisionConfig(compute_dtype=dtype),
+        loss_config=LossConfig(),
+        batch_shape=shape(),
+        num_sequences=COUNT,
+    )
+    state = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=dtype == "float16")
+    return mesh, step, state
+
+
+def gradient_keeper():
+    """An optimizer whose state is the gradient itself."""
+    return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
+
+
+@pytest.fixture(scope="module")
+def single():
+    _, step, state = build(1, 1, gradient_keeper())
+    state, metrics, logprobs = step(state, batch(), 0.1, True)
+    return jax.device_get((state.opt_state.inner_state.trace, metrics, logprobs))
+
+
+@pytest.mark.parametrize(("fsdp", "tp"), [(8, 1), (4, 2), (2, 4)])
+def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, single):
+    _, step, state = build(fsdp, tp, gradient_keeper())
+    state, metrics, logprobs = jax.device_get(step(state, batch(), 0.1, True))
+    expected_grads, expected_metrics, expected_logprobs = single
+    for g, expected in zip(
+        jax.tree.leaves(state.opt_state.inner_state.trace), jax.tree.leaves(expected_grads), strict=True
+    ):
+        assert np.abs(expected).max() > 0
+        assert np.abs(g - expected).max() / np.abs(expected).max() <= 1e-5
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, expected_metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-5, rtol=0)
+
+
+def test_parameters_and_moments_are_sharded_alike_and_stay_so():
+    tx = make_optimizer(OptimizerConfig(learning_rate=1e-3))
+    mesh, step, state = build(4, 2, tx)
+    before = jax.tree.map(lambda leaf: leaf.sharding, state)
+    state, _, _ = step(state, batch(), 1e-3, True)
+    assert jax.tree.leaves(jax.tree.map(lambda leaf: leaf.sharding, state)) == jax.tree.leaves(before)
+    expected = param_shardings(CONFIG, mesh)
+    adam = optax.tree.get(state.opt_state, "mu"), optax.tree.get(state.opt_state, "nu")
+    for tree in (state.params, *adam):
+        assert jax.tree.all(jax.tree.map(lambda leaf, s: leaf.sharding == s, tree, expected))
+        assert jax.tree.all(jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, tree))
+    query = state.params["layers"]["attention"]["query"]
+    assert query.addressable_shards[0].data.shape == (2, 8, 2, 8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_one_compilation_whatever_the_rate_the_batch_and_the_skips(dtype):
+    tx = make_optimizer(OptimizerConfig(learning_rate=1e-3))
+    _, step, state = build(2, 2, tx, dtype)
+    for i in range(5):
+        state, metrics, _ = step(state, batch(i), 1e-3 / (i + 1), i != 2)
+    assert step.jitted._cache_size() == 1
+    assert int(metrics["optimizer/skipped_updates"]) == 1
+    assert float(metrics["schedule/learning_rate"]) == np.float32(1e-3 / 5)
