@@ -1,0 +1,187 @@
+"""Importance weights and rejection against hand-worked numbers and an independent text of equations 4-6."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.mismatch import importance_statistics, importance_weights, rejection_mask
+
+# Two sequences of three and two tokens; token ratios 4, 1/2, 1 and 3, 1/3; products 2 and 1; an empty third row.
+RATIO = np.array([[4.0, 0.5, 1.0], [3.0, 1 / 3, 9.0], [5.0, 5.0, 5.0]])
+MASK = np.array([[1, 1, 1], [1, 1, 0], [0, 0, 0]])
+ROLLOUT = np.log(np.array([[0.1, 0.4, 0.5], [0.2, 0.6, 0.1], [0.1, 0.1, 0.1]]))
+TRAINER = ROLLOUT + np.log(RATIO)
+CUBE_ROOT = 2 ** (1 / 3)
+
+
+def weights(**options):
+    return importance_weights(TRAINER, ROLLOUT, MASK, **options)
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "threshold", "expected"),
+    [
+        ("token", "truncate", 2.0, [[2, 0.5, 1], [2, 1 / 3, 0], [0, 0, 0]]),
+        ("token", "mask", 2.0, [[0, 0.5, 1], [0, 1 / 3, 0], [0, 0, 0]]),
+        ("token", "band", (0.5, 5.0), [[4, 0.5, 1], [3, 0, 0], [0, 0, 0]]),
+        ("sequence", "truncate", 1.5, [[1.5, 1.5, 1.5], [1, 1, 0], [0, 0, 0]]),
+        ("sequence", "mask", 1.5, [[0, 0, 0], [1, 1, 0], [0, 0, 0]]),
+        ("sequence", "band", (1.5, 3.0), [[2, 2, 2], [0, 0, 0], [0, 0, 0]]),
+        ("geometric", "truncate", 1.1, [[1.1, 1.1, 1.1], [1, 1, 0], [0, 0, 0]]),
+        ("geometric", "mask", 2.0, [[CUBE_ROOT] * 3, [1, 1, 0], [0, 0, 0]]),
+        ("geometric", "band", (0.99, 1.01), [[0, 0, 0], [1, 1, 0], [0, 0, 0]]),
+    ],
+)
+def test_hand_worked_weights(level, mode, threshold, expected):
+    found, stats = weights(level=level, mode=mode, threshold=threshold)
+    np.testing.assert_allclose(found, expected, rtol=1e-14)
+    flat = np.array(expected)[MASK == 1] if level == "token" else np.array([expected[0][0], expected[1][0]])
+    assert stats["weight_mean"] == pytest.approx(flat.mean())
+    assert stats["weight_max"] == pytest.approx(flat.max())
+    assert stats["effective_sample_size"] == pytest.approx(flat.mean() ** 2 / (flat**2).mean())
+    assert all(type(value) is float for value in stats.values())
+
+
+def test_bounds_are_included():
+    # log 2 and its halves are exact multiples, so that these ratios meet the bounds exactly.
+    for mode, threshold in (("mask", math.exp(1.0)), ("band", (math.exp(-1.0), math.exp(1.0)))):
+        found, stats = importance_weights(
+            np.array([[1.0, -1.0, 1.0 + 1e-9]]), np.zeros((1, 3)), np.ones((1, 3)), level="token", mode=mode,
+            threshold=threshold,
+        )  # fmt: skip
+        np.testing.assert_array_equal(found, [[math.exp(1.0), math.exp(-1.0), 0.0]])
+        assert stats["changed_fraction"] == pytest.approx(1 / 3)
+    kept, _ = rejection_mask(
+        np.array([[1.0, 1.0], [1.0, 1.1]]), np.zeros((2, 2)), np.ones((2, 2)), statistic="geometric",
+        threshold=(0.5, math.exp(1.0)),
+    )  # fmt: skip
+    np.testing.assert_array_equal(kept, [[1, 1], [0, 0]])
+
+
+def test_normalize_divides_by_the_mean_of_its_level():
+    raw, stats = weights(level="token", mode="truncate", threshold=2.0)
+    found, _ = weights(level="token", mode="truncate", threshold=2.0, normalize=True)
+    np.testing.assert_allclose(found, raw / (raw.sum() / 5), rtol=1e-14)
+    assert stats["weight_mean"] == pytest.approx(raw.sum() / 5)
+    found, _ = weights(level="sequence", mode="truncate", threshold=9.0, normalize=True)
+    np.testing.assert_allclose(found, [[2 / 1.5] * 3, [1 / 1.5] * 2 + [0], [0, 0, 0]], rtol=1e-14)
+    found, stats = weights(level="token", mode="mask", threshold=0.1, normalize=True)
+    assert not found.any()
+    assert stats["weight_mean"] == stats["effective_sample_size"] == 0.0
+
+
+def test_the_exponent_is_clipped_at_twenty():
+    lr = np.array([[15.0, 15.0], [-300.0, 1.0]])
+    found, _ = importance_weights(lr, np.zeros_like(lr), np.ones_like(lr), level="sequence", mode="mask", threshold=1e9)
+    np.testing.assert_allclose(found, np.exp([[20.0, 20.0], [-20.0, -20.0]]), rtol=1e-14)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_device_equals_host_without_gradient_under_jit(level):
+    rng = np.random.default_rng(0)
+    rollout = -rng.exponential(0.7, (6, 200)).astype(np.float32)
+    trainer = (rollout + 0.05 * rng.standard_normal((6, 200))).astype(np.float32)
+    mask = rng.random((6, 200)) < 0.8
+    trainer[2, 3] = np.nan
+    options = {"level": level, "mode": "band", "threshold": (0.9, 1.1), "normalize": True}
+    expected, expected_stats = importance_weights(trainer, rollout, mask, **options)
+    jitted = jax.jit(partial(importance_weights, **options))
+    found, stats = jitted(*map(jnp.asarray, (trainer, rollout, mask)))
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    assert expected[2, 3] == 0
+    for name, value in expected_stats.items():
+        assert float(stats[name]) == pytest.approx(value, rel=2e-6), name
+    clean = jnp.nan_to_num(trainer)
+    weighted = jax.grad(lambda x: jnp.sum(jitted(x, rollout, mask)[0] * x))(clean)
+    np.testing.assert_array_equal(weighted, jitted(clean, rollout, mask)[0])
+    assert not np.any(jax.grad(lambda x: jnp.sum(jitted(x, rollout, mask)[0]))(clean))
+
+
+def k3(x):
+    return math.exp(x) - 1 - x
+
+
+def test_hand_worked_rejection():
+    lr = np.array([[0.1, -0.1, 0.0], [0.3, 0.0, 0.0], [-3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    mask = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 1], [0, 0, 0]], np.int32)
+    reject = partial(rejection_mask, lr, np.zeros_like(lr), mask)
+    kept, stats = reject(statistic="k3", threshold=k3(0.3) / 2 + 1e-12)
+    np.testing.assert_array_equal(kept, mask * [[1], [1], [0], [0]])
+    assert kept.dtype == mask.dtype
+    assert stats["rejected_sequence_fraction"] == pytest.approx(1 / 3)
+    assert stats["rejected_token_fraction"] == pytest.approx(2 / 7)
+    kept, _ = reject(statistic="k3", threshold=k3(0.3) / 2 - 1e-12)
+    np.testing.assert_array_equal(kept, mask * [[1], [0], [0], [0]])
+    kept, _ = reject(statistic="geometric", threshold=(0.9, math.exp(0.15) + 1e-12))
+    np.testing.assert_array_equal(kept, mask * [[1], [1], [0], [0]])
+    kept, _ = reject(statistic="veto", threshold=math.exp(-3) + 1e-9)
+    np.testing.assert_array_equal(kept, mask * [[1], [1], [0], [0]])
+    kept, stats = reject(statistic="veto", threshold=math.exp(-3) - 1e-9)
+    np.testing.assert_array_equal(kept, mask)
+    assert stats["rejected_sequence_fraction"] == 0
+
+
+def test_a_sequence_without_a_finite_token_is_rejected():
+    trainer = np.array([[np.nan, -np.inf], [np.nan, -1.0]])
+    mask = np.ones((2, 2), bool)
+    kept, stats = rejection_mask(trainer, np.full((2, 2), -1.0), mask, statistic="k3", threshold=1.0)
+    np.testing.assert_array_equal(kept, [[False, False], [True, True]])
+    assert kept.dtype == bool
+    assert stats["nonfinite_count"] == 3
+    device, _ = jax.jit(partial(rejection_mask, statistic="k3", threshold=1.0))(
+        jnp.asarray(trainer), -jnp.ones((2, 2)), jnp.asarray(mask)
+    )
+    np.testing.assert_array_equal(device, kept)
+
+
+def test_importance_statistics_by_hand():
+    found = importance_statistics(TRAINER, ROLLOUT, MASK, threshold=1.9)
+    token = RATIO[MASK == 1]
+    levels = {"token": token, "sequence": np.array([2.0, 1.0]), "geometric": np.array([CUBE_ROOT, 1.0])}
+    for level, ratio in levels.items():
+        assert found[f"{level}_ratio_mean"] == pytest.approx(ratio.mean())
+        assert found[f"{level}_ratio_max"] == pytest.approx(ratio.max())
+        assert found[f"{level}_ratio_min"] == pytest.approx(ratio.min())
+        assert found[f"{level}_fraction_below"] == pytest.approx((ratio < 1 / 1.9).mean())
+        assert found[f"{level}_effective_sample_size"] == pytest.approx(ratio.mean() ** 2 / (ratio**2).mean())
+        assert found[f"{level}_fraction_above"] == pytest.approx((ratio > 1.9).mean())
+    assert len(found) == 18
+
+
+def test_importance_statistics_on_the_device_and_of_nothing():
+    found = jax.jit(partial(importance_statistics, threshold=1.9))(*map(jnp.asarray, (TRAINER, ROLLOUT, MASK)))
+    expected = importance_statistics(TRAINER.astype(np.float32), ROLLOUT.astype(np.float32), MASK, threshold=1.9)
+    for name, value in expected.items():
+        assert float(found[name]) == pytest.approx(value, rel=1e-6), name
+    nothing = importance_statistics(TRAINER, ROLLOUT, np.zeros_like(MASK))
+    assert nothing == dict.fromkeys(nothing, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "row", "mode": "mask", "threshold": 2}, r"level must be one of .*'geometric'\), got 'row'"),
+        ({"level": "token", "mode": "clip", "threshold": 2}, r"mode must be one of .*, got 'clip'"),
+        ({"level": "token", "mode": "band", "threshold": 2}, r"a band needs threshold=\(lo, hi\), got 2"),
+        ({"level": "token", "mode": "band", "threshold": (2, 1)}, r"0 <= lo <= hi, got \(2, 1\)"),
+        ({"level": "token", "mode": "mask", "threshold": (1, 2)}, r"one number above 0, got \(1, 2\)"),
+        ({"level": "token", "mode": "truncate", "threshold": 0.0}, "one number above 0, got 0.0"),
+        ({"level": "token", "mode": "truncate", "threshold": math.nan}, "one number above 0, got nan"),
+    ],
+)
+def test_mistakes_in_weights_say_what_was_expected(options, message):
+    with pytest.raises(ValueError, match=message):
+        weights(**options)
+
+
+def test_mistakes_in_rejection_and_statistics_say_what_was_expected():
+    with pytest.raises(ValueError, match=r"statistic must be one of \('k3', 'geometric', 'veto'\), got 'k2'"):
+        rejection_mask(TRAINER, ROLLOUT, MASK, statistic="k2", threshold=1.0)
+    with pytest.raises(ValueError, match="a band needs"):
+        rejection_mask(TRAINER, ROLLOUT, MASK, statistic="geometric", threshold=1.0)
+    with pytest.raises(ValueError, match=r"threshold must be at least 1, got 0\.5"):
+        importance_statistics(TRAINER, ROLLOUT, MASK, threshold=0.5)

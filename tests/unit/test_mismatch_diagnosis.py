@@ -1,0 +1,139 @@
+"""Buckets, sign skew and the length split on numbers worked by hand and planted causes."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.mismatch import (
+    bucket_labels,
+    finalize_buckets,
+    finalize_sign_skew,
+    merge_buckets,
+    merge_sign_skew,
+    mismatch_by_entropy,
+    mismatch_by_position,
+    mismatch_by_staleness,
+    mismatch_metrics,
+    sign_skew,
+    split_sum_rise,
+)
+
+LR = np.array([[0.1, -0.2, 0.3, 0.6], [0.0, 0.4, -0.7, 9.0]])
+ROLLOUT = np.full((2, 4), -12.0)
+MASK = np.array([[1, 0, 1, 1], [1, 1, 1, 0]])
+
+
+def k3(values):
+    return [math.expm1(x) - x for x in values]
+
+
+def assert_buckets(buckets, members):
+    found = finalize_buckets(buckets)
+    for i, values in enumerate(members):
+        n = max(len(values), 1)
+        assert found["token_count"][i] == len(values)
+        assert found["kl"][i] == pytest.approx(-sum(values) / n)
+        assert found["k3_kl"][i] == pytest.approx(sum(k3(values)) / n)
+        assert found["logprob_abs_diff_mean"][i] == pytest.approx(sum(map(abs, values)) / n)
+        assert found["logprob_abs_diff_max"][i] == pytest.approx(max(map(abs, values), default=0))
+        assert found["extreme_rate"][i] == pytest.approx(sum(abs(x) > 0.5 for x in values) / n)
+    assert all(array.shape == (len(members),) for array in found.values())
+
+
+def test_buckets_by_hand():
+    trainer = ROLLOUT + LR
+    by_position = mismatch_by_position(trainer, ROLLOUT, MASK, edges=(2, 3))
+    assert_buckets(by_position, [[0.1, 0.0], [0.3, 0.4], [0.6, -0.7]])
+    entropy = np.array([[0.05, 9.0, 0.5, np.nan], [3.0, 0.5, 0.0, 0.0]])
+    assert_buckets(
+        mismatch_by_entropy(trainer, ROLLOUT, MASK, entropy, edges=(0.1, 1.0)), [[0.1, -0.7], [0.3, 0.4], [0.0]]
+    )
+    staleness = np.array([[0, 0, 1, 5], [2, 0, 1, 0]])
+    by_staleness = mismatch_by_staleness(trainer, ROLLOUT, MASK, staleness, num_buckets=4)
+    assert_buckets(by_staleness, [[0.1, 0.4], [0.3, -0.7], [0.0], [0.6]])
+    halves = [mismatch_by_staleness(*(a[i : i + 1] for a in (trainer, ROLLOUT, MASK, staleness))) for i in (1, 0)]
+    assert_buckets(merge_buckets(*halves), [[0.1, 0.4], [0.3, -0.7], [0.0], [0.6]])
+
+
+def test_packed_positions_restart_with_each_sequence():
+    trainer, rollout = (ROLLOUT + LR).reshape(1, 8), ROLLOUT.reshape(1, 8)
+    ids = np.array([[0, -1, 0, 0, 1, 1, 1, 0]])
+    packed = mismatch_by_position(trainer, rollout, MASK.reshape(1, 8), edges=(2, 3), sequence_ids=ids, num_sequences=2)
+    assert_buckets(packed, [[0.1, 0.0], [0.3, 0.4], [0.6, -0.7]])
+
+
+def test_buckets_on_the_device():
+    found = jax.jit(lambda *arrays: finalize_buckets(mismatch_by_position(*arrays)))(
+        *map(jnp.asarray, (ROLLOUT + LR, ROLLOUT, MASK))
+    )
+    expected = finalize_buckets(mismatch_by_position(ROLLOUT + LR, ROLLOUT, MASK))
+    for name, values in expected.items():
+        # ROLLOUT + LR rounded to float32 moves a log-ratio by 5e-7.
+        np.testing.assert_allclose(found[name], values, rtol=5e-6, atol=1e-6, err_msg=name)
+
+
+def test_labels_name_every_bucket():
+    assert bucket_labels((64, 256, 1024)) == ("lt_64", "64_to_256", "256_to_1024", "ge_1024")
+    assert bucket_labels((0.01,)) == ("lt_0.01", "ge_0.01")
+
+
+def test_sign_skew_by_hand():
+    advantages = np.array([[2.0, 5.0, -1.0, 0.0], [1.0, -2.0, np.nan, 7.0]])
+    # Valid with a finite advantage: (A, lr) = (2, .1) (-1, .3) (0, .6) (1, 0) (-2, .4); abs(A) sums to 6.
+    expected = {
+        "log_ratio_skew": (0.2 - 0.3 - 0.8) / 6,
+        "ratio_skew": (2 * math.expm1(0.1) - math.expm1(0.3) - 2 * math.expm1(0.4)) / 6,
+        "sign_skew": (2 - 1 - 2) / 6,
+        "positive_log_ratio": 0.1 / 2,
+        "negative_log_ratio": 0.7 / 2,
+    }
+    found = sign_skew(ROLLOUT + LR, ROLLOUT, MASK, advantages)
+    assert finalize_sign_skew(found) == pytest.approx(expected)
+    rows = [sign_skew(*(a[i : i + 1] for a in (ROLLOUT + LR, ROLLOUT, MASK, advantages))) for i in (1, 0)]
+    assert finalize_sign_skew(merge_sign_skew(*rows)) == pytest.approx(expected)
+    device = jax.jit(lambda *arrays: finalize_sign_skew(sign_skew(*arrays)))(
+        *map(jnp.asarray, (LR, np.zeros_like(LR), MASK, advantages))
+    )
+    for name, value in expected.items():
+        assert float(device[name]) == pytest.approx(value, rel=1e-6), name
+
+
+def test_symmetric_estimators_are_blind_where_the_skew_sees():
+    """Two mismatches with the same k3 up to order lr^3: one leans with the advantage, one has no direction."""
+    rng = np.random.default_rng(0)
+    advantages = rng.choice([-1.0, 1.0], (4, 500))
+    size = 1e-3 * np.abs(rng.standard_normal((4, 500)))
+    zero, mask = np.zeros((4, 500)), np.ones((4, 500))
+    leaning, random = size * advantages, size * rng.choice([-1.0, 1.0], (4, 500))
+    k3_of = [mismatch_metrics(lr, zero, mask)["k3_kl"] for lr in (leaning, random)]
+    assert k3_of[0] == pytest.approx(k3_of[1], rel=1e-3)
+    skew = [finalize_sign_skew(sign_skew(lr, zero, mask, advantages)) for lr in (leaning, random)]
+    assert skew[0]["sign_skew"] == 1.0
+    assert abs(skew[1]["sign_skew"]) < 0.1
+
+
+def test_the_rise_of_the_summed_form_is_split_exactly():
+    def metrics(length, gap):
+        lr = np.full((3, length), gap)
+        return mismatch_metrics(lr, np.zeros_like(lr), np.ones_like(lr))
+
+    longer = split_sum_rise(metrics(100, 1e-3), metrics(300, 1e-3))
+    assert longer == pytest.approx({"rise": 0.2, "length_explained": 0.2, "per_token": 0.0}, abs=1e-12)
+    noisier = split_sum_rise(metrics(100, 1e-3), metrics(100, 4e-3))
+    assert noisier == pytest.approx({"rise": 0.3, "length_explained": 0.0, "per_token": 0.3}, abs=1e-12)
+    both = split_sum_rise(metrics(100, 1e-3), metrics(200, 3e-3))
+    assert both == pytest.approx({"rise": 0.5, "length_explained": 0.1, "per_token": 0.4}, abs=1e-12)
+    nothing = mismatch_metrics(*(np.zeros((1, 1)),) * 3)
+    assert split_sum_rise(nothing, metrics(100, 1e-3))["per_token"] == pytest.approx(0.1)
+
+
+def test_mistakes_say_what_was_expected():
+    with pytest.raises(ValueError, match=r"edges must be increasing and at least one, got \(2, 2\)"):
+        mismatch_by_position(LR, LR, MASK, edges=(2, 2))
+    with pytest.raises(ValueError, match="num_buckets must be at least 1, got 0"):
+        mismatch_by_staleness(LR, LR, MASK, MASK, num_buckets=0)
+    with pytest.raises(ValueError, match=r"advantages must have the shape .*\(2, 4\), got \(2,\)"):
+        sign_skew(LR, LR, MASK, np.ones(2))

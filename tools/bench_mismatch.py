@@ -1,0 +1,123 @@
+"""What recording mismatch costs a training step: time and memory of the jitted statistics.
+
+The statistics are timed beside the log-softmax of the same tokens over a vocabulary (forward only), interleaved in one
+run; a training step does far more than that log-softmax, so the ratio is an upper bound of the overhead. Memory is the
+compiler's own account.
+
+    python tools/bench_mismatch.py                          # table on the terminal
+    python tools/bench_mismatch.py --output benchmarks/mismatch.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rljax.mismatch import importance_totals, mismatch_statistics
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4, help="rows of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens a row")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens a sequence in packed rows")
+    parser.add_argument("--width", type=int, default=256, help="model width of the log-softmax beside")
+    parser.add_argument("--vocabulary", type=int, default=18992, help="vocabulary of the log-softmax beside")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds, all cases interleaved")
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    result = measure(parser.parse_args())
+    for name, case in result["cases"].items():
+        print(
+            f"{name:28s} {case['median_ms']:9.3f} ms  {case['ratio_to_head']:8.4f} of the head  "
+            f"{case['temporaries_mib']:8.2f} MiB  compiled in {case['compile_s']:.2f} s"
+        )
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Compile every case, time them interleaved, and write the result if asked."""
+    compiled = {name: compile_case(function, arrays) for name, (function, arrays) in cases(options).items()}
+    times: dict[str, list[float]] = {name: [] for name in compiled}
+    for _ in range(options.rounds):
+        for name, (program, arrays, _) in compiled.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arrays))
+            times[name].append(time.perf_counter() - start)
+    head = statistics.median(times["head_log_softmax"])
+    result = {
+        "hardware": f"{jax.devices()[0].device_kind}, {platform.machine()}, jax {jax.__version__}",
+        "rows": options.rows,
+        "tokens": options.tokens,
+        "sequence": options.sequence,
+        "vocabulary": options.vocabulary,
+        "width": options.width,
+        "rounds": options.rounds,
+        "cases": {
+            name: {
+                "median_ms": 1e3 * statistics.median(times[name]),
+                "ratio_to_head": statistics.median(times[name]) / head,
+                "temporaries_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
+                "compile_s": compile_s,
+            }
+            for name, (program, _, compile_s) in compiled.items()
+        },
+    }
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def cases(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Name -> (function, its arrays)."""
+    rng = np.random.default_rng(0)
+    shape = (options.rows, options.tokens)
+    rollout = -rng.exponential(0.5, shape).astype(np.float32)
+    trainer = (rollout + 1e-3 * rng.standard_normal(shape)).astype(np.float32)
+    per_row = -(-options.tokens // options.sequence)
+    ids = np.arange(options.tokens)[None] // options.sequence + per_row * np.arange(options.rows)[:, None]
+    number = per_row * options.rows
+    logprobs = tuple(map(jnp.asarray, (trainer, rollout, np.ones(shape, bool))))
+    packed = (*logprobs, jnp.asarray(ids, jnp.int32))
+    hidden = jnp.asarray(rng.standard_normal((*shape, options.width)), jnp.float32)
+    table = jnp.asarray(0.02 * rng.standard_normal((options.width, options.vocabulary)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, options.vocabulary, shape), jnp.int32)
+
+    def head(hidden: Any, table: Any, targets: Any) -> Any:
+        logits = jnp.einsum("btd,dv->btv", hidden, table)
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+    return {
+        "head_log_softmax": (head, (hidden, table, targets)),
+        "statistics_rows": (mismatch_statistics, logprobs),
+        "statistics_packed": (
+            lambda a, b, mask, ids: mismatch_statistics(a, b, mask, sequence_ids=ids, num_sequences=number),
+            packed,
+        ),
+        "importance_packed": (
+            lambda a, b, mask, ids: importance_totals(a, b, mask, sequence_ids=ids, num_sequences=number),
+            packed,
+        ),
+    }
+
+
+def compile_case(function: Callable[..., Any], arrays: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], float]:
+    """Compile and run once; returns the program, its arrays and the seconds it took to trace and compile."""
+    start = time.perf_counter()
+    program = jax.jit(function).lower(*arrays).compile()
+    seconds = time.perf_counter() - start
+    jax.block_until_ready(program(*arrays))
+    return program, arrays, seconds
+
+
+if __name__ == "__main__":
+    main()
