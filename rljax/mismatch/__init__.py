@@ -10,6 +10,7 @@ from rljax.mismatch.diagnosis import (
     bucket_labels,
     finalize_buckets,
     finalize_sign_skew,
+    label_buckets,
     merge_buckets,
     merge_sign_skew,
     mismatch_by_entropy,
@@ -18,6 +19,7 @@ from rljax.mismatch.diagnosis import (
     sign_skew,
     split_sum_rise,
 )
+from rljax.mismatch.histogram import bin_edges
 from rljax.mismatch.importance import (
     ImportanceTotals,
     finalize_importance,
@@ -37,6 +39,7 @@ __all__ = [
     "ImportanceTotals",
     "MismatchStatistics",
     "SignSkew",
+    "bin_edges",
     "bucket_labels",
     "finalize_buckets",
     "finalize_importance",
@@ -46,6 +49,7 @@ __all__ = [
     "importance_statistics",
     "importance_totals",
     "importance_weights",
+    "label_buckets",
     "merge_buckets",
     "merge_importance",
     "merge_sign_skew",

@@ -139,6 +139,19 @@ def finalize_buckets(buckets: Buckets) -> dict[str, Any]:
     }
 
 
+def label_buckets(buckets: Buckets, labels: Sequence[str]) -> dict[str, Any]:
+    """The numbers of ``finalize_buckets`` one by one, as ``<label>/<name>``: floats (numpy leaves) or jax scalars.
+
+    Raises:
+      ValueError: there are not as many labels as buckets.
+    """
+    found = finalize_buckets(buckets)
+    if len(labels) != len(buckets.count):
+        raise ValueError(f"labels must name each of the {len(buckets.count)} buckets, got {tuple(labels)}")
+    convert = float if namespace_of(buckets.count) is np else (lambda value: value)
+    return {f"{label}/{name}": convert(found[name][i]) for i, label in enumerate(labels) for name in found}
+
+
 def bucket_labels(edges: Sequence[float]) -> tuple[str, ...]:
     """Names of the buckets between edges: ("lt_64", "64_to_256", "ge_256") for (64, 256)."""
     middle = [f"{low:g}_to_{high:g}" for low, high in itertools.pairwise(edges)]

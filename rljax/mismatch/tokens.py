@@ -13,6 +13,13 @@ ArrayLike = Any
 """A numpy or a jax array; in one call either all are numpy (float64 on the host) or at least one is jax."""
 
 
+LARGEST_LOGPROB = 1e8
+"""Beyond this (nats, either sign) a log-probability counts as not finite.
+
+Some engines write the lowest float, -3.4e38, for -inf; summed, two of those would be infinite.
+"""
+
+
 class Tokens(NamedTuple):
     """The tokens of one call. Outside ``valid`` every number is 0, so that no NaN of padding can leak."""
 
@@ -20,7 +27,7 @@ class Tokens(NamedTuple):
     trainer: Any  # [b, t] log-probability under the trainer (nats)
     rollout: Any  # [b, t] log-probability under the rollout engine (nats)
     log_ratio: Any  # [b, t] trainer - rollout (nats)
-    valid: Any  # [b, t] bool: in the mask and finite on both sides
+    valid: Any  # [b, t] bool: in the mask and finite on both sides (within LARGEST_LOGPROB)
     nonfinite: Any  # [b, t] bool: in the mask and not finite on either side
 
 
@@ -62,15 +69,14 @@ def read_tokens(trainer_logprobs: ArrayLike, rollout_logprobs: ArrayLike, respon
     xp = namespace_of(trainer_logprobs, rollout_logprobs, response_mask)
     trainer, rollout = as_float(xp, trainer_logprobs), as_float(xp, rollout_logprobs)
     mask = xp.asarray(response_mask) != 0
-    with np.errstate(invalid="ignore", over="ignore"):
-        log_ratio = trainer - rollout
-    finite = xp.isfinite(trainer) & xp.isfinite(rollout) & xp.isfinite(log_ratio)
+    finite = (xp.abs(trainer) <= LARGEST_LOGPROB) & (xp.abs(rollout) <= LARGEST_LOGPROB)  # False for NaN
     valid = mask & finite
+    trainer, rollout = xp.where(valid, trainer, 0), xp.where(valid, rollout, 0)
     return Tokens(
         xp=xp,
-        trainer=xp.where(valid, trainer, 0),
-        rollout=xp.where(valid, rollout, 0),
-        log_ratio=xp.where(valid, log_ratio, 0),
+        trainer=trainer,
+        rollout=rollout,
+        log_ratio=trainer - rollout,
         valid=valid,
         nonfinite=mask & ~finite,
     )

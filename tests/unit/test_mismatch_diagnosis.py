@@ -11,6 +11,7 @@ from rljax.mismatch import (
     bucket_labels,
     finalize_buckets,
     finalize_sign_skew,
+    label_buckets,
     merge_buckets,
     merge_sign_skew,
     mismatch_by_entropy,
@@ -78,6 +79,16 @@ def test_buckets_on_the_device():
 def test_labels_name_every_bucket():
     assert bucket_labels((64, 256, 1024)) == ("lt_64", "64_to_256", "256_to_1024", "ge_1024")
     assert bucket_labels((0.01,)) == ("lt_0.01", "ge_0.01")
+
+
+def test_labelled_numbers():
+    buckets = mismatch_by_position(ROLLOUT + LR, ROLLOUT, MASK, edges=(2,))
+    found = label_buckets(buckets, bucket_labels((2,)))
+    assert found["lt_2/kl"] == pytest.approx(-0.05)
+    assert found["ge_2/token_count"] == 4.0
+    assert all(type(value) is float for value in found.values())
+    with pytest.raises(ValueError, match=r"labels must name each of the 2 buckets, got \('lt_2',\)"):
+        label_buckets(buckets, ("lt_2",))
 
 
 def test_sign_skew_by_hand():

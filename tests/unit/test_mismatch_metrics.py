@@ -206,7 +206,7 @@ def test_extreme_ratios_stay_finite(measure, ratio):
 
 
 @BOTH
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.finfo(np.float32).min])
 @pytest.mark.parametrize("side", [0, 1])
 def test_nonfinite_tokens_are_counted_and_left_out(measure, value, side):
     trainer, rollout, mask, entropy = batch(0.05, spikes=False)
