@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Serves MODEL with vLLM on loopback and a free port, waits for its health and prints the URL; Ctrl-C stops it.
+#
+#   bash launch/vllm_server.sh MODEL [--dtype bfloat16|float16|float32] [--port P] [--max-model-len N] [--log FILE]
+#                                    [--url-file FILE] [--follow-parent] [-- further vLLM arguments]
+#
+# The environment comes from RLJAX_VLLM_VENV, by default .venv-vllm in this checkout (launch/install_vllm.sh).
+set -euo pipefail
+
+repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="${RLJAX_VLLM_VENV:-$repo/.venv-vllm}"
+if [[ ! -x "$venv/bin/python" ]]; then
+  echo "vllm_server: no vLLM environment at $venv; run: bash launch/install_vllm.sh" >&2
+  exit 2
+fi
+exec "$venv/bin/python" -m rljax.rollout.vllm_server "$@"

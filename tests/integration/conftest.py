@@ -1,0 +1,186 @@
+"""Real vLLM servers, one per dtype per session, over tiny random models."""
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.policy.config import PolicyConfig, read_config
+from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.score import make_scorer
+from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
+from rljax.rollout.vllm_handshake import Expectation
+from rljax.rollout.vllm_server import ServerConfig, VllmServer, start, vllm_python
+
+HERE = Path(__file__).parent
+MAX_LEN = 512
+TIED = {"bfloat16": True, "float16": False, "float32": True}
+
+
+def _python() -> str | None:
+    try:
+        return str(vllm_python())
+    except RuntimeError:
+        return None
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failed test shows the end of the log of each server it used."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        for value in getattr(item, "funcargs", {}).values():
+            server = getattr(value, "server", value)
+            if isinstance(server, VllmServer):
+                report.sections.append((f"end of the vLLM log {server.log_path}", server.log_tail(60)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A tiny policy on both sides."""
+
+    path: Path
+    config: PolicyConfig
+    params: dict
+    hf_config: dict
+
+    def tensors(self, dtype: str) -> Callable:
+        return functools.partial(hf_tensors, config=self.config, dtype=jnp.dtype(dtype))
+
+    def moved(self, seed: int, scale: float = 0.3) -> dict:
+        """The parameters after a big step: each tensor moved by ``scale`` of its own spread."""
+        keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(self.params)))
+        leaves, tree = jax.tree.flatten(self.params)
+        moved = [
+            leaf + scale * jnp.maximum(leaf.std(), 0.1) * jax.random.normal(key, leaf.shape)
+            for key, leaf in zip(keys, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, moved)
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A running server and the policy it was started from."""
+
+    server: VllmServer
+    model: Model
+    dtype: str
+
+    @functools.cached_property
+    def score(self) -> Callable:
+        return make_scorer(self.model.config, jnp.dtype(self.dtype))
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def expected(self, **changes) -> Expectation:
+        return dataclasses.replace(Expectation(self.dtype, self.model.hf_config, MAX_LEN), **changes)
+
+    def engine(self, *, tensors: Callable | None = None, expected: Expectation | None = None, **config) -> VllmEngine:
+        return VllmEngine(
+            [self.url],
+            expected or self.expected(),
+            tensors=tensors or self.model.tensors(self.dtype),
+            score=self.score,
+            config=VllmConfig(**config),
+        )
+
+
+@pytest.fixture(scope="session")
+def vllm_interpreter() -> str:
+    python = _python()
+    if python is None:
+        pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
+    return python
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory) -> Callable[[bool], Model]:
+    @functools.cache
+    def make(tied: bool) -> Model:
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        torch.manual_seed(0)
+        path = tmp_path_factory.mktemp("tied" if tied else "untied")
+        config = Qwen3Config(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=1024,
+            tie_word_embeddings=tied,
+            initializer_range=0.1,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+        Qwen3ForCausalLM(config).save_pretrained(path)
+        policy = read_config(path)
+        return Model(path, policy, load_params(path, policy), json.loads((path / "config.json").read_text()))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer]:
+    def run(model: Model, dtype: str, *, port: int = 0) -> VllmServer:
+        config = ServerConfig(
+            model=str(model.path),
+            python=vllm_interpreter,
+            dtype=dtype,
+            port=port,
+            max_model_len=MAX_LEN,
+            max_num_seqs=64,
+            log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
+            extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage"),
+            extra_env={"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])},
+        )
+        return start(config, timeout_s=240)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def bfloat16(make_model, start_server) -> Iterator[Served]:
+    yield from _session(make_model, start_server, "bfloat16")
+
+
+@pytest.fixture(scope="session")
+def float16(make_model, start_server) -> Iterator[Served]:
+    yield from _session(make_model, start_server, "float16")
+
+
+@pytest.fixture(scope="session")
+def float32(make_model, start_server) -> Iterator[Served]:
+    yield from _session(make_model, start_server, "float32")
+
+
+@pytest.fixture
+def served(request) -> Served:
+    """The server of the dtype named by an indirect parameter."""
+    return request.getfixturevalue(request.param)
+
+
+def _session(make_model, start_server, dtype: str) -> Iterator[Served]:
+    model = make_model(TIED[dtype])
+    with start_server(model, dtype) as server:
+        yield Served(server, model, dtype)
+
+
+@pytest.fixture
+def prompts() -> list[np.ndarray]:
+    """Five prompts of 3 to 7 tokens."""
+    draw = np.random.default_rng(5)
+    return [draw.integers(2, 256, size=3 + i).astype(np.int32) for i in range(5)]

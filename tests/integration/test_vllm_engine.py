@@ -1,0 +1,162 @@
+"""The vLLM engine against a real server, in each dtype, tied and untied heads."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.rollout.vllm_wire import COMPLETIONS
+
+pytestmark = pytest.mark.vllm
+DTYPES = pytest.mark.parametrize("served", ["bfloat16", "float16", "float32"], indirect=True)
+
+
+def gaps(served, params, prompts, responses) -> np.ndarray:
+    """|server - trainer| of every response token."""
+    sequences = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses]
+    scored = served.score(params, sequences)
+    return np.concatenate([np.abs(s[-r.length :] - r.logprobs) for r, s in zip(responses, scored, strict=True)])
+
+
+@DTYPES
+def test_engines_agree_after_each_publish(served, prompts):
+    """The mismatch is the dtype's own, before and after three big updates; versions and shares are recorded."""
+    engine = served.engine()
+    measured = []
+    try:
+        for version in range(4):
+            params = served.model.params if version == 0 else served.model.moved(version)
+            engine.publish(params, version)
+            responses = list(engine.generate(prompts, 4, SamplingParams(24), seed=version))
+            assert len(responses) == 20
+            assert {(r.prompt_index, r.sample_index) for r in responses} == {(i, j) for i in range(5) for j in range(4)}
+            assert all(r.versions == (VersionSpan(version, 0, 24),) and r.truncated for r in responses)
+            measured.append(gaps(served, params, prompts, responses))
+            metrics = engine.take_metrics()
+            assert metrics["publish/seconds"] >= metrics["publish/stall_s"] > 0
+            assert metrics["publish/bytes"] > 0
+            assert metrics["rollout/requests"] == 20
+            assert metrics["rollout/retries"] == 0
+            assert ("publish/changed_fraction" in metrics) == (version > 0)
+    finally:
+        engine.close()
+    together = np.concatenate(measured)
+    print(served.dtype, [(float(gap.mean()), float(gap.max())) for gap in measured])
+    if served.dtype == "float32":
+        assert together.max() <= 1e-4
+    else:
+        low, high = {"bfloat16": (1e-4, 5e-2), "float16": (1e-5, 6e-3)}[served.dtype]
+        assert low < together.mean() < high
+
+
+@DTYPES
+def test_changed_fraction_counts_what_the_dtype_keeps(served):
+    """A relative change of 1e-4 survives rounding in float32 and is lost in most of bfloat16's elements."""
+    engine = served.engine()
+    try:
+        engine.publish(served.model.params, 0)
+        engine.publish({k: v for k, v in served.model.params.items()}, 1)
+        assert engine.take_metrics()["publish/changed_fraction"] == 0.0
+        import jax
+
+        engine.publish(jax.tree.map(lambda p: p * (1 + 1e-4), served.model.params), 2)
+        share = engine.take_metrics()["publish/changed_fraction"]
+    finally:
+        engine.close()
+    assert (share > 0.95) if served.dtype == "float32" else (0.0 < share < 0.6)
+
+
+def test_stops_and_greedy(float32, prompts):
+    """A stop token ends and belongs to its response; greedy log-probabilities are those at temperature 1."""
+    engine = float32.engine()
+    stops = tuple(range(0, 256, 5))
+    try:
+        engine.publish(float32.model.params, 0)
+        drawn = list(engine.generate(prompts, 4, SamplingParams(30, stop_token_ids=stops), seed=1))
+        greedy = list(engine.generate(prompts, 1, SamplingParams(8, temperature=0.0), seed=1))
+    finally:
+        engine.close()
+    assert any(not r.truncated for r in drawn)
+    for r in drawn:
+        assert not np.isin(r.token_ids[:-1], stops).any()
+        assert r.truncated == (r.token_ids[-1] not in stops)
+    assert gaps(float32, float32.model.params, prompts, drawn).max() < 1e-4
+    assert gaps(float32, float32.model.params, prompts, greedy).max() < 1e-4
+
+
+def test_logprobs_are_of_the_distribution_sampled_from(float32, prompts):
+    """At temperature 0.5 they are the trainer's at temperature 0.5."""
+    from rljax.policy.score import make_scorer
+
+    engine = float32.engine()
+    try:
+        engine.publish(float32.model.params, 0)
+        drawn = list(engine.generate(prompts, 2, SamplingParams(16, temperature=0.5), seed=2))
+    finally:
+        engine.close()
+    score = make_scorer(float32.model.config, jnp.float32, temperature=0.5)
+    sequences = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in drawn]
+    scored = score(float32.model.params, sequences)
+    assert max(np.abs(s[-16:] - r.logprobs).max() for s, r in zip(scored, drawn, strict=True)) < 1e-4
+
+
+def test_completions_endpoint_draws_the_same(float32, prompts):
+    """The fallback gives the same tokens and log-probabilities for the same seed, under the published version."""
+    engine = float32.engine()
+    try:
+        engine.publish(float32.model.params, 7)
+        first = list(engine.generate(prompts, 2, SamplingParams(8), seed=3))
+        engine._client.set_route(float32.url, COMPLETIONS)
+        second = list(engine.generate(prompts, 2, SamplingParams(8), seed=3))
+    finally:
+        engine.close()
+    by_place = {(r.prompt_index, r.sample_index): r for r in second}
+    for r in first:
+        other = by_place[r.prompt_index, r.sample_index]
+        assert r.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(r.logprobs, other.logprobs, atol=1e-5)
+        assert other.versions == (VersionSpan(7, 0, 8),)
+
+
+def test_requests_that_vllm_would_mishandle_are_refused(float32):
+    """Too long is silently shortened by vLLM, and a token id out of range ends its engine."""
+    engine = float32.engine()
+    try:
+        engine.publish(float32.model.params, 0)
+        with pytest.raises(ValueError, match="must have 1 to 412"):
+            engine.generate([np.zeros(500, np.int32)], 1, SamplingParams(100), seed=0)
+        with pytest.raises(ValueError, match=r"outside 0\.\.255"):
+            engine.generate([np.array([256], np.int32)], 1, SamplingParams(1), seed=0)
+        with pytest.raises(ValueError, match="at least one prompt"):
+            engine.generate([], 1, SamplingParams(1), seed=0)
+    finally:
+        engine.close()
+    engine.close()
+
+
+def test_giving_up_early_leaves_the_engine_usable(bfloat16, prompts):
+    """Closing the iterator aborts what has not landed; the next publish does not wait for it."""
+    engine = bfloat16.engine()
+    try:
+        engine.publish(bfloat16.model.params, 0)
+        stream = engine.generate(prompts, 40, SamplingParams(400), seed=0)
+        next(stream)
+        stream.close()
+        engine.publish(bfloat16.model.moved(1), 1)
+        assert len(list(engine.generate(prompts, 1, SamplingParams(4), seed=0))) == 5
+        assert engine.take_metrics()["publish/stall_s"] < 20
+    finally:
+        engine.close()
+
+
+def test_nothing_is_left_in_the_weight_directory(bfloat16, tmp_path):
+    """Only the current version is kept, and close removes everything."""
+    engine = bfloat16.engine(transfer_dir=str(tmp_path))
+    try:
+        for version in range(3):
+            engine.publish(bfloat16.model.params, version)
+            (root,) = tmp_path.iterdir()
+            assert len(list(root.glob("v*"))) == 1
+    finally:
+        engine.close()
+    assert list(tmp_path.iterdir()) == []
