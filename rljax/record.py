@@ -67,7 +67,7 @@ class Recorder:
         _keep_steps_before(path, first_step)
         self._next_step = first_step
         self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(directory / "tb"), purge_step=first_step) if tensorboard else None
+        self._tensorboard = _make_tensorboard(directory / "tb", first_step) if tensorboard else None
         self._console = _make_console(total_steps, first_step) if progress else None
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -108,6 +108,11 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
       RuntimeError: any other line is not a row.
     """
     return [row for row, _ in _read_lines(Path(path))]
+
+
+def _make_tensorboard(directory: Path, first_step: int) -> SummaryWriter:
+    # Event files are named by the second: without the suffix, a resume within it would overwrite the file before.
+    return SummaryWriter(str(directory), purge_step=first_step, filename_suffix=f".{first_step:08d}")
 
 
 def _encode(values: Row) -> str:

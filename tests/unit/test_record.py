@@ -131,7 +131,7 @@ def read_events(directory):
     from tensorboardX.proto.event_pb2 import Event
 
     shown = []
-    for file in sorted(directory.iterdir(), key=lambda item: item.stat().st_mtime_ns):
+    for file in sorted(directory.iterdir()):
         data = file.read_bytes()
         while data:
             length = int.from_bytes(data[:8], "little")
