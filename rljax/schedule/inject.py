@@ -44,24 +44,36 @@ def inject_learning_rate(
         ``StatefulSchedule`` such as ``length_triggered_schedule``, whose extra arguments go to ``update``.
 
     Returns:
-      A gradient transformation that passes extra arguments on.
+      A gradient transformation that passes extra arguments on. Its updates and its state keep their dtypes.
 
     Raises:
       ValueError: a number that is no finite, non-negative scalar.
     """
 
+    rate: Any
+    if isinstance(learning_rate, optax.schedules.StatefulSchedule):
+        rate = _Float32Schedule(learning_rate)
+    elif callable(learning_rate):
+        schedule = learning_rate
+
+        def rate(count: Any) -> jax.Array:
+            return jnp.asarray(schedule(count), jnp.float32)
+
+    else:
+        rate = float(_checked(learning_rate))
+
     def build(learning_rate: Any) -> optax.GradientTransformation:
         return make_optimizer(learning_rate)
 
-    inject = optax.inject_hyperparams(build, hyperparam_dtype=jnp.float32)
-    if isinstance(learning_rate, optax.schedules.StatefulSchedule):
-        return inject(learning_rate=_Float32Schedule(learning_rate))
-    if callable(learning_rate):
-        schedule = learning_rate
-        return inject(learning_rate=lambda count: jnp.asarray(schedule(count), jnp.float32))
-    if not isinstance(learning_rate, jax.core.Tracer):
-        return inject(learning_rate=float(_checked(learning_rate)))
-    return inject(learning_rate=learning_rate.astype(jnp.float32))
+    inner = optax.inject_hyperparams(build, hyperparam_dtype=jnp.float32)(learning_rate=rate)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        new_updates, new_state = inner.update(updates, state, params, **extra_args)
+        # A float32 rate lifts 16-bit updates, and moments taken after it, to float32. Either would break a wrapper
+        # that picks between this update and none (lax.cond), and the latter would compile the step a second time.
+        return _cast_like(new_updates, updates), _cast_like(new_state, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def set_learning_rate(opt_state: Any, value: Any) -> Any:
@@ -143,6 +155,10 @@ def _checked(value: Any) -> np.ndarray:
     if rate.shape or not 0.0 <= rate < np.inf:
         raise ValueError(f"the learning rate must be a finite, non-negative scalar, got {value!r}.")
     return rate
+
+
+def _cast_like(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), tree, like)
 
 
 def _map_states(function: Callable[[Any], Any], tree: Any) -> Any:

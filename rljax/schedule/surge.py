@@ -3,14 +3,15 @@
 "Beyond Precision" (arXiv 2602.01826) sets its decay period from the step at which the mean response length grows about
 three-fold within a narrow window. The rule here looks at the last ``window`` usable lengths:
 
-1. the smoothed length is the median of the newest ``smooth``, the baseline the lower quartile of all before them: low
+1. the smoothed length is the median of the newest ``smooth``, the baseline a lower quantile of all before them: low
    enough that a surge under way does not lift its own baseline, high enough that a short dip does not lower it;
-2. a step crosses when the smoothed length reaches ``ratio * baseline``;
-3. the surge is called on the first step that is at least the ``persistence``-th crossing one in a row and whose own
-   length reaches ``ratio * baseline`` too, so that a spike which is already over calls nothing.
+2. a step crosses when the smoothed length is at least ``ratio * baseline``;
+3. the surge is called on the first crossing step whose newest ``persistence`` lengths are all at least
+   ``held_ratio * baseline``. Spikes fall back to the baseline between them, and a surge does not, so this costs a surge
+   that rises over a few steps no delay.
 
-Both levels are order statistics and the only arithmetic is one product, all in float32: numpy and XLA then decide
-alike on every stream, ties included.
+Both levels are order statistics and the only arithmetic is a product, all in float32: numpy and XLA then decide alike
+on every stream, ties included.
 """
 
 import collections
@@ -36,7 +37,8 @@ class SurgeConfig:
       baseline_quantile: which quantile of the window, the newest ``smooth`` lengths left out, is the baseline (a
         fraction in [0, 1]; between two lengths the smaller). A surge must be over before it fills the part above.
       smooth: the smoothed length is the median of this many newest lengths (an odd number of steps).
-      persistence: crossing steps in a row that a call needs (steps).
+      persistence: the newest lengths that must all have left the baseline (steps).
+      held_ratio: a length has left the baseline when it is at least this many baselines (a number in (0, ratio]).
       warmup: usable lengths needed before any call (steps).
       max_truncated: a batch in which a larger fraction of the responses hit the length limit is held out: its length
         measures the limit (a fraction in [0, 1]).
@@ -44,9 +46,10 @@ class SurgeConfig:
 
     ratio: float = 3.0
     window: int = 100
-    baseline_quantile: float = 0.25
+    baseline_quantile: float = 0.3
     smooth: int = 5
-    persistence: int = 2
+    persistence: int = 6
+    held_ratio: float = 1.5
     warmup: int = 40
     max_truncated: float = 0.25
 
@@ -59,9 +62,14 @@ class SurgeConfig:
             raise ValueError(f"smooth must be a positive odd number of steps, got smooth = {self.smooth}.")
         if self.persistence < 1:
             raise ValueError(f"persistence must be at least 1 step, got persistence = {self.persistence}.")
-        if self.warmup <= self.smooth:
+        if not 0.0 < self.held_ratio <= self.ratio:
             raise ValueError(
-                f"warmup must be above smooth, got warmup = {self.warmup} and smooth = {self.smooth} (steps)."
+                f"held_ratio must be in (0, ratio], got held_ratio = {self.held_ratio} and ratio = {self.ratio}."
+            )
+        if self.warmup <= self.smooth or self.warmup < self.persistence:
+            raise ValueError(
+                "warmup must be above smooth and at least persistence, got "
+                f"warmup = {self.warmup}, smooth = {self.smooth} and persistence = {self.persistence} (steps)."
             )
         if self.window < self.warmup:
             raise ValueError(
@@ -92,10 +100,10 @@ class SurgeTracker:
     def __init__(self, config: SurgeConfig = SurgeConfig()) -> None:
         self.config = config
         self._ratio = np.float32(config.ratio)
+        self._held_ratio = np.float32(config.held_ratio)
         self._max_truncated = np.float32(config.max_truncated)
         self._lengths: collections.deque[float] = collections.deque(maxlen=config.window)
-        self._crossings = 0
-        self._crossing_step: int | None = None
+        self._crossing_since: int | None = None
         self.step = 0
         self.surge_step: int | None = None
         self.ignored = 0
@@ -106,7 +114,7 @@ class SurgeTracker:
     @property
     def crossing_step(self) -> int | None:
         """First step of the crossing that led to the call, or None before the call."""
-        return None if self.surge_step is None else self._crossing_step
+        return None if self.surge_step is None else self._crossing_since
 
     def update(self, length: Any, truncated_fraction: Any = None) -> bool:
         """Observes one batch.
@@ -136,24 +144,22 @@ class SurgeTracker:
         if self.surge_step is not None:
             return False
         self._lengths.append(float(value))
-        return self._decide(value)
+        return len(self._lengths) >= self.config.warmup and self._decide()
 
-    def _decide(self, value: np.float32) -> bool:
-        seen, smooth = len(self._lengths), self.config.smooth
-        if seen < self.config.warmup:
-            return False
-        lengths = list(self._lengths)
-        self.baseline = sorted(lengths[:-smooth])[self.config.baseline_rank(seen)]
-        self.smoothed = sorted(lengths[-smooth:])[smooth // 2]
+    def _decide(self) -> bool:
+        config, lengths = self.config, list(self._lengths)
+        self.baseline = sorted(lengths[: -config.smooth])[config.baseline_rank(len(lengths))]
+        self.smoothed = sorted(lengths[-config.smooth :])[config.smooth // 2]
+        baseline = np.float32(self.baseline)
         with np.errstate(over="ignore"):
-            threshold = self._ratio * np.float32(self.baseline)
-        if not self.smoothed >= threshold:
-            self._crossings = 0
+            crosses = self.smoothed >= self._ratio * baseline
+            held = min(lengths[-config.persistence :]) >= self._held_ratio * baseline
+        if not crosses:
+            self._crossing_since = None
             return False
-        self._crossings += 1
-        if self._crossings == 1:
-            self._crossing_step = self.step
-        if self._crossings < self.config.persistence or not value >= threshold:
+        if self._crossing_since is None:
+            self._crossing_since = self.step
+        if not held:
             return False
         self.surge_step = self.step
         return True
@@ -164,8 +170,7 @@ class SurgeTracker:
             "step": self.step,
             # The shortest decimal that reads back as the same float32.
             "lengths": [float(str(np.float32(length))) for length in self._lengths],
-            "crossings": self._crossings,
-            "crossing_step": self._crossing_step,
+            "crossing_since": self._crossing_since,
             "surge_step": self.surge_step,
             "ignored": self.ignored,
             "held_out": self.held_out,
@@ -183,8 +188,7 @@ class SurgeTracker:
         self._lengths = collections.deque(
             (float(np.float32(length)) for length in state["lengths"]), maxlen=self.config.window
         )
-        self._crossings = int(state["crossings"])
-        self._crossing_step = state["crossing_step"]
+        self._crossing_since = state["crossing_since"]
         self.surge_step = state["surge_step"]
         self.ignored = int(state["ignored"])
         self.held_out = int(state["held_out"])
@@ -204,8 +208,7 @@ class SurgeState(NamedTuple):
     step: jax.Array  # shape=(), dtype=jnp.int32
     lengths: jax.Array  # shape=(window,), dtype=jnp.float32, oldest to newest, the last `seen` of them set
     seen: jax.Array  # shape=(), dtype=jnp.int32
-    crossings: jax.Array  # shape=(), dtype=jnp.int32
-    crossing_step: jax.Array  # shape=(), dtype=jnp.int32
+    crossing_since: jax.Array  # shape=(), dtype=jnp.int32, kept after the call
     surge_step: jax.Array  # shape=(), dtype=jnp.int32
     ignored: jax.Array  # shape=(), dtype=jnp.int32
     held_out: jax.Array  # shape=(), dtype=jnp.int32
@@ -218,7 +221,7 @@ def init_surge_state(config: SurgeConfig) -> SurgeState:
         return jnp.zeros([], jnp.int32)
 
     lengths = jnp.zeros([config.window], jnp.float32)
-    return SurgeState(zero(), lengths, zero(), zero(), zero(), zero(), zero(), zero())
+    return SurgeState(zero(), lengths, zero(), zero(), zero(), zero(), zero())
 
 
 def update_surge_state(
@@ -250,17 +253,16 @@ def update_surge_state(
     lengths = jnp.where(taken, jnp.append(state.lengths[1:], value), state.lengths)
     seen = jnp.minimum(state.seen + taken, config.window)
     smoothed = jnp.sort(lengths[-config.smooth :])[config.smooth // 2]
-    threshold = jnp.float32(config.ratio) * _baseline(config, lengths, seen)
-    crosses = (seen >= config.warmup) & (smoothed >= threshold)
-    crossings = jnp.where(taken, jnp.where(crosses, state.crossings + 1, 0), state.crossings)
-    called = taken & (crossings >= config.persistence) & (value >= threshold)
+    baseline = _baseline(config, lengths, seen)
+    crosses = (seen >= config.warmup) & (smoothed >= jnp.float32(config.ratio) * baseline)
+    held = jnp.min(lengths[-config.persistence :]) >= jnp.float32(config.held_ratio) * baseline
+    since = jnp.where(crosses, jnp.where(state.crossing_since == 0, step, state.crossing_since), 0)
     return SurgeState(
         step=step,
         lengths=lengths,
         seen=seen,
-        crossings=crossings,
-        crossing_step=jnp.where(taken & (crossings == 1), step, state.crossing_step),
-        surge_step=jnp.where(called, step, state.surge_step),
+        crossing_since=jnp.where(taken, since, state.crossing_since),
+        surge_step=jnp.where(taken & crosses & held, step, state.surge_step),
         ignored=state.ignored + ~usable,
         held_out=state.held_out + held_out,
     )

@@ -1,0 +1,137 @@
+"""Host and in-graph forms are one law: equal decisions and equal float32 rates on every stream, for all arguments."""
+
+import functools
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, length_triggered_schedule
+
+STEPS = 48
+ABOVE, BELOW = (float(np.nextafter(np.float32(300), np.float32(x))) for x in (np.inf, 0))
+BAD = [math.nan, math.inf, -math.inf, 0.0, -0.0, -100.0, 1e-45, 1e-39, 3.5e38]
+EXTREME = [1.17549435e-38, 3.6e-38, 1.2e38, 3.4e38]
+# Ties: 300 is exactly three times 100.
+LOW = st.sampled_from([100.0, 100.0, 100.0, 99.0, 110.0, 1.0 / 3.0])
+HIGH = st.sampled_from([300.0, 300.0, BELOW, ABOVE, 1e4, 1.0])
+ODD = st.sampled_from(BAD + EXTREME)
+FRACTION = st.sampled_from([0.0, 0.25, float(np.nextafter(np.float32(0.25), np.float32(1))), 0.9, math.nan])
+
+CONFIGS = [
+    SurgeConfig(window=12, warmup=6, smooth=3, persistence=1),
+    SurgeConfig(window=12, warmup=6, smooth=3, persistence=4, held_ratio=3.0, baseline_quantile=0.5),
+    SurgeConfig(window=20, warmup=8),
+    SurgeConfig(window=5, warmup=2, smooth=1, persistence=1, baseline_quantile=1.0),
+    SurgeConfig(window=9, warmup=9, smooth=5, baseline_quantile=0.0, ratio=1.1, held_ratio=0.9, max_truncated=0.9),
+]
+
+
+@st.composite
+def streams(draw):
+    """Lengths [STEPS] and truncated fractions [STEPS]: mostly low, then anything."""
+    quiet = draw(st.integers(4, 20))
+    anything = st.one_of(HIGH, HIGH, LOW, ODD, st.floats(width=32), st.floats(1, 1e4))
+    lengths = draw(st.lists(st.one_of(LOW, LOW, LOW, ODD), min_size=quiet, max_size=quiet))
+    lengths += draw(st.lists(anything, min_size=STEPS - quiet, max_size=STEPS - quiet))
+    fractions = draw(st.lists(st.one_of(st.just(0.0), FRACTION), min_size=STEPS, max_size=STEPS))
+    return lengths, fractions
+
+
+@functools.cache
+def compiled(schedule_arguments):
+    init_value, config, *rest = schedule_arguments
+    names = ("multiplier", "decay_factor", "floor_ratio")
+    schedule = length_triggered_schedule(init_value, config=config, **dict(zip(names, rest, strict=True)))
+
+    def step(state, batch):
+        extra = {"response_length": batch[0], "truncated_fraction": batch[1]}
+        rate = schedule(state, **extra)
+        state = schedule.update(state, **extra)
+        return state, (rate, state.decay_period, state.surge.surge_step)
+
+    return jax.jit(lambda batches: jax.lax.scan(step, schedule.init(), batches))
+
+
+def check(arguments, stream):
+    init_value, config, multiplier, factor, floor = arguments
+    lengths, fractions = stream
+    host = LengthTriggeredLR(
+        init_value, tracker=SurgeTracker(config), multiplier=multiplier, decay_factor=factor, floor_ratio=floor
+    )
+    # NaN in the graph stands for a fraction that is not known; on the host that may be None as well.
+    pairs = [(x, None if math.isnan(f) else f) for x, f in zip(lengths, fractions, strict=True)]
+    host_rates = [host.step(*pair) for pair in pairs]
+    with np.errstate(over="ignore"):
+        batches = (np.asarray(lengths, np.float32), np.asarray(fractions, np.float32))
+    state, (rates, periods, surges) = compiled(arguments)(batches)
+
+    np.testing.assert_array_equal(np.asarray(rates), np.float32(host_rates))
+    assert int(state.surge.surge_step) == (host.surge_step or 0)
+    assert int(state.decay_period) == min(host.decay_period or 0, 2**31 - 1)
+    assert (int(state.surge.ignored), int(state.surge.held_out)) == (host.tracker.ignored, host.tracker.held_out)
+    if host.surge_step is not None:
+        assert int(state.surge.crossing_since) == host.tracker.crossing_step
+        assert set(np.asarray(periods)[host.surge_step - 1 :].tolist()) == {int(state.decay_period)}
+    assert set(np.asarray(surges).tolist()) <= {0, host.surge_step}
+    assert np.all(np.diff(host_rates) <= 0)
+    return host
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"window_{config.window}_smooth_{config.smooth}")
+@settings(max_examples=150, deadline=None)
+@given(stream=streams())
+def test_both_forms_agree_on_every_stream(config, stream):
+    check((1e-6, config, 1.0, 0.5, 0.1), stream)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    init_value=st.floats(1e-12, 1e3),
+    config=st.sampled_from(CONFIGS),
+    multiplier=st.one_of(st.sampled_from([1.0, 1.5, 1.8, 2.1, 1.000000001, 1e12]), st.floats(1, 3)),
+    factor=st.floats(0.01, 0.99),
+    floor=st.one_of(st.sampled_from([0.0, 0.1, 1.0]), st.floats(0, 1)),
+    stream=streams(),
+)
+def test_both_forms_agree_for_all_arguments(init_value, config, multiplier, factor, floor, stream):
+    check((init_value, config, multiplier, factor, floor), stream)
+
+
+def test_the_strategy_reaches_calls():
+    """A guard against an idle property: a plain stream of these configurations is called in every one of them."""
+    for config in CONFIGS:
+        host = check((1e-6, config, 1.0, 0.5, 0.1), ([100.0] * 20 + [300.0] * (STEPS - 20), [0.0] * STEPS))
+        assert host.surge_step is not None
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 1.1, 1.8, 2.675, 1.999999999, 3.141592653589793, 7.25])
+def test_the_period_is_the_same_at_every_step_of_the_call(multiplier):
+    """The graph sums the period step by step; the host multiplies."""
+    arguments = (1.0, CONFIGS[0], multiplier, 0.5, 0.1)
+    for quiet in range(8, STEPS - 4, 3):
+        host = check(arguments, ([100.0] * quiet + [400.0] * (STEPS - quiet), [0.0] * STEPS))
+        assert host.surge_step == quiet + 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(stream=streams(), cut=st.integers(0, STEPS - 1))
+def test_resuming_the_controller_anywhere_gives_the_same_future(stream, cut):
+    pairs = list(zip(*stream, strict=True))
+
+    def fresh():
+        return LengthTriggeredLR(1e-6, tracker=SurgeTracker(CONFIGS[0]), multiplier=1.2)
+
+    whole, first = fresh(), fresh()
+    rates = [whole.step(*pair) for pair in pairs]
+    for pair in pairs[:cut]:
+        first.step(*pair)
+    second = fresh()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.learning_rate == first.learning_rate
+    assert [second.step(*pair) for pair in pairs[cut:]] == rates[cut:]
+    assert second.state_dict() == whole.state_dict()

@@ -1,0 +1,296 @@
+"""The injected rate: read and written through every wrapper, in one trace and one compilation."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from rljax.schedule import (
+    SurgeConfig,
+    get_learning_rate,
+    inject_learning_rate,
+    length_decay_schedule,
+    length_triggered_schedule,
+    set_learning_rate,
+)
+
+PARAMS = {"w": np.linspace(-1, 1, 6).reshape(2, 3), "b": np.zeros(3)}
+RATES = [1e-3, 5e-4, 5e-4, 1.25e-4, 1e-6, 0.0]
+
+
+def params_of(dtype):
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
+
+
+def injected(rate=1e-3):
+    return inject_learning_rate(optax.adamw, rate)
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda x: x.ndim == 2, params)
+
+
+def names(params):
+    return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "vector", params)
+
+
+WRAPPERS = {
+    "plain": injected,
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), injected()),
+    "multi_steps": lambda: optax.MultiSteps(injected(), 2).gradient_transformation(),
+    "masked": lambda: optax.masked(injected(), is_matrix),
+    "multi_transform": lambda: optax.multi_transform({"matrix": injected(), "vector": injected()}, names),
+    "frozen": lambda: optax.multi_transform({"matrix": injected(), "vector": optax.set_to_zero()}, names),
+    "nested": lambda: optax.inject_hyperparams(lambda max_norm: optax.chain(optax.clip(max_norm), injected()))(1.0),
+    "apply_if_finite": lambda: optax.apply_if_finite(injected(), 3),
+    "deep": lambda: optax.chain(optax.clip(1.0), optax.MultiSteps(optax.masked(injected(), is_matrix), 2)),
+    "lars": lambda: inject_learning_rate(lambda rate: optax.lars(rate, momentum=0.9), 1e-3),
+    "lion": lambda: inject_learning_rate(optax.lion, 1e-3),
+    "adafactor": lambda: inject_learning_rate(lambda rate: optax.adafactor(rate, momentum=0.9), 1e-3),
+    "muon": lambda: inject_learning_rate(optax.contrib.muon, 1e-3),
+}
+
+
+def counted(function):
+    """The jitted function, and a list that grows by one with each trace."""
+    traces = []
+
+    def body(*args, **kwargs):
+        traces.append(None)
+        return function(*args, **kwargs)
+
+    return jax.jit(body), traces
+
+
+def leaf_types(tree):
+    return [(leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_whole_run_is_one_trace_and_one_compilation(wrapper, dtype):
+    tx = WRAPPERS[wrapper]()
+    params = params_of(dtype)
+    state = jax.jit(tx.init)(params)
+    types = leaf_types(state)
+
+    def update(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step, traces = counted(update)
+    for rate in RATES:
+        state = set_learning_rate(state, rate)
+        read = get_learning_rate(state)
+        assert (read.dtype, read.weak_type, read.shape) == (jnp.float32, False, ())
+        assert read == np.float32(rate)
+        params, state = step(params, state)
+        assert get_learning_rate(state) == np.float32(rate)
+        assert leaf_types(state) == types
+    assert len(traces) == 1
+    assert step._cache_size() == 1
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_updates_are_those_of_the_optimizer_itself_at_that_rate(dtype):
+    params, grads = params_of(dtype), jax.tree.map(lambda x: jnp.asarray(x + 0.5, dtype), PARAMS)
+    tx = injected(3e-4)
+    updates, _ = tx.update(grads, set_learning_rate(tx.init(params), 7e-4), params)
+    plain = optax.adamw(jnp.float32(7e-4))
+    expected, _ = plain.update(grads, plain.init(params), params)
+    jax.tree.map(lambda got, want: np.testing.assert_array_equal(got, want.astype(dtype)), updates, expected)
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [5e-4, np.float64(5e-4), np.float32(5e-4), np.asarray(5e-4), jnp.float32(5e-4), jnp.asarray(5e-4, jnp.bfloat16)],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_value_may_be_any_scalar(value):
+    state = set_learning_rate(injected().init(params_of(jnp.float32)), value)
+    rate = state.hyperparams["learning_rate"]
+    assert (rate.dtype, rate.weak_type) == (jnp.float32, False)
+    assert rate == np.float32(value)
+
+
+def test_a_traced_value_works_inside_the_step():
+    tx = optax.chain(optax.clip(1.0), injected())
+    params = params_of(jnp.float32)
+
+    def update(state, rate):
+        return tx.update(params, set_learning_rate(state, rate), params)[1]
+
+    step, traces = counted(update)
+    state = tx.init(params)
+    for rate in RATES:
+        state = step(state, np.float32(rate))
+        assert get_learning_rate(state) == np.float32(rate)
+    assert len(traces) == 1
+    assert jax.jit(get_learning_rate)(state) == np.float32(RATES[-1])
+
+
+def test_the_other_leaves_are_the_same_objects():
+    tx = optax.chain(optax.clip(1.0), injected())
+    state = tx.init(params_of(jnp.float32))
+    changed = set_learning_rate(state, 1e-5)
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(changed), strict=True)
+    assert sum(before is not after for before, after in pairs) == 1
+    assert get_learning_rate(state) == np.float32(1e-3)
+    assert jax.tree.structure(state) == jax.tree.structure(changed)
+
+
+class TrainState(NamedTuple):
+    step: int
+    opt_state: optax.OptState
+
+
+def test_a_state_inside_other_containers():
+    state = {"train": TrainState(3, injected().init(params_of(jnp.float32))), "extra": [1.0, None]}
+    state = set_learning_rate(state, 2e-5)
+    assert get_learning_rate(state) == np.float32(2e-5)
+
+
+def test_every_rate_is_written_and_rates_that_differ_are_not_read():
+    tx = optax.multi_transform({"matrix": injected(1e-3), "vector": injected(1e-4)}, names)
+    state = tx.init(params_of(jnp.float32))
+    with pytest.raises(ValueError, match="differ"):
+        get_learning_rate(state)
+    state = set_learning_rate(state, 1e-5)
+    rates = [inner.inner_state.hyperparams["learning_rate"] for inner in state.inner_states.values()]
+    assert rates == [np.float32(1e-5)] * 2
+
+
+@pytest.mark.parametrize("rate", [length_decay_schedule(1e-3, 10), length_triggered_schedule(1e-3)])
+def test_a_scheduled_rate_is_read_and_not_overridden(rate):
+    state = optax.chain(optax.clip(1.0), injected(rate)).init(params_of(jnp.float32))
+    assert get_learning_rate(state) == np.float32(1e-3)
+    with pytest.raises(ValueError, match=r"set by its schedule.*0\.0005"):
+        set_learning_rate(state, 5e-4)
+
+
+def test_nothing_injected():
+    state = optax.adamw(1e-3).init(params_of(jnp.float32))
+    with pytest.raises(ValueError, match="no injected learning rate"):
+        set_learning_rate(state, 1e-3)
+    with pytest.raises(ValueError, match="no injected learning rate"):
+        get_learning_rate(state)
+
+
+@pytest.mark.parametrize("value", [-1e-3, np.nan, np.inf, np.ones(2), None])
+def test_a_rate_out_of_range_is_refused(value):
+    state = injected().init(params_of(jnp.float32))
+    with pytest.raises(ValueError, match="finite, non-negative scalar"):
+        set_learning_rate(state, value)
+    with pytest.raises(ValueError, match="finite, non-negative scalar"):
+        inject_learning_rate(optax.adamw, value)
+
+
+@pytest.mark.parametrize("rate", [1, 1e-3, np.float64(1e-3), jnp.asarray(1e-3, jnp.bfloat16), lambda count: 1e-3])
+def test_the_rate_is_float32_whatever_it_is_built_from(rate):
+    tx = inject_learning_rate(optax.sgd, rate)
+    params = params_of(jnp.bfloat16)
+    state = tx.init(params)
+    for _ in range(2):
+        value = state.hyperparams["learning_rate"]
+        assert (value.dtype, value.weak_type) == (jnp.float32, False)
+        _, state = tx.update(params, state, params)
+
+
+def test_a_schedule_of_the_count_follows_algorithm_1():
+    tx = injected(length_decay_schedule(1e-3, 3))
+    params = params_of(jnp.bfloat16)
+    state, rates = tx.init(params), []
+    for _ in range(12):
+        _, state = tx.update(params, state, params)
+        rates.append(float(get_learning_rate(state)))
+    expected = [max(1e-3 * 0.5 ** (update // 3), 1e-4) for update in range(1, 13)]
+    np.testing.assert_array_equal(np.float32(rates), np.float32(expected))
+
+
+def test_the_in_graph_form_needs_its_argument():
+    tx = injected(length_triggered_schedule(1e-3))
+    params = params_of(jnp.float32)
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="response_length="):
+        tx.update(params, state, params)
+    with pytest.raises(ValueError, match="response_length="):
+        tx.update(params, state, params, truncated_fraction=0.1)
+    with pytest.raises(ValueError, match="scalars"):
+        tx.update(params, state, params, response_length=jnp.ones(3))
+
+
+def test_the_in_graph_form_acts_on_the_update_of_the_call():
+    config = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
+    tx = optax.chain(optax.clip(1.0), injected(length_triggered_schedule(1e-3, config=config, multiplier=1.0)))
+    params = params_of(jnp.bfloat16)
+
+    def update(state, length, truncated):
+        return tx.update(params, state, params, response_length=length, truncated_fraction=truncated)[1]
+
+    step, traces = counted(update)
+    state, rates = tx.init(params), []
+    for number in range(1, 31):
+        state = step(state, np.float32(100.0 if number < 10 else 400.0), np.float32(0.0))
+        rates.append(get_learning_rate(state))
+    # Lengths are high from step 10 on; at 11 so is the median of three.
+    expected = [1e-3] * 10 + [5e-4] * 11 + [2.5e-4] * 9
+    np.testing.assert_array_equal(rates, np.float32(expected))
+    assert len(traces) == 1
+    assert step._cache_size() == 1
+
+
+class TestNnx:
+    """flax.nnx.Optimizer keeps the rate in a Variable."""
+
+    def make(self, rate=1e-3):
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        tx = optax.chain(optax.clip_by_global_norm(1.0), injected(rate))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def test_the_variable_is_written_in_place_in_one_trace(self):
+        model, optimizer = self.make()
+        variable = optimizer.opt_state[1].hyperparams["learning_rate"]
+        traces = []
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            traces.append(None)
+            grads = nnx.grad(lambda model: jnp.square(model(x)).mean())(model)
+            optimizer.update(model, grads)
+
+        for rate in RATES:
+            set_learning_rate(optimizer.opt_state, rate)
+            step(model, optimizer, jnp.ones((4, 2)))
+            assert optimizer.opt_state[1].hyperparams["learning_rate"] is variable
+            assert get_learning_rate(optimizer.opt_state) == np.float32(rate)
+        assert len(traces) == 1
+
+    def test_a_rate_of_zero_stops_the_model(self):
+        model, optimizer = self.make()
+        before = np.asarray(model.kernel[...])
+        grads = nnx.grad(lambda model: model(jnp.ones((4, 2))).sum())(model)
+        set_learning_rate(optimizer.opt_state, 0.0)
+        optimizer.update(model, grads)
+        np.testing.assert_array_equal(model.kernel[...], before)
+        set_learning_rate(optimizer.opt_state, 1e-3)
+        optimizer.update(model, grads)
+        assert np.abs(model.kernel[...] - before).max() > 0
+
+    def test_a_scheduled_rate_is_not_overridden(self):
+        _, optimizer = self.make(length_decay_schedule(1e-3, 5))
+        with pytest.raises(ValueError, match="set by its schedule"):
+            set_learning_rate(optimizer.opt_state, 1e-4)
+
+    def test_the_in_graph_form_takes_its_argument_from_update(self):
+        config = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
+        model, optimizer = self.make(length_triggered_schedule(1e-3, config=config, multiplier=1.0))
+        grads = nnx.grad(lambda model: model(jnp.ones((4, 2))).sum())(model)
+        for number in range(1, 12):
+            optimizer.update(model, grads, response_length=100.0 if number < 10 else 400.0)
+        assert get_learning_rate(optimizer.opt_state) == np.float32(5e-4)

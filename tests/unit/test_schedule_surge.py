@@ -1,0 +1,225 @@
+"""What calls a surge and what does not, one rule at a time; resume; what is refused."""
+
+import dataclasses
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.schedule import SurgeConfig, SurgeTracker
+
+BASE = 1000.0
+DEFAULT = SurgeConfig()
+# Every rule visible in a few steps.
+SMALL = SurgeConfig(window=30, warmup=15, persistence=4)
+
+
+def call_of(lengths, config=SMALL, truncated=None):
+    tracker = SurgeTracker(config)
+    for index, length in enumerate(lengths):
+        tracker.update(length, None if truncated is None else truncated[index])
+    return tracker.surge_step
+
+
+def flat(steps, level=BASE):
+    return [level] * steps
+
+
+def test_a_jump_is_called_once_enough_lengths_have_stayed_up():
+    # Steps 21-23 are high: the median of five crosses at 23, four in a row are high at 24.
+    tracker = SurgeTracker(SMALL)
+    calls = [tracker.update(length) for length in flat(20) + flat(10, 3 * BASE)]
+    assert [step for step, called in enumerate(calls, 1) if called] == [24]
+    assert (tracker.surge_step, tracker.crossing_step, tracker.step) == (24, 23, 30)
+
+
+def test_exactly_the_ratio_is_a_crossing_and_just_below_is_none():
+    assert call_of(flat(20) + flat(20, 3000.0)) == 24
+    assert call_of(flat(20) + flat(20, float(np.nextafter(np.float32(3000), np.float32(0))))) is None
+
+
+def test_crossing_step_is_unknown_until_the_call():
+    tracker = SurgeTracker(SMALL)
+    for length in flat(20) + flat(3, 3 * BASE):
+        tracker.update(length)
+    assert tracker.surge_step is None
+    assert tracker.crossing_step is None
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("height", [3.0, 30.0])
+def test_spikes_of_one_and_two_steps_are_no_surge(width, height):
+    cycle = flat(8) + flat(width, height * BASE)
+    assert call_of(flat(20) + cycle * 50, SMALL) is None
+    assert call_of(flat(60) + cycle * 50, DEFAULT) is None
+
+
+def test_a_spike_of_three_steps_is_over_before_it_could_call():
+    assert call_of(flat(20) + flat(3, 9 * BASE) + flat(30)) is None
+
+
+def test_spikes_close_together_are_no_surge():
+    # From the second pair on, most of the newest five lengths are high at every step.
+    pairs = ([9 * BASE] * 2 + [BASE]) * 20
+    assert call_of(flat(60) + pairs, DEFAULT) is None
+
+
+def test_a_low_step_inside_a_surge_delays_the_call_until_enough_have_stayed_up():
+    surge = [*flat(20), *flat(3, 4 * BASE), BASE, *flat(10, 4 * BASE)]
+    assert call_of(surge) == 28
+    # Half way up is up.
+    surge[23] = 1.5 * BASE
+    assert call_of(surge) == 24
+
+
+def test_a_rise_of_five_steps_pays_nothing_for_persistence():
+    rise = [*flat(60), 1400.0, 1800.0, 2200.0, 2600.0, *flat(10, 3000.0)]
+    # 3000 first at step 65; three of the newest five have it at 67.
+    assert call_of(rise, DEFAULT) == 67
+
+
+def test_growth_slower_than_the_window_is_no_surge():
+    steps = np.arange(2000)
+    for per_threefold in (200, 300, 800):
+        assert call_of(1000 * 3 ** np.minimum(steps / per_threefold, 6), DEFAULT) is None
+        assert call_of(1000 * (1 + 2 * steps / per_threefold), DEFAULT) is None
+
+
+def test_the_rise_out_of_an_early_dip_is_no_surge():
+    dip = [1000.0] * 10 + [400.0] * 12 + [1000.0] * 200
+    assert call_of(dip, DEFAULT) is None
+
+
+def test_no_call_during_the_warmup():
+    early = flat(8) + flat(20, 5 * BASE)
+    assert call_of(early, SMALL) == 15
+    assert call_of(early, dataclasses.replace(SMALL, warmup=9)) == 12
+
+
+def test_a_wider_window_admits_slower_growth():
+    lengths = 1000 * 3 ** (np.arange(400) / 130)
+    assert call_of(lengths, SurgeConfig(window=100)) is None
+    assert call_of(lengths, SurgeConfig(window=250)) is not None
+
+
+def test_more_persistence_calls_as_many_steps_later():
+    surge = flat(20) + flat(20, 5 * BASE)
+    assert [call_of(surge, dataclasses.replace(SMALL, persistence=p)) for p in (1, 4, 7)] == [23, 24, 27]
+
+
+def test_truncated_batches_make_no_call():
+    lengths = flat(20) + flat(20, 5 * BASE)
+    assert call_of(lengths, SMALL, [0.0] * 20 + [0.26] * 20) is None
+    assert call_of(lengths, SMALL, [0.0] * 20 + [0.25] * 20) == 24
+
+
+def test_truncated_batches_reset_no_call():
+    lengths = [*flat(20), *flat(3, 5 * BASE), *flat(6, 8 * BASE), *flat(3, 5 * BASE)]
+    truncated = [0.0] * 23 + [0.9] * 6 + [0.0] * 3
+    tracker = SurgeTracker(SMALL)
+    for length, fraction in zip(lengths, truncated, strict=True):
+        tracker.update(length, fraction)
+    assert (tracker.surge_step, tracker.crossing_step, tracker.held_out) == (30, 23, 6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -5.0, 1e-45, 1e300])
+def test_a_bad_length_counts_as_a_step_and_is_otherwise_ignored(bad):
+    tracker = SurgeTracker(SMALL)
+    for length in [*flat(10), bad, *flat(10), *flat(2, 3 * BASE), bad, bad, *flat(5, 3 * BASE)]:
+        tracker.update(length)
+    # The jump comes one step later than without the first bad length, and two more pass inside it.
+    assert (tracker.surge_step, tracker.ignored, tracker.step) == (27, 3, 30)
+
+
+def test_an_unknown_truncation_is_none():
+    lengths = flat(20) + flat(20, 5 * BASE)
+    assert call_of(lengths, SMALL, [math.nan] * 40) == 24
+
+
+def test_there_is_one_call_per_run():
+    tracker = SurgeTracker(SMALL)
+    lengths = flat(20) + flat(60, 3 * BASE) + flat(60, 9 * BASE) + flat(60, 27 * BASE)
+    assert sum(tracker.update(length) for length in lengths) == 1
+    assert tracker.surge_step == 24
+
+
+@pytest.mark.parametrize("scalar", [np.float64(1.5), np.float32(1.5), np.asarray(1.5), jnp.float32(1.5), 1])
+def test_lengths_may_be_any_scalar(scalar):
+    tracker = SurgeTracker(SMALL)
+    tracker.update(scalar, scalar)
+    assert tracker.held_out == 1
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], np.ones(1), None])
+def test_what_is_no_scalar_is_refused(value):
+    with pytest.raises(ValueError, match="length must be a scalar, got"):
+        SurgeTracker().update(value)
+
+
+def stream(rng, steps=140):
+    level = np.where(np.arange(steps) < 80, 1000.0, 3600.0)
+    lengths = level * np.exp(rng.normal(0, 0.15, steps))
+    lengths[rng.random(steps) < 0.05] = np.nan
+    truncated = np.where(rng.random(steps) < 0.1, 0.8, 0.1)
+    return lengths.tolist(), truncated.tolist()
+
+
+def test_resuming_at_any_step_gives_the_same_future():
+    lengths, truncated = stream(np.random.default_rng(3))
+    whole = SurgeTracker()
+    states, calls = [], []
+    for pair in zip(lengths, truncated, strict=True):
+        states.append(json.dumps(whole.state_dict()))
+        calls.append(whole.update(*pair))
+    assert sum(calls) == 1
+    for start, state in enumerate(states):
+        resumed = SurgeTracker()
+        resumed.load_state_dict(json.loads(state))
+        assert [resumed.update(*pair) for pair in zip(lengths[start:], truncated[start:], strict=True)] == calls[start:]
+        assert resumed.state_dict() == whole.state_dict()
+
+
+def test_the_state_is_under_4_kb_whatever_the_lengths():
+    tracker = SurgeTracker()
+    for length in np.random.default_rng(0).uniform(1e-30, 1e-29, 500):
+        tracker.update(length)
+    assert len(json.dumps(tracker.state_dict())) < 4096
+
+
+def test_loading_something_else_is_refused():
+    with pytest.raises(ValueError, match="surge_step"):
+        SurgeTracker().load_state_dict({"step": 3})
+
+
+def test_a_narrower_window_keeps_the_newest_lengths():
+    wide, narrow = SurgeTracker(SurgeConfig(window=100)), SurgeTracker(SurgeConfig(window=40))
+    for length in range(1, 101):
+        wide.update(length)
+        narrow.update(length)
+    resumed = SurgeTracker(SurgeConfig(window=40))
+    resumed.load_state_dict(wide.state_dict())
+    assert resumed.state_dict() == narrow.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"ratio": 1.0}, "ratio = 1.0"),
+        ({"ratio": math.nan}, "ratio = nan"),
+        ({"baseline_quantile": 1.5}, "baseline_quantile = 1.5"),
+        ({"smooth": 4}, "smooth = 4"),
+        ({"smooth": -1}, "smooth = -1"),
+        ({"persistence": 0}, "persistence = 0"),
+        ({"held_ratio": 0.0}, "held_ratio = 0.0"),
+        ({"held_ratio": 3.1}, "held_ratio = 3.1"),
+        ({"warmup": 5}, "warmup = 5"),
+        ({"persistence": 41}, "persistence = 41"),
+        ({"window": 39}, "window = 39"),
+        ({"max_truncated": 1.5}, "max_truncated = 1.5"),
+    ],
+)
+def test_a_rule_out_of_range_is_refused_with_its_value(bad, message):
+    with pytest.raises(ValueError, match=message):
+        SurgeConfig(**bad)
