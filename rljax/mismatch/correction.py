@@ -69,20 +69,12 @@ def importance_weights(
     inside = (ratio >= lowest) & (ratio <= highest)
     weight = xp.minimum(ratio, highest) if mode == "truncate" else xp.where(inside, ratio, 0)
     weight = xp.where(counted, weight, 0)
-    number = xp.maximum(count(xp, counted), 1)
-    mean = value_of(total_over(xp, weight, (0, 1))) / number
-    stats = {
-        "weight_mean": mean,
-        "weight_max": xp.max(weight, initial=0),
-        "changed_fraction": count(xp, counted & ~inside) / number,
-        "effective_sample_size": _effective_share(xp, weight, number),
-        "nonfinite_count": count(xp, tokens.nonfinite),
-    }
+    mean, stats = _summary(xp, weight, counted, inside)
     if normalize:
         weight = weight / xp.where(mean > 0, mean, 1)
     if level != "token":
         weight = xp.where(tokens.valid, spread(sequences, weight), 0)
-    return weight, _scalars(xp, stats)
+    return weight, _scalars(xp, stats | {"nonfinite_count": count(xp, tokens.nonfinite)})
 
 
 def rejection_mask(
@@ -155,12 +147,18 @@ def _sequence_mean(sequences: Sequences, values: Any) -> Any:
     return mean_over_tokens(sequences, sequence_sums(sequences, values[None]))[0]
 
 
-def _effective_share(xp: Any, weight: Any, number: Any) -> Any:
-    """Effective sample size over sample size, 1 / <(w / <w>)^2>; 0 when every weight is 0."""
+def _summary(xp: Any, weight: Any, counted: Any, inside: Any) -> tuple[Any, dict[str, Any]]:
+    """The mean weight and the stats; the effective sample size is 1 / <(w / <w>)^2>, 0 when every weight is 0."""
+    number = xp.maximum(count(xp, counted), 1)
     mean = value_of(total_over(xp, weight, (0, 1))) / number
     relative = weight / xp.where(mean > 0, mean, 1)
     square = value_of(total_over(xp, relative * relative, (0, 1))) / number
-    return xp.where(square > 0, 1 / xp.where(square > 0, square, 1), 0)
+    return mean, {
+        "weight_mean": mean,
+        "weight_max": xp.max(weight, initial=0),
+        "changed_fraction": count(xp, counted & ~inside) / number,
+        "effective_sample_size": xp.where(square > 0, 1 / xp.where(square > 0, square, 1), 0),
+    }
 
 
 def _scalars(xp: Any, stats: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """The numbers of other frameworks from our statistics, against each framework's own formula written out in torch."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from rljax.mismatch import FRAMEWORKS, NAME_TABLE, framework_metrics, mismatch_statistics, our_name
+from rljax.mismatch import FRAMEWORKS, NAME_TABLE, framework_metrics, mismatch_metrics, mismatch_statistics, our_name
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +122,12 @@ def test_nothing_to_measure_gives_finite_numbers():
     statistics = mismatch_statistics(*(np.zeros((2, 3)),) * 3)
     for framework in FRAMEWORKS:
         assert all(np.isfinite(value) for value in framework_metrics(statistics, framework).values())
+
+
+def test_the_documentation_lists_every_name():
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "mismatch.md").read_text()
+    for metric in NAME_TABLE:
+        ours = f"`{metric.ours}`" if metric.ours else ""
+        assert f"| {metric.framework} | `{metric.name}` | {metric.formula} | {ours} |" in text
+    for name in mismatch_metrics(*(np.ones((1, 1)),) * 3, entropy=np.ones((1, 1))):
+        assert f"`{name}`" in text or f"`{name[name.rindex('_') :]}`" in text, name
