@@ -85,12 +85,14 @@ def toy(rng: np.random.Generator) -> Curve:
     return Curve(lengths, None, int(np.argmax(means >= 3 * TOY_TOKENS)) + 5)
 
 
-def quiet(make_level: Callable[[np.random.Generator, np.ndarray], np.ndarray], low: float = 0.03, high: float = 0.15):
-    """A family of runs without a surge."""
+def quiet(
+    make_level: Callable[[np.random.Generator, np.ndarray], np.ndarray],
+) -> Callable[[np.random.Generator], Curve]:
+    """A family of runs without a surge, noise 3-15%."""
 
     def draw(rng: np.random.Generator) -> Curve:
         level = make_level(rng, np.arange(1, QUIET_STEPS + 1))
-        return Curve(BASE_TOKENS * noisy(rng, level, low, high), None, None)
+        return Curve(BASE_TOKENS * noisy(rng, level, 0.03, 0.15), None, None)
 
     return draw
 
@@ -212,7 +214,7 @@ def judge_surges(name: str, family: Callable, config: SurgeConfig, seeds: int) -
     for seed in range(seeds):
         curve = draw(name, family, seed)
         call = first_call(curve, config)
-        if call is not None:
+        if call is not None and curve.crossing is not None:
             delays.append(call - curve.crossing)
     low, median, high = np.percentile(delays, [5, 50, 95])
     return {

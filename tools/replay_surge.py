@@ -1,0 +1,310 @@
+"""Replays a training log through the surge tracker: when it calls, the decay period, and the rate at every change.
+
+    python tools/replay_surge.py runs/my_run/metrics.jsonl --png surge.png --sweep
+
+LOG is JSONL, CSV or a TensorBoard event file, or a directory that holds one. The length column of verl, TRL, prime-rl,
+NeMo-RL, slime, SkyRL, tunix and rljax is found by its name; ``--column`` names any other positive scalar. Steps that
+the log skips count as steps without a length.
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+from tensorboardX.proto import event_pb2
+
+from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
+
+# Mean response length, and the share of truncated responses beside it. A column matches when its last parts do.
+KNOWN_COLUMNS = (
+    ("response_length/mean", ("response_length/truncated_fraction", "response_length/clip_ratio")),  # rljax, verl
+    ("completions/mean_length", ("completions/clipped_ratio",)),  # TRL, tunix
+    ("decode_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl
+    ("completion_len/mean", ("is_truncated/mean",)),  # prime-rl, older
+    ("num_output_tokens/mean", ("is_truncated/mean",)),  # prime-rl, newer
+    ("mean_gen_tokens_per_sample", ("truncation_rate",)),  # NeMo-RL
+    ("gen_tokens_per_sample/mean", ("truncation_rate",)),  # NeMo-RL
+    ("response_len/mean", ("truncated_ratio",)),  # slime
+    ("generate/avg_num_tokens", ()),  # SkyRL
+)
+STEP_COLUMNS = ("training/global_step", "trainer/global_step", "train/global_step", "step", "global_step", "Step")
+NOT_TRAINING = {"eval", "val", "validation", "test"}
+SWEEP: dict[str, tuple[float, ...]] = {
+    "ratio": (2.0, 2.5, 3.0, 3.5, 4.0),
+    "window": (60, 80, 100, 150, 200),
+    "persistence": (1, 3, 6, 9, 12),
+}
+
+
+class LogError(Exception):
+    """The log cannot be replayed; its message is one line for the user."""
+
+
+class Replay(NamedTuple):
+    """What the tracker did: lengths and rates of steps 1, 2, ..., and the controller after the last."""
+
+    lengths: list[float]
+    rates: list[float]
+    controller: LengthTriggeredLR
+
+
+Rows = list[dict[str, Any]]
+
+
+def read_rows(path: Path) -> Rows:
+    """One dictionary for each record of the log, in its order."""
+    if path.is_dir():
+        path = find_log(path)
+    if not path.is_file():
+        raise LogError(f"{path}: no such file")
+    if "tfevents" in path.name:
+        rows = list(tensorboard_rows(path))
+    elif path.suffix == ".csv":
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    else:
+        rows = jsonl_rows(path)
+    if not rows:
+        raise LogError(f"{path}: the log is empty")
+    return rows
+
+
+def find_log(directory: Path) -> Path:
+    """The log of a run directory: metrics.jsonl, or else the event file with the most in it."""
+    if (directory / "metrics.jsonl").is_file():
+        return directory / "metrics.jsonl"
+    events = sorted(directory.rglob("*tfevents*"), key=lambda path: path.stat().st_size)
+    if not events:
+        raise LogError(f"{directory}: neither metrics.jsonl nor a TensorBoard event file in it")
+    return events[-1]
+
+
+def jsonl_rows(path: Path) -> Rows:
+    """Each line an object."""
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise LogError(f"{path}: line {number} is not JSON ({error.msg})") from error
+            if not isinstance(row, dict):
+                raise LogError(f"{path}: line {number} is not a JSON object")
+            rows.append(row)
+    return rows
+
+
+def tensorboard_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Each scalar of an event file as a row with its step; records are length, checksum, event, checksum."""
+    data, start = path.read_bytes(), 0
+    while start + 12 <= len(data):
+        (size,) = struct.unpack_from("<Q", data, start)
+        record = data[start + 12 : start + 12 + size]
+        if len(record) < size:
+            return  # The writer was cut off inside the last record.
+        event = event_pb2.Event.FromString(record)
+        for value in event.summary.value:
+            number = scalar_of(value)
+            if number is not None:
+                yield {"step": event.step, value.tag: number}
+        start += 12 + size + 4
+
+
+def scalar_of(value: Any) -> float | None:
+    """The number in a summary value of either style."""
+    if value.HasField("simple_value"):
+        return value.simple_value
+    if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
+        tensor = value.tensor
+        if tensor.float_val:
+            return tensor.float_val[0]
+        if len(tensor.tensor_content) == 4:
+            return struct.unpack("<f", tensor.tensor_content)[0]
+    return None
+
+
+def columns_of(rows: Rows) -> list[str]:
+    """Every column of the log, in order of appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def matching(columns: list[str], name: str) -> list[str]:
+    """Training columns that end in ``name``, the shortest first."""
+    found = [
+        column
+        for column in columns
+        if (column == name or column.endswith(("/" + name, " - " + name)))
+        and not NOT_TRAINING & set(column.lower().replace("-", "/").replace(" ", "").split("/"))
+    ]
+    return sorted(found, key=len)
+
+
+def choose_columns(columns: list[str], column: str | None, truncated_column: str | None) -> tuple[str, str | None]:
+    """The length column and, where there is one, the column of the truncated fraction."""
+    for wanted in (column, truncated_column):
+        if wanted is not None and wanted not in columns:
+            raise LogError(f"no column {wanted!r} in the log; it has: {', '.join(columns)}")
+    if column is not None:
+        return column, truncated_column
+    for length_name, truncated_names in KNOWN_COLUMNS:
+        lengths = matching(columns, length_name)
+        if lengths:
+            prefix = lengths[0].removesuffix(length_name)
+            beside = [prefix + name for name in truncated_names if prefix + name in columns]
+            return lengths[0], truncated_column or (beside[0] if beside else None)
+    raise LogError(f"no length column that I know in the log; choose one with --column from: {', '.join(columns)}")
+
+
+def number_of(value: Any) -> float:
+    """A cell as a float; NaN where it holds no number."""
+    if value is None or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def series(rows: Rows, column: str, truncated_column: str | None) -> tuple[list[float], list[float]]:
+    """Lengths and truncated fractions of steps 1, 2, ...: NaN where a step has none; the last of repeated steps."""
+    step_column = next((name for name in STEP_COLUMNS if any(name in row for row in rows)), None)
+    by_step: dict[int, dict[str, float]] = {}
+    for row in rows:
+        cells = {name: number_of(row[name]) for name in (column, truncated_column) if name is not None and name in row}
+        if not cells:
+            continue
+        step = number_of(row.get(step_column)) if step_column else len(by_step)
+        if math.isfinite(step):
+            by_step.setdefault(int(step), {}).update(cells)
+    by_step = {step: cells for step, cells in by_step.items() if column in cells}
+    if not by_step:
+        raise LogError(f"column {column!r} has no row with a step")
+    first = 0 if min(by_step) == 0 else 1
+    empty: dict[str, float] = {}
+    ordered = [by_step.get(step, empty) for step in range(first, max(by_step) + 1)]
+    lengths = [cells.get(column, math.nan) for cells in ordered]
+    truncated = [cells.get(truncated_column or "", math.nan) for cells in ordered]
+    if not any(math.isfinite(length) and length > 0 for length in lengths):
+        raise LogError(f"column {column!r} holds no positive number in any of its {len(lengths)} steps")
+    return lengths, truncated
+
+
+def replay(lengths: list[float], truncated: list[float], config: SurgeConfig, rate: dict[str, float]) -> Replay:
+    """Feeds the steps to the host controller."""
+    controller = LengthTriggeredLR(tracker=SurgeTracker(config), **rate)
+    rates = [controller.step(length, fraction) for length, fraction in zip(lengths, truncated, strict=True)]
+    return Replay(lengths, rates, controller)
+
+
+def verdict(result: Replay) -> str:
+    """The call in one line."""
+    controller = result.controller
+    if controller.surge_step is None:
+        return f"no surge in {len(result.lengths)} steps"
+    return (
+        f"surge called at step {controller.surge_step} (crossing since step {controller.tracker.crossing_step}), "
+        f"decay period {controller.decay_period}"
+    )
+
+
+def report(result: Replay, column: str, truncated_column: str | None) -> list[str]:
+    """What a reader wants to know, line by line."""
+    tracker = result.controller.tracker
+    beside = f", truncated fraction {truncated_column!r}" if truncated_column else ""
+    lines = [f"{len(result.lengths)} steps of {column!r}{beside}"]
+    if tracker.ignored:
+        lines.append(f"{tracker.ignored} of them have no finite, positive length: they count as steps only")
+    if tracker.held_out:
+        lines.append(f"{tracker.held_out} of them are above max_truncated: held out")
+    lines.append(verdict(result))
+    for step, rate in enumerate(result.rates, 1):
+        if step == 1 or rate != result.rates[step - 2]:
+            lines.append(f"  from step {step:>5}: learning rate {rate:.6g}")
+    return lines
+
+
+def sweep(lengths: list[float], truncated: list[float], config: SurgeConfig, rate: dict[str, float]) -> list[str]:
+    """How the call moves when one rule at a time is changed."""
+    lines = []
+    for rule, values in SWEEP.items():
+        for value in sorted({*values, getattr(config, rule)}):
+            mark = "*" if value == getattr(config, rule) else " "
+            try:
+                changed = dataclasses.replace(config, **{rule: value})
+            except ValueError as error:
+                lines.append(f"{mark} {rule} {value:g}: {error}")
+                continue
+            lines.append(f"{mark} {rule} {value:g}: {verdict(replay(lengths, truncated, changed, rate))}")
+    return lines
+
+
+def plot(result: Replay, column: str, path: Path) -> None:
+    """Length and rate over the steps, with the call and the decays."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    steps = range(1, len(result.lengths) + 1)
+    top.plot(steps, result.lengths, color="tab:blue", linewidth=1)
+    top.set_ylabel(column)
+    bottom.step(steps, result.rates, where="mid", color="tab:orange")
+    bottom.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+    if result.controller.surge_step is not None:
+        for axis in (top, bottom):
+            axis.axvline(result.controller.surge_step, color="tab:red", linewidth=1, label="surge called")
+        top.legend()
+    top.set_title(verdict(result))
+    figure.savefig(path, dpi=120)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; every rule of SurgeConfig is an option."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--column", help="the length column, where its name is not known")
+    parser.add_argument("--truncated-column", help="share of truncated responses")
+    parser.add_argument("--png", type=Path, default=Path("surge.png"), help="where the figure goes")
+    parser.add_argument("--sweep", action="store_true", help="show how the call moves with ratio, window, persistence")
+    rate = parser.add_argument_group("rate")
+    rate.add_argument("--learning-rate", type=float, default=1e-6)
+    rate.add_argument("--multiplier", type=float, default=1.8, help="decay period over surge step")
+    rate.add_argument("--decay-factor", type=float, default=0.5)
+    rate.add_argument("--floor-ratio", type=float, default=0.1)
+    rules = parser.add_argument_group("rules")
+    for field in dataclasses.fields(SurgeConfig):
+        flag = "--" + field.name.replace("_", "-")
+        rules.add_argument(flag, type=type(field.default), default=field.default)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    rate = {
+        "init_value": args.learning_rate,
+        "multiplier": args.multiplier,
+        "decay_factor": args.decay_factor,
+        "floor_ratio": args.floor_ratio,
+    }
+    try:
+        config = SurgeConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SurgeConfig)})
+        rows = read_rows(args.log)
+        column, truncated_column = choose_columns(columns_of(rows), args.column, args.truncated_column)
+        lengths, truncated = series(rows, column, truncated_column)
+        result = replay(lengths, truncated, config, rate)
+    except (LogError, ValueError) as error:
+        sys.exit(f"replay_surge: {error}")
+    print("\n".join(report(result, column, truncated_column)))
+    if args.sweep:
+        print("\n".join(sweep(lengths, truncated, config, rate)))
+    plot(result, column, args.png)
+    print(f"figure: {args.png}")
+
+
+if __name__ == "__main__":
+    main()
