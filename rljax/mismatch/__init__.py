@@ -28,12 +28,13 @@ from rljax.mismatch.importance import (
     merge_importance,
 )
 from rljax.mismatch.metrics import finalize_statistics, mismatch_metrics
-from rljax.mismatch.names import FRAMEWORKS, NAME_TABLE, ForeignMetric, framework_metrics, our_name
+from rljax.mismatch.names import FRAMEWORKS, NAME_TABLE, PUBLISHED_BARS, ForeignMetric, framework_metrics, our_name
 from rljax.mismatch.statistics import MismatchStatistics, merge_statistics, mismatch_statistics
 
 __all__ = [
     "FRAMEWORKS",
     "NAME_TABLE",
+    "PUBLISHED_BARS",
     "Buckets",
     "ForeignMetric",
     "ImportanceTotals",

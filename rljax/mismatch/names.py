@@ -161,6 +161,16 @@ NAME_TABLE: tuple[ForeignMetric, ...] = (
 )
 """Every known metric of every framework."""
 
+PUBLISHED_BARS: dict[tuple[str, str], float] = {
+    ("nemo_rl", "token_mult_prob_error"): 1.05,
+    ("prime_rl", "mismatch_kl/mean"): 0.015,
+    ("slime", "train/train_rollout_logprob_abs_diff"): 0.1,
+}
+"""Limits the frameworks themselves set, by (framework, name); a number above fails their own check.
+
+NeMo-RL's functional tests and dump trigger; prime-rl's rule for merging (at each of 20 steps); slime's CI gate.
+"""
+
 FRAMEWORKS = tuple(dict.fromkeys(metric.framework for metric in NAME_TABLE))
 """The frameworks of the table."""
 

@@ -115,7 +115,7 @@ def mismatch_statistics(
     sequence_ids: ArrayLike | None = None,
     num_sequences: int | None = None,
 ) -> MismatchStatistics:
-    """Statistics of one batch. Works under jit, grad (it has no gradient), vmap, scan and sharding over rows.
+    """Statistics of one batch. Works under jit, grad (no gradient), vmap, scan and rows sharded over Auto mesh axes.
 
     Args:
       trainer_logprobs: [b, t] float, log-probability of each token under the trainer (nats).

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from rljax.mismatch import FRAMEWORKS, NAME_TABLE, framework_metrics, mismatch_metrics, mismatch_statistics, our_name
+from rljax.mismatch import (
+    FRAMEWORKS,
+    NAME_TABLE,
+    PUBLISHED_BARS,
+    framework_metrics,
+    mismatch_metrics,
+    mismatch_statistics,
+    our_name,
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +115,10 @@ def test_the_nine_frameworks_of_the_comparison_are_there():
     keys = [(metric.framework, metric.name) for metric in NAME_TABLE]
     assert len(set(keys)) == len(keys)
     assert all(metric.formula for metric in NAME_TABLE)
+
+
+def test_the_bars_are_of_metrics_in_the_table():
+    assert set(PUBLISHED_BARS) <= {(metric.framework, metric.name) for metric in NAME_TABLE}
 
 
 def test_our_names():
