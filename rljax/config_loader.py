@@ -147,7 +147,9 @@ def _build(section: type, values: dict[str, Any], base: Any, path: str) -> Any:
     try:
         return section(**arguments)
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}" if path else error) from error
+        # Checks open with the field's name: then its dotted path is the start of the line.
+        names_a_field = str(error).split(" ")[0] in arguments
+        raise ConfigError(f"{path}{'.' if names_a_field else ': '}{error}" if path else error) from error
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
