@@ -163,25 +163,26 @@ def _cast_like(tree: Any, like: Any) -> Any:
 
 def _map_states(function: Callable[[Any], Any], tree: Any) -> Any:
     """Applies the function to every injected state that no other contains, and to the leaves."""
-    return jax.tree.map(function, tree, is_leaf=lambda node: isinstance(node, _InjectState) or _is_variable(node))
+    stop = (*_InjectState, *_variable_types())
+    return jax.tree.map(function, tree, is_leaf=lambda node: isinstance(node, stop))
 
 
 def _is_scheduled(state: Any) -> bool:
     return _RATE in getattr(state, "hyperparams_states", {})
 
 
-def _is_variable(node: Any) -> bool:
+def _variable_types() -> tuple[Any, ...]:
     # Where flax was never imported no node can be a Variable, and importing it here would make it a requirement.
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(node, nnx.Variable)
+    return () if nnx is None else (nnx.Variable,)
 
 
 def _unwrapped(leaf: Any) -> Any:
-    return leaf.get_value() if _is_variable(leaf) else leaf
+    return leaf.get_value() if isinstance(leaf, _variable_types()) else leaf
 
 
 def _replaced(old: Any, value: Any) -> Any:
-    if _is_variable(old):
+    if isinstance(old, _variable_types()):
         old.set_value(_placed_like(old.get_value(), value))
         return old
     return _placed_like(old, value)

@@ -7,6 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tyro
 
 from rljax.schedule import SurgeConfig, SurgeTracker
 
@@ -223,3 +224,16 @@ def test_a_narrower_window_keeps_the_newest_lengths():
 def test_a_rule_out_of_range_is_refused_with_its_value(bad, message):
     with pytest.raises(ValueError, match=message):
         SurgeConfig(**bad)
+
+
+def test_any_positive_signal_will_do():
+    lengths, truncated = stream(np.random.default_rng(7))
+    called = call_of(lengths, DEFAULT, truncated)
+    assert called is not None
+    # Powers of two scale float32 exactly, so that the decisions cannot differ by rounding.
+    assert call_of([length * 2.0**-20 for length in lengths], DEFAULT, truncated) == called
+
+
+def test_the_rules_are_a_command_line():
+    config = tyro.cli(SurgeConfig, args=["--ratio", "2.5", "--warmup", "15"])
+    assert config == SurgeConfig(ratio=2.5, warmup=15)

@@ -1,0 +1,56 @@
+"""The tracker on the curves of tools/study_surge.py: a few hundred seeds of what the tool runs by thousands."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rljax.schedule import SurgeConfig
+
+TOOLS = Path(__file__).parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+import study_surge  # noqa: E402
+
+sys.path.remove(str(TOOLS))
+
+SURGE_SEEDS, QUIET_SEEDS = 300, 60
+
+
+@pytest.mark.parametrize("name", study_surge.SURGES)
+def test_a_surge_is_called_in_time(name):
+    row = study_surge.judge_surges(name, study_surge.SURGES[name], SurgeConfig(), SURGE_SEEDS)
+    assert row["called"] > 0.99
+    assert row["median_delay"] <= 3
+    assert row["earlier_than_15"] == 0
+
+
+@pytest.mark.parametrize("config", [study_surge.TOY_CONFIG, SurgeConfig()])
+def test_a_toy_run_is_called_within_ten_steps(config):
+    row = study_surge.judge_surges("toy", study_surge.toy, config, SURGE_SEEDS)
+    assert row["within_10"] > 0.98
+
+
+@pytest.mark.parametrize("name", study_surge.QUIETS)
+def test_no_surge_no_call(name):
+    assert study_surge.judge_quiets(name, study_surge.QUIETS[name], SurgeConfig(), QUIET_SEEDS)["false_calls"] == 0
+
+
+def test_the_bars_are_missed_by_worse_rules():
+    """The judgement can fail: a tracker that believes a single high step calls spikes."""
+    hasty = SurgeConfig(smooth=1, persistence=1)
+    assert study_surge.judge_quiets("single spikes", study_surge.QUIETS["single spikes"], hasty, 5)["false_calls"] == 1
+    wide = SurgeConfig(window=400)
+    slow = study_surge.QUIETS["slow growth, geometric"]
+    assert study_surge.judge_quiets("slow growth, geometric", slow, wide, 20)["false_calls"] > 0.1
+    blunt = SurgeConfig(baseline_quantile=0.8)
+    row = study_surge.judge_surges("linear", study_surge.SURGES["linear"], blunt, 100)
+    assert row["called"] < 0.99
+
+
+def test_a_curve_depends_on_its_family_and_seed_only():
+    first, again, other = (study_surge.draw("linear", study_surge.SURGES["linear"], seed) for seed in (4, 4, 5))
+    np.testing.assert_array_equal(first.lengths, again.lengths)
+    assert not np.array_equal(first.lengths, other.lengths)
+    assert first.crossing is not None
+    assert abs(int(np.argmax(first.lengths >= 3000)) + 1 - first.crossing) < 30
