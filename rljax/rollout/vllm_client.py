@@ -14,7 +14,7 @@ import random
 import threading
 from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import httpx
 
@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _TICK_S = 0.25
-_KEEPALIVE_S = 2.0  # below the 5 s after which vLLM closes an idle connection
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,9 @@ class VllmClient:
     async def _open_transport(self) -> tuple[asyncio.Condition, httpx.AsyncClient]:
         connections = self.limits.max_outstanding * len(self._servers) + 16
         return asyncio.Condition(), httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=connections, keepalive_expiry=_KEEPALIVE_S),
+            # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500,
+            # and a response takes so long that opening a connection costs nothing beside it.
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=0),
             timeout=httpx.Timeout(self.limits.request_timeout_s, connect=self.limits.connect_timeout_s, pool=None),
             trust_env=False,
         )
@@ -236,32 +237,30 @@ class VllmClient:
     ) -> dict[str, Any]:
         timeout = httpx.Timeout(timeout_s, connect=self.limits.connect_timeout_s, pool=None)
         try:
-            # A connection of its own: after an answer of 500 vLLM resets the connection under the next request.
-            reply = await self._http.request(
-                method, server.url + path, params=params, json=json, timeout=timeout, headers={"Connection": "close"}
-            )
+            reply = await self._http.request(method, server.url + path, params=params, json=json, timeout=timeout)
         except httpx.TransportError as error:
             raise ServerGoneError(f"{server.url}{path}: {type(error).__name__} {error}".rstrip()) from error
-        if reply.status_code >= 500 and path != "/health":
-            # Raises ServerGoneError itself when nothing answers.
-            await self._call(server, "GET", "/health", None, None, timeout_s)
         if reply.status_code != 200:
             if path == "/health":
                 raise ServerGoneError(f"{server.url} is not healthy: {_reason(reply)}")
-            raise ServerRefusedError(f"{server.url}{path} answered {_reason(reply)}", reply.status_code)
+            await self._refuse(server, path, reply)
         return _object(reply) if reply.content else {}
 
     async def _draw(self, server: _Server, request: Request) -> Completion:
-        """One completion. Raises ServerGoneError, ServerRefusedError (status 4xx) or ReplyError."""
+        """One completion. Raises ServerGoneError, ServerRefusedError or ReplyError."""
         try:
             reply = await self._http.post(server.url + server.route, json=body(server.route, request))
         except httpx.TransportError as error:
             raise ServerGoneError(f"{server.url}: {type(error).__name__} {error}".rstrip()) from error
-        if reply.status_code in (408, 429) or reply.status_code >= 500:
-            raise ServerGoneError(f"{server.url} answered {_reason(reply)}")
         if reply.status_code != 200:
-            raise ServerRefusedError(f"{server.url}{server.route} answered {_reason(reply)}", reply.status_code)
+            await self._refuse(server, server.route, reply)
         return completion(server.route, _object(reply))
+
+    async def _refuse(self, server: _Server, path: str, reply: httpx.Response) -> NoReturn:
+        """Raises ServerGoneError for a 5xx of a server that is not healthy any more, ServerRefusedError otherwise."""
+        if reply.status_code >= 500:
+            await self._call(server, "GET", "/health", None, None, 10.0)
+        raise ServerRefusedError(f"{server.url}{path} answered {_reason(reply)}", reply.status_code)
 
     async def _land(
         self, index: int, request: Request, landed: queue.SimpleQueue[tuple[int, Completion] | RuntimeError]
@@ -279,7 +278,13 @@ class VllmClient:
                 failure = str(error)
                 self._lose(server, failure)
                 continue
-            except (ServerRefusedError, ReplyError) as error:
+            except ServerRefusedError as error:
+                if error.status < 500 and error.status not in (408, 429):
+                    landed.put(error)
+                    return
+                failure = str(error)
+                continue
+            except ReplyError as error:
                 landed.put(error)
                 return
             finally:

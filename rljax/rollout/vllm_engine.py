@@ -87,6 +87,7 @@ class VllmEngine:
         self._config = config or VllmConfig()
         self._client = VllmClient(urls, self._config.limits)
         self._current: _Current | None = None
+        self._verified = False
         self._verifier: Verifier | None = None
         self._metrics: dict[str, float] = {}
         self._described: dict[str, Any] = {}
@@ -108,10 +109,12 @@ class VllmEngine:
             raise ValueError(f"published tensors are {version.dtype}, the rollout dtype is {self._expected.dtype}")
         held = time.monotonic()
         self._client.hold()
+        self._verified = False
         self._current = _Current(version, policy_version, params)
         self._push_everywhere(version)
         for url in self._client.urls:
             self._until_back(url, self._verify if url not in self._client.lost() else self._bring_up)
+        self._verified = True
         ended = time.monotonic()
         self._files.keep_only(version)
         self._add("publish/seconds", ended - began)
@@ -125,8 +128,8 @@ class VllmEngine:
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
     ) -> Iterator[Response]:
         """See RolloutEngine. Waits, bounded, for servers that die meanwhile; their responses are drawn again."""
-        if self._current is None:
-            raise RuntimeError("no policy was published to the vLLM servers yet")
+        if not self._verified:
+            raise RuntimeError("the vLLM servers hold no verified policy: publish first")
         self._check(prompts, n, sampling)
         requests = [
             Request(prompt, sampling, _seed(seed, i, j) if self._config.seeded else None)

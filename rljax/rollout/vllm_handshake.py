@@ -159,6 +159,8 @@ def _check_logprobs(client: VllmClient, url: str, vocab_size: int) -> None:
         sampling = SamplingParams(1, temperature=temperature)
         drawn = client.sample(url, [Request(prompt, sampling, seed=1, top_logprobs=_TOP) for prompt in prompts])
         tops.append([completion.top_logprobs[0] for completion in drawn])
+    if not np.isfinite([value for side in tops for top in side for value in top.values()]).all():
+        raise HandshakeError(f"{url}: log-probabilities are not finite: the server's weights are broken; restart it")
     gaps = np.zeros(2)
     for pair in zip(*tops, strict=True):
         common = pair[0].keys() & pair[1].keys()

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 DTYPES = ("bfloat16", "float16", "float32")
 BACKEND = "rljax_file"
 WORKER_EXTENSION = "rljax.rollout.vllm_plugin.WorkerExtension"
-_GRACE_S = 15.0  # seconds between asking vLLM to end and killing its group
+_GRACE_S = 15.0  # seconds between asking vLLM to end and going on without its answer
+_CLEANUP_S = 5.0  # seconds its helper processes then have
 _CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -117,6 +118,7 @@ def command(config: ServerConfig, port: int, *, gpu: bool) -> list[str]:
     args += ["--max-num-seqs", str(config.max_num_seqs), "--max-logprobs", str(config.max_logprobs), "--seed", "0"]
     args += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     args += ["--enable-scale-out", "--skip-tokenizer-init", "--enable-prefix-caching"]
+    args.append("--disable-uvicorn-access-log")
     args += ["--worker-extension-cls", WORKER_EXTENSION, "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
     if config.max_model_len is not None:
         args += ["--max-model-len", str(config.max_model_len)]
@@ -207,7 +209,7 @@ class VllmServer:
         if self._guard.stdin is not None and not self._guard.stdin.closed:
             self._guard.stdin.close()
         try:
-            self._guard.wait(_GRACE_S + 5.0)
+            self._guard.wait(_GRACE_S + _CLEANUP_S + 5.0)
         except subprocess.TimeoutExpired:
             log.warning("vLLM's guard %d did not end by itself", self.pid)
         _kill_group(self.pid)
@@ -277,7 +279,23 @@ def _guard(argv: Sequence[str]) -> None:
             time.sleep(0.05)
     else:
         print(f"vLLM ended by itself with status {child.returncode}", flush=True)
+    # Its helpers clean up shared memory once it is gone; whoever is left after a while is killed.
+    deadline = time.monotonic() + _CLEANUP_S
+    while _others_in_group() and time.monotonic() < deadline:
+        time.sleep(0.05)
     os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _others_in_group() -> bool:
+    """Whether a live process besides this one is in its group (False where there is no /proc)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, rest = stat.parent.name, stat.read_text().rpartition(") ")[2].split()
+        except OSError:
+            continue
+        if int(rest[2]) == os.getpgrp() and int(pid) != os.getpid() and rest[0] != "Z":
+            return True
+    return False
 
 
 def _default_signals() -> None:
@@ -288,6 +306,7 @@ def _default_signals() -> None:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="vllm_server", description="Serve a model on loopback for rljax.")
     parser.add_argument("model", help="model directory, or a hub name")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of vLLM's environment")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
@@ -317,6 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, leave)
     config = ServerConfig(
         model=options.model,
+        python=options.python,
         dtype=options.dtype,
         host=options.host,
         port=options.port,

@@ -1,0 +1,102 @@
+"""Trainer and real server must agree; each disagreement is one clear line."""
+
+import json
+
+import pytest
+
+from rljax.rollout.vllm_client import VllmClient
+from rljax.rollout.vllm_handshake import HandshakeError
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def rpc(float32):
+    client = VllmClient([float32.url])
+
+    def call(method: str, argument: str) -> None:
+        client.call(float32.url, "POST", "/collective_rpc", json={"method": method, "args": [argument]})
+
+    yield call
+    client.close()
+
+
+def refused(served, **changes) -> str:
+    hf_config = changes.pop("hf_config", None)
+    if hf_config is not None:
+        changes["hf_config"] = {**served.model.hf_config, **hf_config}
+    with pytest.raises(HandshakeError) as caught:
+        served.engine(expected=served.expected(**changes))
+    message = str(caught.value)
+    assert all(line.startswith(served.url) for line in message.splitlines())
+    print(message)
+    return message.replace(f"{served.url}: ", "")
+
+
+def test_dtype(float32):
+    assert refused(float32, dtype="bfloat16") == "the dtype is float32, expected bfloat16 (rollout.dtype)"
+
+
+def test_vocabulary_and_shape(float32):
+    assert refused(float32, hf_config={"vocab_size": 257}) == "vocab_size is 256, expected 257 (another model)"
+    lines = refused(float32, hf_config={"num_hidden_layers": 3, "tie_word_embeddings": False}).splitlines()
+    assert lines == [
+        "num_hidden_layers is 2, expected 3 (another model)",
+        "tie_word_embeddings is True, expected False (another model)",
+    ]
+
+
+def test_length(float32):
+    line = refused(float32, max_tokens=513)
+    assert line == "max_model_len is 512, expected at least 513 for prompt plus response"
+
+
+def test_logprobs_mode_is_probed(float32, rpc):
+    rpc("sabotage_logprobs_mode", "raw_logprobs")
+    try:
+        assert "start with --logprobs-mode processed_logprobs" in refused(float32)
+    finally:
+        rpc("sabotage_logprobs_mode", "processed_logprobs")
+    float32.engine().close()
+
+
+def test_default_sampling_must_be_plain(float32, rpc):
+    rpc("sabotage_default_sampling", json.dumps({"top_p": 0.9, "top_k": 20}))
+    try:
+        line = refused(float32)
+    finally:
+        rpc("sabotage_default_sampling", "{}")
+    assert line == "default sampling is not plain: {'top_k': 20, 'top_p': 0.9}; start with --generation-config vllm"
+
+
+def test_directory_that_the_server_does_not_see(float32):
+    """The probe file proves it: here the trainer claims another text than the server reads."""
+    from rljax.rollout.publish import WeightFiles
+
+    sound = WeightFiles.probe
+    WeightFiles.probe = lambda self: (sound(self)[0].with_name("elsewhere.txt"), "x")
+    try:
+        assert "set transfer_dir to one that both see" in refused(float32)
+    finally:
+        WeightFiles.probe = sound
+
+
+def test_protocol(float32, monkeypatch):
+    monkeypatch.setattr("rljax.rollout.vllm_handshake.PROTOCOL", 2)
+    assert refused(float32) == "the plugin speaks protocol 1, the trainer 2"
+
+
+def test_nobody_there():
+    """A bounded wait, then one line."""
+    from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
+    from rljax.rollout.vllm_handshake import Expectation
+    from rljax.rollout.vllm_server import free_port
+
+    with pytest.raises(RuntimeError, match="no vLLM server came back within 1 s"):
+        VllmEngine(
+            [f"http://127.0.0.1:{free_port()}"],
+            Expectation("float32", {}, 1),
+            tensors=dict.items,
+            score=lambda params, sequences: [],
+            config=VllmConfig(server_wait_s=1.0),
+        )

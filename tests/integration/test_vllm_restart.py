@@ -1,0 +1,153 @@
+"""A server that dies and comes back: nothing is lost, and nothing is drawn from its old weights."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
+from rljax.rollout.vllm_handshake import Expectation
+
+pytestmark = pytest.mark.vllm
+REPO = Path(__file__).resolve().parents[2]
+
+
+def worst_gap(served, params, prompts, responses) -> float:
+    sequences = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses]
+    scored = served.score(params, sequences)
+    return max(float(np.abs(s[-r.length :] - r.logprobs).max()) for r, s in zip(responses, scored, strict=True))
+
+
+def test_weights_changed_behind_our_back(float32, prompts):
+    """A server that says it holds other weights, as one restarted unnoticed does, gets the current ones first."""
+    engine = float32.engine()
+    params = float32.model.moved(8)
+    try:
+        engine.publish(params, 3)
+        engine._client.call(float32.url, "POST", "/update_weight_version", json={"new_version": "default"})
+        responses = list(engine.generate(prompts, 2, SamplingParams(8), seed=0))
+        metrics = engine.take_metrics()
+    finally:
+        engine.close()
+    assert all(r.versions == (VersionSpan(3, 0, 8),) for r in responses)
+    assert metrics["rollout/servers_brought_back"] == 1
+    assert worst_gap(float32, params, prompts, responses) < 1e-4
+
+
+def test_killed_in_mid_rollout_and_restarted(make_model, start_server, float32, prompts):
+    """The run waits, sends the weights again, verifies and draws every response from them."""
+    model = make_model(True)
+    servers = [start_server(model, "float32")]
+    port = servers[0].port
+    engine = VllmEngine(
+        [servers[0].url],
+        Expectation("float32", model.hf_config, 512),
+        tensors=model.tensors("float32"),
+        score=float32.score,
+        config=VllmConfig(server_wait_s=300),
+    )
+    params = model.moved(9)
+
+    def kill_and_restart() -> None:
+        servers[0].kill()
+        servers.append(start_server(model, "float32", port=port))
+
+    thread = threading.Thread(target=kill_and_restart)
+    try:
+        engine.publish(model.params, 0)
+        engine.publish(params, 1)
+        stream = engine.generate(prompts, 8, SamplingParams(300), seed=0)
+        responses = [next(stream)]
+        thread.start()
+        responses += stream
+        metrics = engine.take_metrics()
+    finally:
+        thread.join()
+        engine.close()
+        for server in servers:
+            server.stop()
+    assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == 40
+    assert all(r.versions == (VersionSpan(1, 0, 300),) for r in responses)
+    assert metrics["rollout/server_losses"] == metrics["rollout/servers_brought_back"] == 1
+    assert metrics["rollout/retries"] > 0
+    assert worst_gap(float32, params, prompts, responses) < 1e-4
+
+
+def test_plugin_loads_without_jax(vllm_interpreter):
+    """vLLM's environment has no jax: the plugin and what it imports must not ask for it."""
+    code = """
+        import sys
+        class Refuse:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {"jax", "jaxlib", "flax", "optax"}:
+                    raise ImportError(f"refused: {name}")
+        sys.meta_path.insert(0, Refuse())
+        from importlib.metadata import entry_points
+        (point,) = entry_points(group="vllm.general_plugins", name="rljax")
+        register = point.load()
+        register()
+        register()
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        assert "rljax_file" in WeightTransferEngineFactory._registry
+        ours = sorted(name for name in sys.modules if name.split(".")[0] == "rljax")
+        print(ours)
+        assert ours == ["rljax", "rljax.rollout", "rljax.rollout.vllm_plugin"], ours
+    """
+    done = subprocess.run([vllm_interpreter, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_launch_script_prints_the_url_and_leaves_nothing(make_model, vllm_interpreter, tmp_path):
+    """launch/vllm_server.sh waits for health, prints the URL, and ends all it started when its caller dies."""
+    url_file = tmp_path / "url"
+    script = f"""
+        import subprocess, sys, time
+        child = subprocess.Popen(["bash", {str(REPO / "launch/vllm_server.sh")!r}, {str(make_model(True).path)!r},
+                                  "--dtype", "float32", "--max-model-len", "512", "--follow-parent",
+                                  "--url-file", {str(url_file)!r}, "--log", {str(tmp_path / "log")!r}])
+        print(child.pid, flush=True)
+        time.sleep(600)
+    """
+    environment = {**os.environ, "RLJAX_VLLM_VENV": str(Path(vllm_interpreter).parents[1])}
+    caller = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not url_file.exists():
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.5)
+        assert url_file.read_text().startswith("http://127.0.0.1:")
+        mine = _commands(str(tmp_path / "log"), str(make_model(True).path))
+        assert mine
+    finally:
+        caller.kill()
+        caller.wait()
+    deadline = time.monotonic() + 40
+    while _commands(str(tmp_path / "log"), str(make_model(True).path)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    left = [pid for pid in mine if Path(f"/proc/{pid}").exists()]
+    assert left == []
+
+
+def _commands(*words: str) -> list[int]:
+    """Ids of the processes in whose command line one of ``words`` stands, and of their children."""
+    found, parents = set(), {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_text()
+            parents[int(path.name)] = int((path / "stat").read_text().rpartition(") ")[2].split()[1])
+        except OSError:
+            continue
+        if "vllm" in command and any(word in command for word in words):
+            found.add(int(path.name))
+    for _ in range(6):
+        found |= {pid for pid, parent in parents.items() if parent in found}
+    return sorted(found)

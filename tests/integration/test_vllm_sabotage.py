@@ -1,0 +1,145 @@
+"""Each way an update can fail silently must fail verification against a real server."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rljax.rollout.publish import push
+from rljax.rollout.types import SamplingParams
+from rljax.rollout.verify import VerificationError
+
+pytestmark = pytest.mark.vllm
+OUT_OF_BAND = "does not sample from the trainer's weights"
+
+
+@pytest.fixture
+def calibrated(request):
+    """Builds an engine whose band is calibrated on a sound publish of version 0."""
+    engines = []
+
+    def build(served, **kwargs):
+        engine = served.engine(**kwargs)
+        engines.append(engine)
+        engine.publish(served.model.params, 0)
+        return engine
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def rpc(served, method: str, argument: str) -> None:
+    from rljax.rollout.vllm_client import VllmClient
+
+    client = VllmClient([served.url])
+    try:
+        client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": [argument]})
+    finally:
+        client.close()
+
+
+def test_tied_head_not_repacked(bfloat16, calibrated):
+    engine = calibrated(bfloat16)
+    rpc(bfloat16, "sabotage_tied_head", "on")
+    try:
+        with pytest.raises(VerificationError, match=OUT_OF_BAND):
+            engine.publish(bfloat16.model.moved(1), 1)
+    finally:
+        rpc(bfloat16, "sabotage_tied_head", "off")
+    engine.publish(bfloat16.model.moved(1), 2)
+
+
+def test_prefix_cache_not_reset(float32, calibrated):
+    """The same update passes when the cache is reset and fails when it is not."""
+    engine = calibrated(float32)
+    sound = engine._client.call
+
+    def without_reset(url, method, path, *, params=None, **kwargs):
+        if path == "/reset_prefix_cache":
+            return {"success": True}
+        if path == "/pause":
+            params = {"mode": "wait", "clear_cache": "false"}
+        return sound(url, method, path, params=params, **kwargs)
+
+    engine._client.call = without_reset
+    with pytest.raises(VerificationError, match=OUT_OF_BAND):
+        engine.publish(float32.model.moved(2), 1)
+    engine._client.call = sound
+    engine.publish(float32.model.moved(2), 2)
+
+
+@pytest.mark.parametrize("left_out", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"])
+def test_one_tensor_left_out(float16, calibrated, left_out):
+    tensors = float16.model.tensors("float16")
+    omit = []
+
+    def some(params):
+        return ((name, array) for name, array in tensors(params) if name not in omit)
+
+    engine = calibrated(float16, tensors=some)
+    omit.append(left_out)
+    with pytest.raises(VerificationError, match=OUT_OF_BAND):
+        engine.publish(float16.model.moved(3), 1)
+    omit.clear()
+    engine.publish(float16.model.moved(3), 2)
+
+
+def test_weights_of_the_previous_version(bfloat16, calibrated):
+    tensors = bfloat16.model.tensors("bfloat16")
+    stale = []
+    engine = calibrated(bfloat16, tensors=lambda params: tensors(stale[0] if stale else params))
+    stale.append(bfloat16.model.params)
+    with pytest.raises(VerificationError, match=OUT_OF_BAND):
+        engine.publish(bfloat16.model.moved(4), 1)
+    with pytest.raises(VerificationError, match=OUT_OF_BAND):
+        engine.publish(bfloat16.model.moved(4, scale=0.05), 2)
+
+
+def test_bfloat16_published_to_a_float16_server(float16, calibrated):
+    """The engine refuses it by its dtype; were it sent all the same, verification would see it."""
+    kept = float16.model.tensors("float16")
+    coarse = float16.model.tensors("bfloat16")
+    chosen = [kept]
+    engine = calibrated(float16, tensors=lambda params: chosen[0](params))
+    chosen[0] = coarse
+    params = float16.model.moved(5)
+    with pytest.raises(ValueError, match="published tensors are bfloat16, the rollout dtype is float16"):
+        engine.publish(params, 1)
+    version = engine._files.write(coarse(params), 2)
+    assert version.dtype == np.dtype(ml_dtypes.bfloat16).name
+    push(engine._client, float16.url, version)
+    with pytest.raises(VerificationError, match=OUT_OF_BAND):
+        engine._verifier.check(engine._client, float16.url, params)
+
+
+def test_calibration_has_a_hard_ceiling(bfloat16):
+    """Weights that differ from the start do not calibrate themselves into a wide band."""
+    tensors = bfloat16.model.tensors("bfloat16")
+    engine = bfloat16.engine(tensors=lambda params: tensors(bfloat16.model.moved(6)))
+    try:
+        with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.08"):
+            engine.publish(bfloat16.model.params, 0)
+    finally:
+        engine.close()
+
+
+def test_no_rollout_after_a_failed_verification(float32, calibrated):
+    """The client holds rollouts back: a generate after a failed publish draws nothing, and says so in time."""
+    tensors = float32.model.tensors("float32")
+    stale = []
+    engine = calibrated(float32, tensors=lambda params: tensors(stale[0] if stale else params), server_wait_s=1.0)
+    stale.append(float32.model.params)
+    with pytest.raises(VerificationError):
+        engine.publish(float32.model.moved(7), 1)
+    with pytest.raises(RuntimeError, match="hold no verified policy"):
+        next(engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(1), seed=0))
+
+
+def test_nan_weights_do_not_verify(float32, calibrated):
+    engine = calibrated(float32)
+    broken = {**float32.model.params, "embed": float32.model.params["embed"] * math.nan}
+    with pytest.raises(RuntimeError):
+        engine.publish(broken, 1)
+    engine.publish(float32.model.params, 2)

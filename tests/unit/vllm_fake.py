@@ -1,0 +1,154 @@
+"""A stand-in for a vLLM server: the endpoints the client uses, a log-probability of -1 for every token."""
+
+import json
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlparse
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+}
+
+
+class FakeVllm:
+    """Knobs are attributes; ``seen`` counts requests by path."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.version = "default"
+        self.weights_path = None
+        self.logprob = -1.0
+        self.delay_s = 0.0
+        self.fail_next: list[int] = []  # statuses of the next draws
+        self.routes = {"/inference/v1/generate", "/v1/completions", "/weight_info"}
+        self.dtype = "float32"
+        self.finish = "length"
+        self.unhealthy = False
+        self.seen: Counter[str] = Counter()
+        self.events: list[str] = []
+        self.running, self.most_running = 0, 0
+        self._lock = threading.Lock()
+        self._httpd = _Server(("127.0.0.1", port), _handler(self))
+        self.port = self._httpd.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def stop(self) -> None:
+        self._httpd.shutdown()
+        self._httpd.server_close()
+
+    def answer(self, method: str, path: str, body: dict) -> tuple[int, dict]:
+        self.seen[path] += 1
+        if path in ("/inference/v1/generate", "/v1/completions", "/weight_info") and path not in self.routes:
+            return 404, {"error": "Not Found"}
+        if path == "/health":
+            return (503 if self.unhealthy else 200), {}
+        if path == "/is_paused":
+            return 200, {"is_paused": False}
+        if path == "/weight_info":
+            return 200, {"weight_version": self.version}
+        if path == "/collective_rpc":
+            return 200, {"results": [self._describe()]}
+        if path == "/finish_weight_update":
+            self.version = body["weight_version"]
+        if path == "/update_weights":
+            self.weights_path = body["update_info"]["path"]
+        if path.endswith(("/generate", "/completions")):
+            return self._draw(path, body)
+        self.events.append(path)
+        return 200, {}
+
+    def _describe(self) -> dict:
+        return {
+            "protocol": 1,
+            "vllm": "fake",
+            "dtype": self.dtype,
+            "quantization": None,
+            "max_model_len": 128,
+            "max_logprobs": 20,
+            "default_sampling": {},
+            "block_size": 16,
+            "backend": "rljax_file",
+            "shape": SHAPE,
+        }
+
+    def _draw(self, path: str, body: dict) -> tuple[int, dict]:
+        with self._lock:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            status = self.fail_next.pop(0) if self.fail_next else 200
+        time.sleep(self.delay_s)
+        with self._lock:
+            self.running -= 1
+        if status != 200:
+            return status, {"error": {"message": f"told to fail with {status}"}}
+        sampling = body.get("sampling_params", body)
+        prompt = body.get("token_ids", body.get("prompt"))
+        tokens = [(prompt[-1] + i) % 64 for i in range(sampling["max_tokens"])]
+        self.events.append("draw")
+        tops = {token: -float(token) / max(sampling["temperature"], 1e-3) for token in range(sampling["logprobs"])}
+        if path == "/inference/v1/generate":
+            content = [
+                {
+                    "token_id": token,
+                    "logprob": self.logprob,
+                    "top_logprobs": [{"token_id": t, "logprob": v} for t, v in tops.items()],
+                }
+                for token in tokens
+            ]
+            choice = {
+                "token_ids": tokens,
+                "finish_reason": self.finish,
+                "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
+                "logprobs": {"content": content},
+            }
+        else:
+            choice = {
+                "token_ids": tokens,
+                "finish_reason": self.finish,
+                "logprobs": {
+                    "tokens": [f"token_id:{token}" for token in tokens],
+                    "token_logprobs": [self.logprob] * len(tokens),
+                    "top_logprobs": [{f"token_id:{t}": v for t, v in tops.items()} for _ in tokens],
+                },
+            }
+        return 200, {"choices": [choice]}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 2048
+    allow_reuse_address = True
+
+
+def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _answer(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else {}
+            status, reply = fake.answer(self.command, urlparse(self.path).path, body)
+            data = json.dumps(reply).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(data)
+            self.close_connection = True
+
+        do_GET = do_POST = _answer
+
+        def log_message(self, *args) -> None:
+            pass
+
+    return Handler
