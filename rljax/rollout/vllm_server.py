@@ -10,6 +10,7 @@ whether by :meth:`VllmServer.stop` or because the caller died in any way, the gu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import select
@@ -19,11 +20,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -209,16 +210,16 @@ class VllmServer:
         if self._guard.stdin is not None and not self._guard.stdin.closed:
             self._guard.stdin.close()
         try:
-            self._guard.wait(_GRACE_S + _CLEANUP_S + 5.0)
+            self._guard.wait(_GRACE_S + 2 * _CLEANUP_S + 5.0)
         except subprocess.TimeoutExpired:
             log.warning("vLLM's guard %d did not end by itself", self.pid)
         _kill_group(self.pid)
         self._guard.wait()
 
     def kill(self) -> None:
-        """Ends every process of the group at once, as a crash would."""
-        _kill_group(self.pid)
-        self._guard.wait()
+        """Ends every process of the group at once, as a crash would, without asking vLLM."""
+        self._guard.terminate()
+        self.stop()
 
     def __enter__(self) -> VllmServer:
         return self
@@ -251,7 +252,7 @@ def start(config: ServerConfig, timeout_s: float = 600.0) -> VllmServer:
     raise AssertionError("unreachable")
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(config: ServerConfig, timeout_s: float = 600.0) -> Iterator[VllmServer]:
     """``with serving(config) as server``: a healthy server, stopped at the end whatever happens."""
     with start(config, timeout_s) as server:
@@ -266,36 +267,46 @@ def _kill_group(group: int) -> None:
 
 
 def _guard(argv: Sequence[str]) -> None:
-    """Runs ``argv`` until it ends or standard input closes, then ends its own process group."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    """Runs ``argv`` until it ends or standard input closes, then ends its own process group; at once on SIGTERM."""
+    at_once = threading.Event()
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: at_once.set())
     child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, preexec_fn=_default_signals)
-    while child.poll() is None and not select.select([0], [], [], 0.2)[0]:
+    while child.poll() is None and not at_once.is_set() and not select.select([0], [], [], 0.2)[0]:
         pass
-    if child.poll() is None:
-        child.terminate()
-        deadline = time.monotonic() + _GRACE_S
-        while child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-    else:
+    if child.poll() is not None:
         print(f"vLLM ended by itself with status {child.returncode}", flush=True)
-    # Its helpers clean up shared memory once it is gone; whoever is left after a while is killed.
-    deadline = time.monotonic() + _CLEANUP_S
-    while _others_in_group() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    elif not at_once.is_set():
+        child.terminate()
+        _until(lambda: child.poll() is not None or at_once.is_set(), _GRACE_S)
+        _until(lambda: not _others_in_group() or at_once.is_set(), _CLEANUP_S)
+    # Resource trackers outlive the rest for a moment, to remove its shared memory.
+    for pid, name in _others_in_group().items():
+        if "resource_tracker" not in name:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    _until(lambda: child.poll() is not None and not _others_in_group(), _CLEANUP_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _others_in_group() -> bool:
-    """Whether a live process besides this one is in its group (False where there is no /proc)."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def _until(done: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _others_in_group() -> dict[int, str]:
+    """Id and command line of each live process besides this one in its group (none where there is no /proc)."""
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
         try:
-            pid, rest = stat.parent.name, stat.read_text().rpartition(") ")[2].split()
+            state, _, group = (directory / "stat").read_text().rpartition(") ")[2].split()[:3]
+            if int(group) == os.getpgrp() and int(directory.name) != os.getpid() and state != "Z":
+                found[int(directory.name)] = (directory / "cmdline").read_text()
         except OSError:
             continue
-        if int(rest[2]) == os.getpgrp() and int(pid) != os.getpid() and rest[0] != "Z":
-            return True
-    return False
+    return found
 
 
 def _default_signals() -> None:
