@@ -131,7 +131,7 @@ def finalize_buckets(buckets: Buckets) -> dict[str, Any]:
     number = namespace_of(buckets.count).maximum(buckets.count, 1)
     return {
         "token_count": buckets.count,
-        "kl": -value_of(buckets.log_ratio) / number,
+        "kl": (0 - value_of(buckets.log_ratio)) / number,
         "k3_kl": value_of(buckets.k3) / number,
         "logprob_abs_diff_mean": value_of(buckets.log_ratio_abs) / number,
         "logprob_abs_diff_max": buckets.largest,

@@ -76,7 +76,7 @@ def finalize_statistics(statistics: MismatchStatistics) -> dict[str, Any]:
     tokens, largest = xp.maximum(statistics.token_count, 1), largest_log_ratio(statistics)
     any_sequence = statistics.sequence_count > 0
     metrics = {
-        "kl": -token_mean["log_ratio"],
+        "kl": 0 - token_mean["log_ratio"],
         "k3_kl": token_mean["k3"],
         "training_ppl": sequence_mean["trainer_ppl"],
         "rollout_ppl": sequence_mean["rollout_ppl"],

@@ -203,7 +203,7 @@ def _sequence_lanes(tokens: Tokens, sequences: Sequences) -> tuple[Any, Any]:
     terms = [lr, tokens.trainer, tokens.rollout, xp.abs(lr), exp_minus_one_minus_x(xp, lr)]
     sums = sequence_sums(sequences, xp.stack(terms))
     means = mean_over_tokens(sequences, sums)
-    diff, trainer_log_ppl, rollout_log_ppl = -means[0], -means[1], -means[2]
+    diff, trainer_log_ppl, rollout_log_ppl = 0 - means[0], 0 - means[1], 0 - means[2]  # never -0.0
     n = sequences.slot_length.astype(sums.dtype)
     lanes = xp.stack(
         [
