@@ -66,7 +66,7 @@ def length_decay_schedule(
     Raises:
       ValueError: an argument is out of range.
     """
-    rates = _decay_rates(init_value, decay_factor, floor_ratio)
+    rates = np.asarray(_decay_rates(init_value, decay_factor, floor_ratio), np.float32)
     if decay_period is not None and operator.index(decay_period) < 1:
         raise ValueError(f"decay_period must be at least 1 or None, got decay_period = {decay_period}.")
     period = _INT32_MAX if decay_period is None else min(decay_period, _INT32_MAX)
@@ -173,7 +173,7 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
 
     def __init__(self, config: SurgeConfig, multiplier: float, rates: tuple[float, ...]) -> None:
         self._config = config
-        self._rates = rates
+        self._rates = np.asarray(rates, np.float32)
         whole, self._part = divmod(_scaled_multiplier(multiplier), _DENOMINATOR)
         self._whole = min(whole, _INT32_MAX)
 
@@ -269,5 +269,5 @@ def _decay_rates(init_value: float, decay_factor: float, floor_ratio: float) -> 
     return tuple(rates)
 
 
-def _look_up(rates: tuple[float, ...], decays: jax.Array) -> jax.Array:
-    return jnp.asarray(rates, jnp.float32)[jnp.minimum(decays, len(rates) - 1)]
+def _look_up(rates: np.ndarray, decays: jax.Array) -> jax.Array:
+    return jnp.asarray(rates)[jnp.minimum(decays, rates.size - 1)]

@@ -35,7 +35,7 @@ class SurgeConfig:
       ratio: a step crosses when its smoothed length is at least this many baselines (a number above 1).
       window: how far back the rule looks (steps with a usable length). Growth slower than this is not a surge.
       baseline_quantile: which quantile of the window, the newest ``smooth`` lengths left out, is the baseline (a
-        fraction in [0, 1]; between two lengths the smaller). A surge must be over before it fills the part above.
+        fraction in [0, 1]; between two lengths the smaller). A surge that fills the rest lifts its own baseline.
       smooth: the smoothed length is the median of this many newest lengths (an odd number of steps).
       persistence: the newest lengths that must all have left the baseline (steps).
       held_ratio: a length has left the baseline when it is at least this many baselines (a number in (0, ratio]).

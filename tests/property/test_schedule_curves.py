@@ -1,5 +1,7 @@
 """The tracker on the curves of tools/study_surge.py: a few hundred seeds of what the tool runs by thousands."""
 
+import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -8,11 +10,11 @@ import pytest
 
 from rljax.schedule import SurgeConfig
 
-TOOLS = Path(__file__).parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
 import study_surge  # noqa: E402
 
-sys.path.remove(str(TOOLS))
+sys.path.remove(str(ROOT / "tools"))
 
 SURGE_SEEDS, QUIET_SEEDS = 300, 60
 
@@ -46,6 +48,12 @@ def test_the_bars_are_missed_by_worse_rules():
     blunt = SurgeConfig(baseline_quantile=0.8)
     row = study_surge.judge_surges("linear", study_surge.SURGES["linear"], blunt, 100)
     assert row["called"] < 0.99
+
+
+def test_the_published_table_is_the_recorded_study_of_the_defaults():
+    record = json.loads((ROOT / "benchmarks" / "surge_study.json").read_text())
+    assert record["config"] == dataclasses.asdict(SurgeConfig())
+    assert study_surge.as_markdown(record, record["seeds"]) in (ROOT / "docs" / "schedule.md").read_text()
 
 
 def test_a_curve_depends_on_its_family_and_seed_only():

@@ -69,6 +69,13 @@ def test_a_floor_of_zero_decays_to_float32_zero():
     assert rates[149:].max() == 0.0
 
 
+def test_a_factor_near_one_has_a_table_of_bounded_length():
+    schedule = length_decay_schedule(1.0, 1, decay_factor=1 - 1e-9)
+    counts = jnp.asarray([0, 999, 2**16 - 1, 2**16, 2**30])
+    expected = np.float32([(1 - 1e-9) ** min(int(count) + 1, 2**16) for count in counts])
+    np.testing.assert_array_equal(schedule(counts), expected)
+
+
 @pytest.mark.parametrize(("surge", "multiplier", "period"), [(110, 1.8, 198), (90, 1.8, 162), (15, 2.1, 32), (7, 1, 7)])
 def test_decay_period_from_surge(surge, multiplier, period):
     assert decay_period_from_surge(surge, multiplier) == period
