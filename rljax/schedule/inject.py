@@ -96,10 +96,9 @@ def set_learning_rate(opt_state: Any, value: Any) -> Any:
     """
     if not isinstance(value, jax.core.Tracer):
         value = _checked(value)
-    found = False
+    found: list[Any] = []
 
     def write(node: Any) -> Any:
-        nonlocal found
         if not isinstance(node, _InjectState):
             return node
         node = node._replace(inner_state=_map_states(write, node.inner_state))
@@ -110,13 +109,18 @@ def set_learning_rate(opt_state: Any, value: Any) -> Any:
                 "the learning rate of this optimizer is set by its schedule, which would override the value "
                 f"{value}: build the optimizer with a number to set the rate from outside."
             )
-        found = True
         old = node.hyperparams[_RATE]
-        return node._replace(hyperparams={**node.hyperparams, _RATE: _replaced(old, value)})
+        found.append(old)
+        new = old if isinstance(old, _variable_types()) else _placed_like(old, value)
+        return node._replace(hyperparams={**node.hyperparams, _RATE: new})
 
     new_state = _map_states(write, opt_state)
     if not found:
         raise ValueError(_none_injected(opt_state))
+    # Variables last, so that an error above leaves none of them written.
+    for old in found:
+        if isinstance(old, _variable_types()):
+            old.set_value(_placed_like(old.get_value(), value))
     return new_state
 
 
@@ -179,13 +183,6 @@ def _variable_types() -> tuple[Any, ...]:
 
 def _unwrapped(leaf: Any) -> Any:
     return leaf.get_value() if isinstance(leaf, _variable_types()) else leaf
-
-
-def _replaced(old: Any, value: Any) -> Any:
-    if isinstance(old, _variable_types()):
-        old.set_value(_placed_like(old.get_value(), value))
-        return old
-    return _placed_like(old, value)
 
 
 def _placed_like(old: Any, value: Any) -> jax.Array:

@@ -245,6 +245,26 @@ def test_the_in_graph_form_acts_on_the_update_of_the_call():
     assert step._cache_size() == 1
 
 
+def test_the_in_graph_form_under_optax_inject_hyperparams_and_multi_steps():
+    """Under MultiSteps one group of mini-batches is one step, and the last mini-batch's length is what it observes."""
+    config = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
+    make = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
+    inner = make(learning_rate=length_triggered_schedule(1e-3, config=config, multiplier=1.0))
+    tx = optax.MultiSteps(inner, 2)
+    params = params_of(jnp.float32)
+    step, traces = counted(lambda state, length: tx.update(params, state, params, response_length=length)[1])
+    state = tx.init(params)
+    for number in range(1, 12):
+        # A first mini-batch that would be called at once, were it seen.
+        state = step(state, np.float32(1e6))
+        assert get_learning_rate(state) == np.float32(1e-3)
+        state = step(state, np.float32(100.0 if number < 10 else 400.0))
+    surge = state.inner_opt_state.hyperparams_states["learning_rate"].surge
+    assert (int(surge.step), int(surge.surge_step)) == (11, 11)
+    assert get_learning_rate(state) == np.float32(5e-4)
+    assert len(traces) == 1
+
+
 class TestNnx:
     """flax.nnx.Optimizer keeps the rate in a Variable."""
 
@@ -286,6 +306,13 @@ class TestNnx:
         _, optimizer = self.make(length_decay_schedule(1e-3, 5))
         with pytest.raises(ValueError, match="set by its schedule"):
             set_learning_rate(optimizer.opt_state, 1e-4)
+
+    def test_a_refusal_leaves_every_variable_as_it_was(self):
+        tx = optax.chain(injected(1e-3), injected(length_decay_schedule(1e-3, 5)))
+        optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+        with pytest.raises(ValueError, match="set by its schedule"):
+            set_learning_rate(optimizer.opt_state, 1e-4)
+        assert get_learning_rate(optimizer.opt_state) == np.float32(1e-3)
 
     def test_the_in_graph_form_takes_its_argument_from_update(self):
         config = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
