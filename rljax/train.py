@@ -37,7 +37,7 @@ from rljax.training.loop import Parts, Progress, Row, batch_shape, load_host_sta
 from rljax.training.optimizer import make_optimizer
 from rljax.training.rate import make_rate_controller
 from rljax.training.state import TrainState, abstract_state, create_state
-from rljax.training.step import make_train_step
+from rljax.training.step import TrainStep
 
 PROG = "python -m rljax.train"
 
@@ -132,7 +132,7 @@ def build(
         tokenizer=tokenizer,
         reward=addition_reward,
         evaluate=make_evaluation(config, engine, tokenizer, stops),
-        step=make_train_step(
+        step=TrainStep(
             policy,
             tx,
             mesh,

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ import optax
 import tyro
 from tqdm import tqdm
 
+from rljax.config_loader import run_cli
 from rljax.data.toy import ToyBaseConfig, build_tokenizer, demonstration_batch, policy_config
 from rljax.policy.hf import save_params
 from rljax.policy.qwen3 import Params, init_params
@@ -63,22 +66,35 @@ def fit(config: ToyBaseConfig) -> Params:
     return params
 
 
-def main(out: Path, /, config: ToyBaseConfig = ToyBaseConfig(), *, overwrite: bool = False) -> None:
-    """Fit the toy base into an HF directory; one that is already there is kept unless --overwrite is given."""
-    if (out / "model.safetensors").is_file() and not overwrite:
+@dataclass(frozen=True)
+class Arguments:
+    """What to fit, and where to.
+
+    Attributes:
+      out: HF directory to write; one that holds a model is kept unless ``overwrite`` is set.
+      config: what the base is fitted on.
+      overwrite: fit again over a model that is there.
+    """
+
+    out: tyro.conf.Positional[Path]
+    config: Annotated[ToyBaseConfig, tyro.conf.arg(name="")] = field(default_factory=ToyBaseConfig)
+    overwrite: bool = False
+
+
+def main(argv: Sequence[str]) -> int:
+    """Fits and saves; returns the exit status."""
+    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    out = arguments.out
+    if (out / "model.safetensors").is_file() and not arguments.overwrite:
         print(f"{out} is already there (use --overwrite to fit it again)")
-        return
-    params = fit(config)
+        return 0
+    params = fit(arguments.config)
     save_params(out, params, policy_config())
     build_tokenizer().save(out)
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": policy_config().eos_token_id}))
     print(f"wrote {out}")
-
-
-def cli(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
-    tyro.cli(tyro.conf.configure(tyro.conf.OmitArgPrefixes)(main), args=argv, description=__doc__)
+    return 0
 
 
 if __name__ == "__main__":
-    cli()
+    sys.exit(run_cli(main))

@@ -67,7 +67,7 @@ class PromptStream:
         return {"problems_drawn": self._batches * self._batch_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where ``state_dict`` was taken. Raises ValueError when the batch size does not divide the position."""
+        """Goes on where ``state_dict`` was taken. Raises ValueError when the batch size cannot have led there."""
         drawn = int(state["problems_drawn"])
         if drawn % self._batch_size:
             raise ValueError(f"{drawn} problems were drawn so far, not a multiple of batch_size = {self._batch_size}")

@@ -33,7 +33,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text without special tokens."""
-        return self._tokenizer.decode(np.asarray(token_ids), skip_special_tokens=True)
+        return str(self._tokenizer.decode(np.asarray(token_ids), skip_special_tokens=True))
 
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files into an HF directory."""

@@ -45,7 +45,7 @@ class ToyBaseConfig:
       seed: of the weights and the data.
     """
 
-    scratchpad_rate: float = 0.04
+    scratchpad_rate: float = 0.015
     practice_rate: float = 0.5
     wrong_direct_rate: float = 0.85
     wrong_digit_rate: float = 0.1
@@ -114,7 +114,7 @@ class AdditionProblems(Sequence[dict[str, str]]):
 
 
 def scratchpad(a: int, b: int, wrong_digit: int | None = None, offset: int = 1) -> str:
-    """The worked addition. With ``wrong_digit`` the sum at that place is off by ``offset`` and carried on as written."""
+    """The worked addition; at place ``wrong_digit`` the sum is off by ``offset``, and carried on as written."""
     steps, total, carry = [], 0, 0
     for place in range(DIGITS):
         x, y = a // 10**place % 10, b // 10**place % 10

@@ -20,7 +20,7 @@ MAX_CHUNK = 9_496
 def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
     """The fewest equal chunks no larger than ``max_chunk``; a vocabulary with no such divisor is one chunk."""
     smallest = -(-vocab_size // max_chunk)
-    return next((c for c in range(smallest, min(vocab_size, 16 * smallest) + 1) if vocab_size % c == 0), 1)
+    return next((c for c in range(smallest, min(vocab_size, 4 * smallest) + 1) if vocab_size % c == 0), 1)
 
 
 def _logits(hidden: Array, table: Array, temperature: float) -> Float[Array, "n c"]:

@@ -6,6 +6,7 @@ process' devices hold; saving and publishing walk the tensors one at a time.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,8 +25,16 @@ from rljax.policy.qwen3 import Params, abstract_params
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-_SIDE_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja")
+_SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 # Leaf path -> (HF name, layout). Layouts: "same"; "out_in": HF [out, in] is our [in, out]; "heads_out": HF
 # [heads * head_dim, d] is our [d, heads, head_dim]; "heads_in": HF [d, heads * head_dim] is our [heads, head_dim, d].
@@ -91,6 +100,14 @@ def _read(source: _Source, layout: str, shape: tuple[int, ...], index: tuple[sli
     return rows.T.reshape(heads.stop - heads.start, width, -1)
 
 
+def _read_leaf(sources: list[_Source], layout: str, shape: tuple[int, ...], stacked: bool, index: Any) -> np.ndarray:
+    """The part ``index`` of a leaf in float32; ``stacked`` leaves have one source a layer."""
+    if not stacked:
+        return _read(sources[0], layout, shape, index).astype(np.float32)
+    layers = [_read(source, layout, shape, index[1:]) for source in sources[index[0]]]
+    return np.stack(layers).astype(np.float32)
+
+
 def _open_sources(directory: Path) -> dict[str, _Source]:
     index_path = directory / INDEX_NAME
     if index_path.is_file():
@@ -147,18 +164,7 @@ def load_params(directory: str | Path, config: PolicyConfig, shardings: Params |
                     f"expected {_hf_shape(shape, layout)} from config.json"
                 )
 
-        def read(
-            index: tuple[slice, ...],
-            names: list[str] = names,
-            layout: str = layout,
-            shape: tuple[int, ...] = shape,
-            stacked: bool = stacked,
-        ) -> np.ndarray:
-            if not stacked:
-                return _read(sources[names[0]], layout, shape, index).astype(np.float32)
-            layers = [_read(sources[name], layout, shape, index[1:]) for name in names[index[0]]]
-            return np.stack(layers).astype(np.float32)
-
+        read = functools.partial(_read_leaf, [sources[name] for name in names], layout, shape, stacked)
         node: Any = params
         target: Any = shardings
         for key in path[:-1]:

@@ -144,11 +144,12 @@ def _declaration(config: PolicyConfig) -> tuple[Any, Params, Params]:
     abstract = nnx.to_pure_dict(state)
     logical: Params = {}
     for path, variable in nnx.to_flat_state(state):
-        axes = (("layers",) if path[0] == "layers" else ()) + variable.get_metadata()["logical"]
+        keys = [str(key) for key in path]
+        axes = (("layers",) if keys[0] == "layers" else ()) + variable.get_metadata()["logical"]
         node = logical
-        for key in path[:-1]:
+        for key in keys[:-1]:
             node = node.setdefault(key, {})
-        node[path[-1]] = axes
+        node[keys[-1]] = axes
     block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
     return nnx.split(block)[0], abstract, logical
 

@@ -2,8 +2,8 @@
 
 It is a second engine in the sense that matters: its own dtype, its own graph, its own rounding. As in vLLM, logits
 leave the LM head in the rollout dtype and only then become float32; the trainer keeps them float32, so in 16 bits the
-two differ on every token as real engines do. Prompts are padded on the left, so that all rows decode at one cache index; a prompt is prefilled once and its cache
-repeated for its ``n`` responses.
+two differ on every token as real engines do. Prompts are padded on the left, so that all rows decode at one cache
+index; a prompt is prefilled once and its cache repeated for its ``n`` responses.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _cache_mixer(
             jax.lax.dynamic_update_slice(old, new[None], (layer, 0, write_at, 0, 0))
             for old, new in zip(cache, (k, v), strict=True)
         )
-        current = (jax.lax.dynamic_index_in_dim(part, layer, 0, keepdims=False) for part in (keys, values))
-        return attend(q, *current, mask), (keys, values)
+        k_all, v_all = (jax.lax.dynamic_index_in_dim(part, layer, 0, keepdims=False) for part in (keys, values))
+        return attend(q, k_all, v_all, mask), (keys, values)
 
     return mix
 

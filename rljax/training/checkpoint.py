@@ -44,6 +44,10 @@ class Checkpointer:
         """Step of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
+    def all_steps(self) -> list[int]:
+        """Steps of all complete checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Starts saving and returns; the run goes on, and may donate ``state``, while files are written.
 
@@ -68,7 +72,8 @@ class Checkpointer:
         try:
             restored = self._manager.restore(step, args=wanted)
         except (ValueError, KeyError, FileNotFoundError) as error:
-            raise RuntimeError(f"checkpoint {step} in {self._manager.directory} does not fit this run: {error}") from error
+            place = f"checkpoint {step} in {self._manager.directory}"
+            raise RuntimeError(f"{place} does not fit this run: {error}") from error
         return restored["state"], restored["host"]
 
     def close(self) -> None:

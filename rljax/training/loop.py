@@ -37,6 +37,7 @@ from rljax.training.checkpoint import Checkpointer
 from rljax.training.packing import PackedBatch, TrainSequence, max_micro_batches, pack, useful_fraction
 from rljax.training.rate import RateController
 from rljax.training.state import TrainState
+from rljax.training.step import TrainStep
 
 GRAD_NORM_EMA_DECAY = 0.9
 Row = dict[str, Any]
@@ -60,7 +61,7 @@ class Parts:
     tokenizer: Tokenizer
     reward: Callable[[Problem, str, bool], float]
     evaluate: Callable[[], Row] | None
-    step: Callable[..., tuple[TrainState, dict[str, jax.Array], jax.Array]]
+    step: TrainStep
     controller: RateController
     recorder: RowSink
     checkpointer: Checkpointer
@@ -179,9 +180,7 @@ def _is_due(every: int, step: int, last: int) -> bool:
     return every > 0 and (step % every == 0 or step == last)
 
 
-def one_step(
-    parts: Parts, state: TrainState, progress: Progress, last_row: Row
-) -> tuple[TrainState, Row]:
+def one_step(parts: Parts, state: TrainState, progress: Progress, last_row: Row) -> tuple[TrainState, Row]:
     """Points 1 to 8 of step ``progress.step + 1``; advances ``progress``."""
     timers, config = Timers(), parts.config
     step = progress.step + 1
@@ -189,8 +188,10 @@ def one_step(
         rollouts = roll_out(parts, step)
     row: Row = {"step": step} | rollout_row(rollouts, progress.policy_version)
     metric = config.schedule.metric
-    watched = row.get(metric, last_row.get(metric, float("nan")))
-    rate = parts.controller.step(watched, row["response_length/truncated_fraction"])
+    watched = row.get(metric, last_row.get(metric))
+    rate = parts.controller.step(
+        float("nan") if watched is None else watched, row["response_length/truncated_fraction"]
+    )
     sequences = training_sequences(rollouts)
     with timers.phase("pack"):
         batch = pack_batch(config, sequences)
@@ -264,8 +265,10 @@ def train(
         state, row = one_step(parts, state, progress, row)
         parts.recorder.write(row)
         stopping = should_stop()
-        if stopping or _is_due(config.checkpoint.every, progress.step, config.run.steps) or (
-            progress.step == config.run.steps
+        if (
+            stopping
+            or _is_due(config.checkpoint.every, progress.step, config.run.steps)
+            or (progress.step == config.run.steps)
         ):
             parts.checkpointer.save(progress.step, state, host_state(parts, progress))
         if stopping:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,15 @@ class PackedBatch(NamedTuple):
     Rows beyond the ``used`` micro-batches are padding and are never computed on.
     """
 
-    tokens: Int[np.ndarray, "m b t"]
-    segment_ids: Int[np.ndarray, "m b t"]  # 0 padding, 1.. sequences of the row
-    positions: Int[np.ndarray, "m b t"]  # 0.. inside each sequence
-    sequence_ids: Int[np.ndarray, "m b t"]  # index of the sequence in the batch; 0 on padding
-    response_mask: Bool[np.ndarray, "m b t"]  # this token was sampled by the rollout engine
-    loss_mask: Bool[np.ndarray, "m b t"]  # and carries loss
-    rollout_logprobs: Float[np.ndarray, "m b t"]  # of the token at the same place; 0 outside the response
-    advantages: Float[np.ndarray, "m b t"]
-    used: Int[np.ndarray, ""]  # micro-batches that hold anything
+    tokens: Any  # int32 [m, b, t]
+    segment_ids: Any  # int32 [m, b, t]: 0 padding, 1.. sequences of the row
+    positions: Any  # int32 [m, b, t]: 0.. inside each sequence
+    sequence_ids: Any  # int32 [m, b, t]: index of the sequence in the batch; 0 on padding
+    response_mask: Any  # bool [m, b, t]: this token was sampled by the rollout engine
+    loss_mask: Any  # bool [m, b, t]: and carries loss
+    rollout_logprobs: Any  # float32 [m, b, t]: of the token at the same place; 0 outside the response
+    advantages: Any  # float32 [m, b, t]
+    used: Any  # int32 []: micro-batches that hold anything
 
 
 def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:

@@ -38,7 +38,7 @@ def abstract_state(
     opt_shardings = optax.tree.map_params(
         tx, lambda _, sharding: sharding, shapes.opt_state, by_param, transform_non_params=lambda _: whole
     )
-    shardings = TrainState(by_param, opt_shardings, jax.tree.map(lambda _: whole, shapes.loss_scale), whole)
+    shardings = jax.tree.map(lambda _: whole, shapes)._replace(params=by_param, opt_state=opt_shardings)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )

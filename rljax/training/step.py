@@ -9,7 +9,6 @@ mismatch measurement. ``jax.jit`` with in- and out-shardings is pjit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -72,15 +71,20 @@ class _Totals(NamedTuple):
     importance: Any
 
 
-StepFunction = Callable[
-    [TrainState, PackedBatch, jax.Array, jax.Array], tuple[TrainState, dict[str, jax.Array], jax.Array]
-]
-
-
-def _micro_batch_statistics(logprobs: jax.Array, entropy: jax.Array, micro: PackedBatch, count: int) -> tuple[Any, Any]:
+def _micro_batch_statistics(logprobs: Any, entropy: Any, micro: PackedBatch, count: int) -> tuple[Any, Any]:
     rows = (logprobs, micro.rollout_logprobs, micro.response_mask)
     sequences: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": count}
     return mismatch_statistics(*rows, entropy=entropy, **sequences), importance_totals(*rows, **sequences)
+
+
+def _no_statistics(batch: PackedBatch, count: int) -> tuple[Any, Any]:
+    """The statistics of no tokens, as constants: what merging starts from."""
+    micro = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), batch._replace(used=None))
+    values = jax.ShapeDtypeStruct(micro.tokens.shape, jnp.float32)
+    forms = jax.eval_shape(lambda x, m: _micro_batch_statistics(x, x, m, count), values, micro)
+    zeros, nothing = jax.tree.map(lambda form: np.zeros(form.shape, form.dtype), (values, micro))
+    empty = _micro_batch_statistics(zeros, zeros, nothing, count)
+    return jax.tree.map(lambda form, value: jnp.asarray(value, form.dtype), forms, empty)
 
 
 def _accumulate(
@@ -133,102 +137,125 @@ def _accumulate(
         )
         return totals, jax.lax.dynamic_update_index_in_dim(all_logprobs, logprobs, i, 0)
 
-    nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), batch._replace(used=batch.used[None]))
-    zero = jnp.zeros(nothing.tokens.shape, jnp.float32)
     start = _Totals(
         jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), compute),
         jnp.float32(0.0),
         jnp.float32(0.0),
         jnp.float32(0.0),
-        *_micro_batch_statistics(zero, zero, nothing, num_sequences),
+        *_no_statistics(batch, num_sequences),
     )
     return jax.lax.fori_loop(0, batch.used, body, (start, jnp.zeros(batch.tokens.shape, jnp.float32)))
 
 
-def make_train_step(
-    config: PolicyConfig,
+class TrainStep:
+    """The compiled step: ``step(state, batch, learning_rate, apply_update)``."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        *,
+        precision: PrecisionConfig,
+        loss_config: LossConfig,
+        batch_shape: tuple[int, int, int],
+        num_sequences: int,
+        temperature: float = 1.0,
+    ):
+        """Builds the step; it is compiled at the first call and never again.
+
+        Args:
+          config: shape of the policy.
+          tx: from ``make_optimizer``.
+          mesh: from ``make_mesh``.
+          precision: dtypes.
+          loss_config: clip bounds.
+          batch_shape: (micro-batches, rows, tokens) of every batch.
+          num_sequences: responses of a batch.
+          temperature: of the rollouts; log-probabilities are of the distribution that was sampled from.
+        """
+        dynamic = precision.compute_dtype == "float16"
+        dtype = jnp.dtype(precision.compute_dtype)
+
+        def train_step(
+            state: TrainState, batch: PackedBatch, learning_rate: jax.Array, apply_update: jax.Array
+        ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+            with jax.default_matmul_precision(matmul_precision(dtype)):
+                totals, logprobs = _accumulate(
+                    cast_params(state.params, dtype),
+                    batch,
+                    state.loss_scale.scale,
+                    config,
+                    precision,
+                    loss_config,
+                    temperature,
+                    num_sequences,
+                )
+            state, grad_norm = _update(state, totals.grads, tx, learning_rate, apply_update, dynamic=dynamic)
+            return state, _metrics(totals, batch, grad_norm, state), logprobs
+
+        abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic)
+        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
+        self._mesh = mesh
+        self._whole = replicated(mesh)
+        self._batch_shardings = PackedBatch._make([by_rows] * len(PackedBatch._fields))._replace(used=self._whole)
+        self._jitted = jax.jit(
+            train_step,
+            in_shardings=(state_shardings, self._batch_shardings, self._whole, self._whole),
+            out_shardings=(state_shardings, self._whole, by_rows),
+            donate_argnums=(0,),
+        )
+
+    @property
+    def compilations(self) -> int:
+        """How often the step was compiled; 1 after the first call."""
+        return self._jitted._cache_size()  # type: ignore[attr-defined]
+
+    def __call__(
+        self, state: TrainState, batch: PackedBatch, learning_rate: float, apply_update: bool
+    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+        """Trains on one batch.
+
+        Args:
+          state: donated.
+          batch: of the declared shape.
+          learning_rate: the rate of this update.
+          apply_update: False leaves parameters and moments as they are, weight decay included; so do gradients that
+            are not finite. Either is counted.
+
+        Returns:
+          The new state, the row's metrics as scalars on the device, and ``trainer_logprobs`` [m, b, t].
+        """
+        placed = jax.device_put(batch, self._batch_shardings)
+        rate, apply = jax.device_put((np.float32(learning_rate), np.bool_(apply_update)), self._whole)
+        with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
+            return self._jitted(state, placed, rate, apply)
+
+
+def _update(
+    state: TrainState,
+    scaled_grads: Params,
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    learning_rate: jax.Array,
+    apply_update: jax.Array,
     *,
-    precision: PrecisionConfig,
-    loss_config: LossConfig,
-    batch_shape: tuple[int, int, int],
-    num_sequences: int,
-    temperature: float = 1.0,
-) -> StepFunction:
-    """Builds the step.
+    dynamic: bool,
+) -> tuple[TrainState, jax.Array]:
+    """Unscales, and applies or skips. Returns the state and the global norm of the gradient before clipping."""
+    grads = jax.tree.map(lambda g: g / state.loss_scale.scale, scaled_grads)
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(grad_norm)
+    opt_state = set_learning_rate(state.opt_state, learning_rate)
 
-    Args:
-      config: shape of the policy.
-      tx: from ``make_optimizer``.
-      mesh: from ``make_mesh``.
-      precision: dtypes.
-      loss_config: clip bounds.
-      batch_shape: (micro-batches, rows, tokens) of every batch.
-      num_sequences: responses of a batch.
-      temperature: of the rollouts; log-probabilities are of the distribution that was sampled from.
+    def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
-    Returns:
-      ``step(state, batch, learning_rate, apply_update) -> (state, metrics, trainer_logprobs [m, b, t])``. ``state`` is
-      donated. ``learning_rate`` is a float32 scalar and ``apply_update`` a bool; with False, or with gradients that
-      are not finite, parameters, moments and weight decay stay as they are. Metrics are scalars on the device.
-      ``step.jitted`` is the compiled function, ``step.batch_shardings`` where a batch goes.
-    """
-    dynamic = precision.compute_dtype == "float16"
-    dtype = jnp.dtype(precision.compute_dtype)
-
-    def train_step(
-        state: TrainState, batch: PackedBatch, learning_rate: jax.Array, apply_update: jax.Array
-    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        scale = state.loss_scale.scale
-        with jax.default_matmul_precision(matmul_precision(dtype)):
-            totals, logprobs = _accumulate(
-                cast_params(state.params, dtype),
-                batch,
-                scale,
-                config,
-                precision,
-                loss_config,
-                temperature,
-                num_sequences,
-            )
-        grads = jax.tree.map(lambda g: g / scale, totals.grads)
-        grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(grad_norm)
-        opt_state = set_learning_rate(state.opt_state, learning_rate)
-
-        def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        applied = apply_update & finite
-        params, opt_state = jax.lax.cond(applied, update, lambda p, s: (p, s), state.params, opt_state)
-        loss_scale = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
-        skipped = state.skipped_updates + jnp.where(applied, 0, 1)
-        new_state = TrainState(params, opt_state, loss_scale, skipped)
-        return new_state, _metrics(totals, batch, grad_norm, new_state), logprobs
-
-    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, tx, mesh, dynamic_scale=dynamic))
-    whole = replicated(mesh)
-    by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
-    batch_shardings = PackedBatch(**{name: whole if name == "used" else by_rows for name in PackedBatch._fields})
-    jitted = jax.jit(
-        train_step,
-        in_shardings=(state_shardings, batch_shardings, whole, whole),
-        out_shardings=(state_shardings, whole, by_rows),
-        donate_argnums=(0,),
-    )
-
-    def step(
-        state: TrainState, batch: PackedBatch, learning_rate: float, apply_update: bool
-    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        placed = jax.device_put(batch, batch_shardings)
-        rate, apply = jax.device_put((np.float32(learning_rate), np.bool_(apply_update)), whole)
-        with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
-            return jitted(state, placed, rate, apply)
-
-    step.jitted = jitted  # type: ignore[attr-defined]
-    return step
+    applied = apply_update & finite
+    params, opt_state = jax.lax.cond(applied, update, lambda p, s: (p, s), state.params, opt_state)
+    loss_scale = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
+    return TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1)), grad_norm
 
 
 def _metrics(totals: _Totals, batch: PackedBatch, grad_norm: jax.Array, state: TrainState) -> dict[str, jax.Array]:

@@ -14,7 +14,7 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.training.optimizer import OptimizerConfig, make_optimizer
 from rljax.training.packing import TrainSequence, max_micro_batches, pack
 from rljax.training.state import create_state
-from rljax.training.step import PrecisionConfig, make_train_step
+from rljax.training.step import PrecisionConfig, TrainStep
 
 CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 ROW, ROWS, COUNT, LONGEST = 64, 8, 48, 30
@@ -48,7 +48,7 @@ def batch(seed=0):
 
 def build(fsdp, tp, tx, dtype="float32"):
     mesh = make_mesh(MeshConfig(fsdp, tp))
-    step = make_train_step(
+    step = TrainStep(
         CONFIG,
         tx,
         mesh,
@@ -110,6 +110,6 @@ def test_one_compilation_whatever_the_rate_the_batch_and_the_skips(dtype):
     _, step, state = build(2, 2, tx, dtype)
     for i in range(5):
         state, metrics, _ = step(state, batch(i), 1e-3 / (i + 1), i != 2)
-    assert step.jitted._cache_size() == 1
+    assert step.compilations == 1
     assert int(metrics["optimizer/skipped_updates"]) == 1
     assert float(metrics["schedule/learning_rate"]) == np.float32(1e-3 / 5)

@@ -1,0 +1,51 @@
+# Sourced by the launch scripts: finds Python, makes the virtual environment once, installs rljax with an extra.
+#
+# RLJAX_VENV: the environment's directory (default .venv). RLJAX_PYTHON: the interpreter to make it with.
+# Sets RLJAX_BIN, the environment's bin directory.
+
+rljax_python() {
+  local candidate
+  for candidate in "${RLJAX_PYTHON:-}" python3.11 python3.12 python3.13 python3; do
+    if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "error: rljax needs Python 3.11, 3.12 or 3.13 on the PATH (or in RLJAX_PYTHON)" >&2
+  return 1
+}
+
+# prepare_environment EXTRA: an environment in which `pip install -e .[EXTRA]` is done; at once when it is.
+prepare_environment() {
+  local extra="$1" venv="${RLJAX_VENV:-.venv}" stamp python
+  mkdir -p "$(dirname "$venv")"
+  RLJAX_BIN="$(cd "$(dirname "$venv")" && pwd)/$(basename "$venv")/bin"
+  stamp="$venv/.rljax-$extra-$(cksum < pyproject.toml | cut -d ' ' -f 1)"
+  if [ -e "$stamp" ] && [ -x "$RLJAX_BIN/python" ]; then
+    echo "== environment $venv is ready"
+  else
+    python="$(rljax_python)"
+    echo "== making the environment $venv with $("$python" --version) (a minute or two)"
+    [ -x "$RLJAX_BIN/python" ] || "$python" -m venv "$venv"
+    "$RLJAX_BIN/python" -m pip install --quiet --upgrade pip
+    if [ "$extra" = test ]; then
+      install_cpu_torch
+    fi
+    "$RLJAX_BIN/python" -m pip install --quiet --progress-bar off -e ".[$extra]"
+    touch "$stamp"
+    echo "== installed: $("$RLJAX_BIN/python" -m pip list 2>/dev/null | awk '$1 ~ /^(jax|flax|optax|orbax-checkpoint|grain|transformers|torch)$/ {printf "%s %s, ", $1, $2}')"
+  fi
+  # Compiled programs are kept, so that a second run starts at once.
+  export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.cache/jax}"
+  export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0.5}"
+  export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="${JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES:--1}"
+}
+
+# The parity tests compare with torch. 2.13.0 exists as a CPU build for Python 3.11; elsewhere the index decides, and
+# without any torch those tests are skipped.
+install_cpu_torch() {
+  "$RLJAX_BIN/python" -c 'import torch' 2>/dev/null && return
+  echo "== installing torch for the parity tests"
+  "$RLJAX_BIN/python" -m pip install --quiet --progress-bar off 'torch==2.13.0' ||
+    echo "warning: no torch for this Python; the parity tests will be skipped" >&2
+}

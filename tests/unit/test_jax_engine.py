@@ -1,0 +1,135 @@
+"""The embedded engine: what it draws, what it says of it, and when it compiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import cast_params, init_params
+from rljax.policy.score import make_scorer
+from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.types import SamplingParams
+from rljax.sharding import MeshConfig, make_mesh
+
+CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.25)
+PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
+
+
+def make(dtype=jnp.float32, seed=0, mesh=(1, 1)):
+    engine = JaxEngine(CONFIG, dtype, 6, mesh=make_mesh(MeshConfig(*mesh)))
+    params = init_params(CONFIG, seed)
+    engine.publish(params, 0)
+    return engine, params
+
+
+def draw(engine, n=3, *, seed=0, temperature=1.0, limit=12, stops=(0, 1)):
+    responses = list(engine.generate(PROMPTS, n, SamplingParams(limit, temperature, stops), seed=seed))
+    return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_logprobs_are_those_of_the_full_forward(temperature):
+    engine, params = make()
+    responses = draw(engine, temperature=temperature)
+    full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses]
+    scored = make_scorer(CONFIG, jnp.float32, temperature=temperature)(params, full)
+    assert len(responses) == 12
+    for r, logprobs in zip(responses, scored, strict=True):
+        np.testing.assert_allclose(r.logprobs, logprobs[len(PROMPTS[r.prompt_index]) :], atol=2e-5, rtol=0)
+
+
+def test_greedy_takes_the_argmax_of_the_full_forward():
+    engine, params = make()
+    for r in draw(engine, n=1, temperature=0.0, stops=()):
+        prompt = list(PROMPTS[r.prompt_index])
+        score = make_scorer(CONFIG, jnp.float32)
+        for i, token in enumerate(r.token_ids[:4]):
+            context = np.asarray(prompt + list(r.token_ids[:i]))
+            every = score(params, [np.append(context, t) for t in range(CONFIG.vocab_size)])
+            assert int(np.argmax([logprobs[-1] for logprobs in every])) == token
+
+
+def test_responses_end_with_the_first_stop_token_or_at_the_limit():
+    engine, _ = make()
+    responses = draw(engine, n=16)
+    stopped = [r for r in responses if not r.truncated]
+    assert stopped
+    assert len(stopped) < len(responses)
+    for r in responses:
+        assert r.versions[0].end == r.length
+        if r.truncated:
+            assert r.length == 12
+            assert not set(r.token_ids) & {0, 1}
+        else:
+            assert r.token_ids[-1] in (0, 1)
+            assert not set(r.token_ids[:-1]) & {0, 1}
+
+
+def test_samples_follow_the_distribution():
+    engine, params = make()
+    prompt = PROMPTS[0]
+    responses = engine.generate([prompt] * 4, 2000, SamplingParams(1, 1.0, ()), seed=5)
+    counts = np.bincount([r.token_ids[0] for r in responses], minlength=CONFIG.vocab_size)
+    every = make_scorer(CONFIG, jnp.float32)(params, [np.append(prompt, t) for t in range(CONFIG.vocab_size)])
+    expected = np.exp([logprobs[-1] for logprobs in every]) * counts.sum()
+    chi2 = np.sum((counts - expected) ** 2 / expected)
+    assert chi2 < 49.7  # 99.9% quantile of chi-squared with 23 degrees of freedom
+
+
+def test_same_seed_same_bits_other_seed_other_draws():
+    engine, _ = make(jnp.bfloat16)
+    first, again, other = draw(engine, seed=3), draw(engine, seed=3), draw(engine, seed=4)
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+    assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(first, other, strict=True))
+
+
+def test_nothing_compiles_again_for_new_weights_seeds_and_temperatures():
+    engine, params = make(jnp.bfloat16)
+    draw(engine)
+    assert engine.compilations == 1
+    for version in range(1, 4):
+        engine.publish(jax.tree.map(lambda p: p * 1.01, params), version)
+        responses = draw(engine, seed=version, temperature=1.0 / version)
+        assert {r.oldest_version for r in responses} == {version}
+    assert engine.compilations == 1
+
+
+def test_published_weights_survive_the_donation_of_the_trainers():
+    engine, params = make(jnp.float32)
+    before = draw(engine)
+    jax.tree.map(lambda p: p.delete(), params)
+    for a, b in zip(before, draw(engine), strict=True):
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), [(jnp.bfloat16, 1e-4, 5e-2), (jnp.float16, 1e-5, 5e-3)])
+def test_sixteen_bit_engines_show_a_mismatch_of_their_size(dtype, low, high):
+    engine, params = make(dtype)
+    responses = draw(engine, n=8)
+    full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses]
+    scored = make_scorer(CONFIG, dtype)(cast_params(params, jnp.float32), full)
+    gaps = [
+        np.abs(r.logprobs - logprobs[len(PROMPTS[r.prompt_index]) :])
+        for r, logprobs in zip(responses, scored, strict=True)
+    ]
+    assert low < np.concatenate(gaps).mean() < high
+
+
+def test_sharded_engine_draws_valid_responses():
+    engine, params = make(jnp.float32, mesh=(2, 2))
+    responses = draw(engine)
+    full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses]
+    for r, logprobs in zip(responses, make_scorer(CONFIG, jnp.float32)(params, full), strict=True):
+        np.testing.assert_allclose(r.logprobs, logprobs[len(PROMPTS[r.prompt_index]) :], atol=2e-5, rtol=0)
+
+
+def test_misuse_is_refused():
+    engine = JaxEngine(CONFIG, jnp.float32, 6, mesh=make_mesh(MeshConfig(1, 1)))
+    with pytest.raises(RuntimeError, match="no policy was published"):
+        next(engine.generate(PROMPTS, 1, SamplingParams(4), seed=0))
+    engine, _ = make()
+    with pytest.raises(ValueError, match="a prompt has 7 tokens, more than max_prompt_tokens = 6"):
+        next(engine.generate([np.arange(7)], 1, SamplingParams(4), seed=0))

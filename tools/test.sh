@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Makes a virtual environment, installs rljax with its test extra, checks style and types, and runs the tests.
+#
+#   bash tools/test.sh [pytest arguments]
+#
+# RLJAX_VENV: the environment's directory (default .venv). RLJAX_PYTHON: the interpreter (default python3.11 or newer).
+# RLJAX_SKIP_VLLM=1 leaves the vLLM server's environment and its tests out.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
+
+prepare_environment test
+echo "== style and types"
+"$RLJAX_BIN/ruff" check .
+"$RLJAX_BIN/ruff" format --check .
+"$RLJAX_BIN/mypy"
+echo "== tests"
+exec "$RLJAX_BIN/python" -m pytest "$@"
