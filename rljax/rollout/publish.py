@@ -100,7 +100,8 @@ class WeightFiles:
 
         Raises:
           ValueError: there are no tensors, or they have several dtypes.
-          RuntimeError: the directory has no room.
+          RuntimeError: the directory has no room, or a tensor holds values that are not finite (as far as the sample
+            of ``changed_fraction`` shows).
         """
         self._count += 1
         final = self.root / f"v{policy_version:08d}-{self._count}"
@@ -112,12 +113,12 @@ class WeightFiles:
         first = not self._samples
         try:
             for name, array in named_tensors:
+                changed += self._changed(name, array) * array.size
                 files.append(f"{len(files):05d}.safetensors")
                 save_file({name: np.ascontiguousarray(array)}, growing / files[-1])
                 dtypes.add(array.dtype.name)
                 num_bytes += array.nbytes
                 elements += array.size
-                changed += self._changed(name, array) * array.size
         except OSError as error:
             shutil.rmtree(growing, ignore_errors=True)
             raise RuntimeError(f"cannot write weights to {growing}: {error}") from error
@@ -143,6 +144,9 @@ class WeightFiles:
         """Share of ``array`` that differs from the last version, and remembers it for the next."""
         flat = array.reshape(-1)
         sample = flat[:: -(-flat.size // _SAMPLE)].copy() if flat.size else flat
+        if not np.isfinite(sample.astype(np.float32)).all():
+            # A server that computed one token with them keeps NaN in its key-value cache until it is restarted.
+            raise RuntimeError(f"tensor {name!r} holds values that are not finite; it is not published")
         before, self._samples[name] = self._samples.get(name), sample
         if before is None or before.shape != sample.shape:
             return 1.0

@@ -137,9 +137,10 @@ def test_no_rollout_after_a_failed_verification(float32, calibrated):
         next(engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(1), seed=0))
 
 
-def test_nan_weights_do_not_verify(float32, calibrated):
+def test_nan_weights_do_not_reach_the_server(float32, calibrated):
+    """They would stay in its key-value cache, and spoil the sound weights that follow."""
     engine = calibrated(float32)
     broken = {**float32.model.params, "embed": float32.model.params["embed"] * math.nan}
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"'model.embed_tokens.weight' holds values that are not finite"):
         engine.publish(broken, 1)
     engine.publish(float32.model.params, 2)

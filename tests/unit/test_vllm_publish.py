@@ -61,6 +61,11 @@ def test_one_dtype(files):
         files.write([], 0)
 
 
+def test_values_that_are_not_finite(files):
+    with pytest.raises(RuntimeError, match="tensor 'x' holds values that are not finite"):
+        files.write([("x", np.array([1.0, np.nan], np.float16))], 0)
+
+
 def test_directories_of_the_dead_are_removed_and_those_of_the_living_kept(tmp_path):
     living, dead = WeightFiles(tmp_path), WeightFiles(tmp_path)
     dead._lock.close()
