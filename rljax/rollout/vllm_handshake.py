@@ -13,11 +13,11 @@ from rljax.rollout.publish import PROTOCOL, WeightFiles
 from rljax.rollout.types import SamplingParams
 from rljax.rollout.verify import VerifyConfig, probe_length
 from rljax.rollout.vllm_client import ServerRefusedError, VllmClient
+from rljax.rollout.vllm_server import BACKEND
 from rljax.rollout.vllm_wire import COMPLETIONS, GENERATE, Request
 
 log = logging.getLogger(__name__)
 
-BACKEND = "rljax_file"
 SHAPE = (
     "vocab_size",
     "hidden_size",
@@ -122,6 +122,9 @@ def _differences(described: Mapping[str, Any], expected: Expectation, verify: Ve
         wanted = expected.hf_config.get(key)
         if wanted is not None and shape[key] is not None and shape[key] != wanted:
             lines.append(f"{key} is {shape[key]}, expected {wanted} (another model)")
+    sizes = described.get("head_sizes")
+    if sizes and shape["head_dim"] not in sizes:
+        lines.append(f"head_dim is {shape['head_dim']}; vLLM's attention on the server's device takes {sizes}")
     probe = probe_length(described["block_size"]) + verify.tokens
     longest = max(expected.max_tokens, probe)
     if described["max_model_len"] < longest:

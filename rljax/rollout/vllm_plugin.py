@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 BACKEND = "rljax_file"
 PROTOCOL = 1
@@ -150,5 +151,18 @@ class WorkerExtension:
             "default_sampling": model.get_diff_sampling_param(),
             "block_size": self.vllm_config.cache_config.block_size,
             "backend": transfer.backend if transfer is not None else None,
+            "head_sizes": supported_head_sizes(),
             "shape": shape,
         }
+
+
+def supported_head_sizes() -> list[int] | None:
+    """Head sizes that attention takes on this device, where vLLM does not check them itself (a CPU); else None.
+
+    There a server with another head size starts, and its engine ends at the first request.
+    """
+    if not current_platform.is_cpu():
+        return None
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return list(CPUAttentionBackend.get_supported_head_sizes())

@@ -326,7 +326,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--log", type=Path, default=None, help="file for the server's output")
     parser.add_argument("--url-file", type=Path, default=None, help="write the URL here once the server is healthy")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for health")
-    parser.add_argument("--follow-parent", action="store_true", help="end when the calling process ends")
+    parser.add_argument("--follow-parent", action="store_true", help="end when the caller does, not at Ctrl-C")
     parser.add_argument("vllm_args", nargs="*", help="further vLLM arguments, after --")
     return parser.parse_args(argv)
 
@@ -345,6 +345,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, leave)
+    if options.follow_parent:
+        # Ctrl-C reaches the whole terminal group; the caller may want the server until it has saved.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = ServerConfig(
         model=options.model,
         python=options.python,

@@ -219,6 +219,33 @@ def test_wrong_dtypes(fake):
         make(fake.url, dtype="float16")
 
 
+def test_servers_without_what_is_needed(fake):
+    fake.refuse = {"/collective_rpc": 500}
+    with pytest.raises(HandshakeError, match="rljax's plugin is not in this server"):
+        make(fake.url)
+    fake.refuse = {"/is_paused": 404}
+    with pytest.raises(HandshakeError, match="start the server with VLLM_SERVER_DEV_MODE=1"):
+        make(fake.url)
+    fake.refuse = {"/init_weight_transfer_engine": 500}
+    with pytest.raises(HandshakeError, match="set transfer_dir to one that both see"):
+        make(fake.url)
+    fake.refuse = {}
+    fake.routes.clear()
+    with pytest.raises(HandshakeError, match="neither /inference/v1/generate nor /v1/completions"):
+        make(fake.url)
+
+
+def test_an_update_that_the_server_refuses_ends_the_run(fake):
+    engine = make(fake.url)
+    try:
+        fake.refuse = {"/update_weights": 500}
+        with pytest.raises(RuntimeError, match="/update_weights answered 500: no such thing"):
+            engine.publish(PARAMS, 0)
+        assert "/resume" not in fake.events
+    finally:
+        engine.close()
+
+
 def test_a_failed_start_leaves_no_directory(fake, tmp_path):
     with pytest.raises(HandshakeError):
         make(fake.url, dtype="float16", tmp_path=tmp_path)

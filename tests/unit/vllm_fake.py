@@ -32,6 +32,7 @@ class FakeVllm:
         self.dtype = "float32"
         self.finish = "length"
         self.unhealthy = False
+        self.refuse: dict[str, int] = {}  # status by path
         self.seen: Counter[str] = Counter()
         self.events: list[str] = []
         self.running, self.most_running = 0, 0
@@ -49,6 +50,8 @@ class FakeVllm:
         self.seen[path] += 1
         if path in ("/inference/v1/generate", "/v1/completions", "/weight_info") and path not in self.routes:
             return 404, {"error": "Not Found"}
+        if path in self.refuse:
+            return self.refuse[path], {"error": {"message": "no such thing"}}
         if path == "/health":
             return (503 if self.unhealthy else 200), {}
         if path == "/is_paused":
