@@ -97,6 +97,8 @@ class Served:
 
 @pytest.fixture(scope="session")
 def vllm_interpreter() -> str:
+    if os.environ.get("RLJAX_SKIP_VLLM") == "1":
+        pytest.skip("RLJAX_SKIP_VLLM=1")
     python = _python()
     if python is None:
         pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
