@@ -6,6 +6,7 @@ SIGINT or SIGTERM ends the run after the step under way, saved; the same command
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rljax.config import Config
@@ -23,14 +25,17 @@ from rljax.config_loader import ConfigError, caller_errors, config_to_yaml, load
 from rljax.data.prompts import PromptStream, held_problems, training_problems
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.evaluate import greedy_accuracy
-from rljax.policy.config import PolicyConfig, read_config
-from rljax.policy.hf import load_params
+from rljax.policy.config import PolicyConfig, config_to_hf, read_config
+from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.qwen3 import param_shardings
+from rljax.policy.score import make_scorer
 from rljax.record import Recorder, format_summary, read_rows, summarize, write_summary
 from rljax.report_figure import draw_report
 from rljax.rewards.toy import addition_reward
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
+from rljax.rollout.vllm_handshake import Expectation
 from rljax.sharding import make_mesh
 from rljax.training.checkpoint import Checkpointer
 from rljax.training.loop import Parts, Progress, Row, batch_shape, load_host_state, train
@@ -40,6 +45,11 @@ from rljax.training.state import TrainState, abstract_state, create_state
 from rljax.training.step import TrainStep
 
 PROG = "python -m rljax.train"
+# Settings with which a run may be continued though they were others before: they change no row's meaning.
+MAY_DIFFER = (
+    *("run.steps", "run.dir", "run.resume", "mesh.", "eval.every", "checkpoint.", "model.path"),
+    *("rollout.urls", "rollout.transfer_dir", "rollout.server_wait_s"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,11 +62,11 @@ def main(argv: Sequence[str]) -> int:
         mesh = make_mesh(config.mesh)
         check_fit(config, policy, tokenizer, mesh)
         prepare_directory(config, run_dir)
+        engine = make_engine(config, policy, mesh)
     (run_dir / "config.yaml").write_text(config_to_yaml(config))
     checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
     first_step = (checkpointer.latest_step() or 0) + 1
     recorder = Recorder(run_dir, config.run.steps, first_step=first_step)
-    engine = make_engine(config, policy, mesh)
     stop = StopRequest()
     try:
         parts, state, progress = build(config, policy, tokenizer, mesh, engine, recorder, checkpointer)
@@ -97,6 +107,8 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
     holds_run = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").exists()
     if config.run.resume == "never" and holds_run:
         raise ConfigError(f"run.resume: {run_dir} already holds a run, and run.resume = never; choose another run.dir")
+    if config.run.resume == "auto" and (run_dir / "config.yaml").exists():
+        check_same_run(config, run_dir)
     if config.run.resume not in ("auto", "never") and not holds_run:
         source = Path(config.run.resume)
         if not (source / "checkpoints").is_dir():
@@ -107,9 +119,38 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
 
 
+def check_same_run(config: Config, run_dir: Path) -> None:
+    """Raises ConfigError when the run in ``run_dir`` had settings that would make its later rows another run's."""
+    recorded = load_config(Config, [str(run_dir / "config.yaml")], prog=PROG, description="")
+    old, new = flat_settings(recorded), flat_settings(config)
+    differing = [key for key in new if new[key] != old[key] and not key.startswith(MAY_DIFFER)]
+    if differing:
+        changes = ", ".join(f"{key} ({old[key]} there, {new[key]} now)" for key in differing)
+        raise ConfigError(f"{run_dir} holds a run with other settings: {changes}; give another run.dir")
+
+
+def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a nested dataclass."""
+    settings: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        nested = dataclasses.is_dataclass(value)
+        settings |= flat_settings(value, f"{prefix}{field.name}.") if nested else {prefix + field.name: value}
+    return settings
+
+
 def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh) -> RolloutEngine:
-    """The engine that ``rollout.engine`` names."""
-    return JaxEngine(policy, config.rollout.dtype, config.data.max_prompt_tokens, mesh=mesh)
+    """The engine that ``rollout.engine`` names. Raises ValueError when a server does not fit the run."""
+    rollout = config.rollout
+    if rollout.engine == "jax":
+        return JaxEngine(policy, rollout.dtype, config.data.max_prompt_tokens, mesh=mesh)
+    return VllmEngine(
+        rollout.urls,
+        Expectation(rollout.dtype, config_to_hf(policy, rollout.dtype), config.max_sequence_tokens),
+        tensors=functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(rollout.dtype)),
+        score=make_scorer(policy, rollout.dtype),
+        config=VllmConfig(transfer_dir=rollout.transfer_dir, server_wait_s=rollout.server_wait_s),
+    )
 
 
 def build(

@@ -10,9 +10,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
 prepare_environment test
+if [ "${RLJAX_SKIP_VLLM:-0}" != 1 ]; then
+  bash launch/install_vllm.sh || echo "warning: no vLLM here; its tests will be skipped" >&2
+fi
 echo "== style and types"
 "$RLJAX_BIN/ruff" check .
 "$RLJAX_BIN/ruff" format --check .
 "$RLJAX_BIN/mypy"
 echo "== tests"
-exec "$RLJAX_BIN/python" -m pytest "$@"
+exec "$RLJAX_BIN/python" -m pytest --verbose --durations=15 "$@"

@@ -19,6 +19,8 @@ class RolloutConfig:
       group_size: responses a prompt.
       max_response_tokens: most tokens of a response, end-of-sequence included.
       temperature: of sampling; positive.
+      transfer_dir: directory for weights that trainer and vLLM servers both see; None: memory-backed on this machine.
+      server_wait_s: longest the run waits while no vLLM server answers (seconds).
     """
 
     engine: Literal["jax", "vllm"] = "jax"
@@ -27,6 +29,8 @@ class RolloutConfig:
     group_size: int = 16
     max_response_tokens: int = 8192
     temperature: float = 1.0
+    transfer_dir: str | None = None
+    server_wait_s: float = 900.0
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -35,6 +39,8 @@ class RolloutConfig:
             raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
         if not 0.0 < self.temperature < float("inf"):
             raise ValueError(f"temperature must be positive and finite, got {self.temperature}")
+        if not self.server_wait_s > 0.0:
+            raise ValueError(f"server_wait_s must be positive, got {self.server_wait_s}")
         if self.engine == "vllm" and not self.urls:
             raise ValueError("engine = vllm needs at least one URL in urls")
 

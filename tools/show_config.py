@@ -1,0 +1,29 @@
+"""Prints one resolved setting of a run: what ``rljax.train`` would use for it.
+
+python tools/show_config.py rollout.dtype configs/quickstart.yaml --rollout.dtype float32
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+from rljax.config import Config
+from rljax.config_loader import ConfigError, load_config, run_cli
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the setting; returns the exit status."""
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError("usage: show_config.py KEY [CONFIG.yaml] [--a.b value ...]")
+    config = load_config(Config, argv[1:], prog="show_config.py KEY", description=__doc__ or "")
+    try:
+        print(functools.reduce(getattr, argv[0].split("."), config))
+    except AttributeError as error:
+        raise ConfigError(f"there is no setting {argv[0]}") from error
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
