@@ -1,0 +1,216 @@
+"""The exchange format: token ids of a set of sequences with any number of log-probability columns, as one Parquet file.
+
+One row a sequence: ``sequence_id`` string, ``token_ids`` list<int32> (prompt and response), ``response_mask``
+list<bool> and ``logprobs/<column>`` list<float32>, all lists of a row of one length. ``logprobs[t]`` is the
+log-probability **of** ``token_ids[t]`` given everything before it (nats), NaN where there is none. The schema's
+metadata holds under ``rljax.dump`` a JSON object: ``version``, ``columns`` (where each column comes from) and
+``sampling`` (how the tokens were drawn). Nothing in it is executed when it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+FORMAT_VERSION = 1
+"""Written into every file; a reader refuses any other."""
+
+_KEY = b"rljax.dump"
+_PREFIX = "logprobs/"
+_PLAIN = {"sequence_id": pa.string(), "token_ids": pa.list_(pa.int32()), "response_mask": pa.list_(pa.bool_())}
+
+
+@dataclass(frozen=True)
+class ColumnSource:
+    """Where a column of log-probabilities comes from. An empty string or None means: not known.
+
+    Attributes:
+      engine: what computed it: "vllm 0.32.0", "jax", "transformers".
+      dtype: of its weights and activations: float32, bfloat16, float16.
+      weights_hash: of the weights, as ``compare.scorers.weights_hash`` gives it; other strings are only compared.
+      temperature: of the distribution the numbers are of: 1 for raw ones, the sampling temperature for processed ones.
+    """
+
+    engine: str = ""
+    dtype: str = ""
+    weights_hash: str = ""
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None and not 0.0 < self.temperature < math.inf:
+            raise ValueError(f"temperature of a column must be positive and finite, got {self.temperature}")
+
+
+@dataclass(frozen=True)
+class TokenDump:
+    """A set of tokenised sequences and what engines think of them.
+
+    Attributes:
+      sequence_ids: n distinct names.
+      token_ids: n int32 vectors [t], prompt and response; at least one token each.
+      response_mask: n bool vectors [t], True on response tokens; holes are allowed.
+      logprobs: column name -> n float32 vectors [t] (nats), NaN where the engine gave none.
+      sources: column name -> where it comes from; every column has one.
+      sampling: JSON values: temperature, top_p, top_k, seed and whatever else fixed the draw.
+    """
+
+    sequence_ids: tuple[str, ...]
+    token_ids: tuple[np.ndarray, ...]
+    response_mask: tuple[np.ndarray, ...]
+    logprobs: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
+    sources: Mapping[str, ColumnSource] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n = len(self.sequence_ids)
+        if len(set(self.sequence_ids)) != n:
+            twice = sorted({name for name in self.sequence_ids if self.sequence_ids.count(name) > 1})
+            raise ValueError(f"sequence ids must be distinct, got {twice[:3]} more than once")
+        if set(self.sources) != set(self.logprobs):
+            raise ValueError(
+                f"columns and their sources must match, got {sorted(self.logprobs)}, {sorted(self.sources)}"
+            )
+        _check_vectors("response_mask", self.response_mask, self.sequence_ids, self.token_ids)
+        for column, vectors in self.logprobs.items():
+            if not column:
+                raise ValueError("a column must have a name, got an empty string")
+            _check_vectors(f"column {column!r}", vectors, self.sequence_ids, self.token_ids)
+
+    def with_column(self, name: str, vectors: Sequence[np.ndarray], source: ColumnSource) -> TokenDump:
+        """This dump and one more column, or another in the place of the one of that name."""
+        values = tuple(np.asarray(vector, np.float32) for vector in vectors)
+        return dataclasses.replace(
+            self, logprobs={**self.logprobs, name: values}, sources={**self.sources, name: source}
+        )
+
+
+def make_dump(
+    sequence_ids: Sequence[str],
+    token_ids: Sequence[Sequence[int]],
+    response_mask: Sequence[Sequence[bool]],
+    logprobs: Mapping[str, Sequence[Sequence[float | None]]],
+    sources: Mapping[str, ColumnSource] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+) -> TokenDump:
+    """A dump from plain lists or arrays; None in a column becomes NaN, a column without a source an unknown one.
+
+    Raises:
+      ValueError: lengths do not match, ids repeat, or a token id does not fit int32.
+    """
+    known = sources or {}
+    return TokenDump(
+        sequence_ids=tuple(map(str, sequence_ids)),
+        token_ids=tuple(_to_int32(name, ids) for name, ids in zip(sequence_ids, token_ids, strict=True)),
+        response_mask=tuple(np.asarray(mask, bool) for mask in response_mask),
+        logprobs={name: tuple(np.asarray(v, np.float32) for v in vectors) for name, vectors in logprobs.items()},
+        sources={name: known.get(name, ColumnSource()) for name in logprobs},
+        sampling=dict(sampling or {}),
+    )
+
+
+def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
+    """Writes a dump; a file of that name is replaced only once the new one is whole."""
+    out = Path(path)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    columns: dict[str, pa.Array] = {
+        "sequence_id": pa.array(dump.sequence_ids, _PLAIN["sequence_id"]),
+        "token_ids": _lists(dump.token_ids, pa.int32()),
+        "response_mask": _lists(dump.response_mask, pa.bool_()),
+    }
+    columns |= {_PREFIX + name: _lists(vectors, pa.float32()) for name, vectors in dump.logprobs.items()}
+    note = {
+        "version": FORMAT_VERSION,
+        "columns": {name: dataclasses.asdict(source) for name, source in dump.sources.items()},
+        "sampling": dict(dump.sampling),
+    }
+    table = pa.table(columns).replace_schema_metadata({_KEY: json.dumps(note, sort_keys=True).encode()})
+    growing = out.with_name(out.name + ".part")
+    pq.write_table(table, growing, compression="zstd")
+    growing.replace(out)
+    return out
+
+
+def read_dump(path: str | os.PathLike[str]) -> TokenDump:
+    """Reads what ``write_dump`` wrote.
+
+    Raises:
+      OSError: there is no such file.
+      ValueError: it is no dump, is of another version, or its columns are not of the types above.
+    """
+    with Path(path).open("rb") as file:
+        if file.read(4) != b"PAR1":
+            raise ValueError(f"{path} is not a Parquet file")
+    try:
+        table = pq.read_table(os.fspath(path), partitioning=None)
+    except pa.ArrowException as error:
+        raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
+    note = _read_note(path, table.schema.metadata or {})
+    columns = [name.removeprefix(_PREFIX) for name in table.column_names if name.startswith(_PREFIX)]
+    if sorted(columns) != sorted(note["columns"]):
+        raise ValueError(f"{path}: metadata describes columns {sorted(note['columns'])}, the table has {columns}")
+    expected = _PLAIN | {_PREFIX + name: pa.list_(pa.float32()) for name in columns}
+    for name, kind in expected.items():
+        got = table.schema.field(name).type if name in table.column_names else None
+        if got != kind:
+            raise ValueError(f"{path}: column {name!r} must be {kind}, got {got or 'none'}")
+    try:
+        return TokenDump(
+            sequence_ids=tuple(table["sequence_id"].to_pylist()),
+            token_ids=_vectors(table["token_ids"], np.dtype(np.int32)),
+            response_mask=_vectors(table["response_mask"], np.dtype(bool)),
+            logprobs={name: _vectors(table[_PREFIX + name], np.dtype(np.float32)) for name in columns},
+            sources={name: ColumnSource(**note["columns"][name]) for name in columns},
+            sampling=note["sampling"],
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_note(path: str | os.PathLike[str], metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
+    if _KEY not in metadata:
+        raise ValueError(f"{path} is a Parquet file, but no token dump: its metadata has no {_KEY.decode()!r}")
+    note = json.loads(metadata[_KEY])
+    if note.get("version") != FORMAT_VERSION:
+        raise ValueError(f"{path} is of dump version {note.get('version')!r}, expected {FORMAT_VERSION}")
+    return note
+
+
+def _check_vectors(
+    what: str, vectors: Sequence[np.ndarray], names: Sequence[str], tokens: Sequence[np.ndarray]
+) -> None:
+    if not len(vectors) == len(tokens) == len(names):
+        raise ValueError(f"{what} must have {len(names)} sequences, got {len(vectors)} for {len(tokens)} of token ids")
+    for name, vector, ids in zip(names, vectors, tokens, strict=True):
+        if ids.ndim != 1 or len(ids) < 1:
+            raise ValueError(f"sequence {name!r}: token ids must be a vector of at least one, got shape {ids.shape}")
+        if vector.shape != ids.shape:
+            raise ValueError(f"sequence {name!r}: {what} must have {len(ids)} entries, got shape {vector.shape}")
+
+
+def _to_int32(name: str, ids: Sequence[int]) -> np.ndarray:
+    wide = np.asarray(ids)
+    if wide.dtype.kind not in "iu" or (wide.size and not 0 <= wide.min() <= wide.max() < 2**31):
+        raise ValueError(f"sequence {name!r}: token ids must be integers in [0, 2**31), got {wide.dtype} {wide[:4]}")
+    return wide.astype(np.int32)
+
+
+def _lists(vectors: Sequence[np.ndarray], kind: pa.DataType) -> pa.ListArray:
+    offsets = np.concatenate([[0], np.cumsum([len(vector) for vector in vectors])]).astype(np.int32)
+    flat = np.concatenate(vectors) if vectors else np.zeros(0)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, kind, from_pandas=False))
+
+
+def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray, ...]:
+    if column.null_count:
+        raise ValueError("a row has no list where one is expected")
+    return tuple(np.asarray(row.values.to_numpy(zero_copy_only=False), dtype) for row in column)
