@@ -27,11 +27,11 @@ prepare_environment() {
     python="$(rljax_python)"
     echo "== making the environment $venv with $("$python" --version) (a minute or two)"
     [ -x "$RLJAX_BIN/python" ] || "$python" -m venv "$venv"
-    "$RLJAX_BIN/python" -m pip install --quiet --upgrade pip
+    "$RLJAX_BIN/python" -m pip install -qq --upgrade pip
     if [ "$extra" = test ]; then
       install_cpu_torch
     fi
-    "$RLJAX_BIN/python" -m pip install --quiet --progress-bar off -e ".[$extra]"
+    "$RLJAX_BIN/python" -m pip install -qq --progress-bar off -e ".[$extra]"
     touch "$stamp"
     echo "== installed: $("$RLJAX_BIN/python" -m pip list 2>/dev/null | awk '$1 ~ /^(jax|flax|optax|orbax-checkpoint|grain|transformers|torch)$/ {printf "%s %s, ", $1, $2}')"
   fi
@@ -46,6 +46,6 @@ prepare_environment() {
 install_cpu_torch() {
   "$RLJAX_BIN/python" -c 'import torch' 2>/dev/null && return
   echo "== installing torch for the parity tests"
-  "$RLJAX_BIN/python" -m pip install --quiet --progress-bar off 'torch==2.13.0' ||
+  "$RLJAX_BIN/python" -m pip install -qq --progress-bar off 'torch==2.13.0' ||
     echo "warning: no torch for this Python; the parity tests will be skipped" >&2
 }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 
@@ -45,3 +46,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     if not (Path(directory) / "tokenizer.json").is_file():
         raise ValueError(f"no tokenizer at {directory}: tokenizer.json does not exist")
     return Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory))
+
+
+def wrap_tokenizer(tokenizer: tokenizers.Tokenizer, *, eos_token: str, pad_token: str) -> Tokenizer:
+    """A tokenizer built in memory with the ``tokenizers`` library."""
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token, pad_token=pad_token))

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+import tokenizers
 
-from rljax.data.tokenizer import Tokenizer as PolicyTokenizer
+from rljax.data.tokenizer import Tokenizer, wrap_tokenizer
 from rljax.policy.config import PolicyConfig
 
 DIGITS = 3
@@ -45,7 +44,7 @@ class ToyBaseConfig:
       seed: of the weights and the data.
     """
 
-    scratchpad_rate: float = 0.015
+    scratchpad_rate: float = 0.01
     practice_rate: float = 0.5
     wrong_direct_rate: float = 0.85
     wrong_digit_rate: float = 0.1
@@ -74,12 +73,13 @@ def policy_config() -> PolicyConfig:
     )
 
 
-def build_tokenizer() -> PolicyTokenizer:
+def build_tokenizer() -> Tokenizer:
     """One token a character, as an ordinary ``tokenizers`` tokenizer."""
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(ALPHABET)}, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PolicyTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD))
+    vocabulary = {character: i for i, character in enumerate(ALPHABET)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), behavior="isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    return wrap_tokenizer(tokenizer, eos_token=EOS, pad_token=PAD)
 
 
 class AdditionProblems(Sequence[dict[str, str]]):
@@ -137,7 +137,7 @@ def _demonstration(rng: np.random.Generator, config: ToyBaseConfig, scratchpad_r
 
 
 def demonstration_batch(
-    rng: np.random.Generator, config: ToyBaseConfig, tokenizer: PolicyTokenizer, *, settled: bool
+    rng: np.random.Generator, config: ToyBaseConfig, tokenizer: Tokenizer, *, settled: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens int32 [b, t] padded at the end, lengths int32 [b]) of fresh demonstrations of a fixed width."""
     rate = config.scratchpad_rate if settled else config.practice_rate

@@ -1,9 +1,10 @@
-"""Real vLLM servers, one per dtype per session, over tiny random models."""
+"""Real vLLM servers, one per dtype per session, over tiny random models; and toy bases for whole runs."""
 
 import dataclasses
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.data.toy import ToyBaseConfig, build_tokenizer, policy_config
 from rljax.policy.config import PolicyConfig, read_config
-from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.hf import hf_tensors, load_params, save_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
 from rljax.rollout.vllm_handshake import Expectation
@@ -186,3 +188,31 @@ def prompts() -> list[np.ndarray]:
     """Five prompts of 3 to 7 tokens."""
     draw = np.random.default_rng(5)
     return [draw.integers(2, 256, size=3 + i).astype(np.int32) for i in range(5)]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    """Compiled programs, shared by the runs of the session."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+def _fit_base(out: Path, config: ToyBaseConfig) -> Path:
+    sys.path.insert(0, str(HERE.parents[1] / "tools"))
+    from make_toy_base import fit
+
+    save_params(out, fit(config), policy_config())
+    build_tokenizer().save(out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def toy_base(tmp_path_factory) -> Path:
+    """A toy base fitted for a moment on half scratchpads: about one response in five earns its reward."""
+    config = ToyBaseConfig(steps=400, settle_steps=0, batch_size=64, seed=1)
+    return _fit_base(tmp_path_factory.mktemp("base"), config)
+
+
+@pytest.fixture(scope="session")
+def quickstart_base(tmp_path_factory) -> Path:
+    """The base of the quickstart, with another seed."""
+    return _fit_base(tmp_path_factory.mktemp("quickstart_base"), ToyBaseConfig(seed=1))

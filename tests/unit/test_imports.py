@@ -60,7 +60,7 @@ DOORS = {
     "safetensors": {"policy.hf", "rollout.publish", "rollout.vllm_plugin"},  # the plugin reads what publish wrote
     "vllm": {"rollout.vllm_plugin"},
     "torch": {"rollout.vllm_plugin", "compare.scorers"},
-    "transformers": {"data.tokenizer", "data.toy", "compare.scorers"},  # toy: makes the tokenizer it saves
+    "transformers": {"data.tokenizer", "compare.scorers"},
     "tensorboardX": {"record"},
     "tqdm": {"record"},
     "tyro": {"config_loader"},

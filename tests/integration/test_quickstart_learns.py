@@ -1,0 +1,88 @@
+"""The quickstart, whole: reward rises because responses lengthen, the surge is called, the rate decays on schedule."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from toy_runs import ROOT, TIMEOUT, command, complete
+
+from rljax.data.prompts import DataConfig, held_problems
+from rljax.record import read_rows
+from rljax.rewards.toy import addition_reward
+from rljax.schedule import decay_period_from_surge
+
+RATE = 1.5e-4
+
+
+@pytest.fixture(scope="module")
+def finished(quickstart_base, cache, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("quickstart") / "run"
+    code, output = complete(command(quickstart_base, run_dir, "--run.seed", "1"), cache)
+    assert code == 0, output
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def rows(finished):
+    return read_rows(finished / "metrics.jsonl")
+
+
+def five_step_means(rows):
+    lengths = np.array([row["response_length/mean"] for row in rows])
+    return np.array([lengths[max(0, i - 4) : i + 1].mean() for i in range(len(lengths))])
+
+
+def crossing(rows):
+    """1-based step at which the 5-step mean length is three times that of the first ten steps."""
+    means = five_step_means(rows)
+    return int(np.argmax(means >= 3 * means[9])) + 1
+
+
+def test_reward_rises_by_far(rows):
+    rewards = np.array([row["reward/mean"] for row in rows])
+    assert rewards[-10:].mean() - rewards[:10].mean() >= 0.5
+
+
+def test_length_holds_then_triples_within_forty_steps(rows):
+    means = five_step_means(rows)
+    assert means[:20].max() < 1.5 * means[9]
+    assert crossing(rows) > 20
+    assert any((means[4 + k :] >= 3 * means[4 : len(means) - k]).any() for k in range(1, 41))
+
+
+def test_surge_is_called_at_the_crossing_and_sets_the_rate(rows):
+    last = rows[-1]
+    surge, period = last["schedule/surge_step"], last["schedule/decay_period"]
+    assert abs(surge - crossing(rows)) <= 10
+    assert period == decay_period_from_surge(surge) == math.floor(1.8 * surge + 0.5)
+    for row in rows:
+        step, known = row["step"], row["step"] >= surge
+        assert row["schedule/surge_step"] == (surge if known else None)
+        expected = max(RATE * 0.5 ** (step // period), RATE * 0.1) if known else RATE
+        assert row["schedule/learning_rate"] == np.float32(expected)
+    assert rows[-1]["schedule/learning_rate"] < RATE
+
+
+def test_mismatch_is_there_in_every_row_and_finite(rows):
+    for row in rows:
+        assert "nonfinite_keys" not in row
+        assert 1e-6 < row["mismatch/log_ppl_abs_diff"] < 1e-2
+        assert row["mismatch/nonfinite_count"] == 0
+
+
+def test_exported_policy_answers_as_the_evaluation_says(finished, rows, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tool = [sys.executable, str(ROOT / "tools/convert_checkpoint.py"), str(finished), str(tmp_path)]
+    subprocess.run(tool, check=True, timeout=TIMEOUT)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    problems = held_problems(DataConfig())
+    ids = torch.tensor([tokenizer.encode(p["prompt"], add_special_tokens=False) for p in problems])
+    with torch.no_grad():
+        answers = model.generate(ids, do_sample=False, max_new_tokens=36)[:, ids.shape[1] :]
+    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    score = np.mean([addition_reward(p, text, False) for p, text in zip(problems, texts, strict=True)])
+    assert abs(score - rows[-1]["eval/toy/accuracy"]) <= 0.02

@@ -1,0 +1,51 @@
+"""``python -m rljax.train`` with rollouts from a real vLLM server: equal weights on both sides after every update."""
+
+import pytest
+from toy_runs import command, comparable, complete
+
+from rljax.rollout.vllm_server import ServerConfig, start
+
+FLOAT32 = ["--rollout.dtype", "float32", "--precision.compute-dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def server(toy_base, vllm_interpreter, tmp_path_factory):
+    log = tmp_path_factory.mktemp("vllm-train") / "float32.log"
+    config = ServerConfig(
+        model=str(toy_base), python=vllm_interpreter, dtype="float32", max_model_len=512, log_path=log
+    )
+    started = start(config, timeout_s=240)
+    yield started
+    started.stop()
+
+
+def over_http(server, toy_base, run_dir, *options):
+    engine = ["--rollout.engine", "vllm", "--rollout.urls", server.url, "--data.batch-size", "16", *options]
+    return command(toy_base, run_dir, *engine)
+
+
+def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy_base, cache, tmp_path):
+    run_dir = tmp_path / "run"
+    for steps in ("4", "6"):
+        options = [*FLOAT32, "--run.steps", steps, "--optimizer.learning-rate", "1e-3", "--eval.every", "0"]
+        code, output = complete(over_http(server, toy_base, run_dir, *options), cache)
+        assert code == 0, output
+    rows = comparable(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert 0 < row["mismatch/logprob_abs_diff_max"] < 1e-4
+        assert row["rollout/policy_version"] == row["step"] - 1
+        assert row["rollout/staleness"] == 0.0
+        assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
+        assert row["optimizer/grad_norm"] > 0
+        # Each publish moved weights: in float32 a step at this rate changes nearly every element.
+        assert row["publish/changed_fraction"] > 0.5
+
+
+def test_a_server_of_another_dtype_is_one_line_and_exit_code_2(server, toy_base, cache, tmp_path):
+    code, output = complete(over_http(server, toy_base, tmp_path / "run", "--rollout.dtype", "bfloat16"), cache)
+    assert code == 2
+    assert output.strip().splitlines() == [
+        f"error: {server.url}: the dtype is float32, expected bfloat16 (rollout.dtype)"
+    ]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
