@@ -110,3 +110,10 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, fit_spec(partition_spec(logical), x.shape, mesh))
+
+
+def axis_size(logical: str) -> int:
+    """Ways a logical axis is split on the mesh of the context (``jax.set_mesh``); 1 without one."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    axis = RULES[logical]
+    return 1 if mesh.empty or axis is None else int(mesh.shape[axis])

@@ -1,7 +1,8 @@
 """From hidden states to the log-probability of each token and the entropy, without the [n, v] table in memory.
 
 The vocabulary is walked in chunks with a running maximum (online log-sum-exp); the backward pass walks it again and
-never keeps logits. Values are float32 and exact to rounding: nothing per token is ever rounded to the input dtype.
+never keeps logits. Values are float32 and exact to rounding: nothing per token is ever rounded to the input dtype. A
+chunk takes an equal part of every vocabulary shard, so that a table split over ``tp`` is never gathered.
 """
 
 from __future__ import annotations
@@ -13,79 +14,92 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rljax.sharding import axis_size, constrain
+
 # 151,936 (Qwen) = 16 x 9,496. A vocabulary up to this size is one chunk.
 MAX_CHUNK = 9_496
 
 
 def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
-    """The fewest equal chunks no larger than ``max_chunk``; a vocabulary with no such divisor is one chunk."""
+    """The fewest equal chunks no larger than ``max_chunk``; one chunk where no number near it divides."""
     smallest = -(-vocab_size // max_chunk)
     return next((c for c in range(smallest, min(vocab_size, 4 * smallest) + 1) if vocab_size % c == 0), 1)
+
+
+def vocabulary_shards(vocab_size: int) -> int:
+    """Ways the mesh of the context splits the vocabulary; 1 without a mesh or where they do not divide it."""
+    ways = axis_size("vocab")
+    return ways if vocab_size % ways == 0 else 1
 
 
 def _logits(hidden: Array, table: Array, temperature: float) -> Float[Array, "n c"]:
     return jnp.einsum("nd,cd->nc", hidden, table, preferred_element_type=jnp.float32) / temperature
 
 
+def _split(table: Array, chunks: int, shards: int) -> tuple[Array, Array]:
+    """(rows [chunks, c, d], vocabulary index of each row [chunks, c]); c = v / chunks, the same part of each shard."""
+    v, d = table.shape
+    rows = table.reshape(shards, chunks, v // (shards * chunks), d)
+    index = jnp.arange(v).reshape(rows.shape[:3])
+    rows, index = (jnp.moveaxis(part, 1, 0) for part in (rows, index))
+    return constrain(rows.reshape(chunks, -1, d), None, "vocab", None), index.reshape(chunks, -1)
+
+
 def _forward(
-    hidden: Array, table: Array, targets: Array, temperature: float, chunks: int
+    hidden: Array, table: Array, targets: Array, temperature: float, chunks: int, shards: int
 ) -> tuple[Array, Array, Array]:
     """(log-probability of target, entropy, log-sum-exp), float32 [n] each."""
-    n = hidden.shape[0]
-    size = table.shape[0] // chunks
 
     def body(
         state: tuple[Array, Array, Array, Array], chunk: tuple[Array, Array]
     ) -> tuple[tuple[Array, Array, Array, Array], None]:
         top, total, weighted, picked = state
-        rows, start = chunk
+        rows, index = chunk
         logits = _logits(hidden, rows, temperature)
         new_top = jnp.maximum(top, logits.max(axis=-1))
         scale = jnp.exp(top - new_top)
-        weights = jnp.exp(logits - new_top[:, None])
+        shifted = logits - new_top[:, None]
+        weights = jnp.exp(shifted)
         # weighted holds sum(exp(l - top) * (l - top)): shifting top by s moves it by -s * total.
-        shifted = jnp.where(total > 0, weighted + (top - new_top) * total, 0.0) * scale
-        weighted = shifted + jnp.sum(weights * (logits - new_top[:, None]), axis=-1)
+        weighted = jnp.where(total > 0, weighted + (top - new_top) * total, 0.0) * scale + jnp.sum(
+            weights * shifted, -1
+        )
         total = total * scale + weights.sum(axis=-1)
-        local = targets - start
-        here = (local >= 0) & (local < size)
-        value = jnp.take_along_axis(logits, jnp.clip(local, 0, size - 1)[:, None], axis=-1)[:, 0]
-        return (new_top, total, weighted, jnp.where(here, value, picked)), None
+        picked += jnp.sum(jnp.where(targets[:, None] == index[None, :], logits, 0.0), axis=-1)
+        return (new_top, total, weighted, picked), None
 
-    zeros = jnp.zeros((n,), jnp.float32)
-    start = (jnp.full((n,), -jnp.finfo(jnp.float32).max), zeros, zeros, zeros)
-    chunked = (table.reshape(chunks, size, -1), jnp.arange(chunks) * size)
-    (top, total, weighted, picked), _ = jax.lax.scan(body, start, chunked)
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    start = (jnp.full(targets.shape, -jnp.finfo(jnp.float32).max), zeros, zeros, zeros)
+    (top, total, weighted, picked), _ = jax.lax.scan(body, start, _split(table, chunks, shards))
     log_total = jnp.log(total)
     return picked - top - log_total, log_total - weighted / total, top + log_total
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _token_logprobs(
-    hidden: Array, table: Array, targets: Array, temperature: float, chunks: int
+    hidden: Array, table: Array, targets: Array, temperature: float, chunks: int, shards: int
 ) -> tuple[Array, Array]:
-    return _forward(hidden, table, targets, temperature, chunks)[:2]
+    return _forward(hidden, table, targets, temperature, chunks, shards)[:2]
 
 
 def _token_logprobs_fwd(
-    hidden: Array, table: Array, targets: Array, temperature: float, chunks: int
+    hidden: Array, table: Array, targets: Array, temperature: float, chunks: int, shards: int
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    logprobs, entropy, lse = _forward(hidden, table, targets, temperature, chunks)
+    logprobs, entropy, lse = _forward(hidden, table, targets, temperature, chunks, shards)
     return (logprobs, entropy), (hidden, table, targets, entropy, lse)
 
 
 def _token_logprobs_bwd(
-    temperature: float, chunks: int, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
+    temperature: float, chunks: int, shards: int, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
     hidden, table, targets, entropy, lse = saved
     d_logprob, d_entropy = cotangents
-    size = table.shape[0] // chunks
 
     def body(d_hidden: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-        rows, start = chunk
+        rows, index = chunk
         logp = _logits(hidden, rows, temperature) - lse[:, None]
         p = jnp.exp(logp)
-        hit = targets[:, None] - start == jnp.arange(size)[None, :]
+        hit = targets[:, None] == index[None, :]
         # d logp(target)/d logit = 1[target] - p;  d entropy/d logit = -p * (log p + entropy).
         d_logits = d_logprob[:, None] * (hit - p) - d_entropy[:, None] * p * (logp + entropy[:, None])
         d_logits = (d_logits / temperature).astype(rows.dtype)
@@ -93,8 +107,9 @@ def _token_logprobs_bwd(
         d_rows = jnp.einsum("nc,nd->cd", d_logits, hidden, preferred_element_type=jnp.float32)
         return d_hidden, d_rows.astype(rows.dtype)
 
-    chunked = (table.reshape(chunks, size, -1), jnp.arange(chunks) * size)
-    d_hidden, d_table = jax.lax.scan(body, jnp.zeros(hidden.shape, jnp.float32), chunked)
+    zeros = jnp.zeros(hidden.shape, jnp.float32)
+    d_hidden, d_rows = jax.lax.scan(body, zeros, _split(table, chunks, shards))
+    d_table = jnp.moveaxis(d_rows.reshape(chunks, shards, -1, table.shape[1]), 0, 1)
     return d_hidden.astype(hidden.dtype), d_table.reshape(table.shape), None
 
 
@@ -128,6 +143,8 @@ def token_logprobs(
         raise ValueError(f"temperature must be positive to score tokens, got {temperature}")
     dtype = dtype or hidden.dtype
     flat = hidden.reshape(-1, hidden.shape[-1]).astype(dtype)
-    chunks = vocabulary_chunks(table.shape[0], max_chunk)
-    logprobs, entropy = _token_logprobs(flat, table.astype(dtype), targets.reshape(-1), float(temperature), chunks)
+    shards = vocabulary_shards(table.shape[0])
+    chunks = vocabulary_chunks(table.shape[0] // shards, max(max_chunk // shards, 1))
+    walk = (float(temperature), chunks, shards)
+    logprobs, entropy = _token_logprobs(flat, table.astype(dtype), targets.reshape(-1), *walk)
     return logprobs.reshape(targets.shape), entropy.reshape(targets.shape)

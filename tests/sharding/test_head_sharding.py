@@ -1,0 +1,40 @@
+"""The head on a vocabulary split over devices: same numbers, and the table is never gathered."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rljax.policy.head import token_logprobs
+from rljax.sharding import MeshConfig, make_mesh
+
+V, D, N = 96, 16, 24
+
+
+def value(hidden, table, targets):
+    logprobs, entropy = token_logprobs(hidden, table, targets, max_chunk=24)
+    return jnp.sum(logprobs * jnp.cos(targets)) + 0.3 * jnp.sum(entropy)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_split_vocabulary_gives_the_same_and_stays_split(tp):
+    rng = np.random.default_rng(0)
+    hidden, table = (rng.normal(size=(n, D)).astype(np.float32) for n in (N, V))
+    targets = rng.integers(0, V, N).astype(np.int32)
+    expected, expected_grads = jax.value_and_grad(value, (0, 1))(*(jnp.asarray(x) for x in (hidden, table)), targets)
+    mesh = make_mesh(MeshConfig(2, tp))
+    by_token = NamedSharding(mesh, PartitionSpec("fsdp"))
+    by_word = NamedSharding(mesh, PartitionSpec("tp"))
+    arguments = jax.device_put((hidden, table, targets), (by_token, by_word, by_token))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.value_and_grad(value, (0, 1))).lower(*arguments).compile()
+        got, grads = compiled(*arguments)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    for g, e in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(g, e, atol=5e-6, rtol=1e-5)
+    # Any gathered float array with a vocabulary-sized dimension would be the table or the logits.
+    gathered = re.findall(r"= f32\[([\d,]+)\][^=]* all-gather", compiled.as_text())
+    assert not [shape for shape in gathered if str(V) in shape.split(",") or str(V // 4) in shape.split(",")], gathered
