@@ -1,0 +1,199 @@
+"""The pairwise comparison of a dump's columns: metrics, growth with position, noise floors, verdicts; and its texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rljax.compare.dump import ColumnSource, TokenDump
+from rljax.compare.verdict import Verdict, judge
+from rljax.mismatch import bucket_labels, finalize_buckets, mismatch_by_position, mismatch_metrics
+
+SECOND_RUN = "@2"
+"""Ending of the column that is the second run of the scorer whose column has the name before it."""
+
+POSITION_EDGES = (16, 64, 256, 1024, 4096, 16384)
+MATRIX_METRICS = ("logprob_abs_diff_mean", "k3_kl", "log_ppl_abs_diff")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two columns against each other.
+
+    Attributes:
+      trainer: column in the trainer's place of every formula.
+      rollout: column in the rollout engine's place.
+      metrics: what ``mismatch_metrics`` gives.
+      growth: position bucket -> token_count, k3_kl, logprob_abs_diff_mean; buckets without a token are left out.
+      verdict: what is to be thought of it.
+    """
+
+    trainer: str
+    rollout: str
+    metrics: dict[str, float]
+    growth: dict[str, dict[str, float]]
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All pairs of a dump's columns, and what each scorer differs from itself.
+
+    Attributes:
+      sources: column -> where it comes from, in the order of the matrix; second runs are left out.
+      pairs: every two columns once, the earlier one in the trainer's place.
+      floors: column -> metrics between its two runs, where there is a second one.
+    """
+
+    sources: dict[str, ColumnSource]
+    pairs: list[Pair]
+    floors: dict[str, dict[str, float]]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every pair passes."""
+        return all(pair.verdict.status == "pass" for pair in self.pairs)
+
+
+def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None) -> Comparison:
+    """Compares every two of the columns (all of them unless named).
+
+    Raises:
+      ValueError: a named column is not there, or there are fewer than two.
+    """
+    names = list(columns) if columns is not None else [c for c in dump.logprobs if not c.endswith(SECOND_RUN)]
+    missing = [name for name in names if name not in dump.logprobs]
+    if missing:
+        raise ValueError(f"no column {missing[0]!r} in the dump, which has {sorted(dump.logprobs)}")
+    if len(set(names)) != len(names) or len(names) < 2:
+        raise ValueError(f"a comparison needs at least two columns, each once, got {names}")
+    mask = _pad(dump.response_mask, False)
+    arrays = {name: _pad(vectors, np.nan) for name, vectors in dump.logprobs.items()}
+    pairs = [
+        Pair(
+            a,
+            b,
+            mismatch_metrics(arrays[a], arrays[b], mask),
+            _growth(arrays[a], arrays[b], mask),
+            judge(arrays[a], arrays[b], mask, dump.sources[a], dump.sources[b]),
+        )
+        for a, b in itertools.combinations(names, 2)
+    ]
+    floors = {
+        name: mismatch_metrics(arrays[name], arrays[name + SECOND_RUN], mask)
+        for name in names
+        if name + SECOND_RUN in arrays
+    }
+    return Comparison({name: dump.sources[name] for name in names}, pairs, floors)
+
+
+def to_json(comparison: Comparison) -> str:
+    """Everything in the comparison, as one JSON object; numbers that are not finite become null."""
+    plain = {
+        "passed": comparison.passed,
+        "columns": {name: dataclasses.asdict(source) for name, source in comparison.sources.items()},
+        "pairs": [dataclasses.asdict(pair) for pair in comparison.pairs],
+        "noise_floor": comparison.floors,
+    }
+    return json.dumps(_finite(plain), indent=1, allow_nan=False) + "\n"
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """The tables as Markdown."""
+    return "\n\n".join(f"## {title}\n\n{_markdown_table(rows)}" for title, rows in _tables(comparison)) + "\n"
+
+
+def to_text(comparison: Comparison) -> str:
+    """The tables for a terminal."""
+    return "\n\n".join(f"{title}\n{_text_table(rows)}" for title, rows in _tables(comparison)) + "\n"
+
+
+def _pad(vectors: Sequence[np.ndarray], fill: float) -> np.ndarray:
+    width = max((len(vector) for vector in vectors), default=0)
+    dtype = np.float64 if np.isnan(fill) else bool
+    padded = np.full((len(vectors), width), fill, dtype)
+    for row, vector in zip(padded, vectors, strict=True):
+        row[: len(vector)] = vector
+    return padded
+
+
+def _growth(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, dict[str, float]]:
+    numbers = finalize_buckets(mismatch_by_position(x, y, mask, edges=POSITION_EDGES))
+    kept = ("token_count", "k3_kl", "logprob_abs_diff_mean")
+    return {
+        label: {name: float(numbers[name][i]) for name in kept}
+        for i, label in enumerate(bucket_labels(POSITION_EDGES))
+        if numbers["token_count"][i]
+    }
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+_Rows = list[list[str]]
+
+
+def _tables(comparison: Comparison) -> list[tuple[str, _Rows]]:
+    """Title and rows (the first is the head) of each table."""
+    tables = [_columns_table(comparison)]
+    tables += [_matrix(comparison, metric) for metric in MATRIX_METRICS]
+    tables += [_growth_table(comparison), _verdict_table(comparison)]
+    return tables
+
+
+def _columns_table(comparison: Comparison) -> tuple[str, _Rows]:
+    rows = [["column", "engine", "dtype", "weights", "temperature"]]
+    for name, source in comparison.sources.items():
+        temperature = "?" if source.temperature is None else f"{source.temperature:g}"
+        rows.append([name, source.engine or "?", source.dtype or "?", source.weights_hash[:19] or "?", temperature])
+    return "Columns", rows
+
+
+def _matrix(comparison: Comparison, metric: str) -> tuple[str, _Rows]:
+    """Row: trainer's place, column: rollout's; below the diagonal nothing, on it the noise floor."""
+    names = list(comparison.sources)
+    cells = {(pair.trainer, pair.rollout): f"{pair.metrics[metric]:.3g}" for pair in comparison.pairs}
+    cells |= {(name, name): f"({floor[metric]:.3g})" for name, floor in comparison.floors.items()}
+    rows = [["", *names], *([row, *(cells.get((row, name), "") for name in names)] for row in names)]
+    return f"{metric} (on the diagonal: a scorer against its own second run)", rows
+
+
+def _growth_table(comparison: Comparison) -> tuple[str, _Rows]:
+    labels = list(dict.fromkeys(label for pair in comparison.pairs for label in pair.growth))
+    rows = [["pair", *labels, "slope_per_1k"]]
+    for pair in comparison.pairs:
+        gaps = [f"{pair.growth[k]['logprob_abs_diff_mean']:.3g}" if k in pair.growth else "" for k in labels]
+        rows.append([f"{pair.trainer} / {pair.rollout}", *gaps, f"{pair.metrics['slope_per_1k']:.3g}"])
+    return "logprob_abs_diff_mean by position in the response", rows
+
+
+def _verdict_table(comparison: Comparison) -> tuple[str, _Rows]:
+    bars = list(comparison.pairs[0].verdict.bars.items())
+    rows = [["pair", "verdict", "cause", *(f"{name} (limit {bar:g})" for name, (_, bar) in bars), "reason"]]
+    for pair in comparison.pairs:
+        verdict = pair.verdict
+        numbers = [f"{value:.3g}" for value, _ in verdict.bars.values()]
+        label = f"{pair.trainer} / {pair.rollout}"
+        rows.append([label, verdict.status.upper(), verdict.cause, *numbers, verdict.reason])
+    return "Verdicts", rows
+
+
+def _text_table(rows: _Rows) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def _markdown_table(rows: _Rows) -> str:
+    head, *body = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])

@@ -1,0 +1,164 @@
+"""What a gap between two columns of log-probabilities says: fine, too large, or not a comparison of like with like.
+
+Reasons are tried in an order in which each rules out a false alarm of the next: what the columns say of themselves, an
+alignment off by one, a temperature, then the size of the gap, which the dtypes bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rljax.compare.dump import ColumnSource
+from rljax.mismatch import PUBLISHED_BARS, framework_metrics, mismatch_statistics
+
+# Mean |difference| per token (nats) over the mean of 1 - p, because an error of the logits moves a certain token's
+# log-probability little. Between engines with equal weights: bf16 1.2e-2, fp16 1.6e-3, fp32 9e-7; each range leaves
+# room for other models.
+GAP_RANGES = {"float32": (0.0, 1e-4), "float16": (3e-4, 8e-3), "bfloat16": (2.5e-3, 8e-2)}
+"""Dtype -> the range the normalised gap of two engines is expected in, when that is the coarser of their dtypes."""
+
+_SHIFT_GAIN = 0.25  # a shift by one must shrink the mean gap to this share of itself
+_CLEAR_GAP = 1e-2  # nats; alignment and temperature are looked for in gaps above it only
+_SLOPE, _CORRELATION = 1.06, 0.9  # of one column on the other: what a temperature gives and other weights do not
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be thought of a pair.
+
+    Attributes:
+      status: "pass"; "fail" (comparable, and too far apart); "refused" (the numbers are not of the same thing).
+      cause: "none", "above_bar", "no_tokens", "temperature", "other_weights", "off_by_one" or "wrong_dtype".
+      reason: one sentence for a person.
+      bars: "framework name" -> (its number for this pair, its published limit).
+    """
+
+    status: str
+    cause: str
+    reason: str
+    bars: dict[str, tuple[float, float]]
+
+
+def judge(
+    trainer: np.ndarray,
+    rollout: np.ndarray,
+    mask: np.ndarray,
+    trainer_source: ColumnSource,
+    rollout_source: ColumnSource,
+) -> Verdict:
+    """Judges a pair of columns.
+
+    Args:
+      trainer: [b, t] float, log-probabilities (nats); NaN where there is none.
+      rollout: [b, t] float, the same of the other column.
+      mask: [b, t] bool, response tokens.
+      trainer_source: what is known of the first.
+      rollout_source: what is known of the second.
+
+    Returns:
+      The verdict. A cause is a finding from numbers, and its reason says how sure it is.
+    """
+    x, y = np.asarray(trainer, np.float64), np.asarray(rollout, np.float64)
+    valid = np.asarray(mask, bool) & np.isfinite(x) & np.isfinite(y)
+    bars = _bars(x, y, mask)
+    found = _declared(valid, trainer_source, rollout_source) or _seen(x, y, valid, trainer_source, rollout_source)
+    if found is not None:
+        return Verdict(*found, bars)
+    over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
+    if over:
+        return Verdict("fail", "above_bar", f"above the published limit: {'; '.join(over)}", bars)
+    return Verdict("pass", "none", "within every published limit", bars)
+
+
+def _bars(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, tuple[float, float]]:
+    statistics = mismatch_statistics(x, y, mask)
+    return {
+        f"{framework} {name}": (framework_metrics(statistics, framework)[name], bar)
+        for (framework, name), bar in PUBLISHED_BARS.items()
+    }
+
+
+_Finding = tuple[str, str, str]  # status, cause, reason
+
+
+def _declared(valid: np.ndarray, a: ColumnSource, b: ColumnSource) -> _Finding | None:
+    if not valid.any():
+        return "refused", "no_tokens", "no response token has a finite log-probability in both columns"
+    if a.temperature is not None and b.temperature is not None and a.temperature != b.temperature:
+        reason = f"log-probabilities at temperature {a.temperature:g} and {b.temperature:g}: different distributions"
+        return "refused", "temperature", reason
+    if a.weights_hash and b.weights_hash and a.weights_hash != b.weights_hash:
+        reason = f"the columns name different weights: {_short(a.weights_hash)} and {_short(b.weights_hash)}"
+        return "refused", "other_weights", reason
+    return None
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 20 else name[:20] + "..."
+
+
+def _seen(x: np.ndarray, y: np.ndarray, valid: np.ndarray, a: ColumnSource, b: ColumnSource) -> _Finding | None:
+    gap = float(np.mean(np.abs(x[valid] - y[valid])))
+    if gap > _CLEAR_GAP:
+        shift = _shift(x, y, valid)
+        if shift is not None:
+            reason = f"the first column fits the second when moved by {shift:+d} position: one of them is off by one"
+            return "refused", "off_by_one", reason
+        temperature = _temperature_ratio(x[valid], y[valid])
+        if temperature is not None:
+            reason = (
+                f"one column is a sharpened form of the other, as if their temperatures were {temperature:.2g} to 1: "
+                "temperature-processed against raw log-probabilities"
+            )
+            return "refused", "temperature", reason
+    uncertainty = float(np.mean(1.0 - np.exp(np.minimum(x[valid], y[valid]))))
+    return _gap_finding(gap / max(uncertainty, 1e-3), a, b)
+
+
+def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
+    """How far (+1: to later positions) the first column must be moved to fit the second; None: no such move fits."""
+    for shift, (moved, kept) in {1: (np.s_[:, :-1], np.s_[:, 1:]), -1: (np.s_[:, 1:], np.s_[:, :-1])}.items():
+        both = valid[moved] & valid[kept]
+        if both.sum() < 8:
+            continue
+        as_is = np.mean(np.abs(x[kept] - y[kept])[both])
+        if np.mean(np.abs(x[moved] - y[kept])[both]) < _SHIFT_GAIN * as_is:
+            return shift
+    return None
+
+
+def _temperature_ratio(x: np.ndarray, y: np.ndarray) -> float | None:
+    """About T when one column is the other at temperature T < 1, else None.
+
+    log p at temperature T is log p / T and a part that depends on the context. The regression of the sharper column on
+    the other then has a slope near 1 / T; between different weights both regressions have slopes below 1.
+    """
+    low, high = sorted((float(np.std(x)), float(np.std(y))))
+    if len(x) < 16 or low == 0.0:
+        return None
+    correlation = float(np.corrcoef(x, y)[0, 1])
+    slope = correlation * high / low
+    return 1.0 / slope if correlation > _CORRELATION and slope > _SLOPE else None
+
+
+def _gap_finding(gap: float, a: ColumnSource, b: ColumnSource) -> _Finding | None:
+    """What the normalised gap says, given the coarser of the declared dtypes."""
+    ceiling = GAP_RANGES["bfloat16"][1]
+    if gap > ceiling:
+        reason = f"a gap of {gap:.2g} nats is beyond any dtype's ({ceiling:g}): other weights, such as a stale server's"
+        return "fail", "other_weights", reason
+    if a.dtype not in GAP_RANGES or b.dtype not in GAP_RANGES:
+        return None
+    declared = max(a.dtype, b.dtype, key=lambda name: GAP_RANGES[name][1])
+    low, high = GAP_RANGES[declared]
+    same_program = (a.engine, a.dtype) == (b.engine, b.dtype)
+    if gap > high or (gap < low and not same_program):
+        fits = [name for name, (least, most) in GAP_RANGES.items() if least <= gap <= most]
+        likely = " or ".join(fits) or "none of the dtypes"
+        known_equal = a.weights_hash and a.weights_hash == b.weights_hash
+        doubt = "" if known_equal or gap < low else ", or weights that differ a little"
+        reason = f"a gap of {gap:.2g} nats is not {declared}'s ({low:g} to {high:g}): looks like {likely}{doubt}"
+        return "fail", "wrong_dtype", reason
+    return None

@@ -1,0 +1,155 @@
+"""Compares log-probabilities of the same tokens across engines and precisions, pair by pair.
+
+    python tools/compare_mismatch.py TOKENS --model DIR --scorer jax:bfloat16 --scorer hf:bfloat16 --out comparison
+
+TOKENS is a token dump, JSONL, or prime-rl's token export (docs/compare.md); the columns it holds are compared too. OUT
+gets tokens.parquet (with the scored columns), report.md, report.json and report.png. The exit status is 0 when every
+pair passes, 1 when one fails or is refused, 2 for a mistake in the arguments, 130 after an interrupt; what was scored
+until then is kept and reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from rljax.compare.dump import TokenDump, write_dump
+from rljax.compare.importers import read_tokens
+from rljax.compare.report import SECOND_RUN, Comparison, compare_columns, to_json, to_markdown, to_text
+from rljax.compare.scorers import score_column, split_spec
+from rljax.config_loader import ConfigError, caller_errors, run_cli
+
+METRIC = "logprob_abs_diff_mean"
+
+
+class Parser(argparse.ArgumentParser):
+    """Leaves mistakes to ``run_cli``, which says them in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError(message)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="python tools/compare_mismatch.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("tokens", metavar="TOKENS", type=Path, help="sequences, and perhaps columns, to compare")
+    parser.add_argument("--model", metavar="DIR", type=Path, help="Hugging Face directory for jax: and hf: scorers")
+    parser.add_argument(
+        "--scorer",
+        metavar="SPEC",
+        action="append",
+        default=[],
+        help="jax:DTYPE, hf:DTYPE (DTYPE: float32, bfloat16, float16) or dump:FILE#COLUMN; may be repeated",
+    )
+    parser.add_argument("--columns", metavar="NAME", nargs="+", help="of TOKENS, those to compare (default: all)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the distribution scored (default: 1)")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences a forward (default: 8)")
+    parser.add_argument("--no-second-run", action="store_true", help="do not score twice for the noise floor")
+    parser.add_argument("--out", type=Path, default=Path("comparison"), help="directory to write (default: comparison)")
+    return parser.parse_args(argv)
+
+
+def scored(dump: TokenDump, options: argparse.Namespace) -> Iterator[TokenDump]:
+    """The dump after each new column: every scorer once, and a second time at another batch size."""
+    specs = list(dict.fromkeys(options.scorer))
+    jobs = [(spec, spec, options.batch_size) for spec in specs]
+    if not options.no_second_run:
+        other = options.batch_size // 2 or 2
+        jobs += [(spec + SECOND_RUN, spec, other) for spec in specs if split_spec(spec)[0] != "dump"]
+    with tqdm(total=len(jobs) * len(dump.sequence_ids), desc="scoring", unit="seq") as bar:
+        for column, spec, batch_size in jobs:
+            bar.set_postfix_str(column)
+            with caller_errors():
+                vectors, source = score_column(
+                    spec,
+                    dump,
+                    options.model,
+                    temperature=options.temperature,
+                    batch_size=batch_size,
+                    progress=bar.update,
+                )
+            dump = dump.with_column(column, vectors, source)
+            yield dump
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """The matrix of the mean absolute difference, and its growth along the response."""
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    draw_matrix(left, comparison)
+    for pair in comparison.pairs:
+        gaps = [max(bucket[METRIC], 1e-9) for bucket in pair.growth.values()]
+        style = "o-" if pair.verdict.status == "pass" else "x--"
+        right.plot(list(pair.growth), gaps, style, label=f"{pair.trainer} / {pair.rollout}: {pair.verdict.status}")
+    right.set(yscale="log", xlabel="position in the response (tokens)", ylabel=f"{METRIC} (nats)")
+    right.grid(alpha=0.3)
+    if len(comparison.pairs) <= 15:
+        right.legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+
+
+def draw_matrix(axes: Axes, comparison: Comparison) -> None:
+    names = list(comparison.sources)
+    grid = np.full((len(names), len(names)), np.nan)
+    for pair in comparison.pairs:
+        i, j = names.index(pair.trainer), names.index(pair.rollout)
+        grid[i, j] = grid[j, i] = pair.metrics[METRIC]
+    for name, floor in comparison.floors.items():
+        grid[names.index(name), names.index(name)] = floor[METRIC]
+    axes.imshow(np.maximum(grid, 1e-8), norm=LogNorm(1e-8, 1.0), cmap="viridis")
+    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    for (i, j), value in np.ndenumerate(grid):
+        if np.isfinite(value):
+            axes.text(j, i, f"{value:.1e}", ha="center", va="center", fontsize=7, color="w" if value < 1e-2 else "k")
+    axes.set_title(f"{METRIC} (nats; diagonal: second run)", fontsize=10)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    interrupted = False
+    with caller_errors():
+        for spec in options.scorer:
+            split_spec(spec)
+        dump = read_tokens(options.tokens)
+        options.out.mkdir(parents=True, exist_ok=True)
+    kept = options.columns if options.columns is not None else list(dump.logprobs)
+    try:
+        for more in scored(dump, options):
+            dump = more
+            write_dump(options.out / "tokens.parquet", dump)
+    except KeyboardInterrupt:
+        interrupted = True
+    done = [spec for spec in dict.fromkeys(options.scorer) if spec in dump.logprobs]
+    names = [name for name in dict.fromkeys([*kept, *done]) if not name.endswith(SECOND_RUN)]
+    if interrupted and len(names) < 2:
+        raise KeyboardInterrupt
+    with caller_errors():
+        comparison = compare_columns(dump, names)
+    (options.out / "report.md").write_text(to_markdown(comparison), encoding="utf-8")
+    (options.out / "report.json").write_text(to_json(comparison), encoding="utf-8")
+    draw(comparison, options.out / "report.png")
+    print(to_text(comparison))
+    print(f"written to {options.out}: report.md, report.json, report.png")
+    if interrupted:
+        raise KeyboardInterrupt
+    return 0 if comparison.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
