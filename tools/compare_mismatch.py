@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
@@ -88,18 +89,18 @@ def scored(dump: TokenDump, options: argparse.Namespace) -> Iterator[TokenDump]:
 
 def draw(comparison: Comparison, path: Path) -> None:
     """The matrix of the mean absolute difference, and its growth along the response."""
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    figure = Figure(figsize=(15, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     draw_matrix(left, comparison)
+    right.set_prop_cycle(color=colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs))))
     for pair in comparison.pairs:
         gaps = [max(bucket[METRIC], 1e-9) for bucket in pair.growth.values()]
         style = "o-" if pair.verdict.status == "pass" else "x--"
         right.plot(list(pair.growth), gaps, style, label=f"{pair.trainer} / {pair.rollout}: {pair.verdict.status}")
     right.set(yscale="log", xlabel="position in the response (tokens)", ylabel=f"{METRIC} (nats)")
     right.grid(alpha=0.3)
-    if len(comparison.pairs) <= 15:
-        right.legend(fontsize=7)
+    figure.legend(loc="outside right center", fontsize=7)
     figure.savefig(path, dpi=130)
 
 
