@@ -27,7 +27,8 @@ from tqdm import tqdm
 from rljax.compare.dump import TokenDump, write_dump
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import SECOND_RUN, Comparison, compare_columns, to_json, to_markdown, to_text
-from rljax.compare.scorers import score_column, split_spec
+from rljax.compare.sampling import sample_responses
+from rljax.compare.scorers import DTYPES, score_column, split_spec
 from rljax.config_loader import ConfigError, caller_errors, run_cli
 
 METRIC = "logprob_abs_diff_mean"
@@ -56,8 +57,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=[],
         help="jax:DTYPE, hf:DTYPE (DTYPE: float32, bfloat16, float16) or dump:FILE#COLUMN; may be repeated",
     )
+    parser.add_argument(
+        "--sample", metavar="DTYPE", choices=DTYPES, help="first draw new responses to the prompts of TOKENS, in DTYPE"
+    )
+    parser.add_argument("--responses", metavar="N", type=int, default=1, help="drawn for each prompt (default: 1)")
+    parser.add_argument("--max-response-tokens", metavar="N", type=int, default=256, help="(default: 256)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
     parser.add_argument("--columns", metavar="NAME", nargs="+", help="of TOKENS, those to compare (default: all)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the distribution scored (default: 1)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the draw and of the scores (default: 1)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a forward (default: 8)")
     parser.add_argument("--no-second-run", action="store_true", help="do not score twice for the noise floor")
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="directory to write (default: comparison)")
@@ -85,6 +92,21 @@ def scored(dump: TokenDump, options: argparse.Namespace) -> Iterator[TokenDump]:
                 )
             dump = dump.with_column(column, vectors, source)
             yield dump
+
+
+def sampled(dump: TokenDump, options: argparse.Namespace) -> TokenDump:
+    """New responses to the prompts of the dump."""
+    if options.model is None:
+        raise ConfigError("--sample needs --model")
+    return sample_responses(
+        dump,
+        options.model,
+        options.sample,
+        n=options.responses,
+        max_response_tokens=options.max_response_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
 
 
 def draw(comparison: Comparison, path: Path) -> None:
@@ -129,6 +151,9 @@ def main(argv: Sequence[str]) -> int:
             split_spec(spec)
         dump = read_tokens(options.tokens)
         options.out.mkdir(parents=True, exist_ok=True)
+        if options.sample is not None:
+            dump = sampled(dump, options)
+            write_dump(options.out / "tokens.parquet", dump)
     kept = options.columns if options.columns is not None else list(dump.logprobs)
     try:
         for more in scored(dump, options):
