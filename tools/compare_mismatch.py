@@ -78,7 +78,7 @@ def scored(dump: TokenDump, options: argparse.Namespace) -> Iterator[TokenDump]:
     if not options.no_second_run:
         other = options.batch_size // 2 or 2
         jobs += [(spec + SECOND_RUN, spec, other) for spec in specs if split_spec(spec)[0] != "dump"]
-    with tqdm(total=len(jobs) * len(dump.sequence_ids), desc="scoring", unit="seq") as bar:
+    with tqdm(total=len(jobs) * len(dump.sequence_ids), desc="scoring", unit="seq", disable=not jobs) as bar:
         for column, spec, batch_size in jobs:
             bar.set_postfix_str(column)
             with caller_errors():
