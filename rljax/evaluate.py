@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from rljax.data.prompts import Problem, Reward
 from rljax.data.tokenizer import Tokenizer
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import SamplingParams
-
-Problem = dict[str, str]
-Reward = Callable[[Problem, str, bool], float]
 
 
 def greedy_accuracy(

@@ -6,10 +6,9 @@ SIGINT or SIGTERM ends the run after the step under way, saved; the same command
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import json
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
 from rljax.rollout.vllm_handshake import Expectation
+from rljax.run_directory import prepare_directory
 from rljax.sharding import make_mesh
 from rljax.training.checkpoint import Checkpointer
 from rljax.training.loop import Parts, Progress, Row, batch_shape, load_host_state, train
@@ -45,11 +45,6 @@ from rljax.training.state import TrainState, abstract_state, create_state
 from rljax.training.step import TrainStep
 
 PROG = "python -m rljax.train"
-# Settings with which a run may be continued though they were others before: they change no row's meaning.
-MAY_DIFFER = (
-    *("run.steps", "run.dir", "run.resume", "mesh.", "eval.every", "checkpoint.", "model.path"),
-    *("rollout.urls", "rollout.transfer_dir", "rollout.server_wait_s"),
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,19 +58,18 @@ def main(argv: Sequence[str]) -> int:
         check_fit(config, policy, tokenizer, mesh)
         prepare_directory(config, run_dir)
         engine = make_engine(config, policy, mesh)
-    (run_dir / "config.yaml").write_text(config_to_yaml(config))
-    checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
-    first_step = (checkpointer.latest_step() or 0) + 1
-    recorder = Recorder(run_dir, config.run.steps, first_step=first_step)
     stop = StopRequest()
-    try:
-        parts, state, progress = build(config, policy, tokenizer, mesh, engine, recorder, checkpointer)
+    with contextlib.ExitStack() as stack:
+        stack.callback(engine.close)
+        checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
+        stack.callback(checkpointer.close)
+        parts = build(config, policy, tokenizer, mesh, engine, checkpointer)
+        state, progress = starting_point(parts, policy, mesh)
+        recorder = open_recorder(run_dir, config.run.steps, progress.step + 1)
+        stack.callback(recorder.close)
+        (run_dir / "config.yaml").write_text(config_to_yaml(config))
         with stop:
-            train(parts, state, progress, stop.requested, last_row(run_dir))
-    finally:
-        recorder.close()
-        engine.close()
-        checkpointer.close()
+            train(parts, state, progress, recorder.write, stop.requested, last_row(run_dir))
     finish(run_dir)
     if stop.signal is not None:
         print(f"stopped after step {progress.step}, saved; the same command goes on from there", file=sys.stderr)
@@ -94,49 +88,16 @@ def check_fit(config: Config, policy: PolicyConfig, tokenizer: Tokenizer, mesh: 
             f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} is longer than the "
             f"model's max_position_embeddings = {policy.max_position_embeddings}"
         )
+    problems = [*training_problems(config.data), *held_problems(config.data)]
+    longest = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
+    if longest > config.data.max_prompt_tokens:
+        raise ValueError(f"data.max_prompt_tokens = {config.data.max_prompt_tokens}, but a prompt has {longest} tokens")
     if config.packing.rows_per_micro_batch % mesh.shape["fsdp"]:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
             f"{mesh.shape['fsdp']} ways that the mesh splits rows (mesh.fsdp)"
         )
     batch_shape(config)
-
-
-def prepare_directory(config: Config, run_dir: Path) -> None:
-    """Makes the run directory, or takes over the run of another (``run.resume`` is its path)."""
-    holds_run = (run_dir / "metrics.jsonl").exists() or (run_dir / "checkpoints").exists()
-    if config.run.resume == "never" and holds_run:
-        raise ConfigError(f"run.resume: {run_dir} already holds a run, and run.resume = never; choose another run.dir")
-    if config.run.resume == "auto" and (run_dir / "config.yaml").exists():
-        check_same_run(config, run_dir)
-    if config.run.resume not in ("auto", "never") and not holds_run:
-        source = Path(config.run.resume)
-        if not (source / "checkpoints").is_dir():
-            raise ConfigError(f"run.resume: {source} is not a run directory (auto, never, or the path of one)")
-        run_dir.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source / "checkpoints", run_dir / "checkpoints")
-        shutil.copyfile(source / "metrics.jsonl", run_dir / "metrics.jsonl")
-    run_dir.mkdir(parents=True, exist_ok=True)
-
-
-def check_same_run(config: Config, run_dir: Path) -> None:
-    """Raises ConfigError when the run in ``run_dir`` had settings that would make its later rows another run's."""
-    recorded = load_config(Config, [str(run_dir / "config.yaml")], prog=PROG, description="")
-    old, new = flat_settings(recorded), flat_settings(config)
-    differing = [key for key in new if new[key] != old[key] and not key.startswith(MAY_DIFFER)]
-    if differing:
-        changes = ", ".join(f"{key} ({old[key]} there, {new[key]} now)" for key in differing)
-        raise ConfigError(f"{run_dir} holds a run with other settings: {changes}; give another run.dir")
-
-
-def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of a nested dataclass."""
-    settings: dict[str, Any] = {}
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        nested = dataclasses.is_dataclass(value)
-        settings |= flat_settings(value, f"{prefix}{field.name}.") if nested else {prefix + field.name: value}
-    return settings
 
 
 def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh) -> RolloutEngine:
@@ -159,17 +120,19 @@ def build(
     tokenizer: Tokenizer,
     mesh: Mesh,
     engine: RolloutEngine,
-    recorder: Recorder,
     checkpointer: Checkpointer,
-) -> tuple[Parts, TrainState, Progress]:
-    """The parts, and the state to go on from: the newest checkpoint's, or the model's at step 0."""
-    tx = make_optimizer(config.optimizer)
-    dynamic = config.precision.compute_dtype == "float16"
+) -> Parts:
+    """The parts of a run at its first step."""
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
-    parts = Parts(
+    tx = make_optimizer(config.optimizer)
+    with caller_errors():
+        stream = PromptStream(training_problems(config.data), config.data.batch_size, config.run.seed)
+    return Parts(
         config=config,
+        policy=policy,
+        tx=tx,
         engine=engine,
-        stream=PromptStream(training_problems(config.data), config.data.batch_size, config.run.seed),
+        stream=stream,
         tokenizer=tokenizer,
         reward=addition_reward,
         evaluate=make_evaluation(config, engine, tokenizer, stops),
@@ -184,18 +147,34 @@ def build(
             temperature=config.rollout.temperature,
         ),
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
-        recorder=recorder,
         checkpointer=checkpointer,
         stop_token_ids=stops,
     )
-    latest = checkpointer.latest_step()
-    if latest is not None:
-        state, host = checkpointer.restore(latest, abstract_state(policy, tx, mesh, dynamic_scale=dynamic))
+
+
+def starting_point(parts: Parts, policy: PolicyConfig, mesh: Mesh) -> tuple[TrainState, Progress]:
+    """The newest checkpoint's state, the parts put where it was taken; or the model's at step 0."""
+    dynamic = parts.config.precision.compute_dtype == "float16"
+    latest = parts.checkpointer.latest_step()
+    if latest is None:
         with caller_errors():
-            return parts, state, load_host_state(parts, host)
+            params = load_params(parts.config.model.path, policy, param_shardings(policy, mesh))
+        return create_state(params, policy, parts.tx, mesh, dynamic_scale=dynamic), Progress()
+    wanted = abstract_state(policy, parts.tx, mesh, dynamic_scale=dynamic)
+    try:
+        state, host = parts.checkpointer.restore(latest, wanted)
+    except RuntimeError as error:
+        raise ConfigError(error) from error
     with caller_errors():
-        params = load_params(config.model.path, policy, param_shardings(policy, mesh))
-    return parts, create_state(params, policy, tx, mesh, dynamic_scale=dynamic), Progress()
+        return state, load_host_state(parts, host)
+
+
+def open_recorder(run_dir: Path, steps: int, first_step: int) -> Recorder:
+    """The record from ``first_step`` on. Raises ConfigError when the rows before it are gone."""
+    try:
+        return Recorder(run_dir, steps, first_step=first_step)
+    except RuntimeError as error:
+        raise ConfigError(error) from error
 
 
 def make_evaluation(

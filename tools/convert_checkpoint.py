@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(Config, [str(arguments.run / "config.yaml")], prog="convert_checkpoint", description="")
     with caller_errors():
         policy = read_config(config.model.path)
-    checkpointer = Checkpointer(arguments.run / "checkpoints", keep=config.checkpoint.keep)
+    if not (arguments.run / "checkpoints").is_dir():
+        raise ConfigError(f"{arguments.run} has no checkpoints")
+    checkpointer = Checkpointer(arguments.run / "checkpoints", read_only=True)
     step = checkpointer.latest_step() if arguments.step is None else arguments.step
     if step is None or step not in checkpointer.all_steps():
         raise ConfigError(f"no checkpoint of step {step} in {arguments.run}; there are {checkpointer.all_steps()}")

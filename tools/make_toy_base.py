@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,9 +90,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"{out} is already there (use --overwrite to fit it again)")
         return 0
     params = fit(arguments.config)
-    save_params(out, params, policy_config())
-    build_tokenizer().save(out)
-    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": policy_config().eos_token_id}))
+    # Whole or not at all: what is interrupted leaves no directory that looks like a model.
+    partial = out.with_name(out.name + ".partial")
+    save_params(partial, params, policy_config())
+    build_tokenizer().save(partial)
+    (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": policy_config().eos_token_id}))
+    if out.exists():
+        shutil.rmtree(out)
+    partial.rename(out)
     print(f"wrote {out}")
     return 0
 

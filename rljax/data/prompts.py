@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,8 @@ import grain
 from rljax.data.toy import HELD_OUT, AdditionProblems
 
 Problem = dict[str, str]
+# (problem, decoded response, truncated) -> reward
+Reward = Callable[[Problem, str, bool], float]
 
 
 @dataclass(frozen=True)

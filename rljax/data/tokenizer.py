@@ -45,7 +45,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Reads the tokenizer of an HF directory. Raises ValueError when there is none."""
     if not (Path(directory) / "tokenizer.json").is_file():
         raise ValueError(f"no tokenizer at {directory}: tokenizer.json does not exist")
-    return Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory))
+    try:
+        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory))
+    except Exception as error:  # the tokenizers library raises plain Exception on a file it cannot parse
+        raise ValueError(f"the tokenizer at {directory} cannot be read: {error}") from error
 
 
 def wrap_tokenizer(tokenizer: tokenizers.Tokenizer, *, eos_token: str, pad_token: str) -> Tokenizer:

@@ -105,6 +105,8 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
       ValueError: a model type or a feature (attention bias, sliding window, scaled RoPE, another activation) that this
         policy does not compute, or a missing size; the message names the key and its value.
     """
+    if not isinstance(raw, dict):
+        raise ValueError(f"expected an object, got {type(raw).__name__}")
     if raw.get("model_type") != "qwen3":
         raise ValueError(f"model_type must be 'qwen3', got {raw.get('model_type')!r}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}

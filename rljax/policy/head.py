@@ -134,7 +134,7 @@ def token_logprobs(
       temperature: logits are divided by it first; positive.
       dtype: compute the products in this dtype (``lm_head_dtype``); None keeps that of the inputs. Accumulation is
         float32 either way.
-      max_chunk: most vocabulary rows whose logits exist at once.
+      max_chunk: most vocabulary rows whose logits exist at once, on each shard of the vocabulary.
 
     Raises:
       ValueError: temperature not positive.
@@ -144,7 +144,7 @@ def token_logprobs(
     dtype = dtype or hidden.dtype
     flat = hidden.reshape(-1, hidden.shape[-1]).astype(dtype)
     shards = vocabulary_shards(table.shape[0])
-    chunks = vocabulary_chunks(table.shape[0] // shards, max(max_chunk // shards, 1))
+    chunks = vocabulary_chunks(table.shape[0] // shards, max_chunk)
     walk = (float(temperature), chunks, shards)
     logprobs, entropy = _token_logprobs(flat, table.astype(dtype), targets.reshape(-1), *walk)
     return logprobs.reshape(targets.shape), entropy.reshape(targets.shape)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rljax.policy.config import PolicyConfig, config_to_hf
@@ -111,7 +111,10 @@ def _read_leaf(sources: list[_Source], layout: str, shape: tuple[int, ...], stac
 def _open_sources(directory: Path) -> dict[str, _Source]:
     index_path = directory / INDEX_NAME
     if index_path.is_file():
-        files = sorted(set(json.loads(index_path.read_text())["weight_map"].values()))
+        weight_map = json.loads(index_path.read_text()).get("weight_map")
+        if not weight_map:
+            raise ValueError(f"{index_path} has no weight_map")
+        files = sorted(set(weight_map.values()))
     elif (directory / SINGLE_NAME).is_file():
         files = [SINGLE_NAME]
     else:
@@ -120,7 +123,10 @@ def _open_sources(directory: Path) -> dict[str, _Source]:
     for name in files:
         if not (directory / name).is_file():
             raise ValueError(f"{index_path} names {name}, which is not there")
-        handle = safe_open(directory / name, framework="numpy")
+        try:
+            handle = safe_open(directory / name, framework="numpy")
+        except SafetensorError as error:
+            raise ValueError(f"{directory / name} cannot be read: {error}") from error
         for key in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
             part = handle.get_slice(key)
             sources[key] = _Source(tuple(part.get_shape()), part.__getitem__)

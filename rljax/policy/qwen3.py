@@ -53,7 +53,9 @@ def rotary_tables(
     positions: Int[Array, "b t"], head_dim: int, theta: float
 ) -> tuple[Float[Array, "b t k"], Float[Array, "b t k"]]:
     """Float32 cosines and sines of the rotary embedding, the half-split form of transformers."""
-    frequencies = jnp.asarray(theta ** (-np.arange(0, head_dim, 2) / head_dim), jnp.float32)
+    # In float32 as transformers has them: a last bit of a frequency is a position's worth of angle at long range.
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = jnp.asarray(np.float32(1.0) / np.float32(theta) ** exponents)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles), jnp.sin(angles)
@@ -186,10 +188,28 @@ def lm_head_table(params: Params) -> Float[Array, "v d"]:
     return params["lm_head"] if "lm_head" in params else params["embed"]
 
 
+@jax.custom_vjp
+def _rows(table: Array, tokens: Array) -> Array:
+    return table[tokens]
+
+
+def _rows_fwd(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    # An empty slice carries the table's width and dtype to the backward pass.
+    return table[tokens], (tokens, table[:, :0])
+
+
+def _rows_bwd(saved: tuple[Array, Array], d_rows: Array) -> tuple[Array, None]:
+    tokens, empty = saved
+    d_table = jnp.zeros((empty.shape[0], d_rows.shape[-1]), jnp.float32).at[tokens].add(d_rows.astype(jnp.float32))
+    return constrain(d_table, "vocab", "embed").astype(empty.dtype), None
+
+
+_rows.defvjp(_rows_fwd, _rows_bwd)
+
+
 def embed_tokens(params: Params, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
     """Rows of the table in its dtype; their gradient is summed in float32."""
-    table = constrain(params["embed"], None, None)
-    return table.astype(jnp.float32)[tokens].astype(table.dtype)
+    return _rows(constrain(params["embed"], None, None), tokens)
 
 
 def run_blocks(

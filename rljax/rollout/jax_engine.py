@@ -193,9 +193,14 @@ class JaxEngine:
         """See RolloutEngine. All responses land together."""
         if self._params is None:
             raise RuntimeError("no policy was published to the embedded engine yet")
-        longest = max(len(prompt) for prompt in prompts)
-        if longest > self._width:
-            raise ValueError(f"a prompt has {longest} tokens, more than max_prompt_tokens = {self._width}")
+        for prompt in prompts:
+            if not 1 <= len(prompt) <= self._width:
+                raise ValueError(f"a prompt has {len(prompt)} tokens, expected 1 to max_prompt_tokens = {self._width}")
+        return self._responses(self._params, prompts, n, sampling, seed)
+
+    def _responses(
+        self, params: Params, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[Response]:
         greedy = sampling.temperature == 0.0
         shape = _Shape(
             len(prompts), n, self._width, sampling.max_response_tokens, greedy, max(len(sampling.stop_token_ids), 1)
@@ -209,7 +214,7 @@ class JaxEngine:
         temperature = np.float32(1.0 if greedy else sampling.temperature)
         start = time.perf_counter()
         with jax.set_mesh(self._mesh):
-            result = self._function(shape)(self._params, padded, lengths, stops, temperature, np.uint32(seed))
+            result = self._function(shape)(params, padded, lengths, stops, temperature, np.uint32(seed))
         tokens, logprobs, counts, done = jax.device_get(result)
         self._add("time/generate_s", time.perf_counter() - start)
         for row, count in enumerate(counts):

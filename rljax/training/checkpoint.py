@@ -33,11 +33,17 @@ class CheckpointConfig:
 class Checkpointer:
     """Saves and restores the device state and a small JSON of host state, both or neither."""
 
-    def __init__(self, directory: str | Path, *, keep: int = 2):
-        """Opens ``directory``, made when missing."""
+    def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False):
+        """Opens ``directory``; unless ``read_only`` it is made when missing and rid of saves that were cut short."""
         self._manager = ocp.CheckpointManager(
             Path(directory).absolute(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=None if read_only else keep,
+                enable_async_checkpointing=not read_only,
+                cleanup_tmp_directories=not read_only,
+                create=not read_only,
+                read_only=read_only,
+            ),
         )
 
     def latest_step(self) -> int | None:

@@ -18,19 +18,25 @@ loop knows neither which engine it talks to nor where its metrics go.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from rljax.algorithms.advantages import groups_with_signal, rloo
 from rljax.config import Config
-from rljax.data.prompts import Problem, PromptStream
+from rljax.config_loader import ConfigError
+from rljax.data.prompts import Problem, PromptStream, Reward
 from rljax.data.tokenizer import Tokenizer
+from rljax.policy.config import PolicyConfig
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import Response, SamplingParams
 from rljax.training.checkpoint import Checkpointer
@@ -43,27 +49,20 @@ GRAD_NORM_EMA_DECAY = 0.9
 Row = dict[str, Any]
 
 
-class RowSink(Protocol):
-    """Where a step's row goes."""
-
-    def write(self, row: Row) -> None:
-        """Takes one row a step, in order."""
-        ...
-
-
 @dataclass
 class Parts:
     """What a run is made of; built by ``rljax.train``."""
 
     config: Config
+    policy: PolicyConfig
+    tx: optax.GradientTransformation
     engine: RolloutEngine
     stream: PromptStream
     tokenizer: Tokenizer
-    reward: Callable[[Problem, str, bool], float]
+    reward: Reward
     evaluate: Callable[[], Row] | None
     step: TrainStep
     controller: RateController
-    recorder: RowSink
     checkpointer: Checkpointer
     stop_token_ids: tuple[int, ...]
 
@@ -176,8 +175,22 @@ def pack_batch(config: Config, sequences: Sequence[TrainSequence]) -> PackedBatc
     return pack(sequences, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro)
 
 
-def _is_due(every: int, step: int, last: int) -> bool:
-    return every > 0 and (step % every == 0 or step == last)
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def watched_value(metric: str, row: Row, last_row: Row) -> float:
+    """The value for the surge tracker: this step's, else the last step's; not a number at step 1 and on gaps.
+
+    Raises:
+      ConfigError: after step 1, a metric that no row has.
+    """
+    if metric not in row and last_row and metric not in last_row:
+        close = difflib.get_close_matches(metric, last_row, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"schedule.metric: no row has a metric {metric!r}{hint}")
+    value = row.get(metric, last_row.get(metric))
+    return float("nan") if value is None else float(value)
 
 
 def one_step(parts: Parts, state: TrainState, progress: Progress, last_row: Row) -> tuple[TrainState, Row]:
@@ -188,10 +201,8 @@ def one_step(parts: Parts, state: TrainState, progress: Progress, last_row: Row)
         rollouts = roll_out(parts, step)
     row: Row = {"step": step} | rollout_row(rollouts, progress.policy_version)
     metric = config.schedule.metric
-    watched = row.get(metric, last_row.get(metric))
-    rate = parts.controller.step(
-        float("nan") if watched is None else watched, row["response_length/truncated_fraction"]
-    )
+    watched = watched_value(metric, row, last_row)
+    rate = parts.controller.step(watched, row["response_length/truncated_fraction"])
     sequences = training_sequences(rollouts)
     with timers.phase("pack"):
         batch = pack_batch(config, sequences)
@@ -205,14 +216,17 @@ def one_step(parts: Parts, state: TrainState, progress: Progress, last_row: Row)
     progress.step = step
     norm = device_row["optimizer/grad_norm"]
     ema = progress.grad_norm_ema
-    if np.isfinite(norm):
+    if has_loss and np.isfinite(norm):
         progress.grad_norm_ema = norm if ema is None else GRAD_NORM_EMA_DECAY * ema + (1 - GRAD_NORM_EMA_DECAY) * norm
     row |= device_row | parts.controller.metrics() | {"optimizer/grad_norm_ema": progress.grad_norm_ema}
-    if parts.evaluate is not None and _is_due(config.eval.every, step, config.run.steps):
+    row |= parts.engine.take_metrics()
+    if parts.evaluate is not None and (step == config.run.steps or _is_due(config.eval.every, step)):
         with timers.phase("eval"):
             row |= parts.evaluate()
+        # What the engine spent on it is in time/eval_s; the engine's own figures are of the rollouts.
+        parts.engine.take_metrics()
     response_tokens = sum(response.length for response in rollouts.all())
-    row |= parts.engine.take_metrics() | timers.row
+    row |= timers.row
     row["time/step_s"] = timers.total()
     row["perf/response_tokens_per_s"] = response_tokens / timers.row["time/rollout_s"]
     row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
@@ -227,12 +241,22 @@ def host_state(parts: Parts, progress: Progress) -> dict[str, Any]:
         "grad_norm_ema": progress.grad_norm_ema,
         "data": parts.stream.state_dict(),
         "schedule": parts.controller.state_dict(),
-        "seed": parts.config.run.seed,
+        "policy": policy_record(parts.policy),
     }
 
 
+def policy_record(policy: PolicyConfig) -> dict[str, Any]:
+    """The policy's shape as JSON has it."""
+    return json.loads(json.dumps(dataclasses.asdict(policy)))
+
+
 def load_host_state(parts: Parts, host: dict[str, Any]) -> Progress:
-    """Puts the parts where the checkpoint was taken."""
+    """Puts the parts where the checkpoint was taken. Raises ValueError when the policy was another function then."""
+    now = policy_record(parts.policy)
+    if differing := [
+        f"{key} ({host['policy'].get(key)} there, {now[key]} now)" for key in now if host["policy"].get(key) != now[key]
+    ]:
+        raise ValueError(f"the checkpoint is of another model than {parts.config.model.path}: {', '.join(differing)}")
     parts.stream.load_state_dict(host["data"])
     parts.controller.load_state_dict(host["schedule"])
     return Progress(int(host["step"]), int(host["policy_version"]), host["grad_norm_ema"])
@@ -242,6 +266,7 @@ def train(
     parts: Parts,
     state: TrainState,
     progress: Progress,
+    record: Callable[[Row], None],
     should_stop: Callable[[], bool] = lambda: False,
     last_row: Row | None = None,
 ) -> TrainState:
@@ -251,6 +276,7 @@ def train(
       parts: what the run is made of.
       state: device state at ``progress``; donated.
       progress: where the run stands; advanced in place.
+      record: takes each step's row, in order.
       should_stop: asked after each step.
       last_row: the row of step ``progress.step``, for a schedule that watches a metric of the step before.
 
@@ -263,13 +289,9 @@ def train(
     parts.engine.take_metrics()
     while progress.step < config.run.steps:
         state, row = one_step(parts, state, progress, row)
-        parts.recorder.write(row)
+        record(row)
         stopping = should_stop()
-        if (
-            stopping
-            or _is_due(config.checkpoint.every, progress.step, config.run.steps)
-            or (progress.step == config.run.steps)
-        ):
+        if stopping or progress.step == config.run.steps or _is_due(config.checkpoint.every, progress.step):
             parts.checkpointer.save(progress.step, state, host_state(parts, progress))
         if stopping:
             break

@@ -14,7 +14,8 @@ class PackingConfig:
     """The one shape the training step is compiled for.
 
     Attributes:
-      row_tokens: tokens of a row; 0 means the longest sequence that can occur, rounded up to a multiple of 64.
+      row_tokens: tokens of a row; 0 means the longest sequence that can occur, rounded up to a multiple of 64, or of
+        1024 above that (attention goes through long rows in chunks of 1024 queries).
       rows_per_micro_batch: rows of a micro-batch; a multiple of the mesh's fsdp size.
     """
 
@@ -30,7 +31,8 @@ class PackingConfig:
     def resolve_row_tokens(self, max_sequence_tokens: int) -> int:
         """Row length in tokens. Raises ValueError when a sequence of ``max_sequence_tokens`` would not fit."""
         if self.row_tokens == 0:
-            return -(-max_sequence_tokens // 64) * 64
+            multiple = 64 if max_sequence_tokens <= 1024 else 1024
+            return -(-max_sequence_tokens // multiple) * multiple
         if self.row_tokens < max_sequence_tokens:
             raise ValueError(
                 f"row_tokens = {self.row_tokens} is shorter than the longest possible sequence, "

@@ -129,6 +129,8 @@ class ScheduledRate:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See RateController."""
+        if set(state) != {"count", "tracker"}:
+            raise ValueError(f"not the state of a scheduled rate: {sorted(state)}")
         self._count = int(state["count"])
         self._tracker.load_state_dict(state["tracker"])
 

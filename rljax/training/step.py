@@ -254,7 +254,9 @@ def _update(
 
     applied = apply_update & finite
     params, opt_state = jax.lax.cond(applied, update, lambda p, s: (p, s), state.params, opt_state)
-    loss_scale = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
+    # A batch without loss has zero gradients, which say nothing about the scale.
+    adjusted = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
+    loss_scale = jax.tree.map(lambda new, old: jnp.where(apply_update, new, old), adjusted, state.loss_scale)
     return TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1)), grad_norm
 
 

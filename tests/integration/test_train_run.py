@@ -1,10 +1,12 @@
 """Whole runs of ``python -m rljax.train`` as a person starts, kills and resumes them."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from toy_runs import ROOT, TIMEOUT, command, comparable, complete, start, wait_for_rows
@@ -13,13 +15,19 @@ from rljax.config import Config
 from rljax.config_loader import load_config
 from rljax.data.toy import policy_config
 from rljax.policy.config import read_config
-from rljax.policy.qwen3 import init_params
+from rljax.policy.hf import load_params
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.training.checkpoint import Checkpointer
+from rljax.training.optimizer import OptimizerConfig, make_optimizer
+from rljax.training.state import abstract_state
 
 STEPS = 8
 SMALL = [
     *("--data.batch-size", "8", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "4"),
     *("--run.steps", str(STEPS), "--eval.every", "3", "--checkpoint.every", "2"),
-    *("--optimizer.learning-rate", "1e-3", "--schedule.surge.warmup", "7", "--schedule.surge.window", "30"),
+    # A tracker that calls at once, so that a call made, a period set and a rate decayed are all resumed.
+    *("--optimizer.learning-rate", "1e-3", "--schedule.surge.ratio", "1.01", "--schedule.surge.held-ratio", "0.5"),
+    *("--schedule.surge.smooth", "1", "--schedule.surge.persistence", "1", "--schedule.surge.warmup", "2"),
 ]
 
 
@@ -43,8 +51,9 @@ def test_rows_are_complete_and_finite(uninterrupted):
         assert 0 < row["mismatch/log_ppl_abs_diff"] < 0.05
         assert row["rollout/policy_version"] == row["step"] - 1
         assert row["rollout/staleness"] == 0.0
-        assert row["schedule/learning_rate"] == np.float32(1e-3)
         assert ("eval/toy/accuracy" in row) == (row["step"] in (3, 6, 8))
+    assert 2 <= rows[-1]["schedule/surge_step"] <= 4
+    assert rows[-1]["schedule/learning_rate"] < rows[0]["schedule/learning_rate"] == np.float32(1e-3)
     # Else resuming would be tested without an optimizer state to lose.
     assert all(row["optimizer/grad_norm"] > 0 for row in rows)
     assert rows[-1]["optimizer/skipped_updates"] == 0
@@ -123,37 +132,61 @@ def test_another_run_is_continued_by_its_path(uninterrupted, toy_base, cache, tm
         (["--optimizer.learning-rate", "-1"], "optimizer.learning_rate must be positive and finite, got -1.0"),
         (["--rollout.group-size", "1"], "group_size must be at least 2"),
         (["--schedule.kind", "wrong"], "length_triggered"),
+        (["--data.max-prompt-tokens", "4"], "data.max_prompt_tokens = 4, but a prompt has 8 tokens"),
+        (
+            ["--data.batch-size", "30000", "--run.dir", "{new}"],
+            "a batch takes 30000 problems, but there are only 20000",
+        ),
+        (["--run.resume", "nowhere", "--run.dir", "{new}"], "run.resume: nowhere holds no checkpoint"),
+        (["--model.path", "{truncated}", "--run.dir", "{new}"], "model.safetensors cannot be read"),
+        (["--model.path", "{other}"], "the checkpoint is of another model than"),
         (["--rollout.temperature", "0.9"], "other settings: rollout.temperature (1.0 there, 0.9 now)"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_lost(extra, message, uninterrupted, toy_base, cache):
+def test_bad_input_is_one_line_and_nothing_is_lost(extra, message, uninterrupted, toy_base, cache, tmp_path):
+    places = {"new": tmp_path / "new", "truncated": tmp_path / "truncated", "other": tmp_path / "other"}
+    for name in ("truncated", "other"):
+        shutil.copytree(toy_base, places[name])
+    (places["truncated"] / "model.safetensors").write_bytes(b"cut short")
+    changed = json.loads((toy_base / "config.json").read_text())
+    changed["rope_parameters"]["rope_theta"] = changed["rope_theta"] = 5.0
+    (places["other"] / "config.json").write_text(json.dumps(changed))
     before = comparable(uninterrupted)
-    code, output = complete(small(toy_base, uninterrupted, *extra), cache)
-    assert code == 2
+    code, output = complete(small(toy_base, uninterrupted, *(word.format(**places) for word in extra)), cache)
+    assert code == 2, output
     assert len(output.strip().splitlines()) == 1
     assert output.startswith("error: ")
     assert message in output
     assert comparable(uninterrupted) == before
+    assert not (places["new"] / "config.yaml").exists()
 
 
-def test_exported_checkpoint_is_the_trained_policy(uninterrupted, toy_base, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    for dtype in ("float32", "bfloat16"):
-        arguments = [str(ROOT / "tools/convert_checkpoint.py"), str(uninterrupted), str(tmp_path / dtype)]
-        done = subprocess.run(
-            [sys.executable, *arguments, "--dtype", dtype], capture_output=True, text=True, timeout=TIMEOUT, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert f"wrote step {STEPS}" in done.stdout
-    assert read_config(tmp_path / "float32") == policy_config()
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "float32")
-    fresh = init_params(policy_config(), 1)["embed"]
-    assert not np.array_equal(model.get_input_embeddings().weight.detach().numpy(), np.asarray(fresh))
-    ids = tokenizer(["123+456="], return_tensors="pt")["input_ids"]
-    answer = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=36)[0])
-    assert answer.startswith("123+456=")
+def test_a_misspelt_metric_ends_the_run_at_its_second_step(toy_base, cache, tmp_path):
+    code, output = complete(small(toy_base, tmp_path / "x", "--schedule.metric", "response_lenght/mean"), cache)
+    assert code == 2
+    assert output.strip().splitlines()[-1] == (
+        "error: schedule.metric: no row has a metric 'response_lenght/mean'; did you mean response_length/mean?"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_exported_checkpoint_is_the_trained_policy(dtype, uninterrupted, toy_base, tmp_path):
+    arguments = [str(ROOT / "tools/convert_checkpoint.py"), str(uninterrupted), str(tmp_path), "--dtype", dtype]
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"wrote step {STEPS}" in done.stdout
+    policy = read_config(tmp_path)
+    assert policy == policy_config()
+    checkpointer = Checkpointer(uninterrupted / "checkpoints", read_only=True)
+    mesh = make_mesh(MeshConfig(4, 2))
+    wanted = abstract_state(policy, make_optimizer(OptimizerConfig()), mesh, dynamic_scale=False)
+    state, _ = checkpointer.restore(STEPS, wanted)
+    exported = load_params(tmp_path, policy)
+    expected = jax.tree.map(lambda p: np.asarray(p.astype(dtype), np.float32), state.params)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(exported), expected)
+    assert jax.tree.leaves(state.params)[0].sharding.mesh == mesh
+    assert not np.array_equal(exported["embed"], load_params(toy_base, policy)["embed"])
+    assert (tmp_path / "tokenizer.json").exists()
 
 
 def test_missing_checkpoint_is_named(uninterrupted, tmp_path):

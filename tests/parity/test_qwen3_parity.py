@@ -10,8 +10,9 @@ import pytest
 
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import INDEX_NAME, load_params, save_params
-from rljax.policy.qwen3 import hidden_states, init_params, lm_head_table
+from rljax.policy.qwen3 import hidden_states, init_params, lm_head_table, param_shardings
 from rljax.policy.score import make_scorer
+from rljax.sharding import MeshConfig, make_mesh
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -138,3 +139,24 @@ def test_logprobs_are_of_the_token_itself_and_start_at_zero(tmp_path):
         reference = torch.log_softmax(torch.tensor(torch_logits(model, sequence[None])[0]), -1).numpy()
         expected = [0.0] + [reference[t - 1, sequence[t]] for t in range(1, len(sequence))]
         np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_long_rows_keep_their_positions(tmp_path):
+    """4096 tokens: rotary frequencies must be transformers' to the last bit."""
+    model = hf_model(SHAPES[0])
+    model.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    tokens = np.random.default_rng(1).integers(0, 16, (1, 4096))
+    ours = jax_logits(load_params(tmp_path, config), config, tokens)
+    np.testing.assert_allclose(ours, torch_logits(model, tokens), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("fsdp", "tp"), [(8, 1), (4, 2), (1, 8)])
+def test_loading_onto_a_mesh_reads_the_same_values(fsdp, tp, tmp_path):
+    config = small_config(tie_word_embeddings=False)
+    params = init_params(config, 3)
+    save_params(tmp_path, params, config, max_shard_bytes=9_000)
+    mesh = make_mesh(MeshConfig(fsdp, tp))
+    loaded = load_params(tmp_path, config, param_shardings(config, mesh))
+    assert loaded["layers"]["mlp"]["gate"].sharding.mesh == mesh
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), jax.device_get(params))

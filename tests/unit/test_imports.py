@@ -40,6 +40,7 @@ LEVELS = {
     "config_loader": 5,
     "config_values": 5,
     "report_figure": 5,
+    "run_directory": 6,
     "training.loop": 6,
     "evaluate": 6,
     "train": 7,

@@ -129,7 +129,8 @@ def test_sharded_engine_draws_valid_responses():
 def test_misuse_is_refused():
     engine = JaxEngine(CONFIG, jnp.float32, 6, mesh=make_mesh(MeshConfig(1, 1)))
     with pytest.raises(RuntimeError, match="no policy was published"):
-        next(engine.generate(PROMPTS, 1, SamplingParams(4), seed=0))
+        engine.generate(PROMPTS, 1, SamplingParams(4), seed=0)
     engine, _ = make()
-    with pytest.raises(ValueError, match="a prompt has 7 tokens, more than max_prompt_tokens = 6"):
-        next(engine.generate([np.arange(7)], 1, SamplingParams(4), seed=0))
+    for length in (0, 7):
+        with pytest.raises(ValueError, match=f"a prompt has {length} tokens, expected 1 to max_prompt_tokens = 6"):
+            engine.generate([np.arange(length)], 1, SamplingParams(4), seed=0)
