@@ -1,12 +1,13 @@
 """Hugging Face safetensors directories to the policy's pytree and back.
 
 One table says which HF tensor each leaf comes from and how it is laid out. Loading reads only the slices that this
-process' devices hold; saving and publishing walk the tensors one at a time.
+process' devices hold; publishing walks the tensors one at a time, saving holds one file's worth.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -199,6 +200,30 @@ def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tup
             yield name, _to_hf(array, layout)
 
 
+def _sizes(config: PolicyConfig) -> Iterator[tuple[str, int]]:
+    """(HF name, elements) in the order of ``hf_tensors``."""
+    for path, leaf in _paths(config).items():
+        names = _leaf_names(path, config)
+        yield from ((name, leaf.size // len(names)) for name in names)
+
+
+def _total_bytes(config: PolicyConfig, dtype: Any) -> int:
+    return sum(size for _, size in _sizes(config)) * jnp.dtype(dtype).itemsize
+
+
+def _shard_plan(config: PolicyConfig, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
+    """Names of the tensors of each file; a tensor larger than a file has one of its own."""
+    plan: list[list[str]] = [[]]
+    room = max_shard_bytes
+    for name, size in _sizes(config):
+        if plan[-1] and size * itemsize > room:
+            plan.append([])
+            room = max_shard_bytes
+        plan[-1].append(name)
+        room -= size * itemsize
+    return plan
+
+
 def save_params(
     directory: str | Path,
     params: Params,
@@ -220,24 +245,23 @@ def save_params(
     """
     out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, np.ndarray]] = [{}]
-    sizes = [0]
-    for name, array in hf_tensors(params, config, dtype):
-        if shards[-1] and sizes[-1] + array.nbytes > max_shard_bytes:
-            shards.append({})
-            sizes.append(0)
-        shards[-1][name] = array
-        sizes[-1] += array.nbytes
-    for stale in [*out.glob("model*.safetensors"), out / INDEX_NAME]:
-        stale.unlink(missing_ok=True)
+    stale = {*out.glob("model*.safetensors"), out / INDEX_NAME}
+    plan = _shard_plan(config, jnp.dtype(dtype).itemsize, max_shard_bytes)
+    tensors = hf_tensors(params, config, dtype)
     weight_map = {}
-    for i, shard in enumerate(shards):
-        file = SINGLE_NAME if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, out / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    for i, names in enumerate(plan):
+        file = SINGLE_NAME if len(plan) == 1 else f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors"
+        # Under another name first: an interrupted save leaves the old file or the new, whole.
+        save_file(dict(itertools.islice(tensors, len(names))), out / (file + ".partial"), metadata={"format": "pt"})
+        (out / (file + ".partial")).rename(out / file)
+        stale.discard(out / file)
+        weight_map.update(dict.fromkeys(names, file))
+    if len(plan) > 1:
+        index = {"metadata": {"total_size": _total_bytes(config, dtype)}, "weight_map": weight_map}
         (out / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
+        stale.discard(out / INDEX_NAME)
+    for path in stale:
+        path.unlink(missing_ok=True)
     (out / "config.json").write_text(json.dumps(config_to_hf(config, jnp.dtype(dtype).name), indent=2))
     if side_files_from is not None and Path(side_files_from).resolve() != out.resolve():
         for side in _SIDE_FILES:

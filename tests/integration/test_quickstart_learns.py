@@ -1,5 +1,6 @@
 """The quickstart, whole: reward rises because responses lengthen, the surge is called, the rate decays on schedule."""
 
+import json
 import math
 import subprocess
 import sys
@@ -38,6 +39,13 @@ def crossing(rows):
     """1-based step at which the 5-step mean length is three times that of the first ten steps."""
     means = five_step_means(rows)
     return int(np.argmax(means >= 3 * means[9])) + 1
+
+
+def test_the_checking_tool_agrees(finished):
+    tool = [sys.executable, str(ROOT / "tools/check_quickstart.py"), str(finished)]
+    done = subprocess.run(tool, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.strip().endswith("PASS")
 
 
 def test_reward_rises_by_far(rows):
@@ -86,3 +94,6 @@ def test_exported_policy_answers_as_the_evaluation_says(finished, rows, tmp_path
     texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
     score = np.mean([addition_reward(p, text, False) for p, text in zip(problems, texts, strict=True)])
     assert abs(score - rows[-1]["eval/toy/accuracy"]) <= 0.02
+    alone = [sys.executable, "-m", "rljax.evaluate", "--path", str(tmp_path)]
+    printed = subprocess.run(alone, check=True, timeout=TIMEOUT, capture_output=True, text=True).stdout
+    assert abs(json.loads(printed)["accuracy"] - score) <= 0.02
