@@ -34,7 +34,10 @@ class Checkpointer:
     """Saves and restores the device state and a small JSON of host state, both or neither."""
 
     def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False):
-        """Opens ``directory``; unless ``read_only`` it is made when missing and rid of saves that were cut short."""
+        """Opens ``directory``; unless ``read_only`` it is made when missing and rid of saves that were cut short.
+
+        With ``read_only`` nothing in it is changed; ``save`` must not be called.
+        """
         self._manager = ocp.CheckpointManager(
             Path(directory).absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -42,7 +45,6 @@ class Checkpointer:
                 enable_async_checkpointing=not read_only,
                 cleanup_tmp_directories=not read_only,
                 create=not read_only,
-                read_only=read_only,
             ),
         )
 

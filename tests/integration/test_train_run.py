@@ -26,7 +26,7 @@ SMALL = [
     *("--data.batch-size", "8", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "4"),
     *("--run.steps", str(STEPS), "--eval.every", "3", "--checkpoint.every", "2"),
     # A tracker that calls at once, so that a call made, a period set and a rate decayed are all resumed.
-    *("--optimizer.learning-rate", "1e-3", "--schedule.surge.ratio", "1.01", "--schedule.surge.held-ratio", "0.5"),
+    *("--optimizer.learning-rate", "2e-4", "--schedule.surge.ratio", "1.01", "--schedule.surge.held-ratio", "0.5"),
     *("--schedule.surge.smooth", "1", "--schedule.surge.persistence", "1", "--schedule.surge.warmup", "2"),
 ]
 
@@ -53,7 +53,7 @@ def test_rows_are_complete_and_finite(uninterrupted):
         assert row["rollout/staleness"] == 0.0
         assert ("eval/toy/accuracy" in row) == (row["step"] in (3, 6, 8))
     assert 2 <= rows[-1]["schedule/surge_step"] <= 4
-    assert rows[-1]["schedule/learning_rate"] < rows[0]["schedule/learning_rate"] == np.float32(1e-3)
+    assert rows[-1]["schedule/learning_rate"] < rows[0]["schedule/learning_rate"] == np.float32(2e-4)
     # Else resuming would be tested without an optimizer state to lose.
     assert all(row["optimizer/grad_norm"] > 0 for row in rows)
     assert rows[-1]["optimizer/skipped_updates"] == 0

@@ -63,7 +63,8 @@ def test_killed_in_mid_rollout_and_restarted(make_model, start_server, float32, 
     try:
         engine.publish(model.params, 0)
         engine.publish(params, 1)
-        stream = engine.generate(prompts, 8, SamplingParams(300), seed=0)
+        # More than the server runs at once: when the first land, others have yet to begin.
+        stream = engine.generate(prompts, 24, SamplingParams(300), seed=0)
         responses = [next(stream)]
         thread.start()
         responses += stream
@@ -73,7 +74,7 @@ def test_killed_in_mid_rollout_and_restarted(make_model, start_server, float32, 
         engine.close()
         for server in servers:
             server.stop()
-    assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == 40
+    assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == 120
     assert all(r.versions == (VersionSpan(1, 0, 300),) for r in responses)
     assert metrics["rollout/server_losses"] == metrics["rollout/servers_brought_back"] == 1
     assert metrics["rollout/retries"] > 0
