@@ -44,7 +44,7 @@ class ToyBaseConfig:
       seed: of the weights and the data.
     """
 
-    scratchpad_rate: float = 0.01
+    scratchpad_rate: float = 0.0125
     practice_rate: float = 0.5
     wrong_direct_rate: float = 0.85
     wrong_digit_rate: float = 0.1

@@ -27,7 +27,7 @@ def over_http(server, toy_base, run_dir, *options):
 def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy_base, cache, tmp_path):
     run_dir = tmp_path / "run"
     for steps in ("4", "6"):
-        options = [*FLOAT32, "--run.steps", steps, "--optimizer.learning-rate", "1e-3", "--eval.every", "0"]
+        options = [*FLOAT32, "--run.steps", steps, "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
         code, output = complete(over_http(server, toy_base, run_dir, *options), cache)
         assert code == 0, output
     rows = comparable(run_dir)
