@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
         stack.callback(checkpointer.close)
         parts = build(config, policy, tokenizer, mesh, engine, checkpointer)
-        state, progress = starting_point(parts, policy, mesh)
+        state, progress = starting_point(parts, mesh)
         recorder = open_recorder(run_dir, config.run.steps, progress.step + 1)
         stack.callback(recorder.close)
         (run_dir / "config.yaml").write_text(config_to_yaml(config))
@@ -152,9 +152,9 @@ def build(
     )
 
 
-def starting_point(parts: Parts, policy: PolicyConfig, mesh: Mesh) -> tuple[TrainState, Progress]:
+def starting_point(parts: Parts, mesh: Mesh) -> tuple[TrainState, Progress]:
     """The newest checkpoint's state, the parts put where it was taken; or the model's at step 0."""
-    dynamic = parts.config.precision.compute_dtype == "float16"
+    policy, dynamic = parts.policy, parts.config.precision.compute_dtype == "float16"
     latest = parts.checkpointer.latest_step()
     if latest is None:
         with caller_errors():

@@ -34,7 +34,7 @@ import optax
 from rljax.algorithms.advantages import groups_with_signal, rloo
 from rljax.config import Config
 from rljax.config_loader import ConfigError
-from rljax.data.prompts import Problem, PromptStream, Reward
+from rljax.data.prompts import PromptStream, Reward
 from rljax.data.tokenizer import Tokenizer
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.engine import RolloutEngine
@@ -80,7 +80,6 @@ class Progress:
 class Rollouts:
     """The responses of a step, [b][g]."""
 
-    problems: list[Problem]
     prompts: list[np.ndarray]
     responses: list[list[Response]]
     rewards: np.ndarray  # float32 [b, g]
@@ -130,7 +129,7 @@ def roll_out(parts: Parts, step: int) -> Rollouts:
     landed = [[response for response in group if response is not None] for group in slots]
     if any(len(group) != n for group in landed):
         raise RuntimeError(f"the engine returned {sum(map(len, landed))} responses, expected {len(problems) * n}")
-    return Rollouts(problems, prompts, landed, rewards)
+    return Rollouts(prompts, landed, rewards)
 
 
 def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:

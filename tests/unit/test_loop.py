@@ -23,8 +23,7 @@ def rollouts():
         [response(1, 0, [1]), response(1, 1, [2, 2, 1], versions=((2, 0, 1), (3, 1, None)))],
     ]
     prompts = [np.array([9, 9], np.int32), np.array([8], np.int32)]
-    problems = [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"}]
-    return Rollouts(problems, prompts, responses, np.array([[1, 0], [1, 1]], np.float32))
+    return Rollouts(prompts, responses, np.array([[1, 0], [1, 1]], np.float32))
 
 
 def test_rollout_row_by_hand(rollouts):
