@@ -2,8 +2,80 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal, get_args
+
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
+
+Estimator = Literal["rloo", "grpo", "grpo_no_std", "reinforce"]
+
+STD_EPSILON = 1e-6
+"""Added to a group's standard deviation, as verl does; TRL adds 1e-4."""
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """How rewards become advantages.
+
+    Attributes:
+      estimator: "rloo" subtracts the mean reward of the group's other responses; "grpo" subtracts the group's mean and
+        divides by its standard deviation; "grpo_no_std" (Dr.GRPO) only subtracts; "reinforce" subtracts the mean of the
+        whole batch.
+      overlong_buffer_tokens: responses longer than the limit less this many tokens are punished, linearly (DAPO); 0
+        turns it off.
+      overlong_factor: the punishment (in reward) of a response that reaches the limit.
+    """
+
+    estimator: Estimator = "rloo"
+    overlong_buffer_tokens: int = 0
+    overlong_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.estimator not in get_args(Estimator):
+            raise ValueError(f"estimator must be one of {get_args(Estimator)}, got {self.estimator!r}")
+        if self.overlong_buffer_tokens < 0:
+            raise ValueError(f"overlong_buffer_tokens must not be negative, got {self.overlong_buffer_tokens}")
+        if not 0.0 <= self.overlong_factor < np.inf:
+            raise ValueError(f"overlong_factor must be finite and not negative, got {self.overlong_factor}")
+
+
+def compute_advantages(
+    rewards: Float[np.ndarray, "b g"],
+    config: AdvantageConfig,
+    *,
+    lengths: Int[np.ndarray, "b g"],
+    max_response_tokens: int,
+) -> Float[np.ndarray, "b g"]:
+    """Advantages of one whole batch, all processes included.
+
+    Args:
+      rewards: g responses to each of b prompts.
+      config: estimator and overlong punishment.
+      lengths: tokens of each response, its end included.
+      max_response_tokens: the limit on them.
+
+    Returns:
+      float32. Exactly 0 in a group of equal rewards, except under "reinforce".
+
+    Raises:
+      ValueError: a group of fewer than two responses under an estimator that compares them, other shapes, rewards
+        that are not finite, or an overlong buffer above the limit.
+    """
+    rewards = np.asarray(rewards, np.float64)
+    if rewards.ndim != 2 or np.shape(lengths) != rewards.shape:
+        raise ValueError(f"rewards and lengths must both be [b, g], got {rewards.shape} and {np.shape(lengths)}")
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"rewards must be finite, got {int((~np.isfinite(rewards)).sum())} that are not")
+    if config.overlong_buffer_tokens:
+        rewards = rewards + overlong_penalty(
+            lengths, max_response_tokens, config.overlong_buffer_tokens, config.overlong_factor
+        )
+    if config.estimator == "rloo":
+        return rloo(rewards)
+    if config.estimator == "reinforce":
+        return (rewards - rewards.mean()).astype(np.float32)
+    return grpo(rewards, divide_by_std=config.estimator == "grpo")
 
 
 def rloo(rewards: Float[np.ndarray, "b g"]) -> Float[np.ndarray, "b g"]:
@@ -12,14 +84,60 @@ def rloo(rewards: Float[np.ndarray, "b g"]) -> Float[np.ndarray, "b g"]:
     Raises:
       ValueError: a group of fewer than two responses.
     """
-    rewards = np.asarray(rewards, np.float32)
-    if rewards.ndim != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards must be [b, g] with g at least 2, got shape {rewards.shape}")
-    g = rewards.shape[1]
-    return (rewards - rewards.mean(axis=1, keepdims=True)) * np.float32(g / (g - 1))
+    g = np.shape(rewards)[-1]
+    return (_centered(rewards) * (g / (g - 1))).astype(np.float32)
+
+
+def grpo(rewards: Float[np.ndarray, "b g"], *, divide_by_std: bool) -> Float[np.ndarray, "b g"]:
+    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300); without the division, Dr.GRPO's (arXiv 2503.20783).
+
+    The standard deviation is the sample's (divisor g - 1), as in verl and TRL.
+
+    Raises:
+      ValueError: a group of fewer than two responses.
+    """
+    centered = _centered(rewards)
+    if divide_by_std:
+        g = centered.shape[1]
+        std = np.sqrt(np.sum(centered**2, axis=1, keepdims=True) / (g - 1))
+        centered = centered / (std + STD_EPSILON)
+    return centered.astype(np.float32)
+
+
+def overlong_penalty(
+    lengths: Int[np.ndarray, "b g"], max_response_tokens: int, buffer_tokens: int, factor: float
+) -> Float[np.ndarray, "b g"]:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 .. -factor over the last ``buffer_tokens``.
+
+    Raises:
+      ValueError: a buffer that is not in 1 .. ``max_response_tokens``.
+    """
+    if not 1 <= buffer_tokens <= max_response_tokens:
+        raise ValueError(
+            f"overlong_buffer_tokens must be in 1 .. max_response_tokens = {max_response_tokens}, got {buffer_tokens}"
+        )
+    over = np.asarray(lengths, np.float64) - (max_response_tokens - buffer_tokens)
+    return -factor * np.clip(over / buffer_tokens, 0.0, 1.0)
 
 
 def groups_with_signal(rewards: Float[np.ndarray, "b g"]) -> Bool[np.ndarray, " b"]:
     """True for groups whose rewards differ; the others carry no loss (arXiv 2602.01826, "rejection sampling")."""
     rewards = np.asarray(rewards)
     return np.any(rewards != rewards[:, :1], axis=1)
+
+
+def groups_with_loss(advantages: Float[np.ndarray, "b g"]) -> Bool[np.ndarray, " b"]:
+    """True for groups that carry loss: some advantage is not 0.
+
+    For estimators that compare the responses of a group these are the groups whose rewards, punishment included,
+    differ; under "reinforce" a group of equal rewards counts unless they equal the batch's mean.
+    """
+    return np.any(np.asarray(advantages) != 0, axis=1)
+
+
+def _centered(rewards: Float[np.ndarray, "b g"]) -> Float[np.ndarray, "b g"]:
+    """Rewards minus their group's mean, float64; exactly 0 where they are equal, whatever the mean rounds to."""
+    rewards = np.asarray(rewards, np.float64)
+    if rewards.ndim != 2 or rewards.shape[1] < 2:
+        raise ValueError(f"rewards must be [b, g] with g at least 2, got shape {rewards.shape}")
+    return np.where(groups_with_signal(rewards)[:, None], rewards - rewards.mean(axis=1, keepdims=True), 0.0)

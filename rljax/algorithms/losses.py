@@ -3,34 +3,132 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
+
+from rljax.algorithms.aggregation import Aggregation, mean_over_sequence
+from rljax.mismatch.accurate import exp_minus_one_minus_x
+from rljax.mismatch.statistics import RATIO_BOUND
+from rljax.mismatch.tokens import LARGEST_LOGPROB
+
+LossKind = Literal["policy_gradient", "ppo_clip", "gspo", "cispo"]
+Estimate = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The policy loss (Table 1 of arXiv 2602.01826).
+    """The policy loss; the defaults are those of Table 1 of arXiv 2602.01826.
 
     Attributes:
-      clip_low: the ratio is clipped below at 1 - clip_low.
-      clip_high: and above at 1 + clip_high.
+      kind: "policy_gradient" (REINFORCE), "ppo_clip", "gspo" (PPO's clip on the geometric sequence ratio) or "cispo"
+        (REINFORCE weighted by the clipped ratio).
+      clip_low: the ratio is clipped below at 1 - clip_low; GSPO's paper takes 3e-4, CISPO's no lower bound (1.0).
+      clip_high: and above at 1 + clip_high; GSPO's paper takes 4e-4.
+      aggregation: "token_mean" over all tokens of the batch, "sequence_mean" of each sequence's token mean, or
+        "sequence_sum" of each sequence's tokens over a constant, averaged over sequences.
+      sequence_constant: the divisor of "sequence_sum" (tokens); 0 means ``max_response_tokens``.
+      kl: estimator of KL(policy || reference) that is added to the loss, or "none".
+      kl_coefficient: its weight, above 0 exactly when ``kl`` is not "none".
+      old_logprobs: the ratio's denominator: the trainer's before the first update on the batch, or the rollout
+        engine's own ("bypass"; then the ratio holds the mismatch as well).
+      mini_batches: updates an epoch.
+      epochs: passes over each rollout batch.
     """
 
+    kind: LossKind = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.28
+    aggregation: Aggregation = "token_mean"
+    sequence_constant: int = 0
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    kl_coefficient: float = 0.0
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    mini_batches: int = 1
+    epochs: int = 1
 
     def __post_init__(self) -> None:
+        choices = {
+            "kind": get_args(LossKind),
+            "aggregation": get_args(Aggregation),
+            "kl": ("none", *get_args(Estimate)),
+            "old_logprobs": ("trainer", "rollout"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
         if not 0.0 <= self.clip_low <= 1.0:
             raise ValueError(f"clip_low must be in [0, 1], got {self.clip_low}")
         if not self.clip_high >= 0.0:
             raise ValueError(f"clip_high must not be negative, got {self.clip_high}")
+        if self.sequence_constant < 0 or (self.sequence_constant and self.aggregation != "sequence_sum"):
+            raise ValueError(
+                "sequence_constant must not be negative, and 0 unless aggregation is sequence_sum, "
+                f"got {self.sequence_constant} with {self.aggregation}"
+            )
+        if not self.kl_coefficient >= 0.0 or (self.kl_coefficient > 0.0) != (self.kl != "none"):
+            raise ValueError(f"kl_coefficient must be above 0 exactly with a kl, got {self.kl_coefficient}, {self.kl}")
+        if self.mini_batches < 1 or self.epochs < 1:
+            raise ValueError(f"mini_batches and epochs must be at least 1, got {self.mini_batches} and {self.epochs}")
+
+    def sequence_divisor(self, max_response_tokens: int) -> int:
+        """The constant of "sequence_sum" (tokens)."""
+        return self.sequence_constant or max_response_tokens
+
+
+def policy_loss(
+    config: LossConfig,
+    logprobs: Float[Array, "b t"],
+    old_logprobs: Float[Array, "b t"],
+    advantages: Float[Array, "b t"],
+    mask: Bool[Array, "b t"],
+    *,
+    sequence_ids: Int[Array, "b t"],
+    num_sequences: int,
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """The loss of each token (lower is better), differentiable in ``logprobs`` only.
+
+    Exponents are clipped at +-20. What the arrays hold outside the mask does not matter, NaN included; inside it a NaN
+    reaches the loss, so that the step can count it.
+
+    Args:
+      config: ``kind`` and the two bounds are read.
+      logprobs: of the policy in training (nats).
+      old_logprobs: of the policy before the first update on the batch (nats); unused by "policy_gradient".
+      advantages: one a token.
+      mask: tokens in the loss, and those "gspo" averages over.
+      sequence_ids: index of each token's sequence in the batch; a sequence lies whole inside one row.
+      num_sequences: sequences of the batch (static).
+
+    Returns:
+      The losses, 0 outside the mask, and 1.0 where the bounds replaced the ratio, without gradient.
+    """
+    mask = jnp.asarray(mask) != 0
+    logprobs, old_logprobs, advantages = (jnp.where(mask, x, 0) for x in (logprobs, old_logprobs, advantages))
+    old_logprobs, advantages = jax.lax.stop_gradient((old_logprobs, advantages))
+    if config.kind == "policy_gradient":
+        return -advantages * logprobs, jnp.zeros(mask.shape, jnp.float32)
+    log_ratio = logprobs - old_logprobs
+    if config.kind == "gspo":
+        # The bound keeps an infinite log-ratio from turning its sequence's compensated sum into NaN.
+        log_ratio = jnp.clip(log_ratio, -LARGEST_LOGPROB, LARGEST_LOGPROB)
+        log_ratio = mean_over_sequence(log_ratio, mask, sequence_ids, num_sequences)
+    ratio = jnp.exp(jnp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
+    if config.kind == "cispo":
+        losses, clipped = cispo(ratio, logprobs, advantages, config.clip_low, config.clip_high)
+    else:
+        losses, clipped = ppo_clip(ratio, advantages, config.clip_low, config.clip_high)
+    return losses, jnp.where(mask, clipped, 0.0)
 
 
 def ppo_clip(
     ratio: Float[Array, "b t"], advantages: Float[Array, "b t"], clip_low: float, clip_high: float
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
     """PPO's clipped surrogate (arXiv 1707.06347, equation 7) with separate bounds (DAPO's "clip-higher").
+
+    Given the sequence ratio of each token this is GSPO (arXiv 2507.18071, equation 5).
 
     Args:
       ratio: exp(trainer_logprobs - old_logprobs).
@@ -44,3 +142,50 @@ def ppo_clip(
     plain = ratio * advantages
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages
     return -jnp.minimum(plain, clipped), (clipped < plain).astype(jnp.float32)
+
+
+def cispo(
+    ratio: Float[Array, "b t"],
+    logprobs: Float[Array, "b t"],
+    advantages: Float[Array, "b t"],
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """CISPO (MiniMax-M1, arXiv 2506.13585, equations 4-5): -clip(ratio) A log pi, no gradient through the ratio.
+
+    Returns:
+      The loss of each token and 1.0 where the ratio was clipped, with no gradient.
+    """
+    ratio = jax.lax.stop_gradient(ratio)
+    weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return -weight * advantages * logprobs, (weight != ratio).astype(jnp.float32)
+
+
+def kl_penalty(
+    kind: Estimate,
+    logprobs: Float[Array, "b t"],
+    reference_logprobs: Float[Array, "b t"],
+    mask: Bool[Array, "b t"] | None = None,
+) -> Float[Array, "b t"]:
+    """Estimates, per token, of KL(policy || reference) over tokens the policy sampled (J. Schulman, 2020).
+
+    With r = log policy - log reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r (never negative; exponent at most
+    20). As a loss, k2 alone has the KL's gradient in expectation; k1 has none, k3 that of KL(reference || policy).
+
+    Args:
+      kind: "k1", "k2" or "k3".
+      logprobs: of the policy (nats); differentiable.
+      reference_logprobs: of the frozen reference (nats).
+      mask: tokens that count; the result is 0 elsewhere, whatever the arrays hold there.
+    """
+    if kind not in get_args(Estimate):
+        raise ValueError(f"kind must be one of {get_args(Estimate)}, got {kind!r}")
+    if mask is not None:
+        inside = jnp.asarray(mask) != 0
+        logprobs, reference_logprobs = jnp.where(inside, logprobs, 0), jnp.where(inside, reference_logprobs, 0)
+    log_ratio = logprobs - jax.lax.stop_gradient(reference_logprobs)
+    if kind == "k1":
+        return log_ratio
+    if kind == "k2":
+        return 0.5 * jnp.square(log_ratio)
+    return exp_minus_one_minus_x(jnp, jnp.minimum(-log_ratio, RATIO_BOUND))
