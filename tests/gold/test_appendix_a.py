@@ -1,0 +1,235 @@
+"""Progress of one stochastic gradient step, split into terms A, B and C (arXiv 2602.01826, appendix A, inequality 13).
+
+For an L-smooth J and theta' = theta + rate * g, with bias = E[g] - grad J and var = E|g|^2 - |E g|^2:
+
+    E[J(theta')] - J(theta) >= A + B - C
+    A = rate (1 - L rate / 2) |grad J|^2,  B = rate (1 - L rate) <grad J, bias>,  C = (L rate^2 / 2) (var + |bias|^2)
+
+An estimator is given by its values [n, d] and their probabilities [n], so that every expectation is a finite sum.
+"""
+
+import numpy as np
+import pytest
+from tabular import (
+    every_response,
+    free_features,
+    probabilities,
+    random_tables,
+    shifted,
+    token_logprobs,
+    token_scores,
+)
+
+from rljax.mismatch import importance_weights
+
+RATES = (0.4, 0.1, 0.025)
+
+
+def progress(objective, theta, rate, values, weights):
+    return sum(w * objective(theta + rate * g) for g, w in zip(values, weights, strict=True)) - objective(theta)
+
+
+def terms(gradient, values, weights, smoothness, rate):
+    mean = weights @ values
+    bias = mean - gradient
+    variance = weights @ np.sum(values**2, axis=1) - mean @ mean
+    return (
+        rate * (1 - smoothness * rate / 2) * (gradient @ gradient),
+        rate * (1 - smoothness * rate) * (gradient @ bias),
+        smoothness * rate**2 / 2 * (variance + bias @ bias),
+    )
+
+
+def bound(*arguments):
+    a, b, c = terms(*arguments)
+    return a + b - c
+
+
+def quadratic(curvatures, peak):
+    """(J, its gradient): J(theta) = -sum_i curvature_i (theta_i - peak_i)^2 / 2."""
+    return lambda x: -0.5 * np.sum(curvatures * (x - peak) ** 2), lambda x: -curvatures * (x - peak)
+
+
+def noisy(rng, mean, number=7):
+    """Values [number, d] of unequal probabilities whose mean is ``mean``."""
+    weights = rng.dirichlet(np.ones(number))
+    noise = rng.standard_normal((number, mean.size))
+    return mean + noise - weights @ noise, weights
+
+
+def test_a_hand_worked_step():
+    # J = -x^2 at x = 1: gradient -2, L = 2. g is -1 or -5: mean -3, bias -1, var 4. Rate 0.1 leads to 0.9 or 0.5.
+    values, weights = np.array([[-1.0], [-5.0]]), np.array([0.5, 0.5])
+    found = terms(np.array([-2.0]), values, weights, 2.0, 0.1)
+    np.testing.assert_allclose(found, [0.1 * 0.9 * 4, 0.1 * 0.8 * 2, 0.01 * 5], rtol=1e-14)
+    measured = progress(lambda x: -np.sum(x**2), np.array([1.0]), 0.1, values, weights)
+    assert measured == pytest.approx(0.5 * (1 - 0.81) + 0.5 * (1 - 0.25), rel=1e-14)
+    assert measured == pytest.approx(0.36 + 0.16 - 0.05, rel=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rate", RATES)
+def test_equality_where_every_curvature_is_l(seed, rate):
+    rng = np.random.default_rng(seed)
+    objective, gradient = quadratic(np.full(4, 1.7), rng.standard_normal(4))
+    theta = rng.standard_normal(4)
+    values, weights = noisy(rng, gradient(theta) + rng.standard_normal(4))
+    measured = progress(objective, theta, rate, values, weights)
+    assert measured == pytest.approx(bound(gradient(theta), values, weights, 1.7, rate), rel=1e-11, abs=1e-13)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rate", RATES)
+def test_inequality_where_curvatures_differ(seed, rate):
+    """The slack is what the flatter directions lose less, and too small an L breaks the inequality."""
+    rng = np.random.default_rng(seed)
+    curvatures = np.array([1.7, 0.6, 0.0, -0.4])
+    objective, gradient = quadratic(curvatures, rng.standard_normal(4))
+    theta = rng.standard_normal(4)
+    values, weights = noisy(rng, gradient(theta) + rng.standard_normal(4))
+    measured = progress(objective, theta, rate, values, weights)
+    slack = rate**2 / 2 * (weights @ (values**2 @ (1.7 - curvatures)))
+    assert slack > 0
+    assert measured - bound(gradient(theta), values, weights, 1.7, rate) == pytest.approx(slack, rel=1e-9)
+    assert measured < bound(gradient(theta), values, weights, curvatures.min(), rate)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_each_term_measured_by_itself(rate):
+    """From values of J alone: A by the true gradient, B as the odd part in the bias, C as what is lost on average."""
+    rng = np.random.default_rng(0)
+    smoothness = 1.7
+    objective, gradient_at = quadratic(np.full(4, smoothness), rng.standard_normal(4))
+    theta, bias = rng.standard_normal(4), rng.standard_normal(4)
+    gradient = gradient_at(theta)
+    noise, weights = noisy(rng, np.zeros(4))
+
+    def step(mean, spread=0.0):
+        return progress(objective, theta, rate, mean + spread * noise, weights)
+
+    a = step(gradient)
+    b = (step(gradient + bias) - step(gradient - bias)) / 2
+    c_bias = a - (step(gradient + bias) + step(gradient - bias)) / 2
+    c_noise = a - step(gradient, spread=1.0)
+    squares = gradient @ gradient, bias @ bias, weights @ np.sum(noise**2, axis=1)
+    assert a == pytest.approx(rate * (1 - smoothness * rate / 2) * squares[0], rel=1e-10)
+    assert b == pytest.approx(rate * (1 - smoothness * rate) * (gradient @ bias), rel=1e-10)
+    assert c_bias == pytest.approx(smoothness * rate**2 / 2 * squares[1], rel=1e-9)
+    assert c_noise == pytest.approx(smoothness * rate**2 / 2 * squares[2], rel=1e-9)
+    found = terms(gradient, gradient + bias + noise, weights, smoothness, rate)
+    np.testing.assert_allclose(found, [a, b, c_bias + c_noise], rtol=1e-9)
+
+
+def test_halving_the_rate_quarters_term_c_and_only_halves_the_others():
+    rng = np.random.default_rng(1)
+    gradient, smoothness = rng.standard_normal(4), 1.7
+    values, weights = noisy(rng, gradient + rng.standard_normal(4))
+    for rate in (1e-1, 1e-3, 1e-5):
+        whole, half = (terms(gradient, values, weights, smoothness, r) for r in (rate, rate / 2))
+        assert half[2] / whole[2] == pytest.approx(0.25, rel=1e-13)
+        assert half[0] / whole[0] == pytest.approx(0.5, rel=smoothness * rate)
+        assert half[1] / whole[1] == pytest.approx(0.5, rel=smoothness * rate)
+        assert half[0] / whole[0] > 0.5
+
+
+def test_the_loss_at_the_peak_is_term_c_and_falls_with_the_square_of_the_rate():
+    rng = np.random.default_rng(2)
+    peak = rng.standard_normal(4)
+    objective, gradient = quadratic(np.full(4, 1.7), peak)
+    assert np.all(gradient(peak) == 0)
+    values, weights = noisy(rng, rng.standard_normal(4))
+    losses = [-progress(objective, peak, rate, values, weights) for rate in (0.4, 0.2, 0.1)]
+    np.testing.assert_allclose(np.divide(losses[1:], losses[:-1]), 0.25, rtol=1e-10)
+    assert losses[0] == pytest.approx(0.5 * 1.7 * 0.16 * (weights @ np.sum(values**2, axis=1)), rel=1e-12)
+
+
+def test_noise_sets_the_largest_rate_that_still_makes_progress():
+    """Unbiased g: the expected change is above 0 just below 2 |grad|^2 / (L (|grad|^2 + var)) and below 0 just above."""
+    rng = np.random.default_rng(3)
+    objective, gradient_at = quadratic(np.full(4, 1.7), rng.standard_normal(4))
+    theta = rng.standard_normal(4)
+    gradient = gradient_at(theta)
+    limits = []
+    for spread in (0.0, 1.0, 4.0):
+        noise, weights = noisy(np.random.default_rng(4), np.zeros(4))
+        values = gradient + spread * noise
+        square, variance = gradient @ gradient, spread**2 * (weights @ np.sum(noise**2, axis=1))
+        limits.append(2 * square / (1.7 * (square + variance)))
+        assert progress(objective, theta, 0.999 * limits[-1], values, weights) > 0
+        assert progress(objective, theta, 1.001 * limits[-1], values, weights) < 0
+    assert limits[0] > limits[1] > limits[2]
+
+
+def test_seeded_draws_agree_with_the_closed_form():
+    """Gaussian noise of standard deviation 2 in 4 dimensions, 40,000 draws: within 4 standard errors, which are small."""
+    rng = np.random.default_rng(5)
+    objective, gradient_at = quadratic(np.full(4, 1.7), rng.standard_normal(4))
+    theta, bias = rng.standard_normal(4), 0.5 * rng.standard_normal(4)
+    gradient = gradient_at(theta)
+    for rate in RATES:
+        draws = gradient + bias + 2.0 * rng.standard_normal((40_000, 4))
+        gains = np.array([objective(theta + rate * g) for g in draws]) - objective(theta)
+        a = rate * (1 - 0.85 * rate) * (gradient @ gradient)
+        b = rate * (1 - 1.7 * rate) * (gradient @ bias)
+        c = 0.85 * rate**2 * (4 * 2.0**2 + bias @ bias)
+        error = gains.std() / np.sqrt(gains.size)
+        assert abs(gains.mean() - (a + b - c)) < 4 * error
+        assert c > 4 * error
+
+
+def test_the_tabular_objective_is_as_smooth_as_its_largest_advantage():
+    """Largest eigenvalue of the Hessian, by differences of the exact gradient, against L = max|A|; 13 states, 39 logits."""
+    rng = np.random.default_rng(7)
+    tokens, mask = every_response(3, 3)
+    features = free_features(3, 3)
+    shares = []
+    for _ in range(10):
+        tables, advantages = random_tables(rng, 3, 3, scale=2.0), rng.choice([-1.0, 1.0], len(tokens))
+
+        def gradient(step, tables=tables, advantages=advantages):
+            moved = shifted(tables, [f @ step for f in features])
+            drawn = probabilities(token_logprobs(moved, tokens), mask)
+            return (drawn * advantages) @ token_scores(moved, features, tokens).sum(axis=1)
+
+        basis = 1e-5 * np.eye(39)
+        hessian = np.stack([(gradient(e) - gradient(-e)) / 2e-5 for e in basis])
+        np.testing.assert_allclose(hessian, hessian.T, atol=1e-9)
+        shares.append(np.abs(np.linalg.eigvalsh(hessian)).max())
+    assert 0.05 < max(shares) <= 1
+
+
+CORRECTIONS = {
+    "none": None,
+    "token TIS": {"level": "token", "mode": "truncate", "threshold": 2.0},
+    "sequence": {"level": "sequence", "mode": "truncate", "threshold": np.inf},
+    "sequence TIS": {"level": "sequence", "mode": "truncate", "threshold": 2.0},
+    "sequence MIS": {"level": "sequence", "mode": "mask", "threshold": 2.0},
+}
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_inequality_for_a_tabular_policy_under_every_correction(correction):
+    """J = E_pi[A] with a free logit per prefix and token is max|A|-smooth: the derivation is in docs/theory.md."""
+    rng = np.random.default_rng(6)
+    tokens, mask = every_response(3, 3)
+    features = free_features(3, 3)
+    for _ in range(5):
+        tables = random_tables(rng, 3, 3)
+        trainer = token_logprobs(tables, tokens)
+        rollout = token_logprobs(shifted(tables, random_tables(rng, 3, 3)), tokens)
+        advantages = rng.standard_normal(len(tokens))
+        settings = CORRECTIONS[correction]
+        weights = mask.astype(float) if settings is None else importance_weights(trainer, rollout, mask, **settings)[0]
+        scores = token_scores(tables, features, tokens)
+        values = np.einsum("nt,n,ntp->np", weights, advantages, scores)
+        gradient = (probabilities(trainer, mask) * advantages) @ scores.sum(axis=1)
+
+        def objective(step, tables=tables, advantages=advantages):
+            moved = shifted(tables, [f @ step for f in features])
+            return probabilities(token_logprobs(moved, tokens), mask) @ advantages
+
+        at, drawn, smoothness = np.zeros(gradient.size), probabilities(rollout, mask), np.abs(advantages).max()
+        for rate in (2.0, 0.5, 0.1):
+            assert progress(objective, at, rate, values, drawn) >= bound(gradient, values, drawn, smoothness, rate)
+        slope = progress(objective, at, 1e-5, values, drawn) / 1e-5
+        assert slope == pytest.approx(gradient @ (drawn @ values), rel=1e-3, abs=1e-4)

@@ -1,0 +1,204 @@
+"""State-occupancy drift and the T^2 bound on the bias of equation 3 (arXiv 2602.01826, appendix B), by enumeration.
+
+pi is differentiated (its score), mu is sampled. D is the largest total variation between their next-token distributions
+over all prefixes, S the largest norm of a token's score, and abs(A) <= M. With T tokens:
+
+    occupancy   TV of the first t tokens <= 1 - (1 - D)^t <= t D
+    bias        |E_mu - E_pi of sum_t A_t score_t| <= T (T + 1) D S M   for A_t of the tokens up to t
+                |E_mu - E_pi of A sum_t score_t|   <= 2 T^2 D S M       for one A of the whole response
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tabular import (
+    every_response,
+    free_features,
+    log_softmax,
+    prefixes,
+    probabilities,
+    random_tables,
+    shifted,
+    token_logprobs,
+    token_scores,
+)
+
+LENGTHS = range(1, 9)
+
+
+def drift(trainer, rollout):
+    """[T] total variation between the distributions of the first t = 1 .. T tokens under each policy."""
+    vocabulary, out, pi, mu = trainer[0].shape[1], [], np.ones(1), np.ones(1)
+    for table, other in zip(trainer, rollout, strict=True):
+        pi = (pi[:, None] * np.exp(log_softmax(table))).reshape(-1)
+        mu = (mu[:, None] * np.exp(log_softmax(other))).reshape(-1)
+        out.append(0.5 * np.abs(pi - mu).sum())
+    assert pi.size == vocabulary ** len(trainer)
+    return np.array(out)
+
+
+def largest_distance(trainer, rollout):
+    both = zip(trainer, rollout, strict=True)
+    return max(0.5 * np.abs(np.exp(log_softmax(a)) - np.exp(log_softmax(b))).sum(axis=1).max() for a, b in both)
+
+
+class Case:
+    """Two policies with shared parameters, and everything the bound speaks of."""
+
+    def __init__(self, trainer, rollout, features):
+        self.length = len(trainer)
+        self.tokens, mask = every_response(trainer[0].shape[1], self.length)
+        self.scores = token_scores(trainer, features, self.tokens)
+        self.trainer, self.rollout = token_logprobs(trainer, self.tokens), token_logprobs(rollout, self.tokens)
+        self.surplus = probabilities(self.rollout, mask) - probabilities(self.trainer, mask)
+        self.distance = largest_distance(trainer, rollout)
+        self.drift = drift(trainer, rollout)
+        self.unit = self.distance * np.linalg.norm(self.scores, axis=-1).max()
+
+    def bias(self, advantages):
+        """Norm of E_mu - E_pi of sum_t A_t score_t; advantages [n, T]."""
+        return np.linalg.norm(np.einsum("n,nt,ntp->p", self.surplus, advantages, self.scores))
+
+
+def random_case(seed, length, vocabulary, size, parameters=3):
+    rng = np.random.default_rng(seed)
+    trainer = random_tables(rng, vocabulary, length, scale=rng.uniform(0, 3))
+    rollout = shifted(trainer, random_tables(rng, vocabulary, length), size)
+    features = [rng.standard_normal((*table.shape, parameters)) for table in trainer]
+    return Case(trainer, rollout, features), rng
+
+
+def by_prefix(rng, tokens, vocabulary):
+    """[n, T] advantages in -1 .. 1, each a function of the tokens up to its own."""
+    own = prefixes(tokens, vocabulary) * vocabulary + tokens
+    return np.stack([rng.uniform(-1, 1, own.max() + 1)[own[:, t]] for t in range(tokens.shape[1])], axis=1)
+
+
+cases = given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.sampled_from([(1, 3), (2, 3), (3, 3), (4, 3), (5, 3), (6, 2), (7, 2), (8, 2)]),
+    size=st.sampled_from([0.01, 0.1, 1.0, 5.0]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@cases
+def test_occupancy_drifts_no_faster_than_the_distance(seed, shape, size):
+    case, _ = random_case(seed, *shape, size)
+    step = np.arange(1, case.length + 1)
+    assert np.all(case.drift <= 1 - (1 - case.distance) ** step + 1e-12)
+    assert np.all(case.drift <= step * case.distance + 1e-12)
+    assert np.all(np.diff(case.drift) >= -1e-12)
+    assert case.drift[-1] == pytest.approx(0.5 * np.abs(case.surplus).sum(), rel=1e-9, abs=1e-14)
+
+
+@settings(max_examples=60, deadline=None)
+@cases
+def test_bias_stays_under_both_bounds(seed, shape, size):
+    case, rng = random_case(seed, *shape, size)
+    length = case.length
+    whole = np.sign(rng.standard_normal(len(case.tokens)))
+    assert case.bias(by_prefix(rng, case.tokens, shape[1])) <= length * (length + 1) * case.unit
+    assert case.bias(np.repeat(whole[:, None], length, axis=1)) <= 2 * length**2 * case.unit
+
+
+@settings(max_examples=30, deadline=None)
+@cases
+def test_the_worst_advantages_of_random_policies_stay_under_both_bounds(seed, shape, size):
+    """Signs chosen against the bound: of the token-wise and of the whole-response sums, for one parameter."""
+    case, _ = random_case(seed, *shape, size, parameters=1)
+    length, vocabulary = case.length, shape[1]
+    own = prefixes(case.tokens, vocabulary) * vocabulary + case.tokens
+    worst = np.zeros(case.tokens.shape)
+    for t in range(length):
+        surplus = np.bincount(own[:, t], weights=case.surplus)[own[:, t]]
+        worst[:, t] = np.sign(surplus * case.scores[:, t, 0])
+    assert case.bias(worst) <= length * (length + 1) * case.unit
+    whole = np.sign(case.surplus * case.scores.sum(axis=1)[:, 0])
+    assert case.bias(worst) >= case.bias(by_prefix(np.random.default_rng(seed), case.tokens, vocabulary))
+    assert case.bias(np.repeat(whole[:, None], length, axis=1)) <= 2 * length**2 * case.unit
+
+
+def slipping_policies(length, slip=1e-4):
+    """Vocabulary 3, one parameter at 0 that tilts token 1 against token 0; mu slips into token 2, pi (almost) never.
+
+    Before the first slip both policies toss a coin between 0 and 1 and mu slips with probability ``slip``; after it both
+    toss the coin. So D = slip, S = 1/2, and the two occupancies part by 1 - (1 - slip)^t, the most there can be.
+    """
+    coin, never = np.log([0.5, 0.5]), -60.0
+    trainer = [np.tile([*coin, never], (3**t, 1)) for t in range(length)]
+    rollout = [np.array(table) for table in trainer]
+    for t, table in enumerate(rollout):
+        digits = np.array([np.base_repr(s, 3).zfill(t) if t else "" for s in range(3**t)])
+        table[np.array(["2" not in text for text in digits])] = [*(coin + np.log1p(-slip)), np.log(slip)]
+    features = [np.tile([[-0.5], [0.5], [0.0]], (3**t, 1, 1)) for t in range(length)]
+    return Case(trainer, rollout, features)
+
+
+def slipped(case):
+    """[n, T] whether token 2 is among the tokens up to each."""
+    return np.cumsum(case.tokens == 2, axis=1) > 0
+
+
+def token_wise_worst(case):
+    """A_t = +-1 with the sign of its score after the slip, against it before."""
+    return np.where(slipped(case), 1.0, -1.0) * np.where(case.tokens == 1, 1.0, -1.0)
+
+
+def whole_response_worst(case):
+    """A = +-1 with the sign of the response's score if it slipped, against it if not."""
+    total = case.scores.sum(axis=1)[:, 0]
+    sign = np.where(slipped(case)[:, -1], 1.0, -1.0) * np.where(total >= 0, 1.0, -1.0)
+    return np.repeat(sign[:, None], case.length, axis=1)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_constructed_case_drifts_as_fast_as_there_is_to_drift(length):
+    case = slipping_policies(length, slip=0.05)
+    assert case.distance == pytest.approx(0.05, rel=1e-12)
+    np.testing.assert_allclose(case.drift, 1 - 0.95 ** np.arange(1, length + 1), rtol=1e-12)
+    assert case.unit == pytest.approx(0.05 / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_constructed_case_comes_near_the_token_wise_bound(length):
+    """Its bias is T^2 D S M up to order D: a share T / (T + 1) of the bound, so an eighth of the bound fails."""
+    case = slipping_policies(length)
+    bias = case.bias(token_wise_worst(case))
+    assert bias == pytest.approx(length**2 * case.unit, rel=2 * length * 1e-4)
+    assert length * (length + 1) * case.unit / 4 < bias <= length * (length + 1) * case.unit
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_constructed_case_comes_near_the_whole_response_bound(length):
+    """Up to T = 8 within a factor 4; its share, the mean abs(sum of coins) over T, falls like sqrt(2 / (pi T))."""
+    coins = {1: 1.0, 2: 1.0, 3: 1.5, 4: 1.5, 5: 1.875, 6: 1.875, 7: 2.1875, 8: 2.1875}
+    case = slipping_policies(length)
+    bias = case.bias(whole_response_worst(case))
+    expected = length * case.unit * (coins[length] + coins.get(length - 1, 0.0))
+    assert bias == pytest.approx(expected, rel=2 * length * 1e-4)
+    assert 2 * length**2 * case.unit / 4 < bias <= 2 * length**2 * case.unit
+
+
+@pytest.mark.parametrize("worst", [token_wise_worst, whole_response_worst])
+def test_a_bound_linear_in_length_would_not_hold(worst):
+    """The constants of the bounds at T = 1, carried on with T instead of T^2, are broken by T = 8."""
+    case = slipping_policies(8)
+    assert case.bias(worst(case)) > 1.9 * (2 * 8 * case.unit)
+
+
+def test_without_drift_there_is_no_bias():
+    rng = np.random.default_rng(0)
+    tables = random_tables(rng, 3, 4)
+    case = Case(tables, tables, [rng.standard_normal((*table.shape, 2)) for table in tables])
+    assert case.distance == 0
+    assert case.bias(by_prefix(rng, case.tokens, 3)) == 0
+
+
+def test_one_step_attains_the_bounds():
+    """T = 1, two tokens: pi tosses a coin, mu leans by D; A = 1 on both gives bias 2 D S, both bounds exactly."""
+    case = Case([np.zeros((1, 2))], [np.log([[0.4, 0.6]])], [np.array([[[-0.5], [0.5]]])])
+    assert case.distance == pytest.approx(0.1)
+    assert case.bias(np.ones((2, 1))) == pytest.approx(2 * case.unit, rel=1e-12)
+    assert case.unit == pytest.approx(0.05)
