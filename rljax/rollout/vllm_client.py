@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import httpx
 
-from rljax.rollout.vllm_wire import GENERATE, Completion, ReplyError, Request, body, completion
+from rljax.rollout.vllm_wire import GENERATE, MODEL, Completion, ReplyError, Request, body, completion
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class ServerRefusedError(RuntimeError):
 class _Server:
     url: str
     route: str = GENERATE
+    model: str = MODEL
     state: Literal["held", "open", "lost"] = "held"
     outstanding: int = 0
     prefix: str = ""
@@ -119,6 +120,10 @@ class VllmClient:
     def set_route(self, url: str, route: str) -> None:
         """Which endpoint draws at ``url``."""
         self._servers[url].route = route
+
+    def set_model(self, url: str, model: str) -> None:
+        """What the server at ``url`` calls its model; ``launch/vllm_server.sh`` needs no such call."""
+        self._servers[url].model = model
 
     def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
         """Draws from one server, held or not; for probes. Raises as :meth:`call`."""
@@ -249,7 +254,7 @@ class VllmClient:
     async def _draw(self, server: _Server, request: Request) -> Completion:
         """One completion. Raises ServerGoneError, ServerRefusedError or ReplyError."""
         try:
-            reply = await self._http.post(server.url + server.route, json=body(server.route, request))
+            reply = await self._http.post(server.url + server.route, json=body(server.route, request, server.model))
         except httpx.TransportError as error:
             raise ServerGoneError(f"{server.url}: {type(error).__name__} {error}".rstrip()) from error
         if reply.status_code != 200:

@@ -28,12 +28,14 @@ class Request:
       sampling: how to draw it.
       seed: of this response alone; None leaves the draw to the server.
       top_logprobs: how many of the likeliest tokens' log-probabilities to report at each position.
+      prompt_logprobs: whether to report the prompt's own log-probabilities; always those at temperature 1.
     """
 
     prompt: np.ndarray
     sampling: SamplingParams
     seed: int | None = None
     top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Completion:
       finish_reason: "stop", "length", or "abort" when the server gave it up.
       spans: (weight version tag, start, end) in order; None when the server does not report them.
       top_logprobs: at each position the log-probability of each reported token; empty from ``/v1/completions``.
+      prompt_logprobs: the same at each position of the prompt, its own token among them; none at the first, and empty
+        unless asked for.
     """
 
     token_ids: np.ndarray
@@ -53,14 +57,15 @@ class Completion:
     finish_reason: str
     spans: tuple[tuple[str, int, int], ...] | None
     top_logprobs: tuple[Mapping[int, float], ...] = ()
+    prompt_logprobs: tuple[Mapping[int, float], ...] = ()
 
 
 class ReplyError(RuntimeError):
     """The server answered 200 with something that is not a completion."""
 
 
-def body(route: str, request: Request) -> dict[str, Any]:
-    """The JSON body of ``request`` for ``route``.
+def body(route: str, request: Request, model: str = MODEL) -> dict[str, Any]:
+    """The JSON body of ``request`` for ``route``, at a server that calls its model ``model``.
 
     Everything that shapes the distribution is sent, so that no default of the server's can; end-of-sequence tokens
     are those of ``sampling.stop_token_ids`` and no others.
@@ -80,10 +85,12 @@ def body(route: str, request: Request) -> dict[str, Any]:
         "stop_token_ids": list(request.sampling.stop_token_ids),
         "seed": request.seed,
     }
+    if request.prompt_logprobs:
+        sampling["prompt_logprobs"] = 0
     tokens = request.prompt.tolist()
     if route == GENERATE:
-        return {"model": MODEL, "token_ids": tokens, "sampling_params": sampling}
-    return {"model": MODEL, "prompt": tokens, "return_token_ids": True, "return_tokens_as_token_ids": True, **sampling}
+        return {"model": model, "token_ids": tokens, "sampling_params": sampling}
+    return {"model": model, "prompt": tokens, "return_token_ids": True, "return_tokens_as_token_ids": True, **sampling}
 
 
 def completion(route: str, reply: Mapping[str, Any]) -> Completion:
@@ -106,6 +113,8 @@ def completion(route: str, reply: Mapping[str, Any]) -> Completion:
             logprobs = content["token_logprobs"]
             named = [_token_id(name) for name in content["tokens"]]
             tops = tuple({_token_id(name): value for name, value in top.items()} for top in content["top_logprobs"])
+        prompt = (reply if route == GENERATE else choice).get("prompt_logprobs") or ()
+        scored = tuple({int(token): float(item["logprob"]) for token, item in (top or {}).items()} for top in prompt)
         finish = str(choice["finish_reason"])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ReplyError(f"{route} answered without {error}: {str(reply)[:300]}") from error
@@ -117,6 +126,7 @@ def completion(route: str, reply: Mapping[str, Any]) -> Completion:
         finish_reason=finish,
         spans=None if spans is None else tuple((str(s["version"]), int(s["start"]), int(s["end"])) for s in spans),
         top_logprobs=tops,
+        prompt_logprobs=scored,
     )
 
 

@@ -46,6 +46,27 @@ def test_both_routes_carry_tokens_and_logprobs(fake, client, route):
 
 
 @pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_prompt_logprobs_come_only_when_asked_for(fake, client, route):
+    client.set_route(fake.url, route)
+    asked, not_asked = client.sample(
+        fake.url, [Request(PROMPT, SamplingParams(1), prompt_logprobs=ask) for ask in (True, False)]
+    )
+    assert asked.prompt_logprobs == ({}, {4: -0.125}, {5: -0.25})
+    assert not_asked.prompt_logprobs == ()
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_a_server_may_call_its_model_otherwise(fake, client, route):
+    fake.model = "org/name"
+    client.set_route(fake.url, route)
+    with pytest.raises(ServerRefusedError, match="no model policy"):
+        client.sample(fake.url, [Request(PROMPT, SamplingParams(1))])
+    client.set_model(fake.url, "org/name")
+    (reply,) = client.sample(fake.url, [Request(PROMPT, SamplingParams(1))])
+    assert reply.token_ids.tolist() == [5]
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
 def test_body_leaves_no_default_to_the_server(route):
     sent = body(route, Request(PROMPT, SamplingParams(7, temperature=0.5, stop_token_ids=(1, 2)), seed=9))
     sampling = sent.get("sampling_params", sent)

@@ -1,4 +1,7 @@
-"""A stand-in for a vLLM server: the endpoints the client uses, a log-probability of -1 for every token."""
+"""A stand-in for a vLLM server: the endpoints the client uses, a log-probability of -1 for every token it draws.
+
+The token at place t of a prompt has -t / 8. Top log-probabilities are processed ones unless ``raw``.
+"""
 
 import json
 import threading
@@ -30,6 +33,8 @@ class FakeVllm:
         self.fail_next: list[int] = []  # statuses of the next draws
         self.routes = {"/inference/v1/generate", "/v1/completions", "/weight_info"}
         self.dtype = "float32"
+        self.model, self.root = "policy", "nowhere"
+        self.raw, self.paused = False, False
         self.finish = "length"
         self.unhealthy = False
         self.refuse: dict[str, int] = {}  # status by path
@@ -55,7 +60,11 @@ class FakeVllm:
         if path == "/health":
             return (503 if self.unhealthy else 200), {}
         if path == "/is_paused":
-            return 200, {"is_paused": False}
+            return 200, {"is_paused": self.paused}
+        if path == "/v1/models":
+            return 200, {"data": [{"id": self.model, "root": self.root, "max_model_len": 128}]}
+        if path == "/version":
+            return 200, {"version": "fake"}
         if path == "/weight_info":
             return 200, {"weight_version": self.version}
         if path == "/collective_rpc":
@@ -93,11 +102,17 @@ class FakeVllm:
             self.running -= 1
         if status != 200:
             return status, {"error": {"message": f"told to fail with {status}"}}
+        if body["model"] != self.model:
+            return 404, {"error": {"message": f"there is no model {body['model']}"}}
         sampling = body.get("sampling_params", body)
         prompt = body.get("token_ids", body.get("prompt"))
         tokens = [(prompt[-1] + i) % 64 for i in range(sampling["max_tokens"])]
         self.events.append("draw")
-        tops = {token: -float(token) / max(sampling["temperature"], 1e-3) for token in range(sampling["logprobs"])}
+        sharpness = 1.0 if self.raw else max(sampling["temperature"], 1e-3)
+        tops = {token: -float(token) / sharpness for token in range(sampling["logprobs"])}
+        scored = None
+        if "prompt_logprobs" in sampling:
+            scored = [None] + [{str(token): {"logprob": -t / 8}} for t, token in enumerate(prompt) if t]
         if path == "/inference/v1/generate":
             content = [
                 {
@@ -117,13 +132,15 @@ class FakeVllm:
             choice = {
                 "token_ids": tokens,
                 "finish_reason": self.finish,
+                "prompt_logprobs": scored,
                 "logprobs": {
                     "tokens": [f"token_id:{token}" for token in tokens],
                     "token_logprobs": [self.logprob] * len(tokens),
                     "top_logprobs": [{f"token_id:{t}": v for t, v in tops.items()} for _ in tokens],
                 },
             }
-        return 200, {"choices": [choice]}
+            return 200, {"choices": [choice]}
+        return 200, {"choices": [choice], "prompt_logprobs": scored}
 
 
 class _Server(ThreadingHTTPServer):
