@@ -1,4 +1,4 @@
-"""Tabular autoregressive policies whose every expectation is summed exactly: all responses, their probabilities, scores.
+"""Tabular autoregressive policies small enough to sum over all responses: probabilities, scores, exact gradients.
 
 A policy of vocabulary v and length T is a list of T logit tables; table t is [v**t, v], a row for each prefix of t
 tokens, prefixes numbered as base-v integers. Parameters enter the logits through features: table t of features is

@@ -144,7 +144,7 @@ def test_the_loss_at_the_peak_is_term_c_and_falls_with_the_square_of_the_rate():
 
 
 def test_noise_sets_the_largest_rate_that_still_makes_progress():
-    """Unbiased g: the expected change is above 0 just below 2 |grad|^2 / (L (|grad|^2 + var)) and below 0 just above."""
+    """Unbiased g: the expected change turns negative at the rate 2 |grad|^2 / (L (|grad|^2 + var))."""
     rng = np.random.default_rng(3)
     objective, gradient_at = quadratic(np.full(4, 1.7), rng.standard_normal(4))
     theta = rng.standard_normal(4)
@@ -161,7 +161,7 @@ def test_noise_sets_the_largest_rate_that_still_makes_progress():
 
 
 def test_seeded_draws_agree_with_the_closed_form():
-    """Gaussian noise of standard deviation 2 in 4 dimensions, 40,000 draws: within 4 standard errors, which are small."""
+    """Gaussian noise of standard deviation 2 in 4 dimensions, 40,000 draws: within 4 standard errors."""
     rng = np.random.default_rng(5)
     objective, gradient_at = quadratic(np.full(4, 1.7), rng.standard_normal(4))
     theta, bias = rng.standard_normal(4), 0.5 * rng.standard_normal(4)
@@ -178,7 +178,7 @@ def test_seeded_draws_agree_with_the_closed_form():
 
 
 def test_the_tabular_objective_is_as_smooth_as_its_largest_advantage():
-    """Largest eigenvalue of the Hessian, by differences of the exact gradient, against L = max|A|; 13 states, 39 logits."""
+    """Largest eigenvalue of the Hessian, by differences of the exact gradient, against L = max|A|; 39 logits."""
     rng = np.random.default_rng(7)
     tokens, mask = every_response(3, 3)
     features = free_features(3, 3)

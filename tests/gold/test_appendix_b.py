@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tabular import (
     every_response,
-    free_features,
     log_softmax,
     prefixes,
     probabilities,
@@ -123,8 +122,8 @@ def test_the_worst_advantages_of_random_policies_stay_under_both_bounds(seed, sh
 def slipping_policies(length, slip=1e-4):
     """Vocabulary 3, one parameter at 0 that tilts token 1 against token 0; mu slips into token 2, pi (almost) never.
 
-    Before the first slip both policies toss a coin between 0 and 1 and mu slips with probability ``slip``; after it both
-    toss the coin. So D = slip, S = 1/2, and the two occupancies part by 1 - (1 - slip)^t, the most there can be.
+    Before the first slip both policies toss a coin between 0 and 1 and mu slips with probability ``slip``; after it
+    both toss the coin. So D = slip, S = 1/2, and the occupancies part by 1 - (1 - slip)^t, the most there can be.
     """
     coin, never = np.log([0.5, 0.5]), -60.0
     trainer = [np.tile([*coin, never], (3**t, 1)) for t in range(length)]
