@@ -1,0 +1,109 @@
+"""Advantages against numbers worked by hand and against verl's and TRL's formulas."""
+
+import numpy as np
+import pytest
+
+from rljax.algorithms.advantages import (
+    AdvantageConfig,
+    compute_advantages,
+    groups_with_loss,
+    groups_with_signal,
+    overlong_penalty,
+    rloo,
+)
+
+RNG = np.random.default_rng(0)
+REWARDS = RNG.normal(size=(7, 5))
+
+
+def advantages(rewards, estimator="rloo", lengths=None, **fields):
+    lengths = np.ones(np.shape(rewards), np.int32) if lengths is None else np.asarray(lengths)
+    config = AdvantageConfig(estimator=estimator, **fields)
+    return compute_advantages(np.asarray(rewards), config, lengths=lengths, max_response_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("rloo", [[2 / 3, -2 / 3, 2 / 3, -2 / 3], [0, 0, 0, 0]]),  # a winner sees 1/3 in the others, a loser 2/3
+        ("grpo", [[0.8660239, -0.8660239, 0.8660239, -0.8660239], [0, 0, 0, 0]]),  # 0.5 / (sqrt(1/3) + 1e-6)
+        ("grpo_no_std", [[0.5, -0.5, 0.5, -0.5], [0, 0, 0, 0]]),
+        ("reinforce", [[0.25, -0.75, 0.25, -0.75], [0.25, 0.25, 0.25, 0.25]]),  # the batch's mean is 3/4
+    ],
+)
+def test_estimators_by_hand(estimator, expected):
+    result = advantages([[1, 0, 1, 0], [1, 1, 1, 1]], estimator)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+    assert result.dtype == np.float32
+
+
+def test_rloo_is_reward_minus_the_mean_of_the_others():
+    expected = np.empty_like(REWARDS)
+    for i in range(7):
+        for j in range(5):
+            expected[i, j] = REWARDS[i, j] - np.mean(np.delete(REWARDS[i], j))
+    np.testing.assert_allclose(rloo(REWARDS), expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(advantages(REWARDS), rloo(REWARDS))
+
+
+def test_as_verl_and_trl_do():
+    """verl core_algos compute_{rloo,grpo}_outcome_advantage; TRL GRPOTrainer with scale_rewards group (eps 1e-4), none."""
+    g = REWARDS.shape[1]
+    for row, rewards in enumerate(REWARDS):
+        mean, std = np.mean(rewards), np.std(rewards, ddof=1)  # torch.std and TRL's nanstd are the sample's
+        verl_rloo = rewards * g / (g - 1) - mean * g / (g - 1)
+        np.testing.assert_allclose(advantages(REWARDS)[row], verl_rloo, rtol=2e-6)
+        np.testing.assert_allclose(advantages(REWARDS, "grpo")[row], (rewards - mean) / (std + 1e-6), rtol=2e-7)
+        np.testing.assert_allclose(advantages(REWARDS, "grpo")[row], (rewards - mean) / (std + 1e-4), rtol=3e-4)
+        np.testing.assert_allclose(advantages(REWARDS, "grpo_no_std")[row], rewards - mean, rtol=2e-7)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "grpo_no_std"])
+def test_equal_rewards_give_exactly_nothing(estimator):
+    """The mean of three times 0.1 does not round to 0.1; dividing that by a standard deviation must not show."""
+    assert np.mean(np.full((1, 3), 0.1)) != 0.1
+    assert not advantages(np.full((1, 3), 0.1), estimator).any()
+
+
+def test_overlong_by_hand():
+    """Limit 100, buffer 20: nothing up to 80 tokens, half at 90, all at 100."""
+    lengths = np.array([[80, 81, 90, 100, 1]])
+    np.testing.assert_allclose(overlong_penalty(lengths, 100, 20, 2.0), [[0, -0.1, -1.0, -2.0, 0]], atol=1e-12)
+    result = advantages([[1, 1, 1, 1, 1]], "grpo_no_std", lengths, overlong_buffer_tokens=20, overlong_factor=2.0)
+    np.testing.assert_allclose(result, [[0.62, 0.52, -0.38, -1.38, 0.62]], rtol=1e-6)
+    assert not advantages([[1, 1, 1, 1, 1]], "grpo_no_std", lengths).any()  # off by default
+
+
+def test_overlong_is_as_in_verl():
+    """verl DAPORewardManager: min(-exceed / buffer * factor, 0); lengths never pass the limit there."""
+    lengths = RNG.integers(1, 101, (6, 8))
+    for length, penalty in zip(lengths.ravel(), overlong_penalty(lengths, 100, 30, 0.5).ravel(), strict=True):
+        exceed = length - (100 - 30)
+        assert penalty == pytest.approx(min(-exceed / 30 * 0.5, 0), abs=1e-12)
+
+
+def test_groups():
+    assert groups_with_signal(np.array([[0, 0], [1, 1], [0, 1]])).tolist() == [False, False, True]
+    rewards = [[0, 0], [1, 1], [0, 1]]
+    assert groups_with_loss(advantages(rewards)).tolist() == [False, False, True]
+    assert groups_with_loss(advantages(rewards, "reinforce")).tolist() == [True, True, True]
+    punished = advantages(rewards, lengths=[[9, 100], [9, 9], [9, 9]], overlong_buffer_tokens=10)
+    assert groups_with_loss(punished).tolist() == [True, False, True]
+
+
+def test_mistakes_are_quoted():
+    with pytest.raises(ValueError, match=r"g at least 2, got shape \(3, 1\)"):
+        rloo(np.zeros((3, 1)))
+    assert advantages([[1.0], [0.0]], "reinforce").tolist() == [[0.5], [-0.5]]
+    with pytest.raises(ValueError, match=r"both be \[b, g\], got \(2, 2\) and \(2, 3\)"):
+        advantages(np.zeros((2, 2)), lengths=np.zeros((2, 3)))
+    with pytest.raises(ValueError, match="finite, got 2 that are not"):
+        advantages([[np.nan, np.inf]])
+    with pytest.raises(ValueError, match=r"in 1 .. max_response_tokens = 100, got 101"):
+        advantages([[0, 1]], overlong_buffer_tokens=101)
+    with pytest.raises(ValueError, match=r"estimator must be one of .*, got 'gae'"):
+        AdvantageConfig(estimator="gae")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="overlong_buffer_tokens must not be negative, got -1"):
+        AdvantageConfig(overlong_buffer_tokens=-1)
+    with pytest.raises(ValueError, match="overlong_factor must be finite and not negative, got nan"):
+        AdvantageConfig(overlong_factor=float("nan"))

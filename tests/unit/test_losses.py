@@ -1,0 +1,258 @@
+"""Losses against numbers worked by hand, their gradients against finite differences in float64."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.algorithms.aggregation import aggregation_weights
+from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss, ppo_clip
+
+KINDS = ("policy_gradient", "ppo_clip", "gspo", "cispo")
+IDS = np.array([[3, 3, 3, 3, 0, 0, 0, 0], [2, 2, 2, 1, 1, 1, 1, 1]], np.int32)
+MASK = np.array([[0, 1, 1, 1, 0, 1, 1, 0], [1, 1, 1, 0, 1, 0, 1, 1]], bool)
+
+
+def numbers(seed=0, spread=0.3):
+    rng = np.random.default_rng(seed)
+    old = -rng.exponential(1.0, IDS.shape)
+    advantages = rng.normal(size=4)[IDS]
+    return old + spread * rng.standard_normal(IDS.shape), old, advantages
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped", "gradient"),
+    [
+        (1.0, 2.0, -2.0, 0.0, -2.0),
+        (1.5, 2.0, -2.56, 1.0, 0.0),  # clipped above at 1.28
+        (1.5, -2.0, 3.0, 0.0, 2.0),  # pessimistic branch
+        (0.5, 2.0, -1.0, 0.0, -2.0),
+        (0.5, -2.0, 1.6, 1.0, 0.0),  # clipped below at 0.8
+    ],
+)
+def test_ppo_clip_by_hand(ratio, advantage, loss, clipped, gradient):
+    def run(r):
+        losses, flags = ppo_clip(jnp.float32(r)[None, None], jnp.float32(advantage)[None, None], 0.2, 0.28)
+        return losses[0, 0], flags[0, 0]
+
+    (value, flag), slope = jax.value_and_grad(run, has_aux=True)(ratio)
+    assert float(value) == pytest.approx(loss, abs=1e-6)
+    assert float(flag) == clipped
+    assert float(slope) == pytest.approx(gradient, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "losses", "clipped", "gradient"),
+    [
+        # One sequence of two tokens: log pi = -1, -2; ratios 2 and 1/8 (geometric mean 1/2); A = 3; bounds 0.4 and 1.5.
+        ("policy_gradient", [3.0, 6.0], [0, 0], [-3.0, -3.0]),
+        ("ppo_clip", [-4.5, -0.375], [1, 0], [0.0, -0.375]),
+        ("gspo", [-1.5, -1.5], [0, 0], [-1.5, -1.5]),  # each token's loss moves with both tokens: 2 x -3 x 1/2 x 1/2
+        ("cispo", [4.5, 2.4], [1, 1], [-4.5, -1.2]),
+    ],
+)
+def test_kinds_by_hand(kind, losses, clipped, gradient):
+    config = LossConfig(kind=kind, clip_low=0.6, clip_high=0.5)
+    logprobs = jnp.array([[-1.0, -2.0]])
+    old = logprobs - jnp.log(jnp.array([[2.0, 0.125]]))
+
+    def run(logprobs):
+        found, flags = policy_loss(
+            config,
+            logprobs,
+            old,
+            jnp.array([[3.0, 3.0]]),
+            jnp.array([[True, True]]),
+            sequence_ids=jnp.zeros((1, 2), jnp.int32),
+            num_sequences=1,
+        )
+        return jnp.sum(found), (found, flags)
+
+    (_, (found, flags)), slope = jax.value_and_grad(run, has_aux=True)(logprobs)
+    np.testing.assert_allclose(found, [losses], rtol=1e-6)
+    np.testing.assert_array_equal(flags, [clipped])
+    np.testing.assert_allclose(slope, [gradient], rtol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
+@pytest.mark.parametrize("kind", ["policy_gradient", "ppo_clip", "gspo"])
+def test_gradients_are_finite_differences(kind, aggregation):
+    bounds = {"clip_low": 0.02, "clip_high": 0.03} if kind == "gspo" else {"clip_low": 0.1, "clip_high": 0.15}
+    config = LossConfig(kind=kind, aggregation=aggregation, **bounds)
+    with jax.enable_x64(True):
+        logprobs, old, advantages = (jnp.asarray(x) for x in numbers())
+
+        @jax.jit
+        def loss(logprobs):
+            same = {"sequence_ids": jnp.asarray(IDS), "num_sequences": 4}
+            losses, clipped = policy_loss(config, logprobs, old, advantages, jnp.asarray(MASK), **same)
+            weights, denominator = aggregation_weights(aggregation, jnp.asarray(MASK), constant=5, **same)
+            return jnp.sum(weights * losses) / denominator, clipped
+
+        (_, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(logprobs)
+        if kind != "policy_gradient":
+            assert 0 < float(clipped.sum()) < MASK.sum()  # both branches are met
+        step = 1e-6
+        for place in np.ndindex(IDS.shape):
+            up, down = logprobs.at[place].add(step), logprobs.at[place].add(-step)
+            slope = (loss(up)[0] - loss(down)[0]) / (2 * step)
+            np.testing.assert_allclose(gradient[place], slope, rtol=1e-7, atol=1e-9)
+
+
+def test_cispo_gradient_is_that_of_its_loss_with_the_ratio_held():
+    """Finite differences of -clip(ratio) A log pi, the clipped ratio a number (its own slope must not enter)."""
+    config = LossConfig(kind="cispo", clip_low=0.1, clip_high=0.15)
+    with jax.enable_x64(True):
+        logprobs, old, advantages = numbers()
+        held = np.clip(np.exp(logprobs - old), 0.9, 1.15)
+
+        def loss(x):
+            losses, clipped = policy_loss(
+                config, x, old, advantages, jnp.asarray(MASK), sequence_ids=jnp.asarray(IDS), num_sequences=4
+            )
+            return jnp.sum(losses), clipped
+
+        (value, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(logprobs))
+        np.testing.assert_array_equal(clipped, MASK & (held != np.exp(logprobs - old)))
+        assert 0 < float(clipped.sum()) < MASK.sum()
+
+        def with_ratio_held(x):
+            return -(held * advantages * x)[MASK].sum()
+
+        assert float(value) == pytest.approx(with_ratio_held(logprobs), rel=1e-12)
+        for place in np.ndindex(IDS.shape):
+            step = np.zeros(IDS.shape)
+            step[place] = 1e-6
+            slope = (with_ratio_held(logprobs + step) - with_ratio_held(logprobs - step)) / 2e-6
+            np.testing.assert_allclose(gradient[place], slope, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_outside_the_mask_does_not_matter(kind):
+    config = LossConfig(kind=kind)
+    logprobs, old, advantages = (x.astype(np.float32) for x in numbers())
+    same = {"sequence_ids": IDS, "num_sequences": 4}
+
+    def run(logprobs, old, advantages, mask):
+        losses, clipped = policy_loss(config, logprobs, old, advantages, mask, **same)
+        return jnp.sum(losses), (losses, clipped)
+
+    slope = jax.jit(jax.value_and_grad(run, has_aux=True))
+    clean = slope(logprobs, old, advantages, MASK)
+    for rubbish in (np.nan, np.inf, -np.inf, 3e38):
+        dirty = [np.where(MASK, x, np.float32(rubbish)) for x in (logprobs, old, advantages)]
+        jax.tree.map(np.testing.assert_array_equal, slope(*dirty, MASK), clean)
+    (_, (losses, clipped)), gradient = clean
+    assert not np.asarray(losses)[~MASK].any()
+    assert not np.asarray(clipped)[~MASK].any()
+    assert not np.asarray(gradient)[~MASK].any()
+    assert np.asarray(gradient)[MASK].any()
+    (total, _), gradient = slope(*(np.full_like(logprobs, np.nan),) * 3, np.zeros_like(MASK))
+    assert float(total) == 0.0
+    assert not np.asarray(gradient).any()
+
+
+@pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "cispo"])
+def test_exponents_are_bounded(kind):
+    """A log-probability the rollout engine gave as -inf: the ratio stops at exp(20) and nothing becomes NaN."""
+    logprobs, old, _ = (x.astype(np.float32) for x in numbers())
+    old[0, 1] = -np.inf
+
+    def run(logprobs):
+        losses, _ = policy_loss(
+            LossConfig(kind=kind), logprobs, old, -np.ones_like(old), MASK, sequence_ids=IDS, num_sequences=4
+        )
+        return jnp.sum(losses), losses
+
+    (_, losses), gradient = jax.value_and_grad(run, has_aux=True)(logprobs)
+    assert np.isfinite(losses).all()
+    assert np.isfinite(gradient).all()
+    if kind != "cispo":
+        assert float(losses[0, 1]) == pytest.approx(math.exp(20), rel=1e-6)
+
+
+def test_on_policy_all_kinds_have_the_policy_gradient():
+    """Where old is current the ratio is 1 and inside the bounds; GSPO alone spreads it over its sequence."""
+    logprobs, _, advantages = (x.astype(np.float32) for x in numbers())
+    gradients = {}
+    for kind in KINDS:
+
+        def run(x, kind=kind):
+            losses, clipped = policy_loss(
+                LossConfig(kind=kind), x, logprobs, advantages, MASK, sequence_ids=IDS, num_sequences=4
+            )
+            return jnp.sum(losses), clipped
+
+        gradients[kind], clipped = jax.grad(run, has_aux=True)(logprobs)
+        assert not clipped.any()
+    for kind in KINDS:
+        np.testing.assert_allclose(gradients[kind], np.where(MASK, -advantages, 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"), [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", 0.10653066, 0.39346934)]
+)
+def test_kl_by_hand(kind, value, slope):
+    """Policy 0.5 nats above the reference: k3 = exp(-0.5) - 1 + 0.5, its slope 1 - exp(-0.5)."""
+    run = functools.partial(kl_penalty, kind)
+    found = run(jnp.float32(-1.0), jnp.float32(-1.5))
+    assert float(found) == pytest.approx(value, rel=1e-6)
+    assert float(jax.grad(run)(jnp.float32(-1.0), jnp.float32(-1.5))) == pytest.approx(slope, rel=1e-6)
+    assert float(jax.grad(run, argnums=1)(jnp.float32(-1.0), jnp.float32(-1.5))) == 0.0
+
+
+@pytest.mark.parametrize("difference", [1e-4, -1e-4, 1e-2, -0.3, 0.49, -0.51, 5.0, -15.0])
+def test_k3_keeps_its_digits(difference):
+    logprobs, reference = np.float32(-1.0), np.float32(-1.0 - difference)
+    exact = float(reference) - float(logprobs)
+    value, slope = jax.value_and_grad(functools.partial(kl_penalty, "k3"))(logprobs, reference)
+    expected = sum(exact**n / math.factorial(n) for n in range(2, 60))
+    assert float(value) == pytest.approx(expected, rel=1e-6)
+    assert float(slope) == pytest.approx(-math.expm1(exact), rel=1e-6)
+
+
+def test_kl_is_masked_and_bounded():
+    policy, reference = np.array([[-1.0, np.nan, -60.0]], np.float32), np.array([[-1.0, 0.0, -1.0]], np.float32)
+    mask = np.array([[True, False, True]])
+    for kind, last in (("k1", -59.0), ("k2", 59.0**2 / 2), ("k3", math.exp(20) - 21)):
+
+        def run(x, kind=kind):
+            found = kl_penalty(kind, x, reference, mask)
+            return jnp.sum(found), found
+
+        gradient, found = jax.grad(run, has_aux=True)(policy)
+        np.testing.assert_allclose(found, [[0, 0, last]], rtol=1e-6)
+        assert np.isfinite(gradient).all()
+        assert gradient[0, 1] == 0
+    with pytest.raises(ValueError, match=r"kind must be one of .*, got 'none'"):
+        kl_penalty("none", policy, reference)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"clip_low": 1.5}, r"clip_low must be in \[0, 1\], got 1.5"),
+        ({"clip_high": -0.1}, r"clip_high must not be negative, got -0\.1"),
+        ({"kind": "ppo"}, r"kind must be one of .*, got 'ppo'"),
+        ({"aggregation": "mean"}, r"aggregation must be one of .*, got 'mean'"),
+        ({"kl": "k4"}, r"kl must be one of .*, got 'k4'"),
+        ({"old_logprobs": "server"}, r"old_logprobs must be one of .*, got 'server'"),
+        ({"kl": "k3"}, r"above 0 exactly with a kl, got 0\.0, k3"),
+        ({"kl_coefficient": 0.1}, r"above 0 exactly with a kl, got 0\.1, none"),
+        ({"kl": "k3", "kl_coefficient": float("nan")}, r"above 0 exactly with a kl, got nan, k3"),
+        ({"sequence_constant": 100}, r"0 unless aggregation is sequence_sum, got 100 with token_mean"),
+        ({"mini_batches": 0}, r"at least 1, got 0 and 1"),
+        ({"epochs": 0}, r"at least 1, got 1 and 0"),
+    ],
+)
+def test_mistakes_are_quoted(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**fields)
+
+
+def test_sequence_divisor():
+    assert LossConfig(aggregation="sequence_sum").sequence_divisor(512) == 512
+    assert LossConfig(aggregation="sequence_sum", sequence_constant=100).sequence_divisor(512) == 100
