@@ -141,13 +141,13 @@ def test_beyond_exp_20_equation_4_is_truncated():
 @ENDS
 @pytest.mark.parametrize("threshold", [0.5, 1.0, 2.0])
 def test_equation_5_leaves_the_bias_of_what_it_cuts_off(threshold, end):
-    """Bias sum_y mu (min(rho, C) - rho) A score; at most 2 K (1 + chi2) / C with K the largest |A score|."""
+    """Bias sum_y mu (min(rho, C) - rho) A score; at most K (1 + chi2) / (4 C), K the largest |A score|."""
     world = World(2, 1.0, end)
     settings = {"level": "sequence", "mode": "truncate", "threshold": threshold}
     expected = world.sum(world.mu * np.minimum(world.rho, threshold)) - world.gradient
     np.testing.assert_allclose(world.sum(world.mu, world.weights(**settings)) - world.gradient, expected, **EXACT)
     largest = np.abs(world.advantages) * np.linalg.norm(world.scores.sum(axis=1), axis=1)
-    assert 1e-3 < world.bias(**settings) <= 2 * largest.max() * (world.mu @ world.rho**2) / threshold
+    assert 1e-3 < world.bias(**settings) <= largest.max() * (world.mu @ world.rho**2) / (4 * threshold)
 
 
 @ENDS
@@ -224,7 +224,7 @@ def test_the_geometric_level_is_the_root_of_the_sequence_ratio(end):
 
 
 def test_normalising_is_biased_in_small_batches_and_not_in_large_ones():
-    """Every batch of N responses: equation 4 is unbiased at any N; normalised, a share 1 / N of equation 3's is left."""
+    """Every batch of N responses: equation 4 is unbiased; normalised, a share 1 / N of equation 3's bias is left."""
     world = World(0, 0.02)
     values = np.einsum("n,ntp->np", world.advantages, world.scores)
     biases = {}
