@@ -4,8 +4,8 @@
 
 TOKENS is a token dump, JSONL, or prime-rl's token export (docs/compare.md); the columns it holds are compared too. OUT
 gets tokens.parquet (with the scored columns), report.md, report.json and report.png. The exit status is 0 when every
-pair passes, 1 when one fails or is refused, 2 for a mistake in the arguments, 130 after an interrupt; what was scored
-until then is kept and reported.
+pair passes, 1 when one fails or is refused, 2 for a mistake in the arguments or a server that is gone, 130 after an
+interrupt; what was scored until then is kept and reported.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tqdm import tqdm
 from rljax.compare.dump import TokenDump, write_dump
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import SECOND_RUN, Comparison, compare_columns, to_json, to_markdown, to_text
-from rljax.compare.sampling import sample_responses
-from rljax.compare.scorers import DTYPES, score_column, split_spec
+from rljax.compare.sampling import DrawConfig, sample_responses, split_sampler, toy_prompts
+from rljax.compare.scorers import name_columns, score_column, split_spec
 from rljax.config_loader import ConfigError, caller_errors, run_cli
 
 METRIC = "logprob_abs_diff_mean"
@@ -48,38 +48,55 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("tokens", metavar="TOKENS", type=Path, help="sequences, and perhaps columns, to compare")
-    parser.add_argument("--model", metavar="DIR", type=Path, help="Hugging Face directory for jax: and hf: scorers")
+    parser.add_argument("tokens", metavar="TOKENS", type=Path, nargs="?", help="sequences, and perhaps columns")
+    parser.add_argument(
+        "--toy-prompts", metavar="N", type=int, help="in the place of TOKENS: N problems of the toy task, for --sample"
+    )
+    parser.add_argument("--model", metavar="DIR", type=Path, help="Hugging Face directory, for all but vllm: and dump:")
     parser.add_argument(
         "--scorer",
         metavar="SPEC",
         action="append",
         default=[],
-        help="jax:DTYPE, hf:DTYPE (DTYPE: float32, bfloat16, float16) or dump:FILE#COLUMN; may be repeated",
+        help="jax:DTYPE, jax-decode:DTYPE, hf:DTYPE (DTYPE: float32, bfloat16, float16), vllm:URL or "
+        "dump:FILE#COLUMN; may be repeated",
     )
     parser.add_argument(
-        "--sample", metavar="DTYPE", choices=DTYPES, help="first draw new responses to the prompts of TOKENS, in DTYPE"
+        "--sample",
+        metavar="SPEC",
+        help="first draw new responses to the prompts with jax-decode:DTYPE or vllm-decode:URL",
     )
     parser.add_argument("--responses", metavar="N", type=int, default=1, help="drawn for each prompt (default: 1)")
     parser.add_argument("--max-response-tokens", metavar="N", type=int, default=256, help="(default: 256)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
     parser.add_argument("--columns", metavar="NAME", nargs="+", help="of TOKENS, those to compare (default: all)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the draw and of the scores (default: 1)")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences a forward (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences at a time (default: 8)")
     parser.add_argument("--no-second-run", action="store_true", help="do not score twice for the noise floor")
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="directory to write (default: comparison)")
     return parser.parse_args(argv)
 
 
-def scored(dump: TokenDump, options: argparse.Namespace) -> Iterator[TokenDump]:
-    """The dump after each new column: every scorer once, and a second time at another batch size."""
-    specs = list(dict.fromkeys(options.scorer))
-    jobs = [(spec, spec, options.batch_size) for spec in specs]
-    if not options.no_second_run:
-        other = options.batch_size // 2 or 2
-        jobs += [(spec + SECOND_RUN, spec, other) for spec in specs if split_spec(spec)[0] != "dump"]
-    with tqdm(total=len(jobs) * len(dump.sequence_ids), desc="scoring", unit="seq", disable=not jobs) as bar:
-        for column, spec, batch_size in jobs:
+Job = tuple[str, str, int]  # column, spec, batch size
+
+
+def jobs(dump: TokenDump, columns: dict[str, str], options: argparse.Namespace) -> list[Job]:
+    """Every scorer once, and a second time at another batch size; of a column that was drawn only the second run."""
+    drawn = options.sample if options.sample in dump.logprobs else None
+    first = [(column, spec, options.batch_size) for spec, column in columns.items() if spec != drawn]
+    if options.no_second_run:
+        return first
+    twice = columns | ({drawn: drawn} if drawn else {})
+    other = options.batch_size // 2 or 2
+    return first + [
+        (column + SECOND_RUN, spec, other) for spec, column in twice.items() if split_spec(spec)[0] != "dump"
+    ]
+
+
+def scored(dump: TokenDump, todo: Sequence[Job], options: argparse.Namespace) -> Iterator[TokenDump]:
+    """The dump after each new column."""
+    with tqdm(total=len(todo) * len(dump.sequence_ids), desc="scoring", unit="seq", disable=not todo) as bar:
+        for column, spec, batch_size in todo:
             bar.set_postfix_str(column)
             with caller_errors():
                 vectors, source = score_column(
@@ -94,19 +111,28 @@ def scored(dump: TokenDump, options: argparse.Namespace) -> Iterator[TokenDump]:
             yield dump
 
 
-def sampled(dump: TokenDump, options: argparse.Namespace) -> TokenDump:
-    """New responses to the prompts of the dump."""
-    if options.model is None:
-        raise ConfigError("--sample needs --model")
-    return sample_responses(
-        dump,
-        options.model,
-        options.sample,
-        n=options.responses,
+def sequences(options: argparse.Namespace) -> TokenDump:
+    """TOKENS, or the toy task's prompts; with new responses, if asked."""
+    if (options.tokens is None) == (options.toy_prompts is None):
+        raise ConfigError("expected either TOKENS or --toy-prompts N")
+    if options.model is None and (options.sample or options.toy_prompts is not None):
+        raise ConfigError("--sample and --toy-prompts need --model")
+    if options.tokens is not None:
+        dump = read_tokens(options.tokens)
+    else:
+        dump = toy_prompts(options.toy_prompts, options.model)
+    if options.sample is None:
+        return dump
+    config = DrawConfig(
+        responses=options.responses,
         max_response_tokens=options.max_response_tokens,
         temperature=options.temperature,
         seed=options.seed,
+        batch_size=options.batch_size,
+        second_run=not options.no_second_run,
     )
+    with tqdm(desc="drawing", unit="seq") as bar:
+        return sample_responses(dump, options.model, options.sample, config, progress=bar.update)
 
 
 def draw(comparison: Comparison, path: Path) -> None:
@@ -145,26 +171,27 @@ def draw_matrix(axes: Axes, comparison: Comparison) -> None:
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    interrupted = False
+    stopped: KeyboardInterrupt | ConfigError | None = None
     with caller_errors():
         for spec in options.scorer:
             split_spec(spec)
-        dump = read_tokens(options.tokens)
-        options.out.mkdir(parents=True, exist_ok=True)
         if options.sample is not None:
-            dump = sampled(dump, options)
-            write_dump(options.out / "tokens.parquet", dump)
+            split_sampler(options.sample)
+        columns = name_columns(options.scorer)
+        options.out.mkdir(parents=True, exist_ok=True)
+        dump = sequences(options)
+        write_dump(options.out / "tokens.parquet", dump)
     kept = options.columns if options.columns is not None else list(dump.logprobs)
     try:
-        for more in scored(dump, options):
+        for more in scored(dump, jobs(dump, columns, options), options):
             dump = more
             write_dump(options.out / "tokens.parquet", dump)
-    except KeyboardInterrupt:
-        interrupted = True
-    done = [spec for spec in dict.fromkeys(options.scorer) if spec in dump.logprobs]
+    except (KeyboardInterrupt, ConfigError) as error:
+        stopped = error
+    done = [column for column in columns.values() if column in dump.logprobs]
     names = [name for name in dict.fromkeys([*kept, *done]) if not name.endswith(SECOND_RUN)]
-    if interrupted and len(names) < 2:
-        raise KeyboardInterrupt
+    if stopped is not None and len(names) < 2:
+        raise stopped
     with caller_errors():
         comparison = compare_columns(dump, names)
     (options.out / "report.md").write_text(to_markdown(comparison), encoding="utf-8")
@@ -172,8 +199,8 @@ def main(argv: Sequence[str]) -> int:
     draw(comparison, options.out / "report.png")
     print(to_text(comparison))
     print(f"written to {options.out}: report.md, report.json, report.png")
-    if interrupted:
-        raise KeyboardInterrupt
+    if stopped is not None:
+        raise stopped
     return 0 if comparison.passed else 1
 
 

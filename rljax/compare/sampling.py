@@ -1,70 +1,190 @@
-"""New responses to the prompts of a dump, drawn by the embedded engine, with the log-probabilities it drew them at."""
+"""New responses to the prompts of a dump, drawn by an engine, with the log-probabilities it drew them at."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from rljax.compare.dump import ColumnSource, TokenDump, make_dump
-from rljax.compare.scorers import weights_hash
+from rljax.compare.report import SECOND_RUN
+from rljax.compare.scorers import DTYPES
+from rljax.compare.servers import Server, connect
+from rljax.compare.weights import weights_hash
+from rljax.data.tokenizer import load_tokenizer
+from rljax.data.toy import AdditionProblems
 from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
 from rljax.rollout.jax_engine import JaxEngine
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.types import Response, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
+
+
+@dataclass(frozen=True)
+class DrawConfig:
+    """How responses are drawn.
+
+    Attributes:
+      responses: a prompt; named ``<sequence id>/<number>``.
+      max_response_tokens: a response ends here or with an end-of-sequence token of the model (tokens).
+      temperature: of the draw; positive.
+      seed: of the draw.
+      batch_size: requests at a server at a time; the embedded engine draws all responses at once.
+      second_run: whether a server draws a second time, at half the batch size and with the same seeds, for its noise
+        floor: up to the first token that differs the two drew from the same prefix.
+    """
+
+    responses: int = 1
+    max_response_tokens: int = 256
+    temperature: float = 1.0
+    seed: int = 0
+    batch_size: int = 8
+    second_run: bool = False
+
+    def __post_init__(self) -> None:
+        if self.responses < 1 or self.batch_size < 1 or not self.temperature > 0.0:
+            raise ValueError(
+                "responses, batch_size and temperature must be positive, got "
+                f"{self.responses}, {self.batch_size} and {self.temperature}"
+            )
 
 
 def sample_responses(
     dump: TokenDump,
     model: str | Path,
-    dtype: str,
+    spec: str,
+    config: DrawConfig | None = None,
     *,
-    n: int = 1,
-    max_response_tokens: int = 256,
-    temperature: float = 1.0,
-    seed: int = 0,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> TokenDump:
-    """Draws ``n`` responses to each prompt of ``dump`` and returns them as a dump with one column.
+    """Draws responses to each prompt of ``dump`` and returns them as a dump with one column, or two.
 
     Args:
       dump: its prompts are what stands before the first response token; its columns are not carried over.
-      model: Hugging Face directory.
-      dtype: float32, bfloat16 or float16; of weights and cache.
-      n: responses a prompt, named ``<sequence id>/<number>``.
-      max_response_tokens: a response ends here or with an end-of-sequence token of the model (tokens).
-      temperature: of the draw and of the column; positive.
-      seed: of the draw.
+      model: Hugging Face directory; of a server's only the end-of-sequence tokens and the vocabulary are read.
+      spec: ``jax-decode:DTYPE`` (the embedded engine) or ``vllm-decode:URL`` (a running server).
+      config: how; None takes the defaults.
+      progress: called with a number of responses when so many have been drawn.
 
     Returns:
-      A dump with the column ``jax-decode:DTYPE``.
+      A dump with the column ``jax-decode:DTYPE``, or ``vllm-decode:DTYPE`` and, of a second run, ``...@2``.
 
     Raises:
-      ValueError: a sequence has no prompt, or a token outside the vocabulary; n or temperature is not positive.
+      ValueError: an unknown spec, a sequence without a prompt or with a token outside the vocabulary, or the server
+        refuses.
+      ConnectionError: the server does not answer.
     """
-    if n < 1 or not temperature > 0.0:
-        raise ValueError(f"n and temperature must be positive, got {n} and {temperature}")
-    config = read_config(model)
-    prompts = []
-    for name, ids, mask in zip(dump.sequence_ids, dump.token_ids, dump.response_mask, strict=True):
-        prompt = ids[: int(np.argmax(mask))] if mask.any() else ids
-        if len(prompt) < 1 or prompt.max() >= config.vocab_size:
-            raise ValueError(f"sequence {name!r} has no prompt of tokens below {config.vocab_size}, got {prompt[:8]}")
-        prompts.append(prompt)
+    how = config or DrawConfig()
+    kind, argument = split_sampler(spec)
+    shape = read_config(model)
+    prompts = [
+        _prompt(name, ids, mask, shape.vocab_size)
+        for name, ids, mask in zip(dump.sequence_ids, dump.token_ids, dump.response_mask, strict=True)
+    ]
+    sampling = SamplingParams(how.max_response_tokens, how.temperature, shape.stop_token_ids)
+    if kind == "vllm-decode":
+        with connect(argument) as server:
+            return _draw_from_server(server, dump.sequence_ids, prompts, sampling, how, progress)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    engine = JaxEngine(config, dtype, max(map(len, prompts)), mesh=mesh)
-    engine.publish(load_params(model, config), 0)
-    sampling = SamplingParams(max_response_tokens, temperature, config.stop_token_ids)
-    responses = list(engine.generate(prompts, n, sampling, seed=seed))
+    engine = JaxEngine(shape, argument, max(map(len, prompts)), mesh=mesh)
+    engine.publish(load_params(model, shape), 0)
+    responses = list(engine.generate(prompts, how.responses, sampling, seed=how.seed))
     engine.close()
-    column = f"jax-decode:{dtype}"
+    progress(len(responses))
+    source = ColumnSource(f"jax {jax.__version__} decode", argument, weights_hash(model), how.temperature)
+    return _as_dump(dump.sequence_ids, prompts, responses, spec, source, how)
+
+
+def split_sampler(spec: str) -> tuple[str, str]:
+    """``("jax-decode", "float32")`` of ``jax-decode:float32``.
+
+    Raises:
+      ValueError: it is none of the forms ``sample_responses`` takes.
+    """
+    kind, _, argument = spec.partition(":")
+    if (kind == "jax-decode" and argument in DTYPES) or (
+        kind == "vllm-decode" and argument.startswith(("http://", "https://"))
+    ):
+        return kind, argument
+    raise ValueError(
+        f"unknown sampler {spec!r}, expected jax-decode:DTYPE (DTYPE: {', '.join(DTYPES)}) or vllm-decode:URL"
+    )
+
+
+def toy_prompts(count: int, model: str | Path) -> TokenDump:
+    """The first held-back problems of the toy task in the tokens of ``model``'s tokenizer, and no responses.
+
+    Raises:
+      ValueError: there is no tokenizer, or there are fewer problems.
+    """
+    if count < 1:
+        raise ValueError(f"the number of toy prompts must be at least 1, got {count}")
+    tokenizer, problems = load_tokenizer(model), AdditionProblems("held", count)
+    prompts = [tokenizer.encode(problem["prompt"]).tolist() for problem in problems]
+    return make_dump([f"held/{i}" for i in range(count)], prompts, [[False] * len(ids) for ids in prompts], {})
+
+
+def _prompt(name: str, ids: np.ndarray, mask: np.ndarray, vocab_size: int) -> np.ndarray:
+    prompt = ids[: int(np.argmax(mask))] if mask.any() else ids
+    if len(prompt) < 1 or prompt.max() >= vocab_size:
+        raise ValueError(f"sequence {name!r} has no prompt of tokens below {vocab_size}, got {prompt[:8]}")
+    return prompt
+
+
+def _draw_from_server(
+    server: Server,
+    names: Sequence[str],
+    prompts: Sequence[np.ndarray],
+    sampling: SamplingParams,
+    how: DrawConfig,
+    progress: Callable[[int], object],
+) -> TokenDump:
+    for name, prompt in zip(names, prompts, strict=True):
+        server.check(name, prompt, sampling.max_response_tokens)
+
+    def draw(batch_size: int) -> list[Response]:
+        return server.draw(prompts, how.responses, sampling, seed=how.seed, batch_size=batch_size, progress=progress)
+
+    source = server.info.source("decode", server.logprobs_temperature(how.temperature))
+    column, first = f"vllm-decode:{server.info.label}", draw(how.batch_size)
+    dump = _as_dump(names, prompts, first, column, source, how)
+    if not how.second_run:
+        return dump
+    second = draw(how.batch_size // 2 or 2)
+    fronts = [len(prompts[response.prompt_index]) for response in first]
+    vectors = [
+        np.concatenate([np.full(front, np.nan, np.float32), _on_common_prefix(a, b)])
+        for front, a, b in zip(fronts, first, second, strict=True)
+    ]
+    return dump.with_column(column + SECOND_RUN, vectors, source)
+
+
+def _on_common_prefix(first: Response, second: Response) -> np.ndarray:
+    """Of the second response's log-probabilities those of tokens that it shares with the first; NaN after them."""
+    shared = min(first.length, second.length)
+    differing = np.flatnonzero(first.token_ids[:shared] != second.token_ids[:shared])
+    shared = int(differing[0]) if len(differing) else shared
+    return np.concatenate([second.logprobs[:shared], np.full(first.length - shared, np.nan, np.float32)])
+
+
+def _as_dump(
+    names: Sequence[str],
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[Response],
+    column: str,
+    source: ColumnSource,
+    how: DrawConfig,
+) -> TokenDump:
     fronts = [prompts[response.prompt_index] for response in responses]
+    pairs = list(zip(fronts, responses, strict=True))
     return make_dump(
-        [f"{dump.sequence_ids[response.prompt_index]}/{response.sample_index}" for response in responses],
-        [np.concatenate([front, r.token_ids]).tolist() for front, r in zip(fronts, responses, strict=True)],
-        [[False] * len(front) + [True] * r.length for front, r in zip(fronts, responses, strict=True)],
-        {column: [[None] * len(front) + r.logprobs.tolist() for front, r in zip(fronts, responses, strict=True)]},
-        {column: ColumnSource(f"jax {jax.__version__} decode", dtype, weights_hash(model), temperature)},
-        {"temperature": temperature, "max_response_tokens": max_response_tokens, "seed": seed},
+        [f"{names[response.prompt_index]}/{response.sample_index}" for response in responses],
+        [np.concatenate([front, response.token_ids]).tolist() for front, response in pairs],
+        [[False] * len(front) + [True] * response.length for front, response in pairs],
+        {column: [[None] * len(front) + response.logprobs.tolist() for front, response in pairs]},
+        {column: source},
+        {"temperature": how.temperature, "max_response_tokens": how.max_response_tokens, "seed": how.seed},
     )

@@ -1,11 +1,9 @@
-"""Engines that give log-probabilities to the sequences of a dump: ``jax:DTYPE``, ``hf:DTYPE``, ``dump:FILE#COLUMN``."""
+"""Engines that give log-probabilities to the sequences of a dump, named by specs such as ``jax:bfloat16``."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,16 +12,23 @@ import numpy as np
 
 from rljax.compare.dump import ColumnSource, TokenDump
 from rljax.compare.importers import read_tokens
+from rljax.compare.servers import check_sequences, connect
+from rljax.compare.weights import weights_hash
 from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
+from rljax.rollout.jax_engine import JaxEngine
+from rljax.sharding import MeshConfig, make_mesh
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 _NONE = np.full(1, np.nan, np.float32)  # position 0 carries no log-probability
 
-Score = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
-"""Token ids of some sequences, int32 [t] each -> log-probabilities, float32 [t] each, NaN at position 0."""
+Score = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], list[np.ndarray]]
+"""Token ids, int32 [t], and response masks, bool [t], of some sequences -> log-probabilities, float32 [t] each; NaN:
+none."""
+
+_ENGINES = {"jax": "jax {jax}", "jax-decode": "jax {jax} decode", "hf": "transformers {hf}"}
 
 
 def score_column(
@@ -38,12 +43,14 @@ def score_column(
     """A column of log-probabilities for the sequences of a dump.
 
     Args:
-      spec: ``jax:DTYPE`` (this library's forward), ``hf:DTYPE`` (transformers on torch) or ``dump:FILE#COLUMN`` (from
-        any file ``read_tokens`` reads; sequences go by their ids).
+      spec: ``jax:DTYPE`` (this library's forward), ``jax-decode:DTYPE`` (the embedded engine, one token at a time
+        through its key-value cache; responses only), ``hf:DTYPE`` (transformers on torch), ``vllm:URL`` (prompt
+        log-probabilities of a running server) or ``dump:FILE#COLUMN`` (from any file ``read_tokens`` reads; sequences
+        go by their ids).
       dump: the sequences.
-      model: Hugging Face directory; for the first two.
-      temperature: of the distribution scored by the first two; positive.
-      batch_size: sequences a forward.
+      model: Hugging Face directory; for the first three.
+      temperature: of the distribution scored; positive, and 1 for a server.
+      batch_size: sequences a forward, or requests at a time.
       progress: called after each batch with the number of sequences in it.
 
     Returns:
@@ -51,28 +58,41 @@ def score_column(
 
     Raises:
       ValueError: an unknown spec; a token id outside the vocabulary; sequences that are missing from FILE, or have
-        other tokens there.
-      OSError: a file is missing.
+        other tokens there; a server refuses.
+      OSError: a file is missing, or a server does not answer.
     """
     kind, argument = split_spec(spec)
     if kind == "dump":
         vectors, source = _read_column(argument, dump)
         progress(len(vectors))
         return vectors, source
-    if model is None:
-        raise ValueError(f"scorer {spec!r} needs a model directory")
     if not 0.0 < temperature < float("inf"):
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    score = (_jax_scorer if kind == "jax" else _hf_scorer)(Path(model), argument, temperature, dump)
+    if kind == "vllm":
+        if temperature != 1.0:
+            raise ValueError(f"a server's prompt log-probabilities are at temperature 1, {temperature:g} was asked for")
+        with connect(argument) as server:
+            check_sequences(server, dump, 1)
+            vectors = _in_batches(lambda ids, masks: server.score(ids), dump, batch_size, progress)
+            return vectors, server.info.source("", 1.0)
+    if model is None:
+        raise ValueError(f"scorer {spec!r} needs a model directory")
+    make = {"jax": _jax_scorer, "jax-decode": _decode_scorer, "hf": _hf_scorer}[kind]
+    vectors = _in_batches(make(Path(model), argument, temperature, dump), dump, batch_size, progress)
+    hf = version("transformers") if kind == "hf" else ""
+    engine = _ENGINES[kind].format(jax=jax.__version__, hf=hf)
+    return vectors, ColumnSource(engine, argument, weights_hash(model), temperature)
+
+
+def _in_batches(score: Score, dump: TokenDump, batch_size: int, progress: Callable[[int], object]) -> list[np.ndarray]:
     vectors = []
     for start in range(0, len(dump.token_ids), batch_size):
-        batch = dump.token_ids[start : start + batch_size]
-        vectors += score(batch)
-        progress(len(batch))
-    engine = f"jax {jax.__version__}" if kind == "jax" else f"transformers {version('transformers')}"
-    return vectors, ColumnSource(engine, argument, weights_hash(model), temperature)
+        batch = slice(start, start + batch_size)
+        vectors += score(dump.token_ids[batch], dump.response_mask[batch])
+        progress(len(dump.token_ids[batch]))
+    return vectors
 
 
 def split_spec(spec: str) -> tuple[str, str]:
@@ -82,44 +102,37 @@ def split_spec(spec: str) -> tuple[str, str]:
       ValueError: it is none of the forms ``score_column`` takes.
     """
     kind, _, argument = spec.partition(":")
-    if (kind in ("jax", "hf") and argument in DTYPES) or (kind == "dump" and "#" in argument):
+    if kind == "vllm-decode":
+        raise ValueError(
+            f"{spec!r} draws and cannot score: over HTTP no server decodes given tokens; score them with "
+            f"vllm:{argument}, or draw with --sample"
+        )
+    if (
+        (kind in _ENGINES and argument in DTYPES)
+        or (kind == "vllm" and argument.startswith(("http://", "https://")))
+        or (kind == "dump" and "#" in argument)
+    ):
         return kind, argument
-    known = f"jax:DTYPE, hf:DTYPE (DTYPE: {', '.join(DTYPES)}) or dump:FILE#COLUMN"
+    known = f"jax:DTYPE, jax-decode:DTYPE, hf:DTYPE (DTYPE: {', '.join(DTYPES)}), vllm:URL or dump:FILE#COLUMN"
     raise ValueError(f"unknown scorer {spec!r}, expected {known}")
 
 
-def weights_hash(directory: str | os.PathLike[str]) -> str:
-    """``sha256:...`` over names, dtypes, shapes and bytes of the safetensors in a directory, however they are sharded.
+def name_columns(specs: Sequence[str]) -> dict[str, str]:
+    """Spec -> name of its column: the spec itself, but ``vllm:DTYPE`` for a server, with its URL where that is taken.
 
     Raises:
-      ValueError: there is no safetensors file.
+      ValueError: a spec is unknown, or a server refuses.
+      ConnectionError: a server does not answer.
     """
-    tensors = sorted(
-        (entry for path in Path(directory).glob("*.safetensors") for entry in _tensors(path)),
-        key=lambda entry: entry[0],
-    )
-    if not tensors:
-        raise ValueError(f"no *.safetensors in {os.fspath(directory)}")
-    digest = hashlib.sha256()
-    for name, kind, path, start, size in tensors:
-        digest.update(f"{name} {kind}\n".encode())
-        with path.open("rb") as file:
-            file.seek(start)
-            while size and (chunk := file.read(min(size, 1 << 24))):
-                digest.update(chunk)
-                size -= len(chunk)
-    return f"sha256:{digest.hexdigest()}"
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, str, Path, int, int]]:
-    """Name, dtype and shape, file, first byte and number of bytes of each tensor (the safetensors header is JSON)."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            first, last = entry["data_offsets"]
-            yield name, f"{entry['dtype']} {entry['shape']}", path, 8 + length + first, last - first
+    names: dict[str, str] = {}
+    for spec in dict.fromkeys(specs):
+        kind, argument = split_spec(spec)
+        name = spec
+        if kind == "vllm":
+            with connect(argument) as server:
+                name = f"vllm:{server.info.label}"
+        names[spec] = spec if name in names.values() else name
+    return names
 
 
 def _read_column(argument: str, dump: TokenDump) -> tuple[list[np.ndarray], ColumnSource]:
@@ -161,10 +174,34 @@ def _jax_scorer(model: Path, dtype: str, temperature: float, dump: TokenDump) ->
     params = load_params(model, config)
     score = make_scorer(config, dtype, temperature=temperature)
 
-    def run(batch: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def run(batch: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.concatenate([_NONE, vector[1:]]) for vector in score(params, batch)]
 
     return run
+
+
+def _decode_scorer(model: Path, dtype: str, temperature: float, dump: TokenDump) -> Score:
+    """Everything from the first response token on is decoded; the tokens before it are the prompt."""
+    config = read_config(model)
+    _check_vocabulary(dump, config.vocab_size)
+    starts = [first_response_token(mask) for mask in dump.response_mask]
+    longest = max((len(ids) - start for ids, start in zip(dump.token_ids, starts, strict=True)), default=0)
+    engine = JaxEngine(config, dtype, max(starts, default=1), mesh=make_mesh(MeshConfig(), jax.devices()[:1]))
+    engine.publish(load_params(model, config), 0)
+
+    def run(batch: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+        split = [first_response_token(mask) for mask in masks]
+        prompts = [ids[:start] for ids, start in zip(batch, split, strict=True)]
+        responses = [ids[start:] for ids, start in zip(batch, split, strict=True)]
+        scored = engine.score(prompts, responses, temperature=temperature, max_response_tokens=max(longest, 1))
+        return [np.concatenate([np.full(len(p), np.nan, np.float32), s]) for p, s in zip(prompts, scored, strict=True)]
+
+    return run
+
+
+def first_response_token(mask: np.ndarray) -> int:
+    """Where the prompt ends; at least 1, and the length where there is no response."""
+    return max(int(np.argmax(mask)), 1) if mask.any() else len(mask)
 
 
 def _hf_scorer(directory: Path, dtype: str, temperature: float, dump: TokenDump) -> Score:
@@ -178,7 +215,7 @@ def _hf_scorer(directory: Path, dtype: str, temperature: float, dump: TokenDump)
     _check_vocabulary(dump, model.config.vocab_size)
 
     @torch.inference_mode()
-    def run(batch: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def run(batch: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
         shape = (len(batch), max(map(len, batch)))
         tokens, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
         for i, ids in enumerate(batch):

@@ -39,6 +39,7 @@ class _Shape:
     max_response_tokens: int
     greedy: bool
     num_stops: int
+    forced: bool = False
 
 
 def _cache_mixer(
@@ -75,9 +76,17 @@ def _prefill(
 
 
 def _draw(
-    params: Params, hidden: Float[Array, "b d"], keys: Array, temperature: Array, greedy: bool
+    params: Params,
+    hidden: Float[Array, "b d"],
+    keys: Array,
+    temperature: Array,
+    greedy: bool,
+    given: Int[Array, " b"] | None,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
-    """Next tokens and their log-probabilities under the distribution drawn from (temperature 1 when greedy)."""
+    """Next tokens and their log-probabilities under the distribution drawn from (temperature 1 when greedy).
+
+    ``given`` tokens are taken in the place of a draw.
+    """
     table = lm_head_table(params)
     logits = jnp.einsum("bd,vd->bv", hidden, table, preferred_element_type=jnp.float32)
     # Not a pair of casts: XLA may drop those (xla_allow_excess_precision).
@@ -87,7 +96,7 @@ def _draw(
         tokens = jnp.argmax(logits, axis=-1)
     else:
         logits = logits / temperature
-        tokens = jax.vmap(jax.random.categorical)(keys, logits)
+        tokens = jax.vmap(jax.random.categorical)(keys, logits) if given is None else given
     logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
     return tokens.astype(jnp.int32), logprobs
 
@@ -101,8 +110,12 @@ def _decode(
     stops: Int[Array, " k"],
     temperature: Float[Array, ""],
     seed: Int[Array, ""],
+    forced: Int[Array, "b r"] | None = None,
 ) -> tuple[Int[Array, "b r"], Float[Array, "b r"], Int[Array, " b"], Bool[Array, " b"]]:
-    """(tokens, log-probabilities, lengths, stopped) of b = prompts * n responses of at most r tokens."""
+    """(tokens, log-probabilities, lengths, stopped) of b = prompts * n responses of at most r tokens.
+
+    Where ``forced`` gives the responses, each step takes its token from there and draws none.
+    """
     width, limit = shape.prompt_tokens, shape.max_response_tokens
     rows = shape.prompts * shape.n
     hidden, cache, valid = _prefill(params, config, prompts, lengths, width + limit)
@@ -116,7 +129,8 @@ def _decode(
 
     def draw(step: Array, hidden: Array) -> tuple[Array, Array]:
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
-        return _draw(params, hidden, keys, temperature, shape.greedy)
+        given = None if forced is None else jax.lax.dynamic_index_in_dim(forced, step, 1, keepdims=False)
+        return _draw(params, hidden, keys, temperature, shape.greedy, given)
 
     def unfinished(state: tuple[Any, ...]) -> Array:
         step, done = state[0], state[1]
@@ -191,12 +205,7 @@ class JaxEngine:
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
     ) -> Iterator[Response]:
         """See RolloutEngine. All responses land together."""
-        if self._params is None:
-            raise RuntimeError("no policy was published to the embedded engine yet")
-        for prompt in prompts:
-            if not 1 <= len(prompt) <= self._width:
-                raise ValueError(f"a prompt has {len(prompt)} tokens, expected 1 to max_prompt_tokens = {self._width}")
-        return self._responses(self._params, prompts, n, sampling, seed)
+        return self._responses(self._checked(prompts), prompts, n, sampling, seed)
 
     def _responses(
         self, params: Params, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int
@@ -205,10 +214,7 @@ class JaxEngine:
         shape = _Shape(
             len(prompts), n, self._width, sampling.max_response_tokens, greedy, max(len(sampling.stop_token_ids), 1)
         )
-        padded = np.zeros((len(prompts), self._width), np.int32)
-        for i, prompt in enumerate(prompts):
-            padded[i, self._width - len(prompt) :] = prompt
-        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+        padded, lengths = self._pad(prompts)
         # -1 is no token: a response without stop tokens runs to the limit.
         stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
         temperature = np.float32(1.0 if greedy else sampling.temperature)
@@ -227,6 +233,38 @@ class JaxEngine:
                 versions=(VersionSpan(self._version, 0, int(count)),),
             )
 
+    def score(
+        self,
+        prompts: Sequence[np.ndarray],
+        responses: Sequence[np.ndarray],
+        *,
+        temperature: float = 1.0,
+        max_response_tokens: int | None = None,
+    ) -> list[np.ndarray]:
+        """Log-probabilities of given responses, by the loop that ``generate`` draws with, one token at a time.
+
+        Args:
+          prompts: int32 [s] token ids; 1 to ``max_prompt_tokens`` of them.
+          responses: int32 [t] token ids, the response to each prompt.
+          temperature: of the distribution; positive.
+          max_response_tokens: the loop's length, so that batches share a compilation; None: the longest response's.
+
+        Returns:
+          Float32 [t] for each response.
+        """
+        params = self._checked(prompts)
+        limit = max_response_tokens or max(map(len, responses))
+        padded, lengths = self._pad(prompts)
+        forced = np.zeros((len(prompts), limit), np.int32)
+        for row, response in zip(forced, responses, strict=True):
+            row[: len(response)] = response
+        function = self._function(_Shape(len(prompts), 1, self._width, limit, False, 1, forced=True))
+        never = np.asarray([-1], np.int32)
+        with jax.set_mesh(self._mesh):
+            result = function(params, padded, lengths, never, np.float32(temperature), np.uint32(0), forced)
+        logprobs = jax.device_get(result[1])
+        return [row[: len(response)] for row, response in zip(logprobs, responses, strict=True)]
+
     def take_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
         metrics, self._metrics = self._metrics, {}
@@ -236,6 +274,22 @@ class JaxEngine:
         """See RolloutEngine."""
         self._params = None
         self._compiled.clear()
+
+    def _checked(self, prompts: Sequence[np.ndarray]) -> Params:
+        """The published policy; raises where there is none, or where a prompt does not fit."""
+        if self._params is None:
+            raise RuntimeError("no policy was published to the embedded engine yet")
+        for prompt in prompts:
+            if not 1 <= len(prompt) <= self._width:
+                raise ValueError(f"a prompt has {len(prompt)} tokens, expected 1 to max_prompt_tokens = {self._width}")
+        return self._params
+
+    def _pad(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts padded on the left to the engine's width, int32 [p s], and their lengths, int32 [p]."""
+        padded = np.zeros((len(prompts), self._width), np.int32)
+        for i, prompt in enumerate(prompts):
+            padded[i, self._width - len(prompt) :] = prompt
+        return padded, np.asarray([len(prompt) for prompt in prompts], np.int32)
 
     def _add(self, name: str, seconds: float) -> None:
         self._metrics[name] = self._metrics.get(name, 0.0) + seconds

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from rljax.compare.dump import ColumnSource, make_dump
-from rljax.compare.scorers import score_column, split_spec, weights_hash
+from rljax.compare.scorers import score_column, split_spec
 from rljax.compare.verdict import judge
+from rljax.compare.weights import weights_hash
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.qwen3 import init_params

@@ -118,6 +118,33 @@ def test_sixteen_bit_engines_show_a_mismatch_of_their_size(dtype, low, high):
     assert low < np.concatenate(gaps).mean() < high
 
 
+def test_given_responses_score_as_the_full_forward_scores_them():
+    """In any order, alone or together, and under another limit."""
+    engine, params = make()
+    responses = draw(engine, n=2, temperature=0.7)[::-1]
+    prompts, tokens = [PROMPTS[r.prompt_index] for r in responses], [r.token_ids for r in responses]
+    scored = engine.score(prompts, tokens, temperature=0.7)
+    scored += engine.score(prompts[:1], tokens[:1], temperature=0.7, max_response_tokens=20)
+    full = make_scorer(CONFIG, jnp.float32, temperature=0.7)(
+        params, [*map(np.concatenate, zip(prompts, tokens, strict=True))]
+    )
+    for prompt, logprobs, expected in zip([*prompts, prompts[0]], scored, [*full, full[0]], strict=True):
+        np.testing.assert_allclose(logprobs, expected[len(prompt) :], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_given_responses_keep_the_rounding_of_decoding(dtype):
+    """Scored as they were drawn, and five times as far from the full forward."""
+    engine, params = make(dtype)
+    responses = draw(engine, n=2)
+    prompts, tokens = [PROMPTS[r.prompt_index] for r in responses], [r.token_ids for r in responses]
+    scored = np.concatenate(engine.score(prompts, tokens))
+    drawn = np.concatenate([r.logprobs for r in responses])
+    full = make_scorer(CONFIG, dtype)(params, [np.concatenate(pair) for pair in zip(prompts, tokens, strict=True)])
+    forward = np.concatenate([row[len(prompt) :] for prompt, row in zip(prompts, full, strict=True)])
+    assert np.abs(forward - drawn).mean() > 5 * np.abs(scored - drawn).mean()
+
+
 def test_sharded_engine_draws_valid_responses():
     engine, params = make(jnp.float32, mesh=(2, 2))
     responses = draw(engine)
