@@ -5,7 +5,7 @@
 
 Vocabulary 3, three tokens: 27 responses, 39 logits. The trainer's logits are normal with deviation 1, the rollout
 policy's differ from them by normal noise of deviation ``size``; rewards are 0 or 1, the baseline their mean under the
-rollout policy. About ten seconds on one core.
+rollout policy. A few seconds on one core.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ def make_pair(seed: int, size: float) -> Pair:
     prefixes = [p for t in range(LENGTH) for p in itertools.product(range(VOCABULARY), repeat=t)]
     shape = (len(prefixes), VOCABULARY)
     logits = rng.standard_normal(shape)
-    tables = [table - np.log(np.exp(table).sum(axis=1, keepdims=True)) for table in (logits, logits)]
-    shifted = logits + size * rng.standard_normal(shape)
-    tables[1] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    both = logits, logits + size * rng.standard_normal(shape)
+    tables = [table - np.log(np.exp(table).sum(axis=1, keepdims=True)) for table in both]
     responses = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
     rows = np.array([[prefixes.index(y[:t]) for t in range(LENGTH)] for y in responses])
     tokens = np.array(responses)
