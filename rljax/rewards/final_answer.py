@@ -1,0 +1,99 @@
+"""Which words of a response are its final answer: DAPO's ``Answer:`` line or LaTeX's box, whichever comes later."""
+
+from __future__ import annotations
+
+import re
+
+_ANSWER_LINE = re.compile(r"(?:\banswer|答案)(?:[ \t]+is)?[ \t*_`]*[:：][*_`]*", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"(?:\banswer[ \t]+(?:is|=)|答案[是为])[ \t*_`]*", re.IGNORECASE)
+_BOX = re.compile(r"\\f?boxed\s*\{")
+# What may stand between boxes that give one answer together: \boxed{1} and \boxed{2}.
+_BETWEEN_BOXES = re.compile(r"(?:[\s$,;.]|\\[,;! ()\[\]]|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*")
+_DISPLAYS = (("$$", "$$"), ("\\[", "\\]"))
+_ONLY_DELIMITERS = re.compile(r"(?:\$\$?|\\\]|\\\)|\\end\{(?:equation|align|gather)\*?\}|[.*\s])*")
+_SENTENCE_END = re.compile(r"[.。](?=\s+[A-Z\\$]|\s*$)")
+_PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
+
+
+def final_answer(response: str) -> str | None:
+    """The text of the final answer, as written, or None when none is stated.
+
+    What follows the last ``</think>`` counts, where there is one. In it, the later of these two governs: the last
+    ``Answer:`` line (its rest, or the next line when that is empty) and the last closed, non-empty ``\\boxed{}``;
+    boxes with nothing but "and", "or" and punctuation between them are one answer. A response with neither may state
+    it as "the answer is ...", or as a last line that is nothing but a formula. Numbers in prose are no answer.
+    """
+    text = response.rsplit("</think>", 1)[-1]
+    line_at, line = _last_answer_line(text)
+    box_at, box = _last_boxes(text)
+    if line is not None or box is not None:
+        return box if box is not None and box_at > line_at else line
+    return _stated_in_a_sentence(text) or _bare_last_line(text)
+
+
+def _last_answer_line(text: str) -> tuple[int, str | None]:
+    found = list(_ANSWER_LINE.finditer(text))
+    if not found:
+        return -1, None
+    return found[-1].start(), _first_statement(text[found[-1].end() :])
+
+
+def _first_statement(rest: str) -> str | None:
+    """A displayed formula, or the first line up to the end of its sentence."""
+    rest = rest.lstrip(" \t\n*_`")
+    for opening, closing in _DISPLAYS:
+        if rest.startswith(opening) and (end := rest.find(closing, len(opening))) >= 0:
+            return rest[len(opening) : end]
+    line = rest.split("\n", 1)[0]
+    end = _SENTENCE_END.search(line)
+    return (line[: end.start()] if end else line).strip() or None
+
+
+def _last_boxes(text: str) -> tuple[int, str | None]:
+    """(start of the last box, contents of it and of those joined to it)."""
+    boxes = [box for box in _closed_boxes(text) if text[box[1] : box[2]].strip()]
+    if not boxes:
+        return -1, None
+    first = len(boxes) - 1
+    while first and _BETWEEN_BOXES.fullmatch(text, boxes[first - 1][2] + 1, boxes[first][0]):
+        first -= 1
+    contents = list(dict.fromkeys(text[start:end].strip() for _, start, end in boxes[first:]))
+    return boxes[-1][0], ", ".join(contents)
+
+
+def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
+    """(start, start of the content, end of the content) of each outermost box, in order."""
+    boxes: list[tuple[int, int, int]] = []
+    for match in _BOX.finditer(text):
+        if boxes and match.start() < boxes[-1][2]:
+            continue
+        end = closing_brace(text, match.end())
+        if end is not None:
+            boxes.append((match.start(), match.end(), end))
+    return boxes
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    """Position of the brace that closes the one just before ``start``; escaped braces do not count."""
+    depth, at = 1, start
+    while at < len(text):
+        if text[at] == "\\":
+            at += 2
+            continue
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return at
+        at += 1
+    return None
+
+
+def _stated_in_a_sentence(text: str) -> str | None:
+    found = list(_ANSWER_IS.finditer(text))
+    return _first_statement(text[found[-1].end() :]) if found else None
+
+
+def _bare_last_line(text: str) -> str | None:
+    lines = [line for line in text.splitlines() if not _ONLY_DELIMITERS.fullmatch(line)]
+    if not lines or _PROSE.search(lines[-1]):
+        return None
+    return lines[-1].strip()

@@ -1,0 +1,152 @@
+"""The reward of DAPO-style mathematics: 1 when the final answer is the right one, else 0, as math-verify judges.
+
+math-verify bounds its own time with signals, which only a main thread has; that is switched off here, and the bound is
+the pool's (rljax/rewards/pool.py). Called by itself, ``math_reward`` may take as long as sympy does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+
+from rljax.rewards.final_answer import final_answer
+from rljax.rewards.math_text import (
+    braces_balance,
+    integer_value,
+    option_letter,
+    rewrite_numbers,
+    tidy,
+    without_label,
+    without_money,
+)
+from rljax.rewards.units import split_unit, units_agree
+
+# Units are taken off here: the library takes single letters for units too, so that 5t would be 5.
+_EXTRACTION = LatexExtractionConfig(
+    boxed_match_priority=0,
+    normalization_config=NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
+    ),
+)
+_WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z' \-]*")
+_NUMERIC = re.compile(r"[^A-Za-z]*")
+_TWO_NUMBERS = re.compile(r"\d\s+\d")  # the library would read 1 2 as 12
+_PERCENT = re.compile(r"\s*(?:\\?%|\bper ?cent\b|\bpct\b)$", re.IGNORECASE)
+_SIGNIFICANT_DIGITS = 6
+
+# The library says once a process that it has no bound in time.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def math_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> float:
+    """Scores one response.
+
+    Args:
+      problem: with the right ``"answer"``, as LaTeX or plain text.
+      response: decoded text, special tokens removed. docs/rewards.md says what of it counts as its final answer.
+      truncated: the length limit cut it off; such a response has no final answer.
+
+    Returns:
+      1.0 or 0.0.
+
+    Raises:
+      ValueError: the problem has no right answer.
+    """
+    truth = str(problem["answer"]).strip()
+    if not truth:
+        raise ValueError("the problem's answer is empty")
+    stated = None if truncated else final_answer(response)
+    return 0.0 if stated is None else float(same_answer(truth, stated))
+
+
+def same_answer(truth: str, stated: str) -> bool:
+    """Whether a stated answer is the right one; ``truth`` sets the form (an interval, a set, a word, a choice)."""
+    right, answer = tidy(truth), tidy(stated)
+    if not right or not answer:
+        return False
+    if right.replace(" ", "") == answer.replace(" ", ""):
+        return True
+    if _WORDS.fullmatch(right):
+        return right.casefold() == answer.casefold()
+    if len(letter := right.strip("() ")) == 1 and "A" <= letter <= "J":
+        return option_letter(answer) == letter
+    if {right[0], answer[0]} == {"(", "\\"} and "\\{" in (right[:2], answer[:2]):
+        return False  # a pair or an open interval is no set, though the library lets it pass
+    return _same_quantity(right, without_label(answer))
+
+
+def _same_quantity(right: str, answer: str) -> bool:
+    """Compares without units, currency and percent signs where the right answer is a number; else as they stand."""
+    right, answer = without_money(right), without_money(answer)
+    right_value, right_share = _without_percent(right)
+    value, share = _without_percent(answer)
+    expected = split_unit(right_value)
+    if _NUMERIC.fullmatch(re.sub(r"\\[A-Za-z]+", "", expected.value)):
+        given = split_unit(value)
+        if not units_agree(expected.unit, given.unit):
+            return False
+        right_value, value = expected.value, given.value
+    if right_share == share:
+        return _equal(right_value, value)
+    # A percent sign on one side only: it is a unit (50 for 50%) or a factor (0.5 for 50%).
+    if _equal(right_value, value):
+        return True
+    if right_share:
+        return _equal(_hundredth(right_value), value)
+    return _equal(right_value, _hundredth(value))
+
+
+def _hundredth(text: str) -> str:
+    return rf"\frac{{{rewrite_numbers(text)}}}{{100}}"
+
+
+def _without_percent(text: str) -> tuple[str, bool]:
+    bare = _PERCENT.sub("", text)
+    return bare, bare != text
+
+
+def _equal(right: str, answer: str) -> bool:
+    one, other = integer_value(right), integer_value(answer)
+    if one is not None and other is not None:
+        return one == other
+    expected, given = _parsed(right), _parsed(answer)
+    if not expected or not given:
+        return False
+    return bool(
+        verify(
+            list(expected),
+            list(given),
+            float_rounding=_decimals(expected[0]),
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+        )
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> tuple[Any, ...]:
+    """The whole text as sympy, or nothing: a part of it is no answer."""
+    text = rewrite_numbers(text)
+    if not braces_balance(text) or _TWO_NUMBERS.search(text):
+        return ()
+    boxed = rf"\boxed{{{text}}}"
+    config = [_EXTRACTION]
+    return tuple(parse(boxed, config, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None))
+
+
+def _decimals(expected: Any) -> int:
+    """Decimals to which a decimal fraction must agree: six significant digits, and six decimals at least."""
+    try:
+        size = abs(float(expected))
+    except (TypeError, ValueError, OverflowError):
+        return _SIGNIFICANT_DIGITS
+    if not 0.0 < size < 1.0:
+        return _SIGNIFICANT_DIGITS
+    return _SIGNIFICANT_DIGITS - 1 - math.floor(math.log10(size))

@@ -1,0 +1,120 @@
+"""Rewrites a mathematical answer so that math-verify reads it as a person does, before anything is judged."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+from rljax.rewards.final_answer import closing_brace
+
+_SYMBOLS = str.maketrans(
+    {
+        "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
+        "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
+        "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ",
+        "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "ℝ": r"\mathbb{R}", "√": r"\sqrt",
+        "⟨": "(", "⟩": ")", "٫": ".", "٬": ",", "、": ",", "，": ",",
+        "。": ".", "．": ".", "：": ":", "；": ";", "（": "(", "）": ")",
+        "［": "[", "］": "]", "｛": "{", "｝": "}", "＝": "=", "＋": "+",
+        "－": "-", "／": "/", "％": "%", "＜": "<", "＞": ">", "＾": "^",
+        "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}", "\u200b": "", "\u2009": " ", "\u202f": " ",
+        "\u00a0": " ", "\u3000": " ",
+    }
+)  # fmt: skip
+_DROPPED = re.compile(r"(?<!\\)\\(?:(?:displaystyle|limits|[bB]igg?|left|right|boldsymbol)(?![a-zA-Z])|!)")
+_SPACES = re.compile(r"(?<!\\)\\(?:(?:q?quad)(?![a-zA-Z])|[,;: >])|~")
+_FONTS = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf)?|math(?:rm|bf|it|sf|normal)|mbox|operatorname|f?boxed)\s*\{")
+_FRACTION = re.compile(r"\\[dtc]?frac")
+_SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)")
+_MIXED = re.compile(r"(?<![\d.}^_])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}")
+_MIXED_SLASH = re.compile(r"(?<![\d.^_{/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
+_THOUSANDS = re.compile(r"(?<![\d.,(\[{])\d{1,3}(?:(?:,|\{,\}|\\,| )\d{3})+(?![\d,])")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
+_PLAIN_NAMES = re.compile(r"(?<![a-zA-Z\\])(pi|infinity|infty|sin|cos|tan|log|ln)(?![a-zA-Z])")
+_SQRT = re.compile(r"\\?(?<![a-zA-Z])sqrt\s*\(([^()]*)\)")
+_MONEY = re.compile(r"^(?:-?)(?:\\?\$|[€£¥₹])\s*(?=[\d.])|(?<=^-)(?:\\?\$|[€£¥₹])")
+_LABEL = re.compile(r"^\(([A-Ja-j])\)[:.]?\s*(?=\S)")
+_ASIDE = re.compile(r"(?<=\S)\s+\([A-Za-z][A-Za-z ,'\-]{2,}\)$")
+_OPTION = re.compile(r"^\(?([A-Ja-j])(?:[).:](?:\s.*)?)?$")
+
+
+def tidy(answer: str) -> str:
+    """The answer without dress: one kind of digits, signs and fractions, no delimiters, fonts, spacing or full stop."""
+    text = "".join(str(unicodedata.decimal(c)) if unicodedata.category(c) == "Nd" else c for c in answer)
+    text = text.translate(_SYMBOLS).replace("\n", " ").strip().strip("*`").strip()
+    text = _without_math_delimiters(text)
+    text = _THOUSANDS.sub(lambda m: re.sub(r"\D", "", m[0]), text)
+    text = _without_fonts(_SPACES.sub(" ", _DROPPED.sub("", text)))
+    text = text.replace(r"\varnothing", r"\emptyset").replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = text.replace(r"\leqslant", r"\le ").replace(r"\geqslant", r"\ge ")
+    text = re.sub(r"\s+", " ", text).strip()
+    text = re.sub(r"(?<=\S)\s*[.,;:]+$", "", text) if not text.endswith("...") else text
+    return _ASIDE.sub("", text).strip()
+
+
+def rewrite_numbers(text: str) -> str:
+    """Mixed numbers, repeating decimals and powers of ten as fractions and products; plain ``pi`` and ``sqrt(2)`` as
+    LaTeX.
+    """
+    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", _FRACTION.sub(r"\\frac", text))
+    text = _REPEATING.sub(_repeating, text)
+    text = _MIXED_SLASH.sub(_mixed, _MIXED.sub(_mixed, text))
+    text = _SQRT.sub(r"\\sqrt{\1}", text)
+    text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
+    return _PLAIN_NAMES.sub(lambda m: "\\" + {"infinity": "infty"}.get(m[1], m[1]), text)
+
+
+def without_money(text: str) -> str:
+    """Without a leading sign of currency."""
+    return _MONEY.sub(lambda m: "-" if m[0].startswith("-") else "", text)
+
+
+def without_label(text: str) -> str:
+    """Without the letter of a choice before its value, ``(C) 42``."""
+    return _LABEL.sub("", text)
+
+
+def option_letter(text: str) -> str | None:
+    """The letter of a multiple-choice answer, ``C``, ``(C)`` or ``C. 42``, in upper case; None for anything else."""
+    match = _OPTION.match(text)
+    return match[1].upper() if match else None
+
+
+def integer_value(text: str) -> int | None:
+    """The value of a plain integer of at most 1000 digits, else None."""
+    return int(text) if re.fullmatch(r"[+-]?\d{1,1000}", text) else None
+
+
+def braces_balance(text: str) -> bool:
+    """Whether every brace of the text is closed within it."""
+    return closing_brace(text + "}", 0) == len(text)
+
+
+def _without_math_delimiters(text: str) -> str:
+    text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
+    # A single dollar is money; a pair is mathematics.
+    bare = re.sub(r"(?<!\\)\$", "", text)
+    return bare if (len(text) - len(bare)) % 2 == 0 else text
+
+
+def _without_fonts(text: str) -> str:
+    while (match := _FONTS.search(text)) is not None:
+        end = closing_brace(text, match.end())
+        if end is None:
+            return text
+        text = f"{text[: match.start()]} {text[match.end() : end].strip()} {text[end + 1 :]}"
+    return text
+
+
+def _mixed(match: re.Match[str]) -> str:
+    whole, top, bottom = (int(part) for part in match.groups())
+    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, fixed, period = match[1] or "0", match[2], match[3]
+    value = Fraction(int(whole + fixed + period) - int(whole + fixed), 10 ** len(fixed) * (10 ** len(period) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"

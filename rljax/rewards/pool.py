@@ -1,0 +1,188 @@
+"""Scores responses in processes of their own, each within a bound: what hangs or kills its worker costs only itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any
+
+from rljax.rewards.process import RewardProcess
+from rljax.rewards.resolve import CHEAP, RewardFunction, Verdict, resolve_reward, reward_path, score
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """What scores a response, and where.
+
+    Attributes:
+      function: addition, sorting or math; or ``package.module:function``, a function of
+        ``(problem: dict, response: str, truncated: bool)`` that returns a finite float.
+      workers: processes; 0: in the trainer's own, without a bound in time; None: 0 for the toys, else one for each
+        core but one, 8 at most.
+      timeout_s: longest that one response may take (seconds); then its worker is replaced and it earns 0.
+      memory_gib: most memory of a worker (GiB); None: no limit.
+    """
+
+    function: str = "addition"
+    workers: int | None = None
+    timeout_s: float = 10.0
+    memory_gib: float | None = 4.0
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 0:
+            raise ValueError(f"workers must not be negative, got {self.workers}")
+        if not 0.0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}")
+        if self.memory_gib is not None and not self.memory_gib > 0.0:
+            raise ValueError(f"memory_gib must be positive, got {self.memory_gib}")
+
+    def worker_count(self) -> int:
+        """``workers``, or what None stands for here."""
+        if self.workers is not None:
+            return self.workers
+        return 0 if self.function in CHEAP else max(1, min(8, (os.cpu_count() or 2) - 1))
+
+
+def make_pool(config: RewardConfig) -> RewardPool:
+    """The pool of a configuration. Raises ValueError when its function is not there."""
+    return RewardPool(config.function, config.worker_count(), config.timeout_s, memory_gib=config.memory_gib)
+
+
+@dataclass(frozen=True)
+class _Task:
+    problem: Mapping[str, Any]
+    response: str
+    truncated: bool
+    future: Future[float]
+
+
+class RewardPool:
+    """Scores responses as they land; a context manager.
+
+    A response that cannot be scored (an exception, a dead worker, a reward that is not finite, or no end within
+    ``timeout_s``) earns 0.0 and is counted apart from the honest zeros.
+    """
+
+    def __init__(
+        self, reward: str | RewardFunction, workers: int, timeout_s: float = 10.0, *, memory_gib: float | None = 4.0
+    ):
+        """Checks the reward and starts the workers, without waiting for them.
+
+        Args:
+          reward: as ``resolve_reward`` takes it, or a function at the top level of a module (any, when workers is 0).
+          workers: processes; 0 scores in this one, at once, without a bound in time.
+          timeout_s: longest that one response may take (seconds), waiting in line not counted.
+          memory_gib: most memory of a worker (GiB), or None.
+
+        Raises:
+          ValueError: the reward cannot be found, or not by a worker.
+        """
+        if workers < 0 or not 0.0 < timeout_s < math.inf:
+            raise ValueError(f"workers must not be negative and timeout_s positive, got {workers} and {timeout_s}")
+        self._function = resolve_reward(reward) if isinstance(reward, str) else reward
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._errors = self._timeouts = 0
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._closed = False
+        self._broken: RuntimeError | None = None
+        self._workers: list[RewardProcess] = []
+        self._threads: list[threading.Thread] = []
+        if workers:
+            path = reward if isinstance(reward, str) else reward_path(reward)
+            memory = None if memory_gib is None else int(memory_gib * 2**30)
+            self._workers = [RewardProcess(path, memory) for _ in range(workers)]
+            self._threads = [threading.Thread(target=self._serve, args=(w,), daemon=True) for w in self._workers]
+            for thread in self._threads:
+                thread.start()
+
+    def submit(self, problem: Mapping[str, Any], response: str, truncated: bool) -> Future[float]:
+        """Hands in one response.
+
+        Returns:
+          A future of its reward. ``result()`` is a finite float, 0.0 where it could not be scored; it raises
+          RuntimeError only when workers cannot be started at all, and CancelledError after ``close``.
+
+        Raises:
+          RuntimeError: the pool is closed.
+        """
+        task = _Task(problem, response, truncated, Future())
+        if not self._workers:
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
+            self._settle(task, score(self._function, problem, response, truncated))
+            return task.future
+        # Under the lock, or a task could be put behind the last sentinel of ``close``.
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
+            self._tasks.put(task)
+        return task.future
+
+    def take_metrics(self) -> dict[str, int]:
+        """Counts since the last call: ``reward/errors``, responses that could not be scored; ``reward/timeouts``,
+        those of them that took too long.
+        """
+        with self._lock:
+            counts = {"reward/errors": self._errors, "reward/timeouts": self._timeouts}
+            self._errors = self._timeouts = 0
+        return counts
+
+    def close(self) -> None:
+        """Ends every worker, at once; what waits is cancelled. Calling it again does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for worker in self._workers:
+            worker.stop()
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _serve(self, process: RewardProcess) -> None:
+        while (task := self._tasks.get()) is not None:
+            if not task.future.set_running_or_notify_cancel():
+                continue
+            if self._broken is not None or self._closed:
+                task.future.set_exception(self._broken or CancelledError())
+                continue
+            try:
+                verdict = process.score(task.problem, task.response, task.truncated, self._timeout_s)
+                self._settle(task, verdict)
+            except TimeoutError as error:
+                self._settle(task, (None, str(error)), timed_out=True)
+            except RuntimeError as error:
+                self._broken = error
+                task.future.set_exception(CancelledError() if self._closed else error)
+
+    def _settle(self, task: _Task, verdict: Verdict, *, timed_out: bool = False) -> None:
+        value, complaint = verdict
+        if value is not None:
+            task.future.set_result(value)
+            return
+        if self._closed:  # the worker was ended, not the response at fault
+            task.future.set_exception(CancelledError())
+            return
+        with self._lock:
+            first = self._errors == 0
+            self._errors += 1
+            self._timeouts += timed_out
+        if first:
+            log.warning("a response could not be scored and earns 0: %s", complaint)
+        task.future.set_result(0.0)

@@ -1,0 +1,113 @@
+"""One worker process from the trainer's side: started, asked, and replaced when it dies or is late."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rljax.rewards.resolve import Verdict, describe
+
+_WORKER = Path(__file__).with_name("worker.py")
+_START_S = 120.0
+
+
+class RewardProcess:
+    """One process at a time, replaced when it dies or is late. One thread scores; ``stop`` may come from another."""
+
+    def __init__(self, path: str, memory_bytes: int | None):
+        self._path = path
+        self._memory_bytes = memory_bytes
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._ready = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._start()
+
+    def score(self, problem: Mapping[str, Any], response: str, truncated: bool, timeout_s: float) -> Verdict:
+        """(reward, None) or (None, what went wrong).
+
+        Raises:
+          TimeoutError: no answer within ``timeout_s``, the process's start not counted.
+          RuntimeError: no process can be started that imports the reward, or ``stop`` was called.
+        """
+        for last in (False, True):
+            connection = self._connected()
+            try:
+                connection.send((problem, response, truncated, timeout_s))
+                break
+            except OSError:  # it died while idle, which is not this response's doing
+                self._end()
+                if last:
+                    return None, "two workers died before they could take the response"
+            except Exception as error:  # a problem that cannot be pickled
+                return None, describe(error)
+        try:
+            if not connection.poll(timeout_s):
+                self._end()
+                raise TimeoutError(f"no reward within {timeout_s:g} s")
+            verdict: Verdict = connection.recv()
+        except (EOFError, ConnectionError):
+            return None, f"the worker died ({self._end()})"
+        return verdict
+
+    def stop(self) -> None:
+        """Ends the process and starts no other."""
+        with self._lock:
+            self._stopped = True
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+
+    def _start(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        with theirs, self._lock:
+            if self._stopped:
+                ours.close()
+                raise RuntimeError("the reward pool is closed")
+            # -P: the worker's own folder must not come first on the path, where math.py would hide the library's.
+            # Its own session: Ctrl-C in the terminal is the trainer's to handle.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._connection, self._ready = ours, False
+        ours.send((sys.path, self._path, self._memory_bytes))
+
+    def _connected(self) -> Connection:
+        """The connection to a process that has imported the reward."""
+        if self._connection is None:
+            self._start()
+        connection = self._connection
+        assert connection is not None
+        if not self._ready:
+            try:
+                complaint = connection.recv() if connection.poll(_START_S) else f"not ready within {_START_S:g} s"
+            except (EOFError, ConnectionError):
+                complaint = "the process died while it started"
+            if complaint is not None:
+                raise RuntimeError(f"a reward worker cannot be started: {complaint} ({self._end()})")
+            self._ready = True
+        return connection
+
+    def _end(self) -> str:
+        """Ends the process, if it has not; returns how it ended."""
+        process, connection = self._process, self._connection
+        assert process is not None
+        assert connection is not None
+        self._connection = None
+        connection.close()
+        try:
+            # A closed connection comes a moment before the exit status.
+            process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        return f"exit status {process.wait()}"

@@ -1,0 +1,92 @@
+"""Finds a reward by name: a shipped one, or ``package.module:function`` of the person's own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# (problem, decoded response, truncated) -> reward
+RewardFunction = Callable[[Any, str, bool], float]
+# (reward, None), or (None, what went wrong)
+Verdict = tuple[float, None] | tuple[None, str]
+
+SHIPPED: Mapping[str, str] = {
+    "addition": "rljax.rewards.toy:addition_reward",
+    "sorting": "rljax.rewards.toy_sort:sorting_reward",
+    "math": "rljax.rewards.math:math_reward",
+}
+# Shipped rewards that cost microseconds and cannot hang, so that they need no process of their own.
+CHEAP = frozenset({"addition", "sorting"})
+
+
+def resolve_reward(path: str) -> RewardFunction:
+    """The function that a name stands for.
+
+    Args:
+      path: a key of ``SHIPPED``, or ``package.module:function`` with the signature
+        ``function(problem: dict, response: str, truncated: bool) -> float``.
+
+    Raises:
+      ValueError: no such form, module or function; not callable; or not callable with those three arguments.
+    """
+    full = SHIPPED.get(path, path)
+    module_name, colon, name = full.partition(":")
+    if not colon or not module_name or not name:
+        names = ", ".join(sorted(SHIPPED))
+        raise ValueError(f"reward {path!r} is neither one of {names} nor of the form package.module:function")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # a person's module may raise anything
+        raise ValueError(f"reward {path!r}: cannot import {module_name}: {describe(error)}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"reward {path!r}: {module_name} has no {name}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"reward {path!r}: {name} is {type(found).__name__}, not a function")
+    _check_parameters(path, found)
+    return found
+
+
+def reward_path(reward: RewardFunction) -> str:
+    """``module:name`` from which another process gets the same function.
+
+    Raises:
+      ValueError: it has no such name: a lambda, a closure, a method of an object, or a function of ``__main__``.
+    """
+    path = f"{getattr(reward, '__module__', None)}:{getattr(reward, '__qualname__', None)}"
+    if path.startswith("__main__:") or "<" in path or "None" in path.split(":"):
+        raise ValueError(f"reward {reward!r} cannot be imported by a worker: put it in a module, at the top level")
+    if resolve_reward(path) is not reward:
+        raise ValueError(f"reward {reward!r} cannot be imported by a worker: {path} is something else")
+    return path
+
+
+def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, truncated: bool) -> Verdict:
+    """One finite reward, or in one line why there is none; nothing that a reward raises gets out."""
+    try:
+        value = float(reward(problem, response, truncated))
+    except Exception as error:  # a person's reward may raise anything
+        return None, describe(error)
+    return (value, None) if math.isfinite(value) else (None, f"the reward is {value}")
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line of at most 300 characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
+
+
+def _check_parameters(path: str, function: RewardFunction) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none; the first call will tell
+        return
+    try:
+        signature.bind({}, "", False)
+    except TypeError as error:
+        expected = "(problem, response, truncated)"
+        raise ValueError(f"reward {path!r} must take three arguments {expected}, but it takes {signature}") from error

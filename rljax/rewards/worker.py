@@ -1,0 +1,52 @@
+"""The process that a reward runs in: started by file, it imports the reward and nothing else of the trainer.
+
+``multiprocessing`` would import the trainer's main module, and jax with it, into every worker. Here the process gets
+one end of a pipe, and on it, pickled: ``(sys.path, reward path, memory in bytes or None)``, answered by None or by what
+went wrong; then one ``(problem, response, truncated, limit in seconds)`` after the other, each answered by
+``(reward, None)`` or ``(None, what went wrong)``. It ends when the other end is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+# Seconds after the parent's own bound at which a worker ends itself: only one whose parent was killed gets there.
+_GRACE_S = 5.0
+
+
+def main() -> None:
+    """Serves until the parent closes the pipe."""
+    connection = Connection(int(sys.argv[1]))
+    sys.path[:], path, memory_bytes = connection.recv()
+    from rljax.rewards.resolve import resolve_reward, score
+
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    try:
+        reward = resolve_reward(path)
+    except ValueError as error:
+        connection.send(str(error))
+        return
+    connection.send(None)
+    while True:
+        try:
+            problem, response, truncated, limit_s = connection.recv()
+        except EOFError:
+            return
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, limit_s + _GRACE_S)
+        verdict = score(reward, problem, response, truncated)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        connection.send(verdict)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (BrokenPipeError, EOFError, KeyboardInterrupt):
+        # The parent is gone: there is nobody to tell.
+        os._exit(1)

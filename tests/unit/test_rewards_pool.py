@@ -1,0 +1,248 @@
+"""The pool: right rewards, a bound in time, damage to one response only, honest counts, and nothing left behind."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+
+from rljax.rewards.pool import RewardConfig, RewardPool, make_pool
+from rljax.rewards.toy import addition_reward
+
+# What a person's reward may do; the response says which.
+REWARDS = """
+import os, signal, sys, time
+
+def act(problem, response, truncated):
+    if response == "hang":
+        time.sleep(60)
+    if response == "hang deaf":
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
+        while True:
+            pass
+    if response == "exit":
+        os._exit(3)
+    if response == "segv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "raise":
+        raise ValueError("no\\nsuch")
+    if response == "nan":
+        return float("nan")
+    if response == "none":
+        return None
+    if response == "memory":
+        return float(len(bytearray(3 << 30)))
+    if response == "print":
+        print("a reward may print")
+    if response == "pid":
+        return os.getpid()
+    if response == "modules":
+        return float(any(name.split(".")[0] in ("jax", "flax", "grain", "transformers") for name in sys.modules))
+    return float(problem["answer"] == response) + 0.5 * truncated
+
+def breaks_in_workers(problem, response, truncated):
+    return 0.0
+
+if os.environ.get("RLJAX_TEST_PARENT") != str(os.getpid()):
+    del breaks_in_workers
+"""
+PROBLEM = {"answer": "right"}
+
+
+@pytest.fixture(autouse=True)
+def rewards_module(tmp_path, monkeypatch):
+    (tmp_path / "persons_rewards.py").write_text(REWARDS)
+    monkeypatch.setenv("RLJAX_TEST_PARENT", str(os.getpid()))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("persons_rewards", None)
+
+
+def pool_of(workers, timeout_s=20.0, **options):
+    return RewardPool("persons_rewards:act", workers, timeout_s, **options)
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rewards_come_back_to_their_responses(workers):
+    with pool_of(workers) as pool:
+        answers = [("right", False), ("wrong", False), ("right", True), ("wrong", True), ("print", False)]
+        futures = [pool.submit(PROBLEM, response, truncated) for response, truncated in answers * 20]
+        assert [future.result(timeout=60) for future in futures] == [1.0, 0.0, 1.5, 0.5, 0.0] * 20
+        assert pool.take_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("response", ["raise", "nan", "none"])
+def test_what_cannot_be_scored_earns_zero_and_is_an_error(response, workers, caplog):
+    with pool_of(workers) as pool, caplog.at_level(logging.WARNING):
+        assert pool.submit(PROBLEM, response, False).result(timeout=60) == 0.0
+        assert pool.submit(PROBLEM, "wrong", False).result(timeout=60) == 0.0
+        assert pool.take_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
+        assert pool.take_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
+    (record,) = caplog.records
+    assert "\n" not in record.getMessage()
+    if response == "raise":
+        assert record.getMessage().endswith("ValueError: no such")
+
+
+@pytest.mark.parametrize("response", ["exit", "segv", "hang deaf"])
+def test_a_response_that_kills_or_blocks_its_worker_costs_only_itself(response):
+    with pool_of(1, timeout_s=1.0) as pool:
+        first = pool.submit(PROBLEM, "pid", False).result(timeout=60)
+        futures = [pool.submit(PROBLEM, text, False) for text in ("right", response, "right", "pid")]
+        *rewards, second = [future.result(timeout=60) for future in futures]
+        assert rewards == [1.0, 0.0, 1.0]
+        assert second != first
+        assert gone(int(first))
+        assert pool.take_metrics() == {"reward/errors": 1, "reward/timeouts": int(response == "hang deaf")}
+
+
+def test_every_response_is_bounded_in_time_and_others_pass_by():
+    with pool_of(2, timeout_s=1.0) as pool:
+        pool.submit(PROBLEM, "right", False).result(timeout=60)
+        start = time.monotonic()
+        hanging = pool.submit(PROBLEM, "hang", False)
+        passing = [pool.submit(PROBLEM, "right", False) for _ in range(20)]
+        assert [future.result(timeout=60) for future in passing] == [1.0] * 20
+        assert not hanging.done()
+        assert hanging.result(timeout=60) == 0.0
+        assert 0.9 < time.monotonic() - start < 5.0
+        assert pool.take_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
+
+
+def test_a_worker_that_died_while_idle_costs_no_response():
+    with pool_of(1) as pool:
+        pid = int(pool.submit(PROBLEM, "pid", False).result(timeout=60))
+        os.kill(pid, 9)
+        time.sleep(0.2)
+        assert pool.submit(PROBLEM, "right", False).result(timeout=60) == 1.0
+        assert pool.take_metrics()["reward/errors"] == 0
+
+
+def test_memory_is_bounded():
+    with pool_of(1, memory_gib=1.0) as pool:
+        assert pool.submit(PROBLEM, "memory", False).result(timeout=60) == 0.0
+        assert pool.submit(PROBLEM, "right", False).result(timeout=60) == 1.0
+        assert pool.take_metrics()["reward/errors"] == 1
+
+
+def test_a_problem_that_cannot_be_sent_is_an_error_of_its_own():
+    with pool_of(1) as pool:
+        assert pool.submit({"answer": lambda: 0}, "right", False).result(timeout=60) == 0.0
+        assert pool.submit(PROBLEM, "right", False).result(timeout=60) == 1.0
+        assert pool.take_metrics()["reward/errors"] == 1
+
+
+def test_close_ends_every_process_and_cancels_what_waits():
+    pool = pool_of(2, timeout_s=60.0)
+    pids = {int(pool.submit(PROBLEM, "pid", False).result(timeout=60)) for _ in range(20)}
+    futures = [pool.submit(PROBLEM, "hang", False) for _ in range(6)]
+    time.sleep(0.2)
+    start = time.monotonic()
+    pool.close()
+    assert time.monotonic() - start < 5.0
+    assert all(gone(pid) for pid in pids)
+    for future in futures:
+        with pytest.raises(CancelledError):
+            future.result(timeout=1)
+    assert pool.take_metrics()["reward/errors"] == 0
+    pool.close()
+    with pytest.raises(RuntimeError, match="the reward pool is closed"):
+        pool.submit(PROBLEM, "right", False)
+
+
+def test_a_cancelled_future_is_skipped():
+    with pool_of(1, timeout_s=1.0) as pool:
+        hanging, waiting, last = (pool.submit(PROBLEM, text, False) for text in ("hang", "exit", "right"))
+        assert waiting.cancel()
+        assert hanging.result(timeout=60) == 0.0
+        assert last.result(timeout=60) == 1.0
+        assert pool.take_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
+
+
+def test_workers_that_cannot_start_stop_the_pool_instead_of_scoring_zeros():
+    with RewardPool("persons_rewards:breaks_in_workers", 1) as pool:
+        futures = [pool.submit(PROBLEM, "right", False) for _ in range(3)]
+        for future in futures:
+            with pytest.raises(RuntimeError, match=r"cannot be started: reward .* has no breaks_in_workers"):
+                future.result(timeout=60)
+
+
+SCRIPT = """
+import jax, os, sys, time
+sys.path.insert(0, sys.argv[1])
+from rljax.rewards.pool import RewardPool
+
+if __name__ == "__main__":
+    pool = RewardPool("persons_rewards:act", 2, 1.0)
+    print(pool.submit({"answer": "x"}, "modules", False).result(timeout=60))
+    print(int(pool.submit({"answer": "x"}, "pid", False).result(timeout=60)), flush=True)
+    if sys.argv[2] == "killed":
+        for _ in range(2):
+            pool.submit({"answer": "x"}, "hang", False)
+        time.sleep(0.5)
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("ending", ["without close", "killed"])
+def test_workers_have_no_jax_and_end_with_their_parent(tmp_path, ending):
+    script = tmp_path / "trainer.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script), str(tmp_path), ending]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == (-9 if ending == "killed" else 0), done.stderr
+    has_jax, pid = done.stdout.split()
+    assert has_jax == "0.0"
+    # An idle worker sees the end of the pipe at once; one that hangs ends by its own alarm.
+    deadline = time.monotonic() + 15
+    while not gone(int(pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gone(int(pid))
+
+
+def test_a_function_may_stand_for_its_name():
+    problem = {"answer": "579"}
+    with RewardPool(addition_reward, 1) as pool:
+        assert pool.submit(problem, "579", False).result(timeout=60) == 1.0
+    with RewardPool(lambda problem, response, truncated: 0.25, 0) as pool:
+        assert pool.submit(problem, "579", False).result() == 0.25
+    with pytest.raises(ValueError, match="cannot be imported by a worker"):
+        RewardPool(lambda problem, response, truncated: 0.25, 1)
+
+
+def test_the_toys_run_inline_and_mathematics_in_processes():
+    assert RewardConfig().worker_count() == 0
+    assert RewardConfig("sorting").worker_count() == 0
+    assert 1 <= RewardConfig("math").worker_count() <= 8
+    assert RewardConfig("math", workers=3).worker_count() == 3
+    with make_pool(RewardConfig("sorting")) as pool:
+        assert pool.submit({"answer": "abc"}, "cab:abc", False).result() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"workers": -1}, "workers must not be negative, got -1"),
+        ({"timeout_s": 0.0}, "timeout_s must be positive and finite, got 0.0"),
+        ({"timeout_s": float("inf")}, "timeout_s must be positive and finite, got inf"),
+        ({"memory_gib": 0.0}, "memory_gib must be positive, got 0.0"),
+    ],
+)
+def test_a_configuration_that_cannot_be(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(**wrong)

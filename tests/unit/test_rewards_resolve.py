@@ -1,0 +1,85 @@
+"""A reward by its name: the shipped ones, a person's own, and one clear line for everything else."""
+
+import sys
+
+import pytest
+
+from rljax.rewards.pool import RewardPool
+from rljax.rewards.resolve import SHIPPED, resolve_reward, reward_path
+
+MODULE = """
+CONSTANT = 3
+
+def three(problem, response, truncated):
+    return 0.5
+
+def more(problem, response, truncated, scale=2.0, **options):
+    return scale
+
+def any_number(*arguments):
+    return float(len(arguments))
+
+def two(problem, response):
+    return 0.0
+
+def four(problem, response, truncated, scale):
+    return 0.0
+
+class Graded:
+    @staticmethod
+    def score(problem, response, truncated):
+        return 0.75
+"""
+
+
+@pytest.fixture(autouse=True)
+def rewards_module(tmp_path, monkeypatch):
+    (tmp_path / "named_rewards.py").write_text(MODULE)
+    (tmp_path / "broken_rewards.py").write_text("import nothing_of_that_name")
+    (tmp_path / "raising_rewards.py").write_text("raise RuntimeError('two\\nlines')")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in ("named_rewards", "broken_rewards", "raising_rewards"):
+        sys.modules.pop(name, None)
+
+
+def test_every_shipped_name_is_a_reward_that_a_worker_can_import():
+    assert set(SHIPPED) == {"addition", "sorting", "math"}
+    for name, path in SHIPPED.items():
+        assert reward_path(resolve_reward(name)) == path
+
+
+@pytest.mark.parametrize(
+    ("name", "reward"), [("three", 0.5), ("more", 2.0), ("any_number", 3.0), ("Graded.score", 0.75)]
+)
+def test_a_dotted_path_is_the_function_itself(name, reward):
+    assert resolve_reward(f"named_rewards:{name}")({}, "", False) == reward
+    with RewardPool(f"named_rewards:{name}", 1) as pool:
+        assert pool.submit({}, "", False).result(timeout=60) == reward
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "reward '' is neither one of addition, math, sorting nor of the form package.module:function"),
+        ("maths", "reward 'maths' is neither one of addition, math, sorting nor of the form package.module:function"),
+        ("named_rewards.three", "is neither one of"),
+        (":three", "is neither one of"),
+        ("nowhere.at_all:three", "cannot import nowhere.at_all: ModuleNotFoundError: No module named 'nowhere'"),
+        (
+            "broken_rewards:f",
+            "cannot import broken_rewards: ModuleNotFoundError: No module named 'nothing_of_that_name'",
+        ),
+        ("raising_rewards:f", "cannot import raising_rewards: RuntimeError: two lines"),
+        ("named_rewards:missing", "named_rewards has no missing"),
+        ("named_rewards:CONSTANT", "CONSTANT is int, not a function"),
+        ("named_rewards:two", "must take three arguments (problem, response, truncated), but it takes (problem, resp"),
+        ("named_rewards:four", "must take three arguments (problem, response, truncated), but it takes (problem, resp"),
+    ],
+)
+def test_what_is_no_reward_is_said_in_one_line(path, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        resolve_reward(path)
+    assert message in str(raised.value)
+    assert repr(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
