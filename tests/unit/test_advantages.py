@@ -47,7 +47,7 @@ def test_rloo_is_reward_minus_the_mean_of_the_others():
 
 
 def test_as_verl_and_trl_do():
-    """verl core_algos compute_{rloo,grpo}_outcome_advantage; TRL GRPOTrainer with scale_rewards group (eps 1e-4), none."""
+    """verl core_algos: compute_{rloo,grpo}_outcome_advantage; TRL GRPOTrainer: scale_rewards group (1e-4) and none."""
     g = REWARDS.shape[1]
     for row, rewards in enumerate(REWARDS):
         mean, std = np.mean(rewards), np.std(rewards, ddof=1)  # torch.std and TRL's nanstd are the sample's

@@ -71,7 +71,7 @@ def test_kinds_by_hand(kind, losses, clipped, gradient):
         )
         return jnp.sum(found), (found, flags)
 
-    (_, (found, flags)), slope = jax.value_and_grad(run, has_aux=True)(logprobs)
+    (_, (found, flags)), slope = jax.jit(jax.value_and_grad(run, has_aux=True))(logprobs)
     np.testing.assert_allclose(found, [losses], rtol=1e-6)
     np.testing.assert_array_equal(flags, [clipped])
     np.testing.assert_allclose(slope, [gradient], rtol=1e-6)
@@ -115,7 +115,7 @@ def test_cispo_gradient_is_that_of_its_loss_with_the_ratio_held():
             )
             return jnp.sum(losses), clipped
 
-        (value, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(logprobs))
+        (value, clipped), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(logprobs))
         np.testing.assert_array_equal(clipped, MASK & (held != np.exp(logprobs - old)))
         assert 0 < float(clipped.sum()) < MASK.sum()
 
@@ -167,7 +167,7 @@ def test_exponents_are_bounded(kind):
         )
         return jnp.sum(losses), losses
 
-    (_, losses), gradient = jax.value_and_grad(run, has_aux=True)(logprobs)
+    (_, losses), gradient = jax.jit(jax.value_and_grad(run, has_aux=True))(logprobs)
     assert np.isfinite(losses).all()
     assert np.isfinite(gradient).all()
     if kind != "cispo":
@@ -186,7 +186,7 @@ def test_on_policy_all_kinds_have_the_policy_gradient():
             )
             return jnp.sum(losses), clipped
 
-        gradients[kind], clipped = jax.grad(run, has_aux=True)(logprobs)
+        gradients[kind], clipped = jax.jit(jax.grad(run, has_aux=True))(logprobs)
         assert not clipped.any()
     for kind in KINDS:
         np.testing.assert_allclose(gradients[kind], np.where(MASK, -advantages, 0), rtol=1e-6)
@@ -197,7 +197,7 @@ def test_on_policy_all_kinds_have_the_policy_gradient():
 )
 def test_kl_by_hand(kind, value, slope):
     """Policy 0.5 nats above the reference: k3 = exp(-0.5) - 1 + 0.5, its slope 1 - exp(-0.5)."""
-    run = functools.partial(kl_penalty, kind)
+    run = jax.jit(functools.partial(kl_penalty, kind))
     found = run(jnp.float32(-1.0), jnp.float32(-1.5))
     assert float(found) == pytest.approx(value, rel=1e-6)
     assert float(jax.grad(run)(jnp.float32(-1.0), jnp.float32(-1.5))) == pytest.approx(slope, rel=1e-6)
@@ -208,7 +208,7 @@ def test_kl_by_hand(kind, value, slope):
 def test_k3_keeps_its_digits(difference):
     logprobs, reference = np.float32(-1.0), np.float32(-1.0 - difference)
     exact = float(reference) - float(logprobs)
-    value, slope = jax.value_and_grad(functools.partial(kl_penalty, "k3"))(logprobs, reference)
+    value, slope = jax.jit(jax.value_and_grad(functools.partial(kl_penalty, "k3")))(logprobs, reference)
     expected = sum(exact**n / math.factorial(n) for n in range(2, 60))
     assert float(value) == pytest.approx(expected, rel=1e-6)
     assert float(slope) == pytest.approx(-math.expm1(exact), rel=1e-6)
@@ -223,7 +223,7 @@ def test_kl_is_masked_and_bounded():
             found = kl_penalty(kind, x, reference, mask)
             return jnp.sum(found), found
 
-        gradient, found = jax.grad(run, has_aux=True)(policy)
+        gradient, found = jax.jit(jax.grad(run, has_aux=True))(policy)
         np.testing.assert_allclose(found, [[0, 0, last]], rtol=1e-6)
         assert np.isfinite(gradient).all()
         assert gradient[0, 1] == 0

@@ -1,0 +1,206 @@
+"""Corrections: presets, hand-worked weights and rejections, totals that merge, and nothing where nothing is."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.algorithms.correction import (
+    PRESETS,
+    CorrectionConfig,
+    correct,
+    finalize_correction,
+    gradient_divisor,
+    merge_correction,
+)
+
+# Sequences 1 and 0 in the first row, 3 and 2 in the second (2 has no token in the mask); ratios per token below.
+IDS = np.array([[1, 1, 1, 0, 0, 0], [3, 3, 2, 2, 0, 0]], np.int32)
+MASK = np.array([[1, 1, 0, 1, 1, 0], [1, 1, 0, 0, 0, 0]], bool)
+RATIOS = np.array([[4.0, 2.0, 9.0, 0.5, 0.25, 9.0], [1.0, 1.21, 9.0, 9.0, 9.0, 9.0]])
+ROLLOUT = np.full((2, 6), -2.0, np.float32)
+LOGPROBS = (ROLLOUT + np.log(RATIOS)).astype(np.float32)
+
+
+def run(config, logprobs=LOGPROBS, rollout=ROLLOUT, mask=MASK, ids=IDS):
+    compiled = jax.jit(functools.partial(correct, config, num_sequences=4))
+    weights, kept, totals = compiled(logprobs, rollout, mask, sequence_ids=ids)
+    assert weights.dtype == jnp.float32
+    assert kept.dtype == jnp.bool_
+    return np.asarray(weights), np.asarray(kept), {k: float(v) for k, v in finalize_correction(totals).items()}, totals
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "changed"),
+    [
+        (CorrectionConfig(preset="token_tis"), [[2, 2, 0, 0.5, 0.25, 0], [1, 1.21, 0, 0, 0, 0]], 1 / 6),
+        (CorrectionConfig(preset="token_mis"), [[0, 2, 0, 0.5, 0.25, 0], [1, 1.21, 0, 0, 0, 0]], 1 / 6),
+        (CorrectionConfig(preset="icepop"), [[4, 2, 0, 0.5, 0, 0], [1, 1.21, 0, 0, 0, 0]], 1 / 6),
+        (CorrectionConfig(preset="sequence_tis"), [[2, 2, 0, 0.125, 0.125, 0], [1.21, 1.21, 0, 0, 0, 0]], 1 / 3),
+        (CorrectionConfig(preset="sequence_mis"), [[0, 0, 0, 0.125, 0.125, 0], [1.21, 1.21, 0, 0, 0, 0]], 1 / 3),
+        (CorrectionConfig(preset="geometric_band"), np.zeros((2, 6)), 1.0),
+        (
+            CorrectionConfig(level="geometric", mode="band", threshold_low=0.5, threshold=1.2),
+            [[0, 0, 0, 0, 0, 0], [1.1, 1.1, 0, 0, 0, 0]],
+            2 / 3,
+        ),
+        (CorrectionConfig(preset="none"), MASK, 0.0),
+    ],
+    ids=str,
+)
+def test_weights_by_hand(config, weights, changed):
+    """Log 2 rounds in float32, so 2.0 is compared with a threshold a little above."""
+    if config.resolved().threshold == 2.0 and config.preset != "none":
+        config = CorrectionConfig(**{**PRESETS[config.preset], "threshold": 2.000001})
+    found, kept, row, _ = run(config)
+    np.testing.assert_allclose(found, weights, rtol=2e-6)
+    np.testing.assert_array_equal(kept, MASK)
+    assert row["changed_fraction"] == pytest.approx(changed, rel=1e-6)
+    assert row["rejected_sequence_fraction"] == row["rejected_token_fraction"] == row["nonfinite_count"] == 0.0
+
+
+def test_totals_by_hand():
+    """Token truncation at 3: weights 3, 2, 0.5, 0.25, 1, 1.21; at sequence level 3, 0.125, 1.21."""
+    _, _, row, _ = run(CorrectionConfig(level="token", threshold=3.0))
+    assert row["weight_mean"] == pytest.approx(7.96 / 6, rel=1e-6)
+    assert row["weight_max"] == pytest.approx(3.0, rel=1e-6)
+    assert row["effective_sample_size"] == pytest.approx(7.96**2 / (6 * 15.7766), rel=1e-6)
+    _, _, row, _ = run(CorrectionConfig(level="sequence", threshold=3.0))
+    assert row["weight_mean"] == pytest.approx(4.335 / 3, rel=1e-6)
+    assert row["effective_sample_size"] == pytest.approx(4.335**2 / (3 * 10.479725), rel=1e-6)
+    _, _, row, _ = run(CorrectionConfig())
+    assert (row["weight_mean"], row["weight_max"], row["effective_sample_size"]) == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept_sequences"),
+    [
+        # Mean k3 by sequence: 1: (1.6137 + 0.3069) / 2; 0: (0.1931 + 0.6363) / 2; 3: 0.0194 / 2.
+        ({"reject_k3": 0.5}, {0, 3}),
+        ({"reject_k3": 0.01}, {3}),
+        ({"reject_geometric_low": 0.9, "reject_geometric_high": 1.2}, {3}),  # sqrt 8, sqrt 1/8, 1.1
+        ({"reject_geometric_high": 3.0}, {0, 1, 3}),
+        ({"veto": 0.3}, {1, 3}),
+        ({"veto": 0.2}, {0, 1, 3}),
+        ({"reject_k3": 0.5, "veto": 0.3}, {3}),  # must pass all
+        ({"reject_k3": 0.009}, set()),
+    ],
+)
+def test_rejections_by_hand(fields, kept_sequences):
+    config = CorrectionConfig(**fields)
+    weights, kept, row, totals = run(config)
+    np.testing.assert_array_equal(kept, MASK & np.isin(IDS, list(kept_sequences)))
+    np.testing.assert_array_equal(weights, MASK)
+    assert row["rejected_sequence_fraction"] == pytest.approx(1 - len(kept_sequences) / 3)
+    assert row["rejected_token_fraction"] == pytest.approx(1 - len(kept_sequences) / 3)
+    assert int(totals.sequences) == 3
+    assert not config.is_off
+
+
+def test_vexact_truncates_tokens_and_rejects_sequences():
+    logprobs = LOGPROBS.copy()
+    logprobs[1, :2] = ROLLOUT[1, :2] + np.float32(0.02)
+    weights, kept, row, _ = run(CorrectionConfig(preset="vexact"), logprobs=logprobs)
+    np.testing.assert_allclose(weights[1, :2], np.exp(np.float32(0.02)), rtol=1e-6)
+    assert weights.max() == 2.0
+    np.testing.assert_array_equal(kept, MASK & (IDS == 3))  # k3 of 0.02 nats is 2.0e-4
+    assert row["rejected_sequence_fraction"] == pytest.approx(2 / 3)
+
+
+def test_tokens_that_are_not_finite_are_counted_and_follow_their_sequence():
+    """Sequence 1 (passes) loses a token; 0 (fails) begins with a broken one; 3 has nothing finite: it is dropped."""
+    rollout = ROLLOUT.copy()
+    rollout[0, 1], rollout[0, 3], rollout[1, :2] = np.nan, -np.inf, np.nan
+    logprobs = LOGPROBS.copy()
+    logprobs[0, 0] = ROLLOUT[0, 0] + np.float32(0.01)
+    weights, kept, row, totals = run(CorrectionConfig(preset="vexact"), logprobs, rollout)
+    np.testing.assert_array_equal(kept, [[1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+    np.testing.assert_allclose(weights[0], [np.exp(0.01), 0, 0, 0, 0.25, 0], rtol=1e-6)
+    assert row["nonfinite_count"] == 4
+    assert int(totals.number) == 2
+    assert row["rejected_sequence_fraction"] == pytest.approx(2 / 3)
+    assert row["rejected_token_fraction"] == pytest.approx(4 / 6)
+    assert all(np.isfinite(list(row.values())))
+    weights, kept, row, _ = run(CorrectionConfig(level="sequence", threshold=2.0), logprobs, rollout)
+    np.testing.assert_allclose(weights[0], [np.exp(0.01), 0, 0, 0, 0.25, 0], rtol=1e-6)
+    assert row["weight_mean"] == pytest.approx((np.exp(0.01) + 0.25) / 2, rel=1e-6)
+    _, kept, row, _ = run(CorrectionConfig(), logprobs, rollout)
+    np.testing.assert_array_equal(kept, MASK)
+    assert row["nonfinite_count"] == 4
+
+
+@pytest.mark.parametrize("preset", ["none", *PRESETS])
+def test_nothing_in_the_mask_gives_zeros(preset):
+    nan = np.full_like(LOGPROBS, np.nan)
+    config = CorrectionConfig(preset=preset)
+    weights, kept, row, totals = run(config, nan, nan, np.zeros_like(MASK))
+    assert not weights.any()
+    assert not kept.any()
+    assert set(row.values()) == {0.0}
+    assert float(gradient_divisor(CorrectionConfig(level="token", normalize=True), totals)) == 1.0
+    full = run(config)[3]
+    for merged in (merge_correction(full, totals), merge_correction(totals, full)):
+        jax.tree.map(np.testing.assert_array_equal, merged, full)
+
+
+def test_weights_carry_no_gradient():
+    def total(logprobs, rollout):
+        config = CorrectionConfig(level="sequence", reject_k3=10.0)
+        weights, _, totals = correct(config, logprobs, rollout, MASK, sequence_ids=IDS, num_sequences=4)
+        return jnp.sum(weights) + gradient_divisor(CorrectionConfig(level="token", normalize=True), totals)
+
+    for gradient in jax.jit(jax.grad(total, argnums=(0, 1)))(LOGPROBS, ROLLOUT):
+        assert not gradient.any()
+
+
+def test_divisor():
+    config = CorrectionConfig(level="token", threshold=3.0)
+    totals = run(config)[3]
+    assert float(gradient_divisor(config, totals)) == 1.0
+    normalized = CorrectionConfig(level="token", threshold=3.0, normalize=True)
+    assert float(gradient_divisor(normalized, totals)) == pytest.approx(7.96 / 6, rel=1e-6)
+    zeroed = CorrectionConfig(level="geometric", mode="band", threshold_low=0.99, threshold=1.01, normalize=True)
+    assert float(gradient_divisor(zeroed, run(zeroed)[3])) == 1.0
+
+
+def test_presets_fill_the_other_fields():
+    off = CorrectionConfig()
+    assert off.is_off
+    assert off.resolved() is off
+    for name, fields in PRESETS.items():
+        preset = CorrectionConfig(preset=name)
+        assert preset.resolved() == CorrectionConfig(**fields)
+        assert not preset.is_off
+    assert not CorrectionConfig(veto=1e-4).is_off
+    vexact = CorrectionConfig(preset="vexact").resolved()
+    assert (vexact.level, vexact.mode, vexact.threshold, vexact.reject_k3) == ("token", "truncate", 2.0, 1e-3)
+    assert vexact.rejects
+    assert CorrectionConfig(preset="vexact").rejects
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"preset": "tis"}, "preset must be one of .*, got 'tis'"),
+        ({"level": "row"}, "level must be one of .*, got 'row'"),
+        ({"mode": "clip"}, "mode must be one of .*, got 'clip'"),
+        ({"preset": "icepop", "threshold": 3.0}, "'icepop' sets the other fields, got threshold as well"),
+        ({"preset": "vexact", "normalize": True, "veto": 0.1}, "got normalize, veto as well"),
+        ({"threshold": 3.0, "normalize": True}, "threshold, normalize do nothing at level 'none'"),
+        ({"level": "token", "threshold": 0.0}, r"finite and above 0, got 0\.0"),
+        ({"level": "token", "threshold": float("inf")}, "finite and above 0, got inf"),
+        (
+            {"level": "token", "threshold_low": 0.5},
+            r"0 unless mode is band, got 0\.5 with threshold 2\.0, mode truncate",
+        ),
+        ({"level": "token", "mode": "band", "threshold_low": 3.0}, r"got 3\.0 with threshold 2\.0, mode band"),
+        ({"reject_k3": -1.0}, r"must not be negative, got -1\.0 and 0\.0"),
+        ({"veto": float("nan")}, "must not be negative, got 0.0 and nan"),
+        ({"reject_geometric_low": 0.9}, r"in 0 .. reject_geometric_high, got 0\.9 and 0\.0"),
+    ],
+)
+def test_mistakes_are_quoted(fields, message):
+    with pytest.raises(ValueError, match=message):
+        CorrectionConfig(**fields)
