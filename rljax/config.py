@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rljax.algorithms.advantages import AdvantageConfig
+from rljax.algorithms.correction import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.data.prompts import DataConfig
+from rljax.guard import GuardConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.sharding import MeshConfig
 from rljax.training.checkpoint import CheckpointConfig
+from rljax.training.measure import DiagnosisConfig
 from rljax.training.optimizer import OptimizerConfig
 from rljax.training.packing import PackingConfig
 from rljax.training.rate import ScheduleConfig
@@ -73,7 +77,9 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -81,6 +87,22 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    diagnosis: DiagnosisConfig = field(default_factory=DiagnosisConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+
+    def __post_init__(self) -> None:
+        if self.data.batch_size % self.loss.mini_batches:
+            raise ValueError(
+                f"data.batch_size = {self.data.batch_size} does not divide into loss.mini_batches = "
+                f"{self.loss.mini_batches}"
+            )
+        correction = self.correction.resolved()
+        if self.loss.old_logprobs == "rollout" and correction.level != "none":
+            raise ValueError(
+                "loss.old_logprobs = rollout puts the mismatch into the ratio already; correction.level must be none"
+            )
+        if self.loss.kl != "none" and correction.normalize:
+            raise ValueError("correction.normalize would rescale the KL penalty too; use it with loss.kl = none")
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -12,8 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
+
+from rljax.mismatch.histogram import GROWTH, bin_edges
 
 Row = dict[str, Any]
 
@@ -70,8 +73,10 @@ class Recorder:
         self._tensorboard = _make_tensorboard(directory / "tb", first_step) if tensorboard else None
         self._console = _make_console(total_steps, first_step) if progress else None
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Records the row of the next step; the values are None, strings, bools or numbers (numpy and jax scalars too).
+
+        ``histograms``: name -> counts in the bins of ``rljax.mismatch.bin_edges``, for TensorBoard alone.
 
         Raises:
           ValueError: ``row["step"]`` is not the next step.
@@ -88,6 +93,8 @@ class Recorder:
             for key, value in values.items():
                 if isinstance(value, (bool, int, float)) and key != "step":
                     self._tensorboard.add_scalar(key, value, values["step"])
+            for name, counts in (histograms or {}).items():
+                _add_histogram(self._tensorboard, name, counts, values["step"])
         if self._console is not None:
             self._console.show(values)
 
@@ -113,6 +120,28 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
 def _make_tensorboard(directory: Path, first_step: int) -> SummaryWriter:
     # Event files are named by the second: without the suffix, a resume within it would overwrite the file before.
     return SummaryWriter(str(directory), purge_step=first_step, filename_suffix=f".{first_step:08d}")
+
+
+def _add_histogram(writer: SummaryWriter, name: str, counts: np.ndarray, step: int) -> None:
+    """One histogram of log-spaced bins; the values themselves are gone, so moments are taken at the bins' middles."""
+    edges = bin_edges()
+    uppers = np.append(edges, edges[-1] * GROWTH)
+    middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), edges[-1:]])
+    held = np.flatnonzero(counts)
+    if not len(held):
+        return
+    part = slice(held[0], held[-1] + 1)
+    writer.add_histogram_raw(
+        name,
+        min=float(middles[held[0]]),
+        max=float(middles[held[-1]]),
+        num=int(counts.sum()),
+        sum=float(counts @ middles),
+        sum_squares=float(counts @ middles**2),
+        bucket_limits=uppers[part].tolist(),
+        bucket_counts=counts[part].tolist(),
+        global_step=step,
+    )
 
 
 def _encode(values: Row) -> str:

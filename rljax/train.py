@@ -1,7 +1,8 @@
 """Trains a policy: ``python -m rljax.train CONFIG.yaml [--a.b value ...]``.
 
 Builds the parts of a run from its configuration, goes on from a checkpoint when there is one, and calls the loop.
-SIGINT or SIGTERM ends the run after the step under way, saved; the same command then goes on from there.
+SIGINT or SIGTERM ends the run after the step under way, saved; the same command then goes on from there. A guard's stop
+rule does likewise, with exit status 3.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rljax.config_loader import ConfigError, caller_errors, config_to_yaml, load
 from rljax.data.prompts import PromptStream, held_problems, training_problems
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.evaluate import greedy_accuracy
+from rljax.guard import Guard
 from rljax.policy.config import PolicyConfig, config_to_hf, read_config
 from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.qwen3 import param_shardings
@@ -37,14 +39,15 @@ from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
 from rljax.rollout.vllm_handshake import Expectation
 from rljax.run_directory import prepare_directory
 from rljax.sharding import make_mesh
+from rljax.training.build import batch_shape, make_update
 from rljax.training.checkpoint import Checkpointer
-from rljax.training.loop import Parts, Progress, Row, batch_shape, load_host_state, train
+from rljax.training.loop import Parts, Progress, load_host_state, train
 from rljax.training.optimizer import make_optimizer
 from rljax.training.rate import make_rate_controller
 from rljax.training.state import TrainState, abstract_state, create_state
-from rljax.training.step import TrainStep
 
 PROG = "python -m rljax.train"
+GUARD_STATUS = 3
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,6 +74,10 @@ def main(argv: Sequence[str]) -> int:
         with stop:
             train(parts, state, progress, recorder.write, stop.requested, last_row(run_dir))
     finish(run_dir)
+    for line in progress.stopped_by:
+        print(f"guard: {line}; stopped, saved", file=sys.stderr)
+    if progress.stopped_by:
+        return GUARD_STATUS
     if stop.signal is not None:
         print(f"stopped after step {progress.step}, saved; the same command goes on from there", file=sys.stderr)
         return 128 + stop.signal
@@ -136,17 +143,9 @@ def build(
         tokenizer=tokenizer,
         reward=addition_reward,
         evaluate=make_evaluation(config, engine, tokenizer, stops),
-        step=TrainStep(
-            policy,
-            tx,
-            mesh,
-            precision=config.precision,
-            loss_config=config.loss,
-            batch_shape=batch_shape(config),
-            num_sequences=config.num_sequences,
-            temperature=config.rollout.temperature,
-        ),
+        update=make_update(config, policy, tx, mesh),
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
+        guard=Guard(config.guard),
         checkpointer=checkpointer,
         stop_token_ids=stops,
     )
@@ -179,7 +178,7 @@ def open_recorder(run_dir: Path, steps: int, first_step: int) -> Recorder:
 
 def make_evaluation(
     config: Config, engine: RolloutEngine, tokenizer: Tokenizer, stops: tuple[int, ...]
-) -> Callable[[], Row] | None:
+) -> Callable[[], dict[str, Any]] | None:
     """``eval/<dataset>/...`` of the published policy on the held problems, or None when never asked for."""
     if config.eval.every == 0:
         return None

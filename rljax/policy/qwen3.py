@@ -34,6 +34,10 @@ def _linear(x: Array, spec: str, weight: Array) -> Array:
     return jnp.einsum(spec, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
+def _largest(x: Array) -> Float[Array, ""]:
+    return jax.lax.stop_gradient(jnp.max(jnp.abs(x))).astype(jnp.float32)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation over the last axis, computed in float32."""
 
@@ -102,11 +106,12 @@ class MLP(nnx.Module):
         self.up = _param(rngs, (c.hidden_size, c.intermediate_size), ("embed", "mlp"), normal)
         self.down = _param(rngs, (c.intermediate_size, c.hidden_size), ("mlp", "embed"), normal)
 
-    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        """Same shape and dtype as ``x``."""
+    def __call__(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Float[Array, ""]]:
+        """``x`` -> (the same shape and dtype, the largest absolute value of the product inside)."""
         gate = _linear(x, "btd,df->btf", self.gate[...])
         up = constrain(_linear(x, "btd,df->btf", self.up[...]), "rows", "tokens", "act_mlp")
-        return _linear(jax.nn.silu(gate) * up, "btf,fd->btd", self.down[...])
+        product = jax.nn.silu(gate) * up
+        return _linear(product, "btf,fd->btd", self.down[...]), _largest(product)
 
 
 class Block(nnx.Module):
@@ -118,11 +123,13 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs)
         self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs)
 
-    def __call__(self, x: Array, rotary: tuple[Array, Array], mix: Callable[..., Any]) -> tuple[Array, Any]:
-        """``x`` [b, t, d] -> ([b, t, d], the mixer's carry)."""
+    def __call__(self, x: Array, rotary: tuple[Array, Array], mix: Callable[..., Any]) -> tuple[Array, Any, Array]:
+        """``x`` [b, t, d] -> ([b, t, d], the mixer's carry, the largest absolute value in the block)."""
         mixed, carry = self.attention(self.attention_norm(x), rotary, mix)
         x = x + mixed
-        return constrain(x + self.mlp(self.mlp_norm(x)), "rows", "tokens", "act_embed"), carry
+        fed, inside = self.mlp(self.mlp_norm(x))
+        x = constrain(x + fed, "rows", "tokens", "act_embed")
+        return x, carry, jnp.maximum(inside, _largest(x))
 
 
 class Qwen3(nnx.Module):
@@ -221,7 +228,7 @@ def run_blocks(
     carry: Any = (),
     *,
     remat: bool = False,
-) -> tuple[Float[Array, "b t d"], Any]:
+) -> tuple[Float[Array, "b t d"], Any, Float[Array, ""]]:
     """Scans the blocks over ``x`` and applies the final norm.
 
     Args:
@@ -234,22 +241,23 @@ def run_blocks(
       remat: recompute each block in the backward pass.
 
     Returns:
-      Hidden states in the dtype of ``x``, and the carry.
+      Hidden states in the dtype of ``x``, the carry, and the largest absolute value among the residual stream and the
+      MLPs' products: in float16 these overflow first, at 65,504.
     """
     graphdef = _declaration(config)[0]
     rotary = rotary_tables(positions, config.head_dim, config.rope_theta)
 
-    def body(state: tuple[Array, Any], layer: tuple[Any, Array]) -> tuple[tuple[Array, Any], None]:
+    def body(state: tuple[Array, Any], layer: tuple[Any, Array]) -> tuple[tuple[Array, Any], Array]:
         x, carry = state
         block = nnx.merge(graphdef, layer[0])
-        x, carry = block(x, rotary, functools.partial(mixer, carry, layer[1]))
-        return (x, carry), None
+        x, carry, largest = block(x, rotary, functools.partial(mixer, carry, layer[1]))
+        return (x, carry), largest
 
     body = jax.checkpoint(body, prevent_cse=False) if remat else body
     x = constrain(x, "rows", "tokens", "act_embed")
-    (x, carry), _ = jax.lax.scan(body, (x, carry), (params["layers"], jnp.arange(config.num_layers)))
+    (x, carry), largest = jax.lax.scan(body, (x, carry), (params["layers"], jnp.arange(config.num_layers)))
     norm_def = nnx.split(nnx.eval_shape(lambda: RMSNorm(config.hidden_size, config.rms_norm_eps, nnx.Rngs(0))))[0]
-    return nnx.merge(norm_def, params["final_norm"])(x), carry
+    return nnx.merge(norm_def, params["final_norm"])(x), carry, jnp.max(largest)
 
 
 def hidden_states(
@@ -260,11 +268,15 @@ def hidden_states(
     positions: Int[Array, "b t"],
     *,
     remat: bool = False,
-) -> Float[Array, "b t d"]:
-    """Hidden states of packed rows, ready for the LM head; attention stays inside each segment."""
+) -> tuple[Float[Array, "b t d"], Float[Array, ""]]:
+    """Hidden states of packed rows, ready for the LM head, and the largest activation (see ``run_blocks``).
+
+    Attention stays inside each segment.
+    """
 
     def mixer(carry: Any, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         del layer
         return packed_attention(q, k, v, segment_ids), carry
 
-    return run_blocks(params, config, embed_tokens(params, tokens), positions, mixer, remat=remat)[0]
+    hidden, _, largest = run_blocks(params, config, embed_tokens(params, tokens), positions, mixer, remat=remat)
+    return hidden, largest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,14 @@ from jaxtyping import Array, Float, Int
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import token_logprobs
 from rljax.policy.qwen3 import Params, cast_params, hidden_states, lm_head_table
+
+
+class Scores(NamedTuple):
+    """What a forward over packed rows says of their tokens, float32."""
+
+    logprobs: Float[Array, "b t"]  # 0 at position 0 of a segment and on padding
+    entropy: Float[Array, "b t"]  # nats; likewise
+    activation_max: Float[Array, ""]  # largest absolute value inside the blocks; float16 ends at 65,504
 
 
 def packed_logprobs(
@@ -25,7 +33,7 @@ def packed_logprobs(
     temperature: float = 1.0,
     lm_head_dtype: Any = None,
     remat: bool = False,
-) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+) -> Scores:
     """``logprobs[b, t]`` **of** ``tokens[b, t]`` given what precedes it in its own segment, and the entropy there.
 
     Args:
@@ -37,18 +45,16 @@ def packed_logprobs(
       temperature: of the distribution scored; positive.
       lm_head_dtype: dtype of the LM head's products; None: that of the hidden states.
       remat: recompute blocks in the backward pass.
-
-    Returns:
-      Float32 log-probabilities and entropies; 0 at position 0 of a segment and on padding.
     """
-    hidden = hidden_states(params, config, tokens, segment_ids, positions, remat=remat)
+    hidden, activation_max = hidden_states(params, config, tokens, segment_ids, positions, remat=remat)
     # Token t is predicted from the state at t-1; the last state of a row predicts nothing.
     logprobs, entropy = token_logprobs(
         hidden[:, :-1], lm_head_table(params), tokens[:, 1:], temperature=temperature, dtype=lm_head_dtype
     )
     front = ((0, 0), (1, 0))
     inside = (positions > 0) & (segment_ids > 0)
-    return jnp.where(inside, jnp.pad(logprobs, front), 0.0), jnp.where(inside, jnp.pad(entropy, front), 0.0)
+    logprobs, entropy = (jnp.where(inside, jnp.pad(values, front), 0.0) for values in (logprobs, entropy))
+    return Scores(logprobs, entropy, activation_max)
 
 
 def matmul_precision(dtype: Any) -> str | None:
@@ -77,7 +83,7 @@ def make_scorer(
                 positions,
                 temperature=temperature,
                 lm_head_dtype=lm_head_dtype,
-            )[0]
+            ).logprobs
 
     def score(params: Params, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         if not sequences:

@@ -21,6 +21,8 @@ class RolloutConfig:
       temperature: of sampling; positive.
       transfer_dir: directory for weights that trainer and vLLM servers both see; None: memory-backed on this machine.
       server_wait_s: longest the run waits while no vLLM server answers (seconds).
+      dump_every: steps between token dumps (``rollouts/step_*.parquet``, for tools/compare_mismatch.py); 0: none.
+      transcript_every: steps between readable transcripts (``rollouts/step_*.jsonl``); 0: none.
     """
 
     engine: Literal["jax", "vllm"] = "jax"
@@ -31,6 +33,8 @@ class RolloutConfig:
     temperature: float = 1.0
     transfer_dir: str | None = None
     server_wait_s: float = 900.0
+    dump_every: int = 0
+    transcript_every: int = 0
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -39,6 +43,9 @@ class RolloutConfig:
             raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
         if not 0.0 < self.temperature < float("inf"):
             raise ValueError(f"temperature must be positive and finite, got {self.temperature}")
+        for name in ("dump_every", "transcript_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not self.server_wait_s > 0.0:
             raise ValueError(f"server_wait_s must be positive, got {self.server_wait_s}")
         if self.engine == "vllm" and not self.urls:

@@ -7,10 +7,10 @@ Step t (1-based) is one rollout batch and at most one update:
 3. observe the mean response length over all of them; the rate of this very update follows
 4. advantages; groups whose rewards are all equal carry no loss, and with no group left the update is skipped
 5. pack into rows
-6. one compiled step: forward, mismatch, loss, backward, AdamW
+6. one compiled step (forward, mismatch, loss, backward, AdamW), or several mini-batches
 7. publish the weights as policy version t
 8. evaluate when due, then record one row
-9. checkpoint when due
+9. check the guard; checkpoint when due
 
 Everything random derives from (seed, step), so a resumed run repeats what an uninterrupted one would have done. The
 loop knows neither which engine it talks to nor where its metrics go.
@@ -21,32 +21,37 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 
-from rljax.algorithms.advantages import groups_with_signal, rloo
+from rljax.algorithms.advantages import compute_advantages, groups_with_signal
 from rljax.config import Config
 from rljax.config_loader import ConfigError
 from rljax.data.prompts import PromptStream, Reward
 from rljax.data.tokenizer import Tokenizer
+from rljax.guard import Guard
+from rljax.mismatch import split_sum_rise
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import Response, SamplingParams
 from rljax.training.checkpoint import Checkpointer
-from rljax.training.packing import PackedBatch, TrainSequence, max_micro_batches, pack, useful_fraction
+from rljax.training.measure import without_empty_buckets
+from rljax.training.packing import TrainSequence
 from rljax.training.rate import RateController
+from rljax.training.rollout_files import StepRollouts, write_tokens, write_transcript
 from rljax.training.state import TrainState
-from rljax.training.step import TrainStep
+from rljax.training.update import Update, Updated
 
 GRAD_NORM_EMA_DECAY = 0.9
 Row = dict[str, Any]
+Record = Callable[[Row, dict[str, np.ndarray]], None]
 
 
 @dataclass
@@ -61,8 +66,9 @@ class Parts:
     tokenizer: Tokenizer
     reward: Reward
     evaluate: Callable[[], Row] | None
-    step: TrainStep
+    update: Update
     controller: RateController
+    guard: Guard
     checkpointer: Checkpointer
     stop_token_ids: tuple[int, ...]
 
@@ -74,6 +80,8 @@ class Progress:
     step: int = 0
     policy_version: int = 0
     grad_norm_ema: float | None = None
+    reference: dict[str, float] = dataclasses.field(default_factory=dict)  # sums of the first steps' mismatch
+    stopped_by: list[str] = dataclasses.field(default_factory=list)  # the guard's lines that ended the run
 
 
 @dataclass
@@ -150,28 +158,36 @@ def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
     }
 
 
-def training_sequences(rollouts: Rollouts) -> list[TrainSequence]:
+def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) -> list[TrainSequence]:
     """Point 4: advantages, and which groups carry loss."""
-    advantages = rloo(rollouts.rewards)
+    lengths = np.asarray([[response.length for response in group] for group in rollouts.responses])
+    advantages = compute_advantages(
+        rollouts.rewards,
+        config.advantage,
+        lengths=lengths,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
     signal = groups_with_signal(rollouts.rewards)
     return [
-        TrainSequence(prompt, response.token_ids, response.logprobs, float(advantages[i, j]), bool(signal[i]))
+        TrainSequence(
+            prompt,
+            response.token_ids,
+            response.logprobs,
+            float(advantages[i, j]),
+            bool(signal[i]),
+            staleness_of(response, policy_version),
+        )
         for i, (prompt, group) in enumerate(zip(rollouts.prompts, rollouts.responses, strict=True))
         for j, response in enumerate(group)
     ]
 
 
-def batch_shape(config: Config) -> tuple[int, int, int]:
-    """(micro-batches, rows, tokens) that hold any batch of the run."""
-    tokens = config.packing.resolve_row_tokens(config.max_sequence_tokens)
-    rows = config.packing.rows_per_micro_batch
-    return max_micro_batches(config.num_sequences, config.max_sequence_tokens, tokens, rows), rows, tokens
-
-
-def pack_batch(config: Config, sequences: Sequence[TrainSequence]) -> PackedBatch:
-    """Point 5."""
-    micro, rows, tokens = batch_shape(config)
-    return pack(sequences, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro)
+def staleness_of(response: Response, policy_version: int) -> np.ndarray:
+    """Policy versions between each token's draw and the trainer, int32 [t]."""
+    behind = np.zeros(response.length, np.int32)
+    for span in response.versions:
+        behind[span.start : span.end] = policy_version - span.version
+    return behind
 
 
 def _is_due(every: int, step: int) -> bool:
@@ -192,33 +208,73 @@ def watched_value(metric: str, row: Row, last_row: Row) -> float:
     return float("nan") if value is None else float(value)
 
 
-def one_step(parts: Parts, state: TrainState, progress: Progress, last_row: Row) -> tuple[TrainState, Row]:
-    """Points 1 to 8 of step ``progress.step + 1``; advances ``progress``."""
+def sum_rise(row: Row, reference: dict[str, float], reference_steps: int) -> Row:
+    """How much of the rise of ``mismatch/log_ppl_abs_diff_sum`` since the run's first steps is longer responses.
+
+    Adds the row to the reference while that is not complete, and returns nothing then.
+    """
+    names = ("token_count", "sequence_count", "log_ppl_abs_diff_sum")
+    tokens, sequences, summed = (row[f"mismatch/{name}"] for name in names)
+    if reference.get("steps", 0) < reference_steps:
+        values = {"steps": 1, "token_count": tokens, "sequence_count": sequences, "gap": summed * sequences}
+        for name, value in values.items():
+            reference[name] = reference.get(name, 0) + value
+        return {}
+    before = reference | {"log_ppl_abs_diff_sum": reference["gap"] / max(reference["sequence_count"], 1)}
+    after = dict(zip(names, (tokens, sequences, summed), strict=True))
+    return {f"mismatch/sum_{name}": value for name, value in split_sum_rise(before, after).items()}
+
+
+def write_rollouts(parts: Parts, step: int, version: int, rollouts: Rollouts, updated: Updated, sequences: Any) -> None:
+    """Token dumps and transcripts, when due."""
+    config = parts.config.rollout
+    dump, transcript = _is_due(config.dump_every, step), _is_due(config.transcript_every, step)
+    if not dump and not transcript:
+        return
+    decode = parts.tokenizer.decode
+    written = StepRollouts(
+        step=step,
+        policy_version=version,
+        sequences=sequences,
+        rewards=rollouts.rewards.ravel().tolist(),
+        truncated=[response.truncated for response in rollouts.all()],
+        trainer_logprobs=updated.trainer_logprobs(),
+        texts=[(decode(s.prompt), decode(s.response)) for s in sequences],
+    )
+    if dump:
+        write_tokens(parts.config, written)
+    if transcript:
+        write_transcript(parts.config, written)
+
+
+def one_step(
+    parts: Parts, state: TrainState, progress: Progress, last_row: Row
+) -> tuple[TrainState, Row, dict[str, np.ndarray]]:
+    """Points 1 to 8 of step ``progress.step + 1``; advances ``progress``. Returns state, row and histograms."""
     timers, config = Timers(), parts.config
-    step = progress.step + 1
+    step, version = progress.step + 1, progress.policy_version
     with timers.phase("rollout"):
         rollouts = roll_out(parts, step)
-    row: Row = {"step": step} | rollout_row(rollouts, progress.policy_version)
-    metric = config.schedule.metric
-    watched = watched_value(metric, row, last_row)
+    row: Row = {"step": step} | rollout_row(rollouts, version)
+    watched = watched_value(config.schedule.metric, row, last_row)
     rate = parts.controller.step(watched, row["response_length/truncated_fraction"])
-    sequences = training_sequences(rollouts)
-    with timers.phase("pack"):
-        batch = pack_batch(config, sequences)
-    with timers.phase("train"):
-        has_loss = any(sequence.in_loss for sequence in sequences)
-        state, metrics, _ = parts.step(state, batch, rate, has_loss)
-        device_row = {name: value.item() for name, value in jax.device_get(metrics).items()}
+    sequences = training_sequences(rollouts, config, version)
+    noise = _is_due(config.diagnosis.grad_noise_every, step)
+    updated = parts.update(state, sequences, rate, seed=step_seed(config.run.seed, step), noise=noise)
+    state = updated.state
     with timers.phase("publish"):
         progress.policy_version += 1
         parts.engine.publish(state.params, progress.policy_version)
     progress.step = step
-    norm = device_row["optimizer/grad_norm"]
+    norm = updated.row["optimizer/grad_norm"]
     ema = progress.grad_norm_ema
-    if has_loss and np.isfinite(norm):
+    if any(sequence.in_loss for sequence in sequences) and np.isfinite(norm):
         progress.grad_norm_ema = norm if ema is None else GRAD_NORM_EMA_DECAY * ema + (1 - GRAD_NORM_EMA_DECAY) * norm
-    row |= device_row | parts.controller.metrics() | {"optimizer/grad_norm_ema": progress.grad_norm_ema}
+    row |= without_empty_buckets(updated.row)
+    row |= sum_rise(row, progress.reference, config.diagnosis.reference_steps)
+    row |= parts.controller.metrics() | {"optimizer/grad_norm_ema": progress.grad_norm_ema}
     row |= parts.engine.take_metrics()
+    write_rollouts(parts, step, version, rollouts, updated, sequences)
     if parts.evaluate is not None and (step == config.run.steps or _is_due(config.eval.every, step)):
         with timers.phase("eval"):
             row |= parts.evaluate()
@@ -228,8 +284,7 @@ def one_step(parts: Parts, state: TrainState, progress: Progress, last_row: Row)
     row |= timers.row
     row["time/step_s"] = timers.total()
     row["perf/response_tokens_per_s"] = response_tokens / timers.row["time/rollout_s"]
-    row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
-    return state, row
+    return state, row, updated.histograms
 
 
 def host_state(parts: Parts, progress: Progress) -> dict[str, Any]:
@@ -238,6 +293,8 @@ def host_state(parts: Parts, progress: Progress) -> dict[str, Any]:
         "step": progress.step,
         "policy_version": progress.policy_version,
         "grad_norm_ema": progress.grad_norm_ema,
+        "mismatch_reference": progress.reference,
+        "guard": parts.guard.state_dict(),
         "data": parts.stream.state_dict(),
         "schedule": parts.controller.state_dict(),
         "policy": policy_record(parts.policy),
@@ -258,24 +315,36 @@ def load_host_state(parts: Parts, host: dict[str, Any]) -> Progress:
         raise ValueError(f"the checkpoint is of another model than {parts.config.model.path}: {', '.join(differing)}")
     parts.stream.load_state_dict(host["data"])
     parts.controller.load_state_dict(host["schedule"])
-    return Progress(int(host["step"]), int(host["policy_version"]), host["grad_norm_ema"])
+    parts.guard.load_state_dict(host["guard"])
+    return Progress(int(host["step"]), int(host["policy_version"]), host["grad_norm_ema"], host["mismatch_reference"])
+
+
+def check_guard(guard: Guard, row: Row) -> list[str]:
+    """Prints what the guard warns of and returns what it stops at. Raises ConfigError for an unknown metric."""
+    try:
+        warnings, stops = guard.check(row)
+    except ValueError as error:
+        raise ConfigError(error) from error
+    for line in warnings:
+        print(f"\nwarning: guard: {line}", file=sys.stderr)
+    return stops
 
 
 def train(
     parts: Parts,
     state: TrainState,
     progress: Progress,
-    record: Callable[[Row], None],
+    record: Record,
     should_stop: Callable[[], bool] = lambda: False,
     last_row: Row | None = None,
 ) -> TrainState:
-    """Runs to the last step, or until ``should_stop`` says so after a step; then the step is saved.
+    """Runs to the last step, or until ``should_stop`` or the guard says so after a step; then the step is saved.
 
     Args:
       parts: what the run is made of.
       state: device state at ``progress``; donated.
       progress: where the run stands; advanced in place.
-      record: takes each step's row, in order.
+      record: takes each step's row and histograms, in order.
       should_stop: asked after each step.
       last_row: the row of step ``progress.step``, for a schedule that watches a metric of the step before.
 
@@ -287,9 +356,10 @@ def train(
     parts.engine.publish(state.params, progress.policy_version)
     parts.engine.take_metrics()
     while progress.step < config.run.steps:
-        state, row = one_step(parts, state, progress, row)
-        record(row)
-        stopping = should_stop()
+        state, row, histograms = one_step(parts, state, progress, row)
+        record(row, histograms)
+        progress.stopped_by = check_guard(parts.guard, row)
+        stopping = should_stop() or bool(progress.stopped_by)
         if stopping or progress.step == config.run.steps or _is_due(config.checkpoint.every, progress.step):
             parts.checkpointer.save(progress.step, state, host_state(parts, progress))
         if stopping:

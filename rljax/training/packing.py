@@ -49,6 +49,9 @@ class TrainSequence(NamedTuple):
     rollout_logprobs: np.ndarray  # float32 [r]
     advantage: float
     in_loss: bool  # False: measured only (its group's rewards are all equal)
+    staleness: np.ndarray | None = None  # int32 [r]: policy versions between the token's draw and this step; None: 0
+    old_logprobs: np.ndarray | None = None  # float32 [r]: of the trainer before the first update on this batch
+    reference_logprobs: np.ndarray | None = None  # float32 [r]: of the frozen reference policy
 
 
 class PackedBatch(NamedTuple):
@@ -65,7 +68,10 @@ class PackedBatch(NamedTuple):
     loss_mask: Any  # bool [m, b, t]: and carries loss
     rollout_logprobs: Any  # float32 [m, b, t]: of the token at the same place; 0 outside the response
     advantages: Any  # float32 [m, b, t]
+    staleness: Any  # int32 [m, b, t]: policy versions between the token's draw and this step
     used: Any  # int32 []: micro-batches that hold anything
+    old_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
+    reference_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
 
 
 def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -100,37 +106,58 @@ def pack(
 ) -> PackedBatch:
     """Packs a batch into ``[micro_batches, rows_per_micro_batch, row_tokens]``.
 
-    The result depends only on the sequences, not on the order in which responses landed.
+    The result depends only on the sequences, not on the order in which responses landed. Rows, longest sequences first,
+    are dealt to the used micro-batches in turn, so that these are alike and the spread of their gradients is noise.
 
     Raises:
-      ValueError: the sequences do not fit.
+      ValueError: the sequences do not fit, or only some of them have old or reference log-probabilities.
     """
     rows = first_fit_decreasing([len(s.prompt) + len(s.response) for s in sequences], row_tokens)
     if len(rows) > micro_batches * rows_per_micro_batch:
         raise ValueError(f"{len(rows)} rows do not fit {micro_batches} micro-batches of {rows_per_micro_batch}")
-    shape = (micro_batches * rows_per_micro_batch, row_tokens)
-    ints = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids", "positions", "sequence_ids")}
-    floats = {name: np.zeros(shape, np.float32) for name in ("rollout_logprobs", "advantages")}
-    masks = {name: np.zeros(shape, np.bool_) for name in ("response_mask", "loss_mask")}
+    used = -(-len(rows) // rows_per_micro_batch)
+    shape = (micro_batches, rows_per_micro_batch, row_tokens)
+    given = [name for name in ("old_logprobs", "reference_logprobs") if _have(sequences, name)]
+    ints = ("tokens", "segment_ids", "positions", "sequence_ids", "staleness")
+    floats = ("rollout_logprobs", "advantages", *given)
+    arrays = {name: np.zeros(shape, np.int32) for name in ints} | {name: np.zeros(shape, np.float32) for name in floats}
+    arrays |= {name: np.zeros(shape, np.bool_) for name in ("response_mask", "loss_mask")}
     for row, members in enumerate(rows):
+        place = {name: array[row % used, row // used] for name, array in arrays.items()}
         start = 0
         for segment, index in enumerate(members, 1):
             s = sequences[index]
             middle = start + len(s.prompt)
             end = middle + len(s.response)
-            ints["tokens"][row, start:middle] = s.prompt
-            ints["tokens"][row, middle:end] = s.response
-            ints["segment_ids"][row, start:end] = segment
-            ints["positions"][row, start:end] = np.arange(end - start)
-            ints["sequence_ids"][row, start:end] = index
-            masks["response_mask"][row, middle:end] = True
-            masks["loss_mask"][row, middle:end] = s.in_loss
-            floats["rollout_logprobs"][row, middle:end] = s.rollout_logprobs
-            floats["advantages"][row, middle:end] = s.advantage
+            place["tokens"][start:middle] = s.prompt
+            place["tokens"][middle:end] = s.response
+            place["segment_ids"][start:end] = segment
+            place["positions"][start:end] = np.arange(end - start)
+            place["sequence_ids"][start:end] = index
+            place["response_mask"][middle:end] = True
+            place["loss_mask"][middle:end] = s.in_loss
+            place["advantages"][middle:end] = s.advantage
+            place["staleness"][middle:end] = 0 if s.staleness is None else s.staleness
+            for name in ("rollout_logprobs", *given):
+                place[name][middle:end] = getattr(s, name)
             start = end
-    split = (micro_batches, rows_per_micro_batch, row_tokens)
-    arrays = {name: array.reshape(split) for name, array in {**ints, **floats, **masks}.items()}
-    return PackedBatch(**arrays, used=np.asarray(-(-len(rows) // rows_per_micro_batch), np.int32))
+    return PackedBatch(**arrays, used=np.asarray(used, np.int32))
+
+
+def _have(sequences: Sequence[TrainSequence], name: str) -> bool:
+    has = [getattr(s, name) is not None for s in sequences]
+    if any(has) and not all(has):
+        raise ValueError(f"{name} must be given for all sequences or for none, got {sum(has)} of {len(has)}")
+    return any(has)
+
+
+def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
+    """The response tokens' ``values`` [m, b, t] of a packed batch, one vector [r] for each sequence."""
+    mask = np.asarray(batch.response_mask)
+    # A stable sort keeps the tokens of a sequence in order: it lies whole in one row.
+    order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
+    lengths = np.cumsum([len(s.response) for s in sequences])
+    return np.split(np.asarray(values)[mask][order], lengths[:-1])
 
 
 def useful_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:

@@ -18,21 +18,23 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rljax.algorithms.losses import LossConfig, ppo_clip
-from rljax.mismatch import (
-    finalize_importance,
-    finalize_statistics,
-    importance_totals,
-    merge_importance,
-    merge_statistics,
-    mismatch_statistics,
-)
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import Params, cast_params
-from rljax.policy.score import matmul_precision, packed_logprobs
+from rljax.policy.score import Scores, matmul_precision, packed_logprobs
 from rljax.schedule import get_learning_rate, set_learning_rate
 from rljax.sharding import named_sharding, replicated
 from rljax.training.loss_scale import adjust_loss_scale
+from rljax.training.measure import (
+    DiagnosisConfig,
+    Measured,
+    finalize_measured,
+    measure,
+    merge_measured,
+    micro_batch,
+    micro_shapes,
+    nothing_measured,
+)
+from rljax.training.objective import LossTotals, Objective, loss_row, merge_loss
 from rljax.training.packing import PackedBatch
 from rljax.training.state import TrainState, abstract_state
 
@@ -60,48 +62,53 @@ class PrecisionConfig:
         return jnp.float32 if self.lm_head_dtype == "float32" else None
 
 
-class _Totals(NamedTuple):
+class Totals(NamedTuple):
     """What the micro-batches add up."""
 
-    grads: Params  # float32, of the scaled loss
-    loss: jax.Array  # unscaled
+    grads: Params  # float32, of the scaled loss over the provisional denominator
+    square_norms: jax.Array  # sum over micro-batches of the squared norm of each one's ``grads``; 0 when not asked for
+    loss: LossTotals
     entropy: jax.Array  # summed over response tokens
-    clipped: jax.Array  # loss tokens on the clipped branch
-    mismatch: Any
-    importance: Any
+    activation_max: jax.Array
+    measured: Measured | None  # None: somebody else measures
 
 
-def _micro_batch_statistics(logprobs: Any, entropy: Any, micro: PackedBatch, count: int) -> tuple[Any, Any]:
-    rows = (logprobs, micro.rollout_logprobs, micro.response_mask)
-    sequences: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": count}
-    return mismatch_statistics(*rows, entropy=entropy, **sequences), importance_totals(*rows, **sequences)
-
-
-def _no_statistics(batch: PackedBatch, count: int) -> tuple[Any, Any]:
-    """The statistics of no tokens, as constants: what merging starts from."""
-    micro = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), batch._replace(used=None))
-    values = jax.ShapeDtypeStruct(micro.tokens.shape, jnp.float32)
-    forms = jax.eval_shape(lambda x, m: _micro_batch_statistics(x, x, m, count), values, micro)
-    zeros, nothing = jax.tree.map(lambda form: np.zeros(form.shape, form.dtype), (values, micro))
-    empty = _micro_batch_statistics(zeros, zeros, nothing, count)
-    return jax.tree.map(lambda form, value: jnp.asarray(value, form.dtype), forms, empty)
-
-
-def _accumulate(
+def micro_gradients(
     compute: Params,
-    batch: PackedBatch,
+    micro: PackedBatch,
+    objective: Objective,
+    score: Any,
     scale: jax.Array,
-    config: PolicyConfig,
-    precision: PrecisionConfig,
-    loss_config: LossConfig,
-    temperature: float,
-    num_sequences: int,
-) -> tuple[_Totals, jax.Array]:
-    """Loops over the used micro-batches. Returns the totals and ``trainer_logprobs`` [m, b, t]."""
-    loss_tokens = jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
+    provisional: jax.Array,
+) -> tuple[Params, LossTotals, Scores]:
+    """Forward and backward of one micro-batch.
 
-    def loss_fn(compute: Params, micro: PackedBatch) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        logprobs, entropy = packed_logprobs(
+    Args:
+      compute: parameters in the compute dtype.
+      micro: [b, t].
+      objective: the loss.
+      score: (parameters, micro-batch) -> Scores.
+      scale: the loss is multiplied by it.
+      provisional: denominator.
+
+    Returns:
+      Gradients in the compute dtype, the loss's totals, and the scores.
+    """
+
+    def loss_fn(compute: Params) -> tuple[jax.Array, tuple[LossTotals, Scores]]:
+        scores = score(compute, micro)
+        loss, totals = objective.micro_loss(scores.logprobs, micro, provisional)
+        return loss * scale, (totals, scores)
+
+    (_, (totals, scores)), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute)
+    return grads, totals, scores
+
+
+def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: float) -> Any:
+    """``score(compute, micro) -> Scores`` of packed rows."""
+
+    def score(compute: Params, micro: PackedBatch) -> Scores:
+        return packed_logprobs(
             compute,
             config,
             micro.tokens,
@@ -111,38 +118,57 @@ def _accumulate(
             lm_head_dtype=precision.head_dtype,
             remat=precision.remat,
         )
-        ratio = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
-        losses, clipped = ppo_clip(ratio, micro.advantages, loss_config.clip_low, loss_config.clip_high)
-        loss = jnp.sum(jnp.where(micro.loss_mask, losses, 0.0)) / loss_tokens
-        return loss * scale, (loss, logprobs, entropy, jnp.sum(jnp.where(micro.loss_mask, clipped, 0.0)))
 
-    def body(i: jax.Array, carry: tuple[_Totals, jax.Array]) -> tuple[_Totals, jax.Array]:
+    return score
+
+
+def square_norm(grads: Params) -> jax.Array:
+    """Squared global norm, in float32."""
+    return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)), start=jnp.float32(0.0))
+
+
+def _accumulate(
+    compute: Params,
+    batch: PackedBatch,
+    scale: jax.Array,
+    measure_noise: jax.Array,
+    score: Any,
+    objective: Objective,
+    diagnosis: DiagnosisConfig | None,
+) -> tuple[Totals, jax.Array]:
+    """Loops over the used micro-batches. Returns the totals and ``trainer_logprobs`` [m, b, t]."""
+    provisional = objective.provisional(batch)
+
+    def each(micro: PackedBatch) -> tuple[Params, LossTotals, Scores]:
+        return micro_gradients(compute, micro, objective, score, scale, provisional)
+
+    def body(i: jax.Array, carry: tuple[Totals, jax.Array]) -> tuple[Totals, jax.Array]:
         totals, all_logprobs = carry
-        micro = batch._replace(
-            **{
-                name: jax.lax.dynamic_index_in_dim(array, i, 0, False)
-                for name, array in batch._asdict().items()
-                if name != "used"
-            }
-        )
-        (_, (loss, logprobs, entropy, clipped)), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute, micro)
-        mismatch, importance = _micro_batch_statistics(logprobs, entropy, micro, num_sequences)
-        totals = _Totals(
+        micro = micro_batch(batch, i)
+        grads, loss, scores = each(micro)
+        norm = jax.lax.cond(measure_noise, square_norm, lambda _: jnp.float32(0.0), grads)
+        measured = totals.measured
+        if measured is not None and diagnosis is not None:
+            found = measure(scores.logprobs, scores.entropy, micro, objective.num_sequences, diagnosis)
+            measured = merge_measured(measured, found)
+        totals = Totals(
             jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals.grads, grads),
-            totals.loss + loss,
-            totals.entropy + jnp.sum(jnp.where(micro.response_mask, entropy, 0.0)),
-            totals.clipped + clipped,
-            merge_statistics(totals.mismatch, mismatch),
-            merge_importance(totals.importance, importance),
+            totals.square_norms + norm,
+            merge_loss(totals.loss, loss),
+            totals.entropy + jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0)),
+            jnp.maximum(totals.activation_max, scores.activation_max),
+            measured,
         )
-        return totals, jax.lax.dynamic_update_index_in_dim(all_logprobs, logprobs, i, 0)
+        return totals, jax.lax.dynamic_update_index_in_dim(all_logprobs, scores.logprobs, i, 0)
 
-    start = _Totals(
+    loss_forms = jax.eval_shape(each, micro_shapes(batch))[1]
+    start = Totals(
         jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), compute),
         jnp.float32(0.0),
+        jax.tree.map(lambda form: jnp.zeros(form.shape, form.dtype), loss_forms),
         jnp.float32(0.0),
         jnp.float32(0.0),
-        *_no_statistics(batch, num_sequences),
+        None if diagnosis is None else nothing_measured(batch, objective.num_sequences, diagnosis),
     )
     return jax.lax.fori_loop(0, batch.used, body, (start, jnp.zeros(batch.tokens.shape, jnp.float32)))
 
@@ -157,10 +183,10 @@ class TrainStep:
         mesh: Mesh,
         *,
         precision: PrecisionConfig,
-        loss_config: LossConfig,
+        objective: Objective,
         batch_shape: tuple[int, int, int],
-        num_sequences: int,
         temperature: float = 1.0,
+        diagnosis: DiagnosisConfig | None,
     ):
         """Builds the step; it is compiled at the first call and never again.
 
@@ -169,41 +195,40 @@ class TrainStep:
           tx: from ``make_optimizer``.
           mesh: from ``make_mesh``.
           precision: dtypes.
-          loss_config: clip bounds.
+          objective: the loss of a batch.
           batch_shape: (micro-batches, rows, tokens) of every batch.
-          num_sequences: responses of a batch.
           temperature: of the rollouts; log-probabilities are of the distribution that was sampled from.
+          diagnosis: how the mismatch is taken apart; None: it is not measured here.
         """
         dynamic = precision.compute_dtype == "float16"
         dtype = jnp.dtype(precision.compute_dtype)
+        score = make_score(config, precision, temperature)
 
         def train_step(
-            state: TrainState, batch: PackedBatch, learning_rate: jax.Array, apply_update: jax.Array
+            state: TrainState,
+            batch: PackedBatch,
+            learning_rate: jax.Array,
+            apply_update: jax.Array,
+            measure_noise: jax.Array,
         ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
             with jax.default_matmul_precision(matmul_precision(dtype)):
-                totals, logprobs = _accumulate(
-                    cast_params(state.params, dtype),
-                    batch,
-                    state.loss_scale.scale,
-                    config,
-                    precision,
-                    loss_config,
-                    temperature,
-                    num_sequences,
-                )
-            state, grad_norm = _update(state, totals.grads, tx, learning_rate, apply_update, dynamic=dynamic)
-            return state, _metrics(totals, batch, grad_norm, state), logprobs
+                compute, scale = cast_params(state.params, dtype), state.loss_scale.scale
+                totals, logprobs = _accumulate(compute, batch, scale, measure_noise, score, objective, diagnosis)
+            state, row = update_state(
+                state, totals, batch, tx, objective, learning_rate, apply_update, measure_noise, dynamic=dynamic
+            )
+            if totals.measured is not None and diagnosis is not None:
+                row |= finalize_measured(totals.measured, diagnosis)
+            return state, row, logprobs
 
         abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic)
-        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
         self._mesh = mesh
         self._whole = replicated(mesh)
-        self._batch_shardings = PackedBatch._make([by_rows] * len(PackedBatch._fields))._replace(used=self._whole)
+        self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
         self._jitted = jax.jit(
             train_step,
-            in_shardings=(state_shardings, self._batch_shardings, self._whole, self._whole),
-            out_shardings=(state_shardings, self._whole, by_rows),
+            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, *[self._whole] * 3),
+            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._whole, self._by_rows),
             donate_argnums=(0,),
         )
 
@@ -212,8 +237,18 @@ class TrainStep:
         """How often the step was compiled; 1 after the first call."""
         return self._jitted._cache_size()  # type: ignore[attr-defined]
 
+    def place(self, batch: PackedBatch) -> PackedBatch:
+        """The batch on the devices, rows over the mesh."""
+        shardings = jax.tree.map(lambda _: self._by_rows, batch)._replace(used=self._whole)
+        return jax.device_put(batch, shardings)
+
     def __call__(
-        self, state: TrainState, batch: PackedBatch, learning_rate: float, apply_update: bool
+        self,
+        state: TrainState,
+        batch: PackedBatch,
+        learning_rate: float,
+        apply_update: bool,
+        measure_noise: bool = False,
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
         """Trains on one batch.
 
@@ -222,28 +257,34 @@ class TrainStep:
           batch: of the declared shape.
           learning_rate: the rate of this update.
           apply_update: False leaves parameters and moments as they are, weight decay included; so do gradients that
-            are not finite. Either is counted.
+            are not finite and batches of which every token was rejected. Each is counted.
+          measure_noise: whether ``optimizer/grad_noise`` is wanted; otherwise it is not a number.
 
         Returns:
-          The new state, the row's metrics as scalars on the device, and ``trainer_logprobs`` [m, b, t].
+          The new state, the row's metrics on the device (scalars, and the histogram), ``trainer_logprobs`` [m, b, t].
         """
-        placed = jax.device_put(batch, self._batch_shardings)
-        rate, apply = jax.device_put((np.float32(learning_rate), np.bool_(apply_update)), self._whole)
+        placed = self.place(batch)
+        values = (np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
-            return self._jitted(state, placed, rate, apply)
+            return self._jitted(state, placed, *jax.device_put(values, self._whole))
 
 
-def _update(
+def update_state(
     state: TrainState,
-    scaled_grads: Params,
+    totals: Totals,
+    batch: PackedBatch,
     tx: optax.GradientTransformation,
+    objective: Objective,
     learning_rate: jax.Array,
     apply_update: jax.Array,
+    measure_noise: jax.Array,
     *,
     dynamic: bool,
-) -> tuple[TrainState, jax.Array]:
-    """Unscales, and applies or skips. Returns the state and the global norm of the gradient before clipping."""
-    grads = jax.tree.map(lambda g: g / state.loss_scale.scale, scaled_grads)
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Unscales, clips and applies, or skips. Returns the state and the step's row less what was measured."""
+    rescaling = objective.rescaling(totals.loss, objective.provisional(batch))
+    factor = rescaling / state.loss_scale.scale
+    grads = jax.tree.map(lambda g: g * factor, totals.grads)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm)
     opt_state = set_learning_rate(state.opt_state, learning_rate)
@@ -252,27 +293,42 @@ def _update(
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    applied = apply_update & finite
+    wanted = apply_update & (totals.loss.denominator > 0)
+    applied = wanted & finite
     params, opt_state = jax.lax.cond(applied, update, lambda p, s: (p, s), state.params, opt_state)
     # A batch without loss has zero gradients, which say nothing about the scale.
     adjusted = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
-    loss_scale = jax.tree.map(lambda new, old: jnp.where(apply_update, new, old), adjusted, state.loss_scale)
-    return TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1)), grad_norm
-
-
-def _metrics(totals: _Totals, batch: PackedBatch, grad_norm: jax.Array, state: TrainState) -> dict[str, jax.Array]:
-    """The step's row as far as the device knows it."""
-    response_tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
-    loss_tokens = jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
-    row = {
-        "policy/loss": totals.loss,
-        "policy/entropy": totals.entropy / response_tokens,
-        "policy/clip_fraction": totals.clipped / loss_tokens,
+    loss_scale = jax.tree.map(lambda new, old: jnp.where(wanted, new, old), adjusted, state.loss_scale)
+    state = TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1))
+    noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, batch.used)
+    tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
+    return state, loss_row(objective, totals.loss, rescaling) | {
+        "policy/entropy": totals.entropy / tokens,
         "optimizer/grad_norm": grad_norm,
+        "optimizer/grad_noise": jnp.where(measure_noise, noise, jnp.nan),
         "optimizer/skipped_updates": state.skipped_updates,
         "precision/loss_scale": state.loss_scale.scale,
         "precision/overflows": state.loss_scale.overflows,
+        "precision/activation_max": totals.activation_max,
         "schedule/learning_rate": get_learning_rate(state.opt_state),
     }
-    row |= {f"mismatch/{name}": value for name, value in finalize_statistics(totals.mismatch).items()}
-    return row | {f"is/{name}": value for name, value in finalize_importance(totals.importance).items()}
+
+
+def gradient_noise(square_norms: jax.Array, square_of_sum: jax.Array, count: jax.Array) -> jax.Array:
+    """Variance of the step's gradient, estimated from the spread of its micro-batches.
+
+    With K micro-batches whose gradients g_k add up to the step's gradient G, K / (K - 1) sum_k norm(g_k - G / K)^2 is
+    an unbiased estimate of E norm(G - E G)^2, the trace of its covariance (as in arXiv 1812.06162, appendix A.1, where
+    two batch sizes serve).
+
+    Args:
+      square_norms: sum_k norm(g_k)^2.
+      square_of_sum: norm(G)^2.
+      count: K.
+
+    Returns:
+      The variance, at least 0; not a number with fewer than two micro-batches.
+    """
+    k = count.astype(jnp.float32)
+    variance = k / jnp.maximum(k - 1, 1) * jnp.maximum(square_norms - square_of_sum / jnp.maximum(k, 1), 0.0)
+    return jnp.where(count > 1, variance, jnp.nan)

@@ -54,7 +54,7 @@ def hf_model(shape, seed=0):
 def jax_logits(params, config, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     with jax.default_matmul_precision("highest"):
-        hidden = hidden_states(params, config, jnp.asarray(tokens), jnp.ones(tokens.shape, jnp.int32), positions)
+        hidden, _ = hidden_states(params, config, jnp.asarray(tokens), jnp.ones(tokens.shape, jnp.int32), positions)
         return np.asarray(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))
 
 

@@ -6,11 +6,14 @@ import numpy as np
 import optax
 import pytest
 
+from rljax.algorithms.correction import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import init_params, param_shardings
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
+from rljax.training.measure import DiagnosisConfig
+from rljax.training.objective import Objective
 from rljax.training.optimizer import OptimizerConfig, make_optimizer
 from rljax.training.packing import TrainSequence, max_micro_batches, pack
 from rljax.training.state import create_state
@@ -53,9 +56,9 @@ def build(fsdp, tp, tx, dtype="float32"):
         tx,
         mesh,
         precision=PrecisionConfig(compute_dtype=dtype),
-        loss_config=LossConfig(),
+        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
         batch_shape=shape(),
-        num_sequences=COUNT,
+        diagnosis=DiagnosisConfig(),
     )
     state = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=dtype == "float16")
     return mesh, step, state

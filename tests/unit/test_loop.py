@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from rljax.config import Config
 from rljax.config_loader import ConfigError
 from rljax.rollout.types import Response, VersionSpan
 from rljax.training.loop import Rollouts, rollout_row, step_seed, training_sequences, watched_value
@@ -40,11 +41,12 @@ def test_rollout_row_by_hand(rollouts):
 
 
 def test_groups_without_signal_are_measured_but_carry_no_loss(rollouts):
-    sequences = training_sequences(rollouts)
+    sequences = training_sequences(rollouts, Config(), policy_version=4)
     assert [s.in_loss for s in sequences] == [True, True, False, False]
     assert [s.advantage for s in sequences] == [1.0, -1.0, 0.0, 0.0]
     assert [s.response.tolist() for s in sequences] == [[5, 1], [5, 6, 7, 8], [1], [2, 2, 1]]
     assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [8], [8]]
+    assert [s.staleness.tolist() for s in sequences] == [[1, 1], [1, 1, 1, 1], [1], [2, 1, 1]]
 
 
 def test_any_recorded_metric_can_be_watched():

@@ -16,6 +16,7 @@ from rljax.training.packing import (
     first_fit_decreasing,
     max_micro_batches,
     pack,
+    unpack,
     useful_fraction,
 )
 
@@ -60,7 +61,7 @@ def test_every_sequence_comes_back_out(seed, count):
     sequences = [sequence(rng, int(rng.integers(1, 6)), int(rng.integers(0, 15)), bool(i % 3)) for i in range(count)]
     micro = max_micro_batches(count, 20, 50, 2)
     batch = pack(sequences, row_tokens=50, rows_per_micro_batch=2, micro_batches=micro)
-    flat = {name: np.asarray(array).reshape(-1, 50) for name, array in batch._asdict().items() if name != "used"}
+    flat = {name: np.asarray(array).reshape(-1, 50) for name, array in batch._asdict().items() if np.ndim(array)}
     for i, s in enumerate(sequences):
         row, places = 0, np.array([], int)
         for row in range(len(flat["tokens"])):
@@ -74,11 +75,38 @@ def test_every_sequence_comes_back_out(seed, count):
         np.testing.assert_array_equal(flat["loss_mask"][row, places], mask & s.in_loss)
         np.testing.assert_array_equal(flat["rollout_logprobs"][row, places][mask], s.rollout_logprobs)
         np.testing.assert_array_equal(flat["advantages"][row, places][mask], np.float32(s.advantage))
+    for values, s in zip(unpack(batch.rollout_logprobs, batch, sequences), sequences, strict=True):
+        np.testing.assert_array_equal(values, s.rollout_logprobs)
     used = int(batch.used) * 2
     assert not flat["segment_ids"][used:].any()
     assert flat["segment_ids"][used - 2 : used].any()
     total = sum(len(s.prompt) + len(s.response) for s in sequences)
     assert useful_fraction(sequences, batch) == total / (used * 50)
+
+
+def test_rows_are_dealt_in_turn_and_given_arrays_are_carried():
+    """Lengths 10, 9, 8, 7, 6 in rows of 10: micro-batches of two rows get 10 8 6 | 9 7 with three rows each."""
+    rng = np.random.default_rng(0)
+    sequences = [
+        sequence(rng, 1, n - 1)._replace(
+            staleness=np.full(n - 1, n, np.int32), old_logprobs=np.full(n - 1, -float(n), np.float32)
+        )
+        for n in (6, 10, 8, 9, 7)
+    ]
+    batch = pack(sequences, row_tokens=10, rows_per_micro_batch=3, micro_batches=4)
+    assert int(batch.used) == 2
+    assert (batch.segment_ids > 0).sum(axis=2).tolist() == [[10, 8, 6], [9, 7, 0], [0, 0, 0], [0, 0, 0]]
+    for name, sign in (("staleness", 1), ("old_logprobs", -1)):
+        expected = [[sign * len(s.response) + sign] * len(s.response) for s in sequences]
+        assert [values.tolist() for values in unpack(getattr(batch, name), batch, sequences)] == expected
+    assert batch.reference_logprobs is None
+    with pytest.raises(ValueError, match="old_logprobs must be given for all sequences or for none, got 4 of 5"):
+        pack(
+            [sequences[0]._replace(old_logprobs=None), *sequences[1:]],
+            row_tokens=10,
+            rows_per_micro_batch=3,
+            micro_batches=4,
+        )
 
 
 def test_packed_scores_equal_lone_scores_and_nothing_leaks():
@@ -91,7 +119,7 @@ def test_packed_scores_equal_lone_scores_and_nothing_leaks():
     @jax.jit
     def score(tokens):
         arrays = (tokens, batch.segment_ids[0], batch.positions[0])
-        return packed_logprobs(params, config, *(jnp.asarray(a) for a in arrays))[0]
+        return packed_logprobs(params, config, *(jnp.asarray(a) for a in arrays)).logprobs
 
     packed = np.asarray(score(batch.tokens[0]))
     alone = make_scorer(config, jnp.float32)(params, [np.concatenate([s.prompt, s.response]) for s in sequences])

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from rljax.algorithms.correction import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
@@ -13,6 +14,8 @@ from rljax.policy.qwen3 import hidden_states, init_params, lm_head_table
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.training.loss_scale import GROWTH_INTERVAL, adjust_loss_scale, initial_loss_scale
+from rljax.training.measure import DiagnosisConfig
+from rljax.training.objective import Objective
 from rljax.training.optimizer import OptimizerConfig, make_optimizer
 from rljax.training.packing import TrainSequence, max_micro_batches, pack
 from rljax.training.state import create_state
@@ -41,9 +44,9 @@ def run(tx, batch_sequences, *, row=20, rows=2, dtype="float32", apply=True, par
         tx,
         mesh,
         precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
-        loss_config=LossConfig(),
+        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
         batch_shape=shape,
-        num_sequences=COUNT,
+        diagnosis=DiagnosisConfig(),
     )
     params = init_params(CONFIG, 0) if params is None else params
     state = create_state(params, CONFIG, tx, mesh, dynamic_scale=dtype == "float16")
@@ -68,7 +71,7 @@ def expected_gradient(batch_sequences):
                 continue
             tokens = jnp.asarray(np.concatenate([s.prompt, s.response]))[None]
             index = jnp.arange(tokens.shape[1])[None]
-            hidden = hidden_states(params, CONFIG, tokens, jnp.ones_like(tokens), index)
+            hidden, _ = hidden_states(params, CONFIG, tokens, jnp.ones_like(tokens), index)
             logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))
             picked = jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[0, :, 0]
             value -= s.advantage * jnp.sum(picked[len(s.prompt) - 1 :])

@@ -1,0 +1,114 @@
+"""Rules on a run's metrics that warn, or stop the run: ``mismatch/k3_kl > 0.1 for 3``."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_RULE = re.compile(r"\s*(?P<metric>\S+)\s*(?P<sign>[<>])\s*(?P<bound>\S+?)(\s+for\s+(?P<steps>[1-9]\d*))?\s*")
+
+# Metrics that only some rows have: an evaluation's, and those of buckets that may hold no token.
+OCCASIONAL = ("eval/", "mismatch_position/", "mismatch_entropy/", "mismatch_staleness/", "optimizer/grad_noise")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``metric > bound`` (or ``<``) on ``steps`` rows in a row."""
+
+    text: str
+    metric: str
+    above: bool
+    bound: float
+    steps: int
+
+
+def parse_rule(text: str) -> Rule:
+    """Reads ``METRIC > NUMBER`` or ``METRIC < NUMBER``, and optionally ``for STEPS``.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    match = _RULE.fullmatch(text)
+    try:
+        if match is None:
+            raise ValueError
+        bound = float(match["bound"])
+        if math.isnan(bound):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"a guard reads 'METRIC > NUMBER' or 'METRIC > NUMBER for STEPS', got {text!r}") from None
+    return Rule(text, match["metric"], match["sign"] == ">", bound, int(match["steps"] or 1))
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """What is watched while a run trains. A value that is not a number counts as beyond every bound.
+
+    Attributes:
+      warn: rules ("METRIC > NUMBER [for STEPS]") that print a line when they begin to hold.
+      stop: rules that end the run after that step, saved, with exit status 3.
+    """
+
+    warn: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for rule in (*self.warn, *self.stop):
+            parse_rule(rule)
+
+
+class Guard:
+    """Checks each row against the rules."""
+
+    def __init__(self, config: GuardConfig):
+        """No rule holds yet."""
+        self._rules = [(parse_rule(text), False) for text in config.warn]
+        self._rules += [(parse_rule(text), True) for text in config.stop]
+        self._streaks: dict[str, int] = {}
+
+    def check(self, row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Takes the row of the next step.
+
+        Returns:
+          One line for each rule to warn of that begins to hold, and one for each rule to stop at that holds.
+
+        Raises:
+          ValueError: a rule names a metric that no row has.
+        """
+        warnings, stops = [], []
+        for rule, is_stop in self._rules:
+            if rule.metric not in row and not rule.metric.startswith(OCCASIONAL):
+                close = difflib.get_close_matches(rule.metric, row, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise ValueError(f"guard: no row has a metric {rule.metric!r}{hint}")
+            value = row.get(rule.metric)
+            beyond = rule.metric in row and _is_beyond(rule, value)
+            streak = self._streaks.get(rule.text, 0) + 1 if beyond else 0
+            # A metric of some rows only keeps its streak in between.
+            self._streaks[rule.text] = streak if rule.metric in row else self._streaks.get(rule.text, 0)
+            line = (
+                f"step {row['step']}: {rule.metric} = {value if value is None else format(value, '.4g')} ({rule.text})"
+            )
+            if is_stop and streak >= rule.steps:
+                stops.append(line)
+            elif not is_stop and streak == rule.steps:
+                warnings.append(line)
+        return warnings, stops
+
+    def state_dict(self) -> dict[str, int]:
+        """Rule -> rows in a row beyond its bound."""
+        return dict(self._streaks)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on where ``state_dict`` was taken; rules that were not there begin anew."""
+        self._streaks = dict(state)
+
+
+def _is_beyond(rule: Rule, value: Any) -> bool:
+    if value is None or math.isnan(value):
+        return True
+    return value > rule.bound if rule.above else value < rule.bound
