@@ -87,7 +87,10 @@ def verl_losses(kind, new, old, advantages, low, high, mask):
     if kind == "gspo":
         mean = ((new - old) * mask).sum(1) / np.maximum(mask.sum(1), 1)
         ratio = np.exp(np.minimum(np.broadcast_to(mean[:, None], new.shape), 10))
-    return np.maximum(-advantages * ratio, -advantages * np.clip(ratio, 1 - low, 1 + high))
+    losses = np.maximum(-advantages * ratio, -advantages * np.clip(ratio, 1 - low, 1 + high))
+    if kind == "ppo_clip":  # verl's dual clip at 3, which we do not have, is not met here
+        assert (np.minimum(-advantages * 3.0, losses)[mask & (advantages < 0)] == losses[mask & (advantages < 0)]).all()
+    return losses
 
 
 VERL_MODES = {
