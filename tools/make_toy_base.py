@@ -36,7 +36,7 @@ def _loss(params: Params, tokens: jax.Array, lengths: jax.Array, prompt: int) ->
     config = policy_config()
     index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (index < lengths[:, None]).astype(jnp.int32)
-    logprobs, _ = packed_logprobs(params, config, tokens, segments, index)
+    logprobs = packed_logprobs(params, config, tokens, segments, index).logprobs
     mask = (index >= prompt) & (segments > 0)
     return -jnp.sum(logprobs * mask) / jnp.sum(mask)
 

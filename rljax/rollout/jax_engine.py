@@ -71,7 +71,7 @@ def _prefill(
     valid_cache = jnp.pad(valid, ((0, 0), (0, cache_tokens - width)))
     causal = index[:, None] >= jnp.arange(cache_tokens)[None, :]
     mask = causal[None] & valid_cache[:, None, :]
-    hidden, cache = run_blocks(params, config, embed_tokens(params, tokens), positions, _cache_mixer(mask, 0), cache)
+    hidden, cache, _ = run_blocks(params, config, embed_tokens(params, tokens), positions, _cache_mixer(mask, 0), cache)
     return hidden[:, -1], cache, valid_cache
 
 
@@ -147,7 +147,7 @@ def _decode(
         mask = valid | ((jnp.arange(width + limit) >= width) & (jnp.arange(width + limit) <= at))[None]
         embedded = constrain(embed_tokens(params, token[:, None]), "rows", "tokens", "act_embed")
         positions = (lengths + step)[:, None]
-        new_hidden, cache = run_blocks(params, config, embedded, positions, _cache_mixer(mask[:, None], at), cache)
+        new_hidden, cache, _ = run_blocks(params, config, embedded, positions, _cache_mixer(mask[:, None], at), cache)
         return step + 1, done, tokens, logprobs, counts, new_hidden[:, 0], cache
 
     start = (
