@@ -126,9 +126,11 @@ def test_tokens_that_are_not_finite_are_counted_and_follow_their_sequence():
     weights, kept, row, _ = run(CorrectionConfig(level="sequence", threshold=2.0), logprobs, rollout)
     np.testing.assert_allclose(weights[0], [np.exp(0.01), 0, 0, 0, 0.25, 0], rtol=1e-6)
     assert row["weight_mean"] == pytest.approx((np.exp(0.01) + 0.25) / 2, rel=1e-6)
-    _, kept, row, _ = run(CorrectionConfig(), logprobs, rollout)
+    weights, kept, row, totals = run(CorrectionConfig(), logprobs, rollout)
     np.testing.assert_array_equal(kept, MASK)
+    np.testing.assert_array_equal(weights, MASK)
     assert row["nonfinite_count"] == 4
+    assert int(totals.number) == 2
 
 
 @pytest.mark.parametrize("preset", ["none", *PRESETS])
