@@ -73,9 +73,9 @@ def policy_config() -> PolicyConfig:
     )
 
 
-def build_tokenizer() -> Tokenizer:
-    """One token a character, as an ordinary ``tokenizers`` tokenizer."""
-    vocabulary = {character: i for i, character in enumerate(ALPHABET)}
+def build_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:
+    """One token a character of ``alphabet`` (with EOS and PAD in it), as an ordinary ``tokenizers`` tokenizer."""
+    vocabulary = {character: i for i, character in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), behavior="isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()
@@ -141,12 +141,16 @@ def demonstration_batch(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens int32 [b, t] padded at the end, lengths int32 [b]) of fresh demonstrations of a fixed width."""
     rate = config.scratchpad_rate if settled else config.practice_rate
-    width = 2 * DIGITS + 2 + MAX_RESPONSE_TOKENS
-    tokens = np.full((config.batch_size, width), tokenizer.pad_token_id, np.int32)
-    lengths = np.zeros(config.batch_size, np.int32)
-    for i in range(config.batch_size):
-        text = _demonstration(rng, config, rate)
-        ids = [ALPHABET.index(c) for c in text]
+    texts = [_demonstration(rng, config, rate) for _ in range(config.batch_size)]
+    return pad_texts(texts, ALPHABET, 2 * DIGITS + 2 + MAX_RESPONSE_TOKENS, tokenizer.pad_token_id)
+
+
+def pad_texts(texts: Sequence[str], alphabet: str, width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens int32 [b, t] of one width, padded at the end with ``pad``; lengths int32 [b]), one token a character."""
+    tokens = np.full((len(texts), width), pad, np.int32)
+    lengths = np.zeros(len(texts), np.int32)
+    for i, text in enumerate(texts):
+        ids = [alphabet.index(c) for c in text]
         tokens[i, : len(ids)] = ids
         lengths[i] = len(ids)
     return tokens, lengths

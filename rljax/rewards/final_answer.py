@@ -6,13 +6,16 @@ import re
 
 _ANSWER_LINE = re.compile(r"(?:\banswer|答案)(?:[ \t]+is)?[ \t*_`]*[:：][*_`]*", re.IGNORECASE)
 _ANSWER_IS = re.compile(r"(?:\banswer[ \t]+(?:is|=)|答案[是为])[ \t*_`]*", re.IGNORECASE)
-_BOX = re.compile(r"\\f?boxed\s*\{")
-# What may stand between boxes that give one answer together: \boxed{1} and \boxed{2}.
-_BETWEEN_BOXES = re.compile(r"(?:[\s$,;.]|\\[,;! ()\[\]]|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# What may stand between boxes that give one answer together: x = \boxed{1} or x = \boxed{2}.
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$,;.]|\\[,;! ()\[\]]|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*"
+)
+_LAST_BOXES = 50  # a response may open thousands, and each is searched for its end
 _DISPLAYS = (("$$", "$$"), ("\\[", "\\]"))
 _ONLY_DELIMITERS = re.compile(r"(?:\$\$?|\\\]|\\\)|\\end\{(?:equation|align|gather)\*?\}|[.*\s])*")
 _SENTENCE_END = re.compile(r"[.。](?=\s+[A-Z\\$]|\s*$)")
-_PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
+_PROSE = re.compile(r"(?<![\\a-zA-Z])(?!(?:pi|sqrt|sin|cos|tan|log|ln)\b)[a-zA-Z]{2,}")
 
 
 def final_answer(response: str) -> str | None:
@@ -20,8 +23,8 @@ def final_answer(response: str) -> str | None:
 
     What follows the last ``</think>`` counts, where there is one. In it, the later of these two governs: the last
     ``Answer:`` line (its rest, or the next line when that is empty) and the last closed, non-empty ``\\boxed{}``;
-    boxes with nothing but "and", "or" and punctuation between them are one answer. A response with neither may state
-    it as "the answer is ...", or as a last line that is nothing but a formula. Numbers in prose are no answer.
+    boxes with nothing but "and", "or", "x =" and punctuation between them are one answer. A response with neither may
+    state it as "the answer is ...", or as a last line that is nothing but a formula. Numbers in prose are no answer.
     """
     text = response.rsplit("</think>", 1)[-1]
     line_at, line = _last_answer_line(text)
@@ -45,8 +48,8 @@ def _first_statement(rest: str) -> str | None:
         if rest.startswith(opening) and (end := rest.find(closing, len(opening))) >= 0:
             return rest[len(opening) : end]
     line = rest.split("\n", 1)[0]
-    end = _SENTENCE_END.search(line)
-    return (line[: end.start()] if end else line).strip() or None
+    full_stop = _SENTENCE_END.search(line)
+    return (line[: full_stop.start()] if full_stop else line).strip() or None
 
 
 def _last_boxes(text: str) -> tuple[int, str | None]:
@@ -64,7 +67,7 @@ def _last_boxes(text: str) -> tuple[int, str | None]:
 def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
     """(start, start of the content, end of the content) of each outermost box, in order."""
     boxes: list[tuple[int, int, int]] = []
-    for match in _BOX.finditer(text):
+    for match in list(_BOX.finditer(text))[-_LAST_BOXES:]:
         if boxes and match.start() < boxes[-1][2]:
             continue
         end = closing_brace(text, match.end())

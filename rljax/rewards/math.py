@@ -37,9 +37,11 @@ _EXTRACTION = LatexExtractionConfig(
 )
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z' \-]*")
 _NUMERIC = re.compile(r"[^A-Za-z]*")
-_TWO_NUMBERS = re.compile(r"\d\s+\d")  # the library would read 1 2 as 12
+_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+_TWO_NUMBERS = re.compile(r"(?<![\d_])\d+\s+\d")  # the library would read 1 2 as 12
 _PERCENT = re.compile(r"\s*(?:\\?%|\bper ?cent\b|\bpct\b)$", re.IGNORECASE)
 _SIGNIFICANT_DIGITS = 6
+_LONGEST = 2000  # characters; what is longer is no answer, and would take long to read
 
 # The library says once a process that it has no bound in time.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -68,10 +70,12 @@ def math_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> f
 
 def same_answer(truth: str, stated: str) -> bool:
     """Whether a stated answer is the right one; ``truth`` sets the form (an interval, a set, a word, a choice)."""
+    if len(stated) > _LONGEST:
+        return False
     right, answer = tidy(truth), tidy(stated)
     if not right or not answer:
         return False
-    if right.replace(" ", "") == answer.replace(" ", ""):
+    if _SPACES.sub("", right) == _SPACES.sub("", answer):
         return True
     if _WORDS.fullmatch(right):
         return right.casefold() == answer.casefold()

@@ -25,7 +25,7 @@ _SYMBOLS = str.maketrans(
 )  # fmt: skip
 _DROPPED = re.compile(r"(?<!\\)\\(?:(?:displaystyle|limits|[bB]igg?|left|right|boldsymbol)(?![a-zA-Z])|!)")
 _SPACES = re.compile(r"(?<!\\)\\(?:(?:q?quad)(?![a-zA-Z])|[,;: >])|~")
-_FONTS = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf)?|math(?:rm|bf|it|sf|normal)|mbox|operatorname|f?boxed)\s*\{")
+_FONTS = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf)?|math(?:rm|bf|it|sf|normal)|mbox|operatorname|boxed|fbox)\s*\{")
 _FRACTION = re.compile(r"\\[dtc]?frac")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)")
 _MIXED = re.compile(r"(?<![\d.}^_])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}")

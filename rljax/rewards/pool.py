@@ -23,7 +23,7 @@ class RewardConfig:
     """What scores a response, and where.
 
     Attributes:
-      function: addition, sorting or math; or ``package.module:function``, a function of
+      function: addition, swaps or math; or ``package.module:function``, a function of
         ``(problem: dict, response: str, truncated: bool)`` that returns a finite float.
       workers: processes; 0: in the trainer's own, without a bound in time; None: 0 for the toys, else one for each
         core but one, 8 at most.

@@ -15,11 +15,11 @@ Verdict = tuple[float, None] | tuple[None, str]
 
 SHIPPED: Mapping[str, str] = {
     "addition": "rljax.rewards.toy:addition_reward",
-    "sorting": "rljax.rewards.toy_sort:sorting_reward",
+    "swaps": "rljax.rewards.toy_swaps:swaps_reward",
     "math": "rljax.rewards.math:math_reward",
 }
 # Shipped rewards that cost microseconds and cannot hang, so that they need no process of their own.
-CHEAP = frozenset({"addition", "sorting"})
+CHEAP = frozenset({"addition", "swaps"})
 
 
 def resolve_reward(path: str) -> RewardFunction:

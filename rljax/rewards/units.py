@@ -27,8 +27,10 @@ _NO_UNIT = {
     "without", "is", "are", "was", "be", "then", "maybe", "perhaps", "either", "sin", "cos", "tan", "log", "ln",
     "exp", "infinity", "infty", "none", "wrong", "incorrect", "unless", "except", "the", "answer",
 }  # fmt: skip
+_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 _POWER = re.compile(r"\s*\^\s*(?:\{([23])\}|([23]))")
-_TAIL = re.compile(r"(?:(?<=[\d)}!])|(?<=\\pi))\s*((?:[A-Za-z]+(?:\s*\^\s*(?:\{[23]\}|[23]))?[\s/.]*){1,4})$")
+_WORD = r"[A-Za-z]+(?:\s*\^\s*(?:\{[23]\}|[23]))?"
+_TAIL = re.compile(rf"(?:(?<=[\d)}}!])|(?<=\\pi))\s*({_WORD}(?:[\s/.]+{_WORD}){{0,3}}\s*)$")
 _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*([CFK]?)$")
 
 
@@ -56,7 +58,8 @@ def split_unit(text: str) -> Quantity:
     if any(word in _NO_UNIT for word in words):
         return Quantity(text, None)
     names = [_UNITS.get(word) or _UNITS.get(word.removesuffix("s")) for word in words]
-    if any(name is None and len(word) < 3 for name, word in zip(names, words, strict=True)):
+    short = {word for name, word in zip(names, words, strict=True) if name is None and len(word) < 3}
+    if short - _POWERS.keys():
         return Quantity(text, None)
     return Quantity(text[: match.start()].strip(), _spelling(match[1], words, names))
 
@@ -68,7 +71,7 @@ def units_agree(one: str | None, other: str | None) -> bool:
 
 def _spelling(tail: str, words: list[str], names: list[str | None]) -> str:
     """One spelling of a compound: "square meters", "sq m" and "m^2" are ``m2``; "miles per hour" is ``mi/h``."""
-    power = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}.get(words[0], "")
+    power = _POWERS.get(words[0], "")
     parts = [name for word, name in zip(words, names, strict=True) if word != "per"]
     if power:
         parts = parts[1:]

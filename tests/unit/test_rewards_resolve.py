@@ -44,7 +44,7 @@ def rewards_module(tmp_path, monkeypatch):
 
 
 def test_every_shipped_name_is_a_reward_that_a_worker_can_import():
-    assert set(SHIPPED) == {"addition", "sorting", "math"}
+    assert set(SHIPPED) == {"addition", "swaps", "math"}
     for name, path in SHIPPED.items():
         assert reward_path(resolve_reward(name)) == path
 
@@ -61,8 +61,8 @@ def test_a_dotted_path_is_the_function_itself(name, reward):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("", "reward '' is neither one of addition, math, sorting nor of the form package.module:function"),
-        ("maths", "reward 'maths' is neither one of addition, math, sorting nor of the form package.module:function"),
+        ("", "reward '' is neither one of addition, math, swaps nor of the form package.module:function"),
+        ("maths", "reward 'maths' is neither one of addition, math, swaps nor of the form package.module:function"),
         ("named_rewards.three", "is neither one of"),
         (":three", "is neither one of"),
         ("nowhere.at_all:three", "cannot import nowhere.at_all: ModuleNotFoundError: No module named 'nowhere'"),

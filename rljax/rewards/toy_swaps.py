@@ -1,9 +1,9 @@
-"""The sorting toy's reward: 1 when the word after the last colon (or the whole response) is the sorted one, else 0."""
+"""The swapping toy's reward: 1 when what follows the last colon (or the whole response) is the right order, else 0."""
 
 from __future__ import annotations
 
 
-def sorting_reward(problem: dict[str, str], response: str, truncated: bool) -> float:
+def swaps_reward(problem: dict[str, str], response: str, truncated: bool) -> float:
     """Scores one response.
 
     Args:
