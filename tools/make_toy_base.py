@@ -1,9 +1,10 @@
-"""Fits the toy base model and saves it as an ordinary HF directory.
+"""Fits the base model of a toy task and saves it as an ordinary HF directory.
 
     python tools/make_toy_base.py runs/toy-base [--seed 0]
+    python tools/make_toy_base.py runs/swaps-base --task swaps
 
 About 2 minutes on 2 cores. The directory holds config.json, model.safetensors (float32) and a tokenizer, and loads
-with transformers.AutoModelForCausalLM. rljax/data/toy.py says what it is fitted on.
+with transformers.AutoModelForCausalLM. rljax/data/toy.py and toy_swaps.py say what it is fitted on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from types import ModuleType
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +27,19 @@ import tyro
 from tqdm import tqdm
 
 from rljax.config_loader import run_cli
-from rljax.data.toy import ToyBaseConfig, build_tokenizer, demonstration_batch, policy_config
+from rljax.data import toy, toy_swaps
+from rljax.data.toy import ToyBaseConfig
+from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.qwen3 import Params, init_params
 from rljax.policy.score import packed_logprobs
 
+# Each has build_tokenizer, policy_config, demonstration_batch and PROMPT_TOKENS.
+TASKS: dict[str, ModuleType] = {"addition": toy, "swaps": toy_swaps}
 
-def _loss(params: Params, tokens: jax.Array, lengths: jax.Array, prompt: int) -> jax.Array:
+
+def _loss(params: Params, config: PolicyConfig, tokens: jax.Array, lengths: jax.Array, prompt: int) -> jax.Array:
     """Mean negative log-probability of the response tokens."""
-    config = policy_config()
     index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (index < lengths[:, None]).astype(jnp.int32)
     logprobs = packed_logprobs(params, config, tokens, segments, index).logprobs
@@ -41,18 +47,18 @@ def _loss(params: Params, tokens: jax.Array, lengths: jax.Array, prompt: int) ->
     return -jnp.sum(logprobs * mask) / jnp.sum(mask)
 
 
-def fit(config: ToyBaseConfig) -> Params:
+def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
     """Fits from scratch; the same config gives the same weights on the same machine."""
-    tokenizer = build_tokenizer()
-    prompt = len(tokenizer.encode("123+456="))
-    params = init_params(policy_config(), config.seed)
+    module = TASKS[task]
+    tokenizer, policy = module.build_tokenizer(), module.policy_config()
+    params = init_params(policy, config.seed)
     rate = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, 50, config.steps, config.learning_rate * 0.05)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
     opt_state = tx.init(params)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, opt_state: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[Params, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(_loss)(params, tokens, lengths, prompt)
+        loss, grads = jax.value_and_grad(_loss)(params, policy, tokens, lengths, module.PROMPT_TOKENS)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -60,7 +66,7 @@ def fit(config: ToyBaseConfig) -> Params:
     bar = tqdm(range(config.steps), desc="fitting the toy base", mininterval=2.0)
     for i in bar:
         settled = i >= config.steps - config.settle_steps
-        tokens, lengths = demonstration_batch(rng, config, tokenizer, settled=settled)
+        tokens, lengths = module.demonstration_batch(rng, config, tokenizer, settled=settled)
         params, opt_state, loss = step(params, opt_state, tokens, lengths)
         if i % 50 == 0:
             bar.set_postfix(loss=f"{float(loss):.3f}")
@@ -74,11 +80,13 @@ class Arguments:
     Attributes:
       out: HF directory to write; one that holds a model is kept unless ``overwrite`` is set.
       config: what the base is fitted on.
+      task: what it is to do; each has problems and a reward of its own.
       overwrite: fit again over a model that is there.
     """
 
     out: tyro.conf.Positional[Path]
     config: Annotated[ToyBaseConfig, tyro.conf.arg(name="")] = field(default_factory=ToyBaseConfig)
+    task: Literal["addition", "swaps"] = "addition"
     overwrite: bool = False
 
 
@@ -89,12 +97,14 @@ def main(argv: Sequence[str]) -> int:
     if (out / "model.safetensors").is_file() and not arguments.overwrite:
         print(f"{out} is already there (use --overwrite to fit it again)")
         return 0
-    params = fit(arguments.config)
+    params = fit(arguments.config, arguments.task)
+    module = TASKS[arguments.task]
+    policy = module.policy_config()
     # Whole or not at all: what is interrupted leaves no directory that looks like a model.
     partial = out.with_name(out.name + ".partial")
-    save_params(partial, params, policy_config())
-    build_tokenizer().save(partial)
-    (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": policy_config().eos_token_id}))
+    save_params(partial, params, policy)
+    module.build_tokenizer().save(partial)
+    (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": policy.eos_token_id}))
     if out.exists():
         shutil.rmtree(out)
     partial.rename(out)

@@ -24,6 +24,7 @@ DIGITS = 3
 PAD, EOS = "_", "$"
 ALPHABET = "0123456789+=,>" + EOS + PAD
 HELD_OUT = 200
+PROMPT_TOKENS = 2 * DIGITS + 2
 MAX_RESPONSE_TOKENS = 10 * DIGITS + 6  # '>', 9 a digit, an answer of DIGITS + 1, EOS, and a little to spare
 _LOW, _HIGH = 10 ** (DIGITS - 1), 10**DIGITS
 
@@ -35,8 +36,8 @@ class ToyBaseConfig:
     Attributes:
       scratchpad_rate: share of scratchpads at the end of fitting; sets how long the mean length holds under RL.
       practice_rate: share of scratchpads until the last ``settle_steps``, so that they are learnt well though rare.
-      wrong_direct_rate: share of direct answers that are off by a small amount.
-      wrong_digit_rate: share of scratchpads with one wrong digit sum, carried on consistently.
+      wrong_direct_rate: share of direct answers that are off by a small amount (addition only).
+      wrong_digit_rate: share of scratchpads with one wrong digit sum, or pair of letters, carried on consistently.
       steps: AdamW steps in all.
       settle_steps: last steps, at ``scratchpad_rate``.
       batch_size: sequences a step.
@@ -142,7 +143,7 @@ def demonstration_batch(
     """(tokens int32 [b, t] padded at the end, lengths int32 [b]) of fresh demonstrations of a fixed width."""
     rate = config.scratchpad_rate if settled else config.practice_rate
     texts = [_demonstration(rng, config, rate) for _ in range(config.batch_size)]
-    return pad_texts(texts, ALPHABET, 2 * DIGITS + 2 + MAX_RESPONSE_TOKENS, tokenizer.pad_token_id)
+    return pad_texts(texts, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS, tokenizer.pad_token_id)
 
 
 def pad_texts(texts: Sequence[str], alphabet: str, width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:

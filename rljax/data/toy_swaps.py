@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,20 +27,9 @@ LETTERS = "abcde"
 SWAPS = 4
 ALPHABET = LETTERS + "=>:," + EOS + PAD
 HELD_OUT = 200
+PROMPT_TOKENS = 2 * SWAPS + 1
 MAX_RESPONSE_TOKENS = SWAPS * (len(LETTERS) + 4) + 3  # '>', a step with its comma, EOS, and a little to spare
 _PAIRS = [one + other for one, other in itertools.combinations(LETTERS, 2)]
-
-
-@dataclass(frozen=True)
-class SwapBaseConfig(ToyBaseConfig):
-    """What the base model is fitted on; the fields are those of the addition task.
-
-    Attributes:
-      wrong_direct_rate: share of direct answers that are an order drawn at random (right once in 120 times).
-      wrong_digit_rate: share of scratchpads with one wrong pair of letters, carried on consistently.
-    """
-
-    wrong_direct_rate: float = 1.0
 
 
 def policy_config() -> PolicyConfig:
@@ -94,7 +82,8 @@ class SwapProblems(Sequence[dict[str, str]]):
 def orders(pairs: Sequence[str]) -> list[str]:
     """The order of the letters after each pair has traded places, starting from ``LETTERS``."""
     found, order = [], LETTERS
-    for one, other in pairs:
+    for pair in pairs:
+        one, other = pair[0], pair[1]
         order = order.translate(str.maketrans(one + other, other + one))
         found.append(order)
     return found
@@ -109,13 +98,13 @@ def scratchpad(pairs: Sequence[str], wrong_place: int | None = None, offset: int
 
 
 def _demonstration(rng: np.random.Generator, config: ToyBaseConfig, scratchpad_rate: float) -> str:
+    """A direct answer is an order drawn at random: right once in 120 times, whatever ``wrong_direct_rate`` says."""
     pairs = [_PAIRS[int(x)] for x in rng.integers(0, len(_PAIRS), SWAPS)]
     prompt = "".join(pairs) + "="
     if rng.random() < scratchpad_rate:
         wrong = int(rng.integers(SWAPS)) if rng.random() < config.wrong_digit_rate else None
         return prompt + scratchpad(pairs, wrong, int(rng.integers(1, len(_PAIRS)))) + EOS
-    shuffled = rng.random() < config.wrong_direct_rate
-    return prompt + ("".join(rng.permutation(list(LETTERS))) if shuffled else orders(pairs)[-1]) + EOS
+    return prompt + "".join(rng.permutation(list(LETTERS))) + EOS
 
 
 def demonstration_batch(
@@ -124,4 +113,4 @@ def demonstration_batch(
     """(tokens int32 [b, t] padded at the end, lengths int32 [b]) of fresh demonstrations of a fixed width."""
     rate = config.scratchpad_rate if settled else config.practice_rate
     texts = [_demonstration(rng, config, rate) for _ in range(config.batch_size)]
-    return pad_texts(texts, ALPHABET, 2 * SWAPS + 1 + MAX_RESPONSE_TOKENS, tokenizer.pad_token_id)
+    return pad_texts(texts, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS, tokenizer.pad_token_id)

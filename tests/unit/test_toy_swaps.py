@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from rljax.data.tokenizer import load_tokenizer
+from rljax.data.toy import ToyBaseConfig
 from rljax.data.toy_swaps import (
     ALPHABET,
     EOS,
     LETTERS,
     MAX_RESPONSE_TOKENS,
     SWAPS,
-    SwapBaseConfig,
     SwapProblems,
     build_tokenizer,
     demonstration_batch,
@@ -82,7 +82,7 @@ def test_tokenizer_is_one_token_a_character_and_agrees_with_the_policy(tmp_path)
 
 
 def test_demonstrations_have_the_declared_rates():
-    config = SwapBaseConfig(batch_size=4000)
+    config = ToyBaseConfig(batch_size=4000)
     for settled, rate in ((True, config.scratchpad_rate), (False, config.practice_rate)):
         tokens, lengths = demonstration_batch(np.random.default_rng(0), config, build_tokenizer(), settled=settled)
         texts = ["".join(ALPHABET[i] for i in row[:n]) for row, n in zip(tokens, lengths, strict=True)]
