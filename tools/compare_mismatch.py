@@ -32,6 +32,8 @@ from rljax.compare.scorers import name_columns, score_column, split_spec
 from rljax.config_loader import ConfigError, caller_errors, run_cli
 
 METRIC = "logprob_abs_diff_mean"
+MOST_NAMED = 24  # pairs that the figure names one by one
+COARSENESS = {"bfloat16": "tab:red", "float16": "tab:blue", "float32": "tab:green"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -135,21 +137,43 @@ def sequences(options: argparse.Namespace) -> TokenDump:
         return sample_responses(dump, options.model, options.sample, config, progress=bar.update)
 
 
+def in_order(dump: TokenDump, kept: Sequence[str], scored: Sequence[str]) -> list[str]:
+    """The columns to compare; the one that the responses were drawn with comes last, in the rollout's place."""
+    names = [name for name in dict.fromkeys([*kept, *scored]) if not name.endswith(SECOND_RUN)]
+    return sorted(names, key=lambda name: name == dump.sampling.get("column"))
+
+
 def draw(comparison: Comparison, path: Path) -> None:
     """The matrix of the mean absolute difference, and its growth along the response."""
-    figure = Figure(figsize=(15, 5.5), layout="constrained")
+    side = max(5.5, 2.0 + 0.6 * len(comparison.sources))
+    figure = Figure(figsize=(2 * side + 4.0, side), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     draw_matrix(left, comparison)
-    right.set_prop_cycle(color=colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs))))
-    for pair in comparison.pairs:
-        gaps = [max(bucket[METRIC], 1e-9) for bucket in pair.growth.values()]
-        style = "o-" if pair.verdict.status == "pass" else "x--"
-        right.plot(list(pair.growth), gaps, style, label=f"{pair.trainer} / {pair.rollout}: {pair.verdict.status}")
-    right.set(yscale="log", xlabel="position in the response (tokens)", ylabel=f"{METRIC} (nats)")
-    right.grid(alpha=0.3)
+    draw_growth(right, comparison)
     figure.legend(loc="outside right center", fontsize=7)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=100)
+
+
+def draw_growth(axes: Axes, comparison: Comparison) -> None:
+    """A line a pair; many pairs share the colour of the coarser of their dtypes, and only those that fail are named."""
+    many = len(comparison.pairs) > MOST_NAMED
+    shades = colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs)))
+    named: set[str] = set()
+    for pair, shade in zip(comparison.pairs, shades, strict=True):
+        gaps = [max(bucket[METRIC], 1e-9) for bucket in pair.growth.values()]
+        passed = pair.verdict.status == "pass"
+        label = f"{pair.trainer} / {pair.rollout}: {pair.verdict.status}"
+        if many and passed:
+            dtypes = {comparison.sources[name].dtype for name in (pair.trainer, pair.rollout)}
+            dtype = next((name for name in COARSENESS if name in dtypes), "")
+            label, shade = f"coarser dtype: {dtype or 'unknown'}", COARSENESS.get(dtype, "0.5")
+        axes.plot(
+            list(pair.growth), gaps, "o-" if passed else "x--", color=shade, label=label if label not in named else None
+        )
+        named.add(label)
+    axes.set(yscale="log", xlabel="position in the response (tokens)", ylabel=f"{METRIC} (nats)")
+    axes.grid(alpha=0.3)
 
 
 def draw_matrix(axes: Axes, comparison: Comparison) -> None:
@@ -165,7 +189,8 @@ def draw_matrix(axes: Axes, comparison: Comparison) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=8)
     for (i, j), value in np.ndenumerate(grid):
         if np.isfinite(value):
-            axes.text(j, i, f"{value:.1e}", ha="center", va="center", fontsize=7, color="w" if value < 1e-2 else "k")
+            text = f"{value:.1e}".replace("e-0", "e-") if value else "0"
+            axes.text(j, i, text, ha="center", va="center", fontsize=7, color="w" if value < 1e-2 else "k")
     axes.set_title(f"{METRIC} (nats; diagonal: second run)", fontsize=10)
 
 
@@ -189,7 +214,7 @@ def main(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, ConfigError) as error:
         stopped = error
     done = [column for column in columns.values() if column in dump.logprobs]
-    names = [name for name in dict.fromkeys([*kept, *done]) if not name.endswith(SECOND_RUN)]
+    names = in_order(dump, kept, done)
     if stopped is not None and len(names) < 2:
         raise stopped
     with caller_errors():

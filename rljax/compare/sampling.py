@@ -70,7 +70,8 @@ def sample_responses(
       progress: called with a number of responses when so many have been drawn.
 
     Returns:
-      A dump with the column ``jax-decode:DTYPE``, or ``vllm-decode:DTYPE`` and, of a second run, ``...@2``.
+      A dump with the column ``jax-decode:DTYPE``, or ``vllm-decode:DTYPE`` and, of a second run, ``...@2``; its
+      ``sampling`` names the column.
 
     Raises:
       ValueError: an unknown spec, a sequence without a prompt or with a token outside the vocabulary, or the server
@@ -186,5 +187,10 @@ def _as_dump(
         [[False] * len(front) + [True] * response.length for front, response in pairs],
         {column: [[None] * len(front) + response.logprobs.tolist() for front, response in pairs]},
         {column: source},
-        {"temperature": how.temperature, "max_response_tokens": how.max_response_tokens, "seed": how.seed},
+        {
+            "column": column,
+            "temperature": how.temperature,
+            "max_response_tokens": how.max_response_tokens,
+            "seed": how.seed,
+        },
     )

@@ -22,7 +22,7 @@ from rljax.rollout.vllm_client import ClientLimits, ServerGoneError, ServerRefus
 from rljax.rollout.vllm_wire import COMPLETIONS, Completion, ReplyError, Request
 
 _LIMITS = ClientLimits(request_timeout_s=600.0)
-_TOP = 5  # likeliest tokens that the probe of the temperature compares
+_TOP = 8  # likeliest tokens that the probe of the temperature compares
 _FITS = 0.25  # of |log temperature|: how far a probe may be from what it is taken for
 
 
@@ -128,12 +128,15 @@ class Server:
             return 1.0
         generator = np.random.default_rng(0)
         prompts = list(generator.integers(0, self.info.vocab_size or 64, size=(8, 4)).astype(np.int32))
-        gaps = []
-        for t in (1.0, temperature):
-            replies = self._ask([Request(p, SamplingParams(1, t), 1, _TOP) for p in prompts])
-            likeliest = [sorted(reply.top_logprobs[0].values(), reverse=True)[:_TOP] for reply in replies]
-            gaps.append(sum(top[0] - top[-1] for top in likeliest))
-        sharpened = float(np.log(gaps[1] / gaps[0])) if min(gaps) > 0 else np.nan
+        raw, asked = (
+            [reply.top_logprobs[0] for reply in self._ask([Request(p, SamplingParams(1, t), 1, _TOP) for p in prompts])]
+            for t in (1.0, temperature)
+        )
+        gaps = np.zeros(2)
+        for pair in zip(raw, asked, strict=True):
+            common = pair[0].keys() & pair[1].keys()  # which tokens are reported depends on the one that was drawn
+            gaps += [np.ptp([top[token] for token in common]) if common else 0.0 for top in pair]
+        sharpened = float(np.log(gaps[1] / gaps[0])) if gaps.min() > 0 else np.nan
         room = _FITS * abs(np.log(temperature))
         if abs(sharpened) < room:
             return 1.0

@@ -153,7 +153,7 @@ def _gap_finding(gap: float, a: ColumnSource, b: ColumnSource) -> _Finding | Non
         return None
     declared = max(a.dtype, b.dtype, key=lambda name: GAP_RANGES[name][1])
     low, high = GAP_RANGES[declared]
-    same_program = (a.engine, a.dtype) == (b.engine, b.dtype)
+    same_program = (a.engine.removesuffix(" decode"), a.dtype) == (b.engine.removesuffix(" decode"), b.dtype)
     if gap > high or (gap < low and not same_program):
         fits = [name for name, (least, most) in GAP_RANGES.items() if least <= gap <= most]
         likely = " or ".join(fits) or "none of the dtypes"

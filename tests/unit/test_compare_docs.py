@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,10 +11,13 @@ import numpy as np
 import pytest
 
 from rljax.compare.importers import read_tokens
+from rljax.compare.sampling import split_sampler
+from rljax.compare.scorers import split_spec
 
 torch = pytest.importorskip("torch")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "compare.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
 
 
 def example(language, part):
@@ -96,3 +101,26 @@ def test_the_jsonl_and_the_dump_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("make_dump")
     assert read_tokens("tokens.parquet").sources["trainer"].dtype == "bfloat16"
+
+
+def test_every_command_of_the_page_is_understood():
+    """A server's URL stands in a file that the page's own commands write."""
+    tool = runpy.run_path(str(ROOT / "tools" / "compare_mismatch.py"))
+    joined = PAGE.replace("\\\n", " ")
+    commands = re.findall(r"^python tools/compare_mismatch\.py (.*)$", joined, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        options = tool["parse"](
+            shlex.split(re.sub(r"\$\(cat [\w/.]+\.url\)", "http://127.0.0.1:1", command), comments=True)
+        )
+        assert (options.tokens is None) != (options.toy_prompts is None)
+        for spec in options.scorer:
+            split_spec(spec)
+        if options.sample is not None:
+            split_sampler(options.sample)
+    head = [line for line in PAGE.split("```")[1].replace("\\\n", " ").splitlines()[1:] if line]
+    assert [line.split()[1].split("/")[-1] for line in head] == [
+        "make_toy_base.py",
+        "vllm_server.sh",
+        "compare_mismatch.py",
+    ]

@@ -187,6 +187,36 @@ def test_a_mistake_is_said_in_one_line(tool, tmp_path, capsys, arguments, messag
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_drawn_column_takes_the_rollouts_place(tool):
+    dump = make_dump(["x"], [[1, 2]], [[False, True]], {"d": [[0, -1]]}, sampling={"column": "d"})
+    assert tool["in_order"](dump, ["d", "a", "a@2"], ["b", "a"]) == ["a", "b", "d"]
+    assert tool["in_order"](dump, ["a"], ["b"]) == ["a", "b"]
+
+
+def test_many_pairs_are_drawn_by_dtype_and_failures_by_name(tool, tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    dump = noisy_dump()
+    for i in range(5):
+        vectors = [row + 1e-2 * rng.standard_normal(len(row)) for row in dump.logprobs["a"]]
+        dump = dump.with_column(f"n{i}", vectors, SOURCE)
+    far = [row - 3.0 * (np.arange(len(row)) % 2) for row in dump.logprobs["a"]]
+    comparison = compare_columns(dump.with_column("far", far, SOURCE))
+    drawn = []
+    figure = tool["Figure"]
+
+    class Kept(figure):
+        def savefig(self, *args, **options):
+            drawn.append([text.get_text() for text in self.legends[0].get_texts()])
+            super().savefig(*args, **options)
+
+    monkeypatch.setitem(tool["draw"].__globals__, "Figure", Kept)
+    tool["draw"](comparison, tmp_path / "r.png")
+    assert len(comparison.pairs) == 36
+    failed = {f"{p.trainer} / {p.rollout}: {p.verdict.status}" for p in comparison.pairs if p.verdict.status != "pass"}
+    assert len(failed) == 8
+    assert sorted(drawn[0]) == sorted({"coarser dtype: bfloat16", *failed})
+
+
 def test_a_pair_that_fails_gives_status_1(tool, tmp_path):
     path = write_dump(tmp_path / "t", noisy_dump(scale=1.0))
     assert run_cli(tool["main"], [str(path), "--out", str(tmp_path / "out")]) == 1

@@ -115,6 +115,14 @@ def test_a_wrong_dtype_is_told_and_the_likely_one_named(world, really, declared,
         assert "or weights that differ" in judge(x, y, MASK, unknown(a), unknown(b, dtype=declared)).reason
 
 
+def test_two_paths_of_one_program_may_agree_to_the_bit_and_two_programs_may_not():
+    x = -np.random.default_rng(0).exponential(1.0, (4, 50))
+    mask, server = np.ones(x.shape, bool), ColumnSource("vllm 0.32.0", "bfloat16")
+    drawn, other = ColumnSource("vllm 0.32.0 decode", "bfloat16"), ColumnSource("jax 0.10.2", "bfloat16")
+    assert judge(x, x, mask, server, drawn).status == "pass"
+    assert judge(x, x, mask, server, other).cause == "wrong_dtype"
+
+
 def test_a_gap_above_a_published_bar_fails_with_the_bar():
     rng = np.random.default_rng(2)
     x = -rng.exponential(1.0, (8, 64))

@@ -1,0 +1,166 @@
+"""The comparison against a real server: sound columns pass, and each way of comparing unlike things is told apart."""
+
+import contextlib
+import dataclasses
+import json
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rljax.compare.dump import ColumnSource, make_dump
+from rljax.compare.report import compare_columns
+from rljax.compare.sampling import DrawConfig, sample_responses
+from rljax.compare.scorers import score_column
+from rljax.compare.servers import connect
+from rljax.config_loader import run_cli
+from rljax.rollout.vllm_client import VllmClient
+
+pytestmark = pytest.mark.vllm
+TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
+SOUND = {}
+DTYPES = pytest.mark.parametrize("served", ["bfloat16", "float32"], indirect=True)
+
+
+def publish(served, params):
+    """Gives a server that other tests use too the weights that this one is about."""
+    engine = served.engine()
+    try:
+        engine.publish(params, 0)
+    finally:
+        engine.close()
+
+
+def prompts_dump(prompts):
+    return make_dump([str(i) for i in range(len(prompts))], prompts, [[False] * len(ids) for ids in prompts], {})
+
+
+def draw(served, prompts, **changes):
+    config = DrawConfig(responses=8, max_response_tokens=24, batch_size=40, **changes)
+    return sample_responses(prompts_dump(prompts), served.model.path, f"vllm-decode:{served.url}", config)
+
+
+def with_scores(dump, served, *specs, **options):
+    for spec in specs:
+        vectors, source = score_column(spec, dump, served.model.path, batch_size=40, **options)
+        dump = dump.with_column(spec.partition("://")[0], vectors, source)
+    return dump
+
+
+def verdict(dump, a, b, **changes):
+    """Of two columns; ``changes`` are made to what the second says of itself."""
+    dump = dump.with_column(b, dump.logprobs[b], dataclasses.replace(dump.sources[b], **changes))
+    return compare_columns(dump, [a, b]).pairs[0].verdict
+
+
+@pytest.fixture
+def sound(served, prompts):
+    """Columns of equal weights, made once for each dtype: the server's, the trainer's and the embedded engine's."""
+    if served.dtype not in SOUND:
+        publish(served, served.model.params)
+        scorers = dict.fromkeys(["jax:float32", f"jax:{served.dtype}", f"jax-decode:{served.dtype}"])
+        SOUND[served.dtype] = with_scores(
+            draw(served, prompts, second_run=True), served, *scorers, f"vllm:{served.url}"
+        )
+    return SOUND[served.dtype]
+
+
+@DTYPES
+def test_a_servers_columns_pass_beside_the_trainers_and_the_embedded_engines(served, sound):
+    dtype, drawn = served.dtype, f"vllm-decode:{served.dtype}"
+    assert sound.sources["vllm:http"].weights_hash == ""
+    assert sound.sources[drawn] == ColumnSource("vllm 0.32.0 decode", dtype, "", 1.0)
+    comparison = compare_columns(sound)
+    assert len(comparison.pairs) == {"bfloat16": 10, "float32": 6}[dtype]
+    for pair in comparison.pairs:
+        assert pair.verdict.status == "pass", (pair.trainer, pair.rollout, pair.verdict.reason)
+        assert pair.metrics["token_count"] == sum(mask.sum() for mask in sound.response_mask) > 500
+        assert pair.metrics["logprob_abs_diff_mean"] < {"bfloat16": 5e-2, "float32": 1e-5}[dtype]
+    assert comparison.floors[drawn]["token_count"] > 100
+
+
+@DTYPES
+def test_an_off_by_one_is_refused(served, sound):
+    later = [np.concatenate([[np.nan], vector[:-1]]) for vector in sound.logprobs["vllm:http"]]
+    dump = sound.with_column("shifted", later, sound.sources["vllm:http"])
+    found = verdict(dump, f"jax:{served.dtype}", "shifted")
+    assert (found.status, found.cause) == ("refused", "off_by_one")
+    assert "moved by +1" in found.reason
+
+
+@contextlib.contextmanager
+def logprobs_mode(served, mode):
+    client = VllmClient([served.url])
+    body = {"method": "sabotage_logprobs_mode"}
+    try:
+        client.call(served.url, "POST", "/collective_rpc", json=body | {"args": [mode]})
+        yield
+    finally:
+        client.call(served.url, "POST", "/collective_rpc", json=body | {"args": ["processed_logprobs"]})
+        client.close()
+
+
+def test_raw_logprobs_at_temperature_07_are_refused(bfloat16, prompts):
+    """Declared as what the probe finds them to be, and told by their numbers when nothing is declared."""
+    publish(bfloat16, bfloat16.model.params)
+    with logprobs_mode(bfloat16, "raw_logprobs"):
+        raw = with_scores(draw(bfloat16, prompts, temperature=0.7), bfloat16, "jax:bfloat16", temperature=0.7)
+    for declared in (1.0, None):
+        found = verdict(raw, "jax:bfloat16", "vllm-decode:bfloat16", temperature=declared)
+        assert (found.status, found.cause) == ("refused", "temperature"), found.reason
+    assert raw.sources["vllm-decode:bfloat16"].temperature == 1.0
+    processed = with_scores(draw(bfloat16, prompts, temperature=0.7), bfloat16, "jax:bfloat16", temperature=0.7)
+    assert processed.sources["vllm-decode:bfloat16"].temperature == 0.7
+    assert verdict(processed, "jax:bfloat16", "vllm-decode:bfloat16").status == "pass"
+
+
+def test_stale_weights_fail(float32, prompts):
+    """The server still has others than the directory: far ones, and near ones that float32 lets show."""
+    near, far = (
+        (0.003, "wrong_dtype", "weights that differ a little"),
+        (0.3, "other_weights", "such as a stale server's"),
+    )
+    for scale, cause, words in (near, far):
+        publish(float32, float32.model.moved(1, scale))
+        dump = with_scores(draw(float32, prompts), float32, "jax:float32", f"vllm:{float32.url}")
+        for column in ("vllm-decode:float32", "vllm:http"):
+            found = verdict(dump, "jax:float32", column)
+            assert (found.status, found.cause) == ("fail", cause), found.reason
+            assert words in found.reason
+
+
+@DTYPES
+def test_a_wrong_dtype_fails_and_the_right_one_is_named(served, sound):
+    drawn, wrong = f"vllm-decode:{served.dtype}", {"bfloat16": "float32", "float32": "bfloat16"}[served.dtype]
+    assert verdict(sound, "jax:float32", drawn).status == "pass"
+    found = verdict(sound, "jax:float32", drawn, dtype=wrong)
+    assert (found.status, found.cause) == ("fail", "wrong_dtype")
+    assert f"not {wrong}'s" in found.reason
+    assert served.dtype in found.reason.split("looks like")[1]
+
+
+def test_the_program_draws_scores_and_reports(float32, prompts, tmp_path):
+    publish(float32, float32.model.params)
+    lines = [json.dumps({"prompt_ids": ids.tolist(), "response_ids": []}) for ids in prompts]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    arguments = [str(tmp_path / "prompts.jsonl"), "--model", str(float32.model.path), "--max-response-tokens", "16"]
+    arguments += [
+        "--sample",
+        f"vllm-decode:{float32.url}",
+        "--scorer",
+        f"vllm:{float32.url}",
+        "--scorer",
+        "jax:float32",
+    ]
+    assert run_cli(runpy.run_path(str(TOOL))["main"], [*arguments, "--out", str(tmp_path / "out")]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert list(report["columns"]) == ["vllm:float32", "jax:float32", "vllm-decode:float32"]
+    assert set(report["noise_floor"]) == set(report["columns"])
+
+
+def test_tokens_that_would_end_the_server_are_refused(float32):
+    with connect(float32.url) as server:
+        assert (server.info.vocab_size, server.info.model, server.info.dtype) == (256, "policy", "float32")
+    with pytest.raises(ValueError, match="token 256, but the server's model knows 256"):
+        score_column(f"vllm:{float32.url}", make_dump(["x"], [[1, 256]], [[False, True]], {}))
