@@ -14,7 +14,8 @@ from typing import Any
 from rljax.rewards.resolve import Verdict, describe
 
 _WORKER = Path(__file__).with_name("worker.py")
-_START_S = 120.0
+_START_S = 60.0
+_STARTS = 3  # one that dies may have met a moment without memory
 
 
 class RewardProcess:
@@ -84,19 +85,23 @@ class RewardProcess:
 
     def _connected(self) -> Connection:
         """The connection to a process that has imported the reward."""
-        if self._connection is None:
-            self._start()
-        connection = self._connection
-        assert connection is not None
-        if not self._ready:
+        if self._connection is not None and self._ready:
+            return self._connection
+        complaints = []
+        for _ in range(_STARTS):
+            if self._connection is None:
+                self._start()
+            connection = self._connection
+            assert connection is not None
             try:
                 complaint = connection.recv() if connection.poll(_START_S) else f"not ready within {_START_S:g} s"
             except (EOFError, ConnectionError):
                 complaint = "the process died while it started"
-            if complaint is not None:
-                raise RuntimeError(f"a reward worker cannot be started: {complaint} ({self._end()})")
-            self._ready = True
-        return connection
+            if complaint is None:
+                self._ready = True
+                return connection
+            complaints.append(f"{complaint} ({self._end()})")
+        raise RuntimeError(f"a reward worker cannot be started: {complaints[-1]}")
 
     def _end(self) -> str:
         """Ends the process, if it has not; returns how it ended."""
