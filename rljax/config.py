@@ -103,6 +103,20 @@ class Config:
             )
         if self.loss.kl != "none" and correction.normalize:
             raise ValueError("correction.normalize would rescale the KL penalty too; use it with loss.kl = none")
+        if self.rollout.engine == "exact":
+            self._check_exact()
+
+    def _check_exact(self) -> None:
+        """One executable samples and trains: one dtype, and one update a rollout batch."""
+        if self.rollout.dtype != self.precision.compute_dtype:
+            raise ValueError(
+                f"rollout.engine = exact samples with the trainer's executable: rollout.dtype = {self.rollout.dtype} "
+                f"must be precision.compute_dtype = {self.precision.compute_dtype}"
+            )
+        if self.loss.mini_batches * self.loss.epochs > 1:
+            raise ValueError(
+                "rollout.engine = exact makes one update a step: loss.mini_batches and loss.epochs must be 1"
+            )
 
     @property
     def max_sequence_tokens(self) -> int:

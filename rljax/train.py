@@ -34,12 +34,14 @@ from rljax.record import Recorder, format_summary, read_rows, summarize, write_s
 from rljax.report_figure import draw_report
 from rljax.rewards.toy import addition_reward
 from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.exact_engine import ExactEngine, LogitNoise
+from rljax.rollout.inject import InjectedEngine
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
 from rljax.rollout.vllm_handshake import Expectation
 from rljax.run_directory import prepare_directory
 from rljax.sharding import make_mesh
-from rljax.training.build import batch_shape, make_update
+from rljax.training.build import batch_shape, make_exact_pass, make_update
 from rljax.training.checkpoint import Checkpointer
 from rljax.training.loop import Parts, Progress, load_host_state, train
 from rljax.training.optimizer import make_optimizer
@@ -109,9 +111,15 @@ def check_fit(config: Config, policy: PolicyConfig, tokenizer: Tokenizer, mesh: 
 
 def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh) -> RolloutEngine:
     """The engine that ``rollout.engine`` names. Raises ValueError when a server does not fit the run."""
-    rollout = config.rollout
-    if rollout.engine == "jax":
-        return JaxEngine(policy, rollout.dtype, config.data.max_prompt_tokens, mesh=mesh)
+    rollout, inject = config.rollout, config.rollout.inject
+    if rollout.engine != "vllm":
+        engine: RolloutEngine
+        if rollout.engine == "jax":
+            engine = JaxEngine(policy, rollout.dtype, config.data.max_prompt_tokens, mesh=mesh)
+        else:
+            noise = LogitNoise(inject.logit_noise, inject.seed) if inject.logit_noise else None
+            engine = ExactEngine(make_exact_pass(config, policy, mesh), noise=noise)
+        return InjectedEngine(engine, inject, policy, mesh) if inject.changes_weights else engine
     return VllmEngine(
         rollout.urls,
         Expectation(rollout.dtype, config_to_hf(policy, rollout.dtype), config.max_sequence_tokens),

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class InjectConfig:
+    """Mismatch put into the rollouts on purpose; everything off at its default, and free to combine.
+
+    Attributes:
+      weight_noise: Gaussian noise on every weight tensor, its size relative to the tensor's root mean square.
+      quantize: the blocks' matrices as an engine would store them, each output channel with a scale of its own.
+      dtype: weights rounded to it; "same": as published.
+      logit_noise: standard deviation of Gaussian noise on every logit drawn from; engine exact only.
+      staleness: policy versions that the rollouts' weights are behind those published.
+      seed: of the noise; the same for a version, or a token, whenever it is drawn.
+    """
+
+    weight_noise: float = 0.0
+    quantize: Literal["none", "int8", "fp8"] = "none"
+    dtype: Literal["same", "bfloat16", "float16"] = "same"
+    logit_noise: float = 0.0
+    staleness: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("weight_noise", "logit_noise"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        for name in ("staleness", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether rollouts use other weights than those published."""
+        return self.staleness > 0 or self.weight_noise > 0 or self.quantize != "none" or self.dtype != "same"
 
 
 @dataclass(frozen=True)
@@ -13,7 +47,7 @@ class RolloutConfig:
     """How a step's responses are sampled.
 
     Attributes:
-      engine: jax, the embedded engine; or vllm, over HTTP.
+      engine: jax, the embedded engine; vllm, over HTTP; or exact, the trainer's own executable (zero mismatch, slow).
       urls: base URLs of the vLLM servers.
       dtype: dtype the engine computes in; asserted equal to what is published to it.
       group_size: responses a prompt.
@@ -23,9 +57,10 @@ class RolloutConfig:
       server_wait_s: longest the run waits while no vLLM server answers (seconds).
       dump_every: steps between token dumps (``rollouts/step_*.parquet``, for tools/compare_mismatch.py); 0: none.
       transcript_every: steps between readable transcripts (``rollouts/step_*.jsonl``); 0: none.
+      inject: mismatch put in on purpose.
     """
 
-    engine: Literal["jax", "vllm"] = "jax"
+    engine: Literal["jax", "vllm", "exact"] = "jax"
     urls: tuple[str, ...] = ()
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     group_size: int = 16
@@ -35,6 +70,7 @@ class RolloutConfig:
     server_wait_s: float = 900.0
     dump_every: int = 0
     transcript_every: int = 0
+    inject: InjectConfig = field(default_factory=InjectConfig)
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -50,6 +86,10 @@ class RolloutConfig:
             raise ValueError(f"server_wait_s must be positive, got {self.server_wait_s}")
         if self.engine == "vllm" and not self.urls:
             raise ValueError("engine = vllm needs at least one URL in urls")
+        if self.engine == "vllm" and (self.inject.changes_weights or self.inject.logit_noise):
+            raise ValueError("inject works with engine = exact or jax, not with vllm")
+        if self.engine == "jax" and self.inject.logit_noise:
+            raise ValueError("inject.logit_noise works with engine = exact only")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 from rljax.config import Config
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
-from rljax.policy.qwen3 import param_shardings
+from rljax.policy.qwen3 import Params, param_shardings
+from rljax.training.exact_step import ExactPass, ExactUpdate
 from rljax.training.forward import ForwardPass
 from rljax.training.objective import Objective
 from rljax.training.packing import max_micro_batches, pack
@@ -27,11 +28,13 @@ def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, 
 
 
 def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh) -> Update:
-    """One fused update a step, or mini-batches and epochs, as ``loss`` says.
+    """One fused update a step, mini-batches and epochs as ``loss`` says, or one through the exact engine's executable.
 
     Raises:
       OSError, ValueError: a KL penalty is wanted and the reference policy cannot be read.
     """
+    if config.rollout.engine == "exact":
+        return make_exact_update(config, policy, tx, mesh)
     several = config.loss.mini_batches * config.loss.epochs > 1
     count = config.num_sequences // config.loss.mini_batches
     step = TrainStep(
@@ -46,9 +49,7 @@ def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransfor
     )
     reference = None
     if config.loss.kl != "none":
-        reference = Reference(
-            make_forward(config, policy, mesh), load_params(config.model.path, policy, param_shardings(policy, mesh))
-        )
+        reference = Reference(make_forward(config, policy, mesh), load_reference(config, policy, mesh))
     if not several:
         return SingleUpdate(step, make_pack(config, config.num_sequences), reference)
     return MultipleUpdates(
@@ -60,6 +61,39 @@ def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransfor
         epochs=config.loss.epochs,
         group_size=config.rollout.group_size,
         reference=reference,
+    )
+
+
+def load_reference(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
+    """The frozen policy of a KL penalty: the model that the run starts from."""
+    return load_params(config.model.path, policy, param_shardings(policy, mesh))
+
+
+@functools.lru_cache(maxsize=1)
+def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPass:
+    """The executable of ``rollout.engine: exact``: one for a run, whoever asks, the engine or the update."""
+    return ExactPass(
+        policy,
+        mesh,
+        precision=config.precision,
+        objective=Objective(
+            config.loss, config.correction.resolved(), config.num_sequences, config.rollout.max_response_tokens
+        ),
+        rows=config.packing.rows_per_micro_batch,
+        row_tokens=config.packing.resolve_row_tokens(config.max_sequence_tokens),
+    )
+
+
+def make_exact_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh) -> Update:
+    """The update that differentiates through the engine's executable."""
+    return ExactUpdate(
+        make_exact_pass(config, policy, mesh),
+        policy,
+        tx,
+        precision=config.precision,
+        temperature=config.rollout.temperature,
+        diagnosis=config.diagnosis,
+        reference=None if config.loss.kl == "none" else load_reference(config, policy, mesh),
     )
 
 

@@ -1,0 +1,204 @@
+"""The engine with exactly zero mismatch: it draws from the log-softmax rows of the trainer's own executable.
+
+For each token of a response it runs the whole forward-and-backward on the rows so far, draws from each row's
+distribution at the row's last place and keeps that very number as the token's log-probability; nothing is scored
+again. Sequence i of a request stands in row i % b, as it does when it is trained on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from rljax.policy.qwen3 import Params
+from rljax.rollout.types import Response, SamplingParams, VersionSpan
+from rljax.sharding import replicated
+
+
+class Executable(Protocol):
+    """What the engine draws with; the trainer hands it over."""
+
+    rows: int
+    row_tokens: int
+    mesh: Mesh
+
+    def log_softmax(self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float) -> jax.Array:
+        """Float32 [b, t, v]: the log-softmax after each place of ``tokens`` [b, t], of which ``lengths`` [b] count."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogitNoise:
+    """Gaussian noise on the logits drawn from, of its own at every token.
+
+    Attributes:
+      size: its standard deviation, before the temperature.
+      seed: of the noise.
+    """
+
+    size: float
+    seed: int
+
+
+@dataclass
+class _Row:
+    """One response on its way."""
+
+    prompt_index: int
+    sample_index: int
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool = False
+
+
+def token_key(seed: Array, prompt_index: Array, sample_index: Array, position: Array) -> Array:
+    """The key of one token: of these four numbers and nothing else."""
+    key = jax.random.key(seed)
+    for number in (prompt_index, sample_index, position):
+        key = jax.random.fold_in(key, number)
+    return key
+
+
+def draw_tokens(
+    log_softmax: Float[Array, "b v"],
+    seed: Int[Array, ""],
+    prompt_index: Int[Array, " b"],
+    sample_index: Int[Array, " b"],
+    position: Int[Array, " b"],
+    temperature: Float[Array, ""],
+    *,
+    greedy: bool,
+    noise: LogitNoise | None = None,
+) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
+    """Next tokens and their log-probabilities, read from the rows that they are drawn from.
+
+    Args:
+      log_softmax: one row a response.
+      seed: of the request.
+      prompt_index: of each response.
+      sample_index: of each response.
+      position: of the token in its response, from 0.
+      temperature: that the rows were made with; the noise is divided by it.
+      greedy: take the likeliest token.
+      noise: put on the logits first; None: none.
+    """
+    keys = jax.vmap(token_key, (None, 0, 0, 0))(seed, prompt_index, sample_index, position)
+    if noise is not None:
+        own = jax.vmap(jax.random.fold_in, (0, None))(keys, np.uint32(noise.seed))
+        drawn = jax.vmap(lambda key: jax.random.normal(key, log_softmax.shape[1:]))(own)
+        log_softmax = jax.nn.log_softmax(log_softmax + noise.size / temperature * drawn)
+    tokens = jnp.argmax(log_softmax, axis=-1) if greedy else jax.vmap(jax.random.categorical)(keys, log_softmax)
+    return tokens.astype(jnp.int32), jnp.take_along_axis(log_softmax, tokens[:, None], axis=-1)[:, 0]
+
+
+class ExactEngine:
+    """RolloutEngine over the trainer's executable; the same seed, weights and prompts give the same bits."""
+
+    def __init__(self, executable: Executable, *, noise: LogitNoise | None = None):
+        """``publish`` must be called before ``generate``; ``noise`` is put on the logits drawn from."""
+        self._executable = executable
+        whole = replicated(executable.mesh)
+
+        def draw(log_softmax: Array, last: Array, *rest: Array, greedy: bool) -> tuple[Array, Array]:
+            rows = jnp.take_along_axis(log_softmax, last[:, None, None], axis=1)[:, 0]
+            return draw_tokens(rows, *rest, greedy=greedy, noise=noise)
+
+        self._draw = jax.jit(draw, static_argnames="greedy", out_shardings=whole)
+        self._params: Params | None = None
+        self._version = 0
+        self._metrics: dict[str, float] = {}
+
+    def publish(self, params: Params, policy_version: int) -> None:
+        """See RolloutEngine. The masters are kept as they are: publish again once a training step took them over."""
+        self._params, self._version = params, policy_version
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
+    ) -> Iterator[Response]:
+        """See RolloutEngine. Responses land b at a time, where the executable has b rows."""
+        if self._params is None:
+            raise RuntimeError("no policy was published to the exact engine yet")
+        room = self._executable.row_tokens - sampling.max_response_tokens
+        for prompt in prompts:
+            if not 1 <= len(prompt) <= room:
+                raise ValueError(
+                    f"a prompt has {len(prompt)} tokens, expected 1 to {room}: rows of {self._executable.row_tokens} "
+                    f"tokens less max_response_tokens = {sampling.max_response_tokens}"
+                )
+        return self._batches(self._params, prompts, n, sampling, seed)
+
+    def _batches(
+        self, params: Params, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int
+    ) -> Iterator[Response]:
+        wanted = [(i, j) for i in range(len(prompts)) for j in range(n)]
+        for first in range(0, len(wanted), self._executable.rows):
+            start = time.perf_counter()
+            rows = [_Row(i, j, [], []) for i, j in wanted[first : first + self._executable.rows]]
+            self._fill(params, prompts, rows, sampling, seed)
+            self._add("time/generate_s", time.perf_counter() - start)
+            for row in rows:
+                yield Response(
+                    prompt_index=row.prompt_index,
+                    sample_index=row.sample_index,
+                    token_ids=np.asarray(row.tokens, np.int32),
+                    logprobs=np.asarray(row.logprobs, np.float32),
+                    truncated=not row.stopped,
+                    versions=(VersionSpan(self._version, 0, len(row.tokens)),),
+                )
+
+    def _fill(
+        self, params: Params, prompts: Sequence[np.ndarray], rows: list[_Row], sampling: SamplingParams, seed: int
+    ) -> None:
+        """Draws every row's response, one run of the executable a token."""
+        executable, greedy = self._executable, sampling.temperature == 0.0
+        temperature = 1.0 if greedy else sampling.temperature
+        tokens = np.zeros((executable.rows, executable.row_tokens), np.int32)
+        lengths, prompt_index, sample_index = (np.zeros(executable.rows, np.int32) for _ in range(3))
+        for i, row in enumerate(rows):
+            prompt = prompts[row.prompt_index]
+            tokens[i, : len(prompt)] = prompt
+            lengths[i], prompt_index[i], sample_index[i] = len(prompt), row.prompt_index, row.sample_index
+        for position in range(sampling.max_response_tokens):
+            log_softmax = executable.log_softmax(params, tokens, lengths, temperature)
+            self._add("rollout/executable_runs", 1)
+            with jax.set_mesh(executable.mesh):
+                drawn = self._draw(
+                    log_softmax,
+                    np.maximum(lengths - 1, 0),
+                    np.uint32(seed),
+                    prompt_index,
+                    sample_index,
+                    np.full(executable.rows, position, np.int32),
+                    np.float32(temperature),
+                    greedy=greedy,
+                )
+            for i, (row, token, logprob) in enumerate(zip(rows, *jax.device_get(drawn), strict=False)):
+                if row.stopped:
+                    continue
+                row.tokens.append(int(token))
+                row.logprobs.append(logprob)
+                row.stopped = int(token) in sampling.stop_token_ids
+                tokens[i, lengths[i]] = token
+                lengths[i] += 1
+            if all(row.stopped for row in rows):
+                return
+
+    def take_metrics(self) -> dict[str, float]:
+        """See RolloutEngine."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+        self._params = None
+
+    def _add(self, name: str, value: float) -> None:
+        self._metrics[name] = self._metrics.get(name, 0.0) + value
