@@ -166,17 +166,20 @@ def _digitize(xp: Any, values: Any, edges: Sequence[float]) -> Any:
 
 def _buckets(tokens: Tokens, index: Any, num_buckets: int) -> Buckets:
     xp, lr = tokens.xp, tokens.log_ratio
-    lanes = xp.stack([lr, xp.abs(lr), exp_minus_one_minus_x(xp, lr)])
-    counts, extremes, totals, largest = [], [], [], []
-    for bucket in range(num_buckets):
-        inside = tokens.valid & (index == bucket)
-        counts.append(count(xp, inside))
-        extremes.append(count(xp, inside & (xp.abs(lr) > EXTREME_LOG_RATIO)))
-        totals.append(total_over(xp, xp.where(inside, lanes, 0), (1, 2)))
-        largest.append(xp.max(xp.where(inside, xp.abs(lr), 0), initial=0))
-    high, low = (xp.stack(parts) for parts in zip(*totals, strict=True))
-    log_ratio, log_ratio_abs, k3 = (Total(high[:, i], low[:, i]) for i in range(3))
-    return Buckets(xp.stack(counts), xp.stack(extremes), log_ratio, log_ratio_abs, k3, xp.stack(largest))
+    size = xp.abs(lr)
+    inside = tokens.valid[None] & (index[None] == xp.arange(num_buckets, dtype=np.int32)[:, None, None])
+    lanes = xp.stack([lr, size, exp_minus_one_minus_x(xp, lr)])[:, None]
+    totals = total_over(xp, xp.where(inside[None], lanes, 0), (2, 3))
+    log_ratio, log_ratio_abs, k3 = (Total(totals.high[i], totals.low[i]) for i in range(3))
+    wide = np.int64 if xp is np else np.int32
+    return Buckets(
+        xp.sum(inside, axis=(1, 2), dtype=wide),
+        xp.sum(inside & (size > EXTREME_LOG_RATIO)[None], axis=(1, 2), dtype=wide),
+        log_ratio,
+        log_ratio_abs,
+        k3,
+        xp.max(xp.where(inside, size[None], 0), axis=(1, 2), initial=0),
+    )
 
 
 class SignSkew(NamedTuple):

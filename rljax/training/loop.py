@@ -24,6 +24,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,14 +32,16 @@ from typing import Any
 import numpy as np
 import optax
 
-from rljax.algorithms.advantages import compute_advantages, groups_with_signal
+from rljax.algorithms.advantages import compute_advantages, groups_with_loss, groups_with_signal
 from rljax.config import Config
 from rljax.config_loader import ConfigError
-from rljax.data.prompts import PromptStream, Reward
+from rljax.data.prompts import PromptStream
 from rljax.data.tokenizer import Tokenizer
+from rljax.evaluation import mean_accuracy
 from rljax.guard import Guard
 from rljax.mismatch import split_sum_rise
 from rljax.policy.config import PolicyConfig
+from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import Response, SamplingParams
 from rljax.training.checkpoint import Checkpointer
@@ -64,7 +67,7 @@ class Parts:
     engine: RolloutEngine
     stream: PromptStream
     tokenizer: Tokenizer
-    reward: Reward
+    rewards: RewardPool
     evaluate: Callable[[], Row] | None
     update: Update
     controller: RateController
@@ -129,15 +132,17 @@ def roll_out(parts: Parts, step: int) -> Rollouts:
     prompts = [parts.tokenizer.encode(problem["prompt"]) for problem in problems]
     n = config.rollout.group_size
     slots: list[list[Response | None]] = [[None] * n for _ in problems]
-    rewards = np.zeros((len(problems), n), np.float32)
+    scores: list[list[Future[float] | None]] = [[None] * n for _ in problems]
     for response in parts.engine.generate(prompts, n, sampling, seed=step_seed(config.run.seed, step)):
         i, j = response.prompt_index, response.sample_index
         slots[i][j] = response
-        rewards[i, j] = parts.reward(problems[i], parts.tokenizer.decode(response.token_ids), response.truncated)
+        text = parts.tokenizer.decode(response.token_ids)
+        scores[i][j] = parts.rewards.submit(problems[i], text, response.truncated)
     landed = [[response for response in group if response is not None] for group in slots]
     if any(len(group) != n for group in landed):
         raise RuntimeError(f"the engine returned {sum(map(len, landed))} responses, expected {len(problems) * n}")
-    return Rollouts(prompts, landed, rewards)
+    rewards = [[score.result() for score in group if score is not None] for group in scores]
+    return Rollouts(prompts, landed, np.asarray(rewards, np.float32))
 
 
 def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
@@ -167,7 +172,7 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
         lengths=lengths,
         max_response_tokens=config.rollout.max_response_tokens,
     )
-    signal = groups_with_signal(rollouts.rewards)
+    signal = groups_with_loss(advantages)
     return [
         TrainSequence(
             prompt,
@@ -247,15 +252,26 @@ def write_rollouts(parts: Parts, step: int, version: int, rollouts: Rollouts, up
         write_transcript(parts.config, written)
 
 
+def evaluate_at_start(parts: Parts, timers: Timers) -> Row:
+    """The evaluation of the policy that the run starts from, under names of its own, when asked for."""
+    if parts.evaluate is None or not parts.config.eval.at_start:
+        return {}
+    with timers.phase("eval_at_start"):
+        row = {f"{key}_at_start": value for key, value in parts.evaluate().items()}
+    parts.engine.take_metrics()
+    return row
+
+
 def one_step(
     parts: Parts, state: TrainState, progress: Progress, last_row: Row
 ) -> tuple[TrainState, Row, dict[str, np.ndarray]]:
     """Points 1 to 8 of step ``progress.step + 1``; advances ``progress``. Returns state, row and histograms."""
     timers, config = Timers(), parts.config
     step, version = progress.step + 1, progress.policy_version
+    at_start = evaluate_at_start(parts, timers) if step == 1 else {}
     with timers.phase("rollout"):
         rollouts = roll_out(parts, step)
-    row: Row = {"step": step} | rollout_row(rollouts, version)
+    row: Row = {"step": step} | at_start | rollout_row(rollouts, version) | parts.rewards.take_metrics()
     watched = watched_value(config.schedule.metric, row, last_row)
     rate = parts.controller.step(watched, row["response_length/truncated_fraction"])
     sequences = training_sequences(rollouts, config, version)
@@ -275,7 +291,8 @@ def one_step(
     row |= parts.controller.metrics() | {"optimizer/grad_norm_ema": progress.grad_norm_ema}
     row |= parts.engine.take_metrics()
     write_rollouts(parts, step, version, rollouts, updated, sequences)
-    if parts.evaluate is not None and (step == config.run.steps or _is_due(config.eval.every, step)):
+    due = (config.eval.every > 0 and step == config.run.steps) or _is_due(config.eval.every, step)
+    if parts.evaluate is not None and due:
         with timers.phase("eval"):
             row |= parts.evaluate()
         # What the engine spent on it is in time/eval_s; the engine's own figures are of the rollouts.
@@ -362,6 +379,8 @@ def train(
         stopping = should_stop() or bool(progress.stopped_by)
         if stopping or progress.step == config.run.steps or _is_due(config.checkpoint.every, progress.step):
             parts.checkpointer.save(progress.step, state, host_state(parts, progress))
+        if config.checkpoint.keep_best and (accuracy := mean_accuracy(row)) is not None:
+            parts.checkpointer.save_best(progress.step, accuracy, state, host_state(parts, progress))
         if stopping:
             break
     return state
