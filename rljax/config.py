@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rljax.algorithms.advantages import AdvantageConfig
@@ -9,6 +10,7 @@ from rljax.algorithms.correction import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.data.prompts import DataConfig
 from rljax.guard import GuardConfig
+from rljax.rewards.pool import RewardConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.sharding import MeshConfig
 from rljax.training.checkpoint import CheckpointConfig
@@ -56,17 +58,54 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Greedy accuracy on held problems, in the step's own row.
+    """Accuracy through the engine that the run trains with, in the step's own row.
 
     Attributes:
       every: steps between evaluations, the last step included; 0: never.
+      at_start: also evaluate the policy that the run starts from; in the first row, as ``eval/.../..._at_start``.
+      datasets: each a Parquet or JSONL file, ``NAME=FILE``, or toy or toy_swaps for its held problems; none: the toy's
+        held problems, of a file task nothing.
+      n: responses a problem: the accuracy is avg@n.
+      pass_k: which pass@k to estimate from them; each at most n.
+      temperature: of the draws; 0: greedy.
+      max_response_tokens: longest response (tokens); None: as in the rollouts.
+      seed: of the draws, the same at each evaluation.
     """
 
     every: int = 20
+    at_start: bool = False
+    datasets: tuple[str, ...] = ()
+    n: int = 1
+    pass_k: tuple[int, ...] = ()
+    temperature: float = 0.0
+    max_response_tokens: int | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(f"every must not be negative, got {self.every}")
+        check_draws(self.n, self.pass_k, self.temperature)
+        if self.max_response_tokens is not None and self.max_response_tokens < 1:
+            raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the run is evaluated at any time."""
+        return self.every > 0 or self.at_start
+
+
+def check_draws(n: int, pass_k: Sequence[int], temperature: float) -> None:
+    """Raises ValueError, opening with the field's name, for numbers of responses that make no sense together."""
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    if not 0.0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+    if temperature == 0.0 and n > 1:
+        raise ValueError(f"temperature = 0 draws the same response each time, but n = {n}: set a temperature")
+    if any(not 1 <= k <= n for k in pass_k):
+        raise ValueError(f"pass_k = {list(pass_k)} must be from 1 to n = {n}")
 
 
 @dataclass(frozen=True)
@@ -122,6 +161,17 @@ class Config:
     def max_sequence_tokens(self) -> int:
         """Longest prompt plus longest response (tokens)."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def max_engine_tokens(self) -> int:
+        """Longest prompt plus longest response (tokens) that the engine is asked for, evaluations included."""
+        longest = max(self.rollout.max_response_tokens, self.eval.max_response_tokens or 0)
+        return self.data.max_prompt_tokens + longest
+
+    @property
+    def reward(self) -> RewardConfig:
+        """What scores responses, and where."""
+        return RewardConfig(self.data.reward_name, self.data.reward_workers, self.data.reward_timeout_s)
 
     @property
     def num_sequences(self) -> int:

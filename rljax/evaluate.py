@@ -1,91 +1,296 @@
-"""Greedy accuracy of a policy on the held problems: ``python -m rljax.evaluate --path HF_DIRECTORY``.
+"""Accuracy of a policy on one dataset: ``python -m rljax.evaluate --path PATH [--dataset FILE] [--a value ...]``.
 
-The training loop asks the same question of the engine it trains with, at its own times.
+PATH is an HF directory, a run directory, or one of its checkpoints. Prints one JSON object: accuracy (avg@n), pass@k,
+response length. The training loop asks the same of the engine it trains with, at its own times (``eval.*``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from rljax.config_loader import caller_errors, load_config, run_cli
-from rljax.data.prompts import DataConfig, Problem, Reward, held_problems
-from rljax.data.tokenizer import Tokenizer, load_tokenizer
-from rljax.policy.config import read_config
-from rljax.policy.hf import load_params
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from rljax.config import Config, check_draws
+from rljax.config_loader import ConfigError, caller_errors, load_config, run_cli
+from rljax.data.prompts import FILE_REWARD, TOYS, DataConfig, Problem, evaluation_datasets
+from rljax.data.tokenizer import load_tokenizer
+from rljax.evaluation import Scored, score_responses, summarize_scores
+from rljax.policy.config import PolicyConfig, config_to_hf, read_config
+from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.qwen3 import param_shardings
-from rljax.rewards.toy import addition_reward
+from rljax.policy.score import make_scorer
+from rljax.rewards.pool import RewardConfig, make_pool
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.served import ServedModel
 from rljax.rollout.types import SamplingParams
+from rljax.rollout.vllm_engine import VllmEngine
+from rljax.rollout.vllm_handshake import Expectation
 from rljax.sharding import MeshConfig, make_mesh
+from rljax.training.checkpoint import BEST, Checkpointer
+from rljax.training.optimizer import make_optimizer
+from rljax.training.state import abstract_state
+
+LONGEST_RESPONSE = 8192
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to evaluate.
+    """What to evaluate, on what, and how.
 
     Attributes:
-      path: HF directory, for instance from tools/convert_checkpoint.py.
-      dtype: dtype of the engine.
-      max_response_tokens: longest answer.
-      seed: of the held problems (``data.seed`` of the run).
+      path: HF directory; run directory; or one checkpoint of it, as runs/x/checkpoints/120.
+      step: of a run directory, the checkpoint to take; None: the newest.
+      best: of a run directory, the best one (``checkpoint.keep_best``).
+      dataset: toy or toy_swaps (held problems), or a Parquet or JSONL file of problems.
+      n: responses a problem: the accuracy is avg@n.
+      pass_k: which pass@k to estimate from them.
+      temperature: of the draws; 0: greedy.
+      max_response_tokens: longest response (tokens); None: what the toy needs; of a file 8192, or what the model has
+        positions for.
+      engine: jax, in this process; or vllm: an HF directory's servers are asked as they stand, a run's weights are
+        published to them first.
+      urls: base URLs of the vLLM servers.
+      dtype: of the embedded engine, and of what is published.
+      batch_size: problems that the embedded engine decodes at a time.
+      reward: as ``data.reward``; None: the toy's own, of a file math.
+      reward_workers: as ``data.reward_workers``.
+      reward_timeout_s: as ``data.reward_timeout_s``.
+      chat_template: as ``data.chat_template``.
+      seed: of the toy's held problems (``data.seed`` of the run) and of the draws.
+      out: JSONL file for every response, its reward and length; None: none.
     """
 
     path: str = "runs/toy-base"
+    step: int | None = None
+    best: bool = False
+    dataset: str = "toy"
+    n: int = 1
+    pass_k: tuple[int, ...] = ()
+    temperature: float = 0.0
+    max_response_tokens: int | None = None
+    engine: Literal["jax", "vllm"] = "jax"
+    urls: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    max_response_tokens: int = 36
+    batch_size: int = 256
+    reward: str | None = None
+    reward_workers: int | None = None
+    reward_timeout_s: float = 10.0
+    chat_template: bool | Literal["auto"] = "auto"
     seed: int = 0
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        check_draws(self.n, self.pass_k, self.temperature)
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        if (self.engine == "vllm") != bool(self.urls):
+            raise ValueError("urls are needed with engine = vllm, and only there")
+        if self.best and self.step is not None:
+            raise ValueError("best and step name two checkpoints: give one")
 
 
-def greedy_accuracy(
-    engine: RolloutEngine,
-    tokenizer: Tokenizer,
-    problems: Sequence[Problem],
-    reward: Reward,
-    *,
-    max_response_tokens: int,
-    stop_token_ids: tuple[int, ...],
-) -> dict[str, Any]:
-    """One greedy answer a problem through the training engine; draws no random numbers of the run.
+@dataclass(frozen=True)
+class Policy:
+    """A policy on disk.
 
-    Returns:
-      ``accuracy`` (mean reward) and ``response_length`` (mean, tokens).
+    Attributes:
+      config: its shape.
+      hf_path: HF directory with its tokenizer.
+      run: run directory that its weights come from; None: they are those of ``hf_path``.
+      step: the checkpoint's.
+      best: whether it is the best one.
     """
-    sampling = SamplingParams(max_response_tokens, 0.0, stop_token_ids)
-    prompts = [tokenizer.encode(problem["prompt"]) for problem in problems]
-    scores, lengths = [0.0] * len(problems), [0] * len(problems)
-    for response in engine.generate(prompts, 1, sampling, seed=0):
-        text = tokenizer.decode(response.token_ids)
-        scores[response.prompt_index] = reward(problems[response.prompt_index], text, response.truncated)
-        lengths[response.prompt_index] = response.length
-    return {"accuracy": sum(scores) / len(scores), "response_length": sum(lengths) / len(lengths)}
+
+    config: PolicyConfig
+    hf_path: str
+    run: Path | None = None
+    step: int | None = None
+    best: bool = False
+
+    def load(self, mesh: Mesh) -> Any:
+        """Float32 parameters on the mesh. Raises ValueError or RuntimeError when they cannot be read."""
+        if self.run is None:
+            return load_params(self.hf_path, self.config, param_shardings(self.config, mesh))
+        settings = load_config(Config, [str(self.run / "config.yaml")], prog="evaluate", description="")
+        dynamic = settings.precision.compute_dtype == "float16"
+        wanted = abstract_state(self.config, make_optimizer(settings.optimizer), mesh, dynamic_scale=dynamic)
+        assert self.step is not None
+        with contextlib.closing(Checkpointer(_checkpoints(self.run, self.best), read_only=True)) as checkpointer:
+            state, _ = checkpointer.restore(self.step, wanted)
+        return state.params
+
+
+def find_policy(path: str | Path, *, step: int | None = None, best: bool = False) -> Policy:
+    """The policy at ``path``: an HF directory, a run directory, or a checkpoint folder in one.
+
+    Raises:
+      ValueError: it is none of these, or has no such checkpoint.
+    """
+    path = Path(path)
+    if path.name.isdigit() and (path.parents[1] / "config.yaml").is_file():
+        return find_policy(path.parents[1], step=int(path.name), best=path.parent.name == BEST)
+    if not (path / "config.yaml").is_file():
+        if step is not None or best:
+            raise ValueError(f"{path} is not a run directory: it has no config.yaml")
+        return Policy(read_config(path), str(path))
+    settings = load_config(Config, [str(path / "config.yaml")], prog="evaluate", description="")
+    folder = _checkpoints(path, best)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{path} has no {folder.name}: was it run with checkpoint.keep_best?"
+            if best
+            else f"{path} has no checkpoints"
+        )
+    with contextlib.closing(Checkpointer(folder, read_only=True)) as checkpointer:
+        steps = checkpointer.all_steps()
+    taken = (steps[-1] if steps else None) if step is None else step
+    if taken not in steps:
+        raise ValueError(f"no checkpoint of step {taken} in {path}; there are {steps}")
+    return Policy(read_config(settings.model.path), settings.model.path, path, taken, best)
+
+
+@contextlib.contextmanager
+def open_engine(
+    policy: Policy, engine: str, urls: Sequence[str], dtype: str, *, prompt_tokens: int, response_tokens: int
+) -> Iterator[RolloutEngine]:
+    """An engine that holds the policy: embedded; servers as they stand (HF directory); or published to (a run).
+
+    Args:
+      policy: what it draws from.
+      engine: jax or vllm.
+      urls: of the servers.
+      dtype: of the embedded engine, and of what is published.
+      prompt_tokens: longest prompt.
+      response_tokens: longest response.
+    """
+    made: RolloutEngine
+    with caller_errors():
+        if engine == "vllm" and policy.run is None:
+            made = ServedModel(urls)
+        else:
+            mesh = make_mesh(MeshConfig(), jax.devices()[:1] if engine == "vllm" else None)
+            params = _loaded(policy, mesh)
+            shape = policy.config
+            if engine == "jax":
+                made = JaxEngine(shape, dtype, prompt_tokens, mesh=mesh)
+            else:
+                made = VllmEngine(
+                    urls,
+                    Expectation(dtype, config_to_hf(shape, dtype), prompt_tokens + response_tokens),
+                    tensors=functools.partial(hf_tensors, config=shape, dtype=jnp.dtype(dtype)),
+                    score=make_scorer(shape, dtype),
+                )
+            made.publish(params, policy.step or 0)
+    with contextlib.closing(made):
+        yield made
+
+
+def in_batches(problems: Sequence[Problem], size: int) -> Iterator[tuple[int, Sequence[Problem]]]:
+    """(position of the first, at most ``size`` problems), in order."""
+    for start in range(0, len(problems), size):
+        yield start, problems[start : start + size]
+
+
+def response_limit(arguments: Arguments, policy: PolicyConfig, prompt_tokens: int) -> int:
+    """Longest response (tokens). Raises ValueError when it does not fit the model's positions."""
+    room = policy.max_position_embeddings - prompt_tokens
+    wanted = arguments.max_response_tokens
+    if wanted is None:
+        toy = TOYS.get(arguments.dataset)
+        return toy.max_response_tokens if toy else min(LONGEST_RESPONSE, room)
+    if wanted > room:
+        raise ValueError(
+            f"max_response_tokens = {wanted} and the longest prompt, {prompt_tokens} tokens, are more than the model's "
+            f"{policy.max_position_embeddings} positions"
+        )
+    return wanted
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluates an HF directory with the embedded engine and prints one JSON object; returns the exit status."""
+    """Evaluates and prints one JSON object; returns the exit status."""
     arguments = load_config(Arguments, argv, prog="python -m rljax.evaluate", description=__doc__ or "")
     with caller_errors():
-        policy, tokenizer = read_config(arguments.path), load_tokenizer(arguments.path)
-        mesh = make_mesh(MeshConfig())
-        params = load_params(arguments.path, policy, param_shardings(policy, mesh))
-    problems = held_problems(DataConfig(seed=arguments.seed))
-    longest = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
-    engine = JaxEngine(policy, arguments.dtype, longest, mesh=mesh)
-    engine.publish(params, 0)
-    result = greedy_accuracy(
-        engine,
-        tokenizer,
-        problems,
-        addition_reward,
-        max_response_tokens=arguments.max_response_tokens,
-        stop_token_ids=policy.stop_token_ids or (tokenizer.eos_token_id,),
-    )
-    print(json.dumps({"path": arguments.path, "problems": len(problems), **result}))
+        policy = find_policy(arguments.path, step=arguments.step, best=arguments.best)
+        tokenizer = load_tokenizer(policy.hf_path)
+        data = DataConfig(seed=arguments.seed, chat_template=arguments.chat_template)
+        ((name, problems),) = evaluation_datasets([arguments.dataset], data, tokenizer).items()
+        prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
+        limit = response_limit(arguments, policy.config, prompt_tokens)
+        toy = TOYS.get(arguments.dataset)
+        function = arguments.reward or (toy.reward if toy else FILE_REWARD)
+        pool = make_pool(RewardConfig(function, arguments.reward_workers, arguments.reward_timeout_s))
+    stops = policy.config.stop_token_ids or (tokenizer.eos_token_id,)
+    sampling = SamplingParams(limit, arguments.temperature, stops)
+    at_once = arguments.batch_size if arguments.engine == "jax" else len(problems)
+    scored: list[Scored] = []
+    total = len(problems) * arguments.n
+    with (
+        pool,
+        open_engine(
+            policy,
+            arguments.engine,
+            arguments.urls,
+            arguments.dtype,
+            prompt_tokens=prompt_tokens,
+            response_tokens=limit,
+        ) as engine,
+        tqdm(total=total, desc=name, unit="response", file=sys.stderr) as bar,
+    ):
+        for start, part in in_batches(problems, at_once):
+            seed = arguments.seed + start
+            for one in score_responses(engine, tokenizer, part, pool, sampling, n=arguments.n, seed=seed):
+                scored.append(dataclasses.replace(one, problem_index=one.problem_index + start))
+                bar.update()
+        errors = pool.take_metrics()["reward/errors"]
+    if arguments.out is not None:
+        write_responses(Path(arguments.out), problems, scored)
+    where = {"step": policy.step} if policy.run is not None else {}
+    result = summarize_scores(scored, n=arguments.n, pass_k=arguments.pass_k)
+    counts = {"problems": len(problems), "n": arguments.n, "reward_errors": errors}
+    print(json.dumps({"path": arguments.path, **where, "dataset": name, **counts, **result}))
     return 0
+
+
+def write_responses(path: Path, problems: Sequence[Problem], scored: Sequence[Scored]) -> None:
+    """One JSON line a response: problem, sample, prompt, answer, response, reward, length, truncated."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as out:
+        for one in sorted(scored, key=lambda one: (one.problem_index, one.sample_index)):
+            problem = problems[one.problem_index]
+            line = {
+                "problem": one.problem_index,
+                "sample": one.sample_index,
+                "prompt": problem["prompt"],
+                "answer": problem["answer"],
+                "response": one.text,
+                "reward": one.reward,
+                "response_length": one.length,
+                "truncated": one.truncated,
+            }
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _checkpoints(run: Path, best: bool) -> Path:
+    return run / (BEST if best else "checkpoints")
+
+
+def _loaded(policy: Policy, mesh: Mesh) -> Any:
+    try:
+        return policy.load(mesh)
+    except RuntimeError as error:
+        raise ConfigError(error) from error
 
 
 if __name__ == "__main__":

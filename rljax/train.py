@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 
 from rljax.config import Config
 from rljax.config_loader import ConfigError, caller_errors, config_to_yaml, load_config, run_cli
-from rljax.data.prompts import PromptStream, held_problems, training_problems
+from rljax.data.prompts import PromptStream, check_lengths, evaluation_datasets, training_problems
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
-from rljax.evaluate import greedy_accuracy
+from rljax.evaluation import Evaluation
 from rljax.guard import Guard
 from rljax.policy.config import PolicyConfig, config_to_hf, read_config
 from rljax.policy.hf import hf_tensors, load_params
@@ -32,11 +32,12 @@ from rljax.policy.qwen3 import param_shardings
 from rljax.policy.score import make_scorer
 from rljax.record import Recorder, format_summary, read_rows, summarize, write_summary
 from rljax.report_figure import draw_report
-from rljax.rewards.toy import addition_reward
+from rljax.rewards.pool import RewardPool, make_pool
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.exact_engine import ExactEngine, LogitNoise
 from rljax.rollout.inject import InjectedEngine
 from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.types import SamplingParams
 from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
 from rljax.rollout.vllm_handshake import Expectation
 from rljax.run_directory import prepare_directory
@@ -69,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
         checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
         stack.callback(checkpointer.close)
         parts = build(config, policy, tokenizer, mesh, engine, checkpointer)
+        stack.callback(parts.rewards.close)
         state, progress = starting_point(parts, mesh)
         recorder = open_recorder(run_dir, config.run.steps, progress.step + 1)
         stack.callback(recorder.close)
@@ -92,21 +94,34 @@ def check_fit(config: Config, policy: PolicyConfig, tokenizer: Tokenizer, mesh: 
         raise ValueError(
             f"{config.model.path}: the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
         )
-    if config.max_sequence_tokens > policy.max_position_embeddings:
+    if config.max_engine_tokens > policy.max_position_embeddings:
+        longest = "rollout" if config.max_engine_tokens == config.max_sequence_tokens else "eval"
         raise ValueError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} is longer than the "
+            f"data.max_prompt_tokens + {longest}.max_response_tokens = {config.max_engine_tokens} is longer than the "
             f"model's max_position_embeddings = {policy.max_position_embeddings}"
         )
-    problems = [*training_problems(config.data), *held_problems(config.data)]
-    longest = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
-    if longest > config.data.max_prompt_tokens:
-        raise ValueError(f"data.max_prompt_tokens = {config.data.max_prompt_tokens}, but a prompt has {longest} tokens")
+    check_prompts(config, tokenizer)
     if config.packing.rows_per_micro_batch % mesh.shape["fsdp"]:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
             f"{mesh.shape['fsdp']} ways that the mesh splits rows (mesh.fsdp)"
         )
     batch_shape(config)
+
+
+def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises ValueError when problems cannot be read or prompts are too long; warns when nothing is evaluated on."""
+    data, limit = config.data, config.data.max_prompt_tokens
+    command = f"python tools/prepare_data.py {data.path} OUT.parquet --model {config.model.path} --max-prompt-tokens"
+    remedy = f" in {data.path}; raise it, or: {command} {limit}" if data.path else ""
+    check_lengths(training_problems(data, tokenizer), tokenizer, limit, remedy)
+    if not config.eval.is_wanted:
+        return
+    datasets = evaluation_datasets(config.eval.datasets, data, tokenizer)
+    for name, problems in datasets.items():
+        check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
+    if not datasets:
+        print("warning: nothing is evaluated: eval.datasets is empty", file=sys.stderr)
 
 
 def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh) -> RolloutEngine:
@@ -122,7 +137,7 @@ def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh) -> RolloutEngi
         return InjectedEngine(engine, inject, policy, mesh) if inject.changes_weights else engine
     return VllmEngine(
         rollout.urls,
-        Expectation(rollout.dtype, config_to_hf(policy, rollout.dtype), config.max_sequence_tokens),
+        Expectation(rollout.dtype, config_to_hf(policy, rollout.dtype), config.max_engine_tokens),
         tensors=functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(rollout.dtype)),
         score=make_scorer(policy, rollout.dtype),
         config=VllmConfig(transfer_dir=rollout.transfer_dir, server_wait_s=rollout.server_wait_s),
@@ -141,7 +156,8 @@ def build(
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
     tx = make_optimizer(config.optimizer)
     with caller_errors():
-        stream = PromptStream(training_problems(config.data), config.data.batch_size, config.run.seed)
+        stream = PromptStream(training_problems(config.data, tokenizer), config.data.batch_size, config.run.seed)
+        rewards = make_pool(config.reward)
     return Parts(
         config=config,
         policy=policy,
@@ -149,8 +165,8 @@ def build(
         engine=engine,
         stream=stream,
         tokenizer=tokenizer,
-        reward=addition_reward,
-        evaluate=make_evaluation(config, engine, tokenizer, stops),
+        rewards=rewards,
+        evaluate=make_evaluation(config, engine, tokenizer, rewards, stops),
         update=make_update(config, policy, tx, mesh),
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
         guard=Guard(config.guard),
@@ -185,21 +201,16 @@ def open_recorder(run_dir: Path, steps: int, first_step: int) -> Recorder:
 
 
 def make_evaluation(
-    config: Config, engine: RolloutEngine, tokenizer: Tokenizer, stops: tuple[int, ...]
+    config: Config, engine: RolloutEngine, tokenizer: Tokenizer, rewards: RewardPool, stops: tuple[int, ...]
 ) -> Callable[[], dict[str, Any]] | None:
-    """``eval/<dataset>/...`` of the published policy on the held problems, or None when never asked for."""
-    if config.eval.every == 0:
+    """``eval/<dataset>/...`` of the published policy, or None when never asked for or on nothing."""
+    wanted = config.eval
+    datasets = evaluation_datasets(wanted.datasets, config.data, tokenizer) if wanted.is_wanted else {}
+    limit = wanted.max_response_tokens or config.rollout.max_response_tokens
+    sampling = SamplingParams(limit, wanted.temperature, stops)
+    if not datasets:
         return None
-    measure = functools.partial(
-        greedy_accuracy,
-        engine,
-        tokenizer,
-        held_problems(config.data),
-        addition_reward,
-        max_response_tokens=config.rollout.max_response_tokens,
-        stop_token_ids=stops,
-    )
-    return lambda: {f"eval/{config.data.task}/{name}": value for name, value in measure().items()}
+    return Evaluation(engine, tokenizer, datasets, rewards, sampling, wanted.n, wanted.pass_k, wanted.seed)
 
 
 def last_row(run_dir: Path) -> dict[str, Any]:

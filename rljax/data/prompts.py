@@ -1,32 +1,82 @@
-"""Problems for rollouts: grain shuffles and repeats them; a position is the whole state."""
+"""Problems for rollouts: a toy's or a file's; grain shuffles and repeats them, and a position is the whole state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import grain
+import numpy as np
 
-from rljax.data.toy import HELD_OUT, AdditionProblems
+from rljax.data import toy, toy_swaps
+from rljax.data.files import Problem, prompt_text, read_problems
+from rljax.data.tokenizer import Tokenizer
 
-Problem = dict[str, str]
-# (problem, decoded response, truncated) -> reward
-Reward = Callable[[Problem, str, bool], float]
+ChatTemplate = bool | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class ToyTask:
+    """A task that needs no file.
+
+    Attributes:
+      train: seed to the problems that are trained on.
+      held: seed to the problems held back for evaluation; none of them is trained on.
+      reward: name of the reward that scores it.
+      max_response_tokens: longest useful response.
+    """
+
+    train: Callable[[int], Sequence[Problem]]
+    held: Callable[[int], Sequence[Problem]]
+    reward: str
+    max_response_tokens: int
+
+
+TOYS: Mapping[str, ToyTask] = {
+    "toy": ToyTask(
+        lambda seed: toy.AdditionProblems("train", seed=seed),
+        lambda seed: toy.AdditionProblems("held", toy.HELD_OUT, seed=seed),
+        "addition",
+        toy.MAX_RESPONSE_TOKENS,
+    ),
+    "toy_swaps": ToyTask(
+        lambda seed: toy_swaps.SwapProblems("train", seed=seed),
+        lambda seed: toy_swaps.SwapProblems("held", seed=seed),
+        "swaps",
+        toy_swaps.MAX_RESPONSE_TOKENS,
+    ),
+}
+FILE_REWARD = "math"
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on.
+    """What is trained on, and what scores it.
 
     Attributes:
-      task: "toy", the embedded addition task (see rljax/data/toy.py).
+      task: toy, three-digit addition; toy_swaps, letters that trade places; or file, the problems of ``path``.
+      path: Parquet in verl's form or JSONL with prompt and answer (docs/data.md says which columns).
+      reward: what scores a response: addition, swaps or math, or ``package.module:function``; None: the toy's own, of a
+        file math.
+      reward_workers: processes that score; 0: the trainer's own; None: 0 for the toys, else by the number of cores.
+      reward_timeout_s: longest that one response's scoring may take (seconds); then it earns 0, counted apart.
+      chat_template: auto: prompts that are chats go through the tokenizer's template if it has one; true: texts too, as
+        one message of the user; false: the bare text, for base models.
+      fraction: share of the problems that is trained on, drawn with ``seed``; a smaller one is part of a larger.
       batch_size: prompts a step.
       max_prompt_tokens: longest prompt (tokens).
-      seed: of the drawn problems and their order.
+      seed: of the toys' problems, their order and the fraction's draw.
     """
 
-    task: Literal["toy"] = "toy"
+    task: Literal["toy", "toy_swaps", "file"] = "toy"
+    path: str | None = None
+    reward: str | None = None
+    reward_workers: int | None = None
+    reward_timeout_s: float = 10.0
+    chat_template: bool | Literal["auto"] = "auto"
+    fraction: float = 1.0
     batch_size: int = 64
     max_prompt_tokens: int = 1024
     seed: int = 0
@@ -35,34 +85,143 @@ class DataConfig:
         for name in ("batch_size", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.task == "file" and not self.path:
+            raise ValueError("path is needed with task = file")
+        if self.task != "file" and self.path:
+            raise ValueError(f"path is given, but task = {self.task} reads no file: set task = file")
+        if not 0.0 < self.fraction <= 1.0:
+            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction}")
+        if self.reward_workers is not None and self.reward_workers < 0:
+            raise ValueError(f"reward_workers must not be negative, got {self.reward_workers}")
+        if not 0.0 < self.reward_timeout_s < float("inf"):
+            raise ValueError(f"reward_timeout_s must be positive and finite, got {self.reward_timeout_s}")
+
+    @property
+    def reward_name(self) -> str:
+        """``reward``, or the task's own."""
+        return self.reward or (TOYS[self.task].reward if self.task in TOYS else FILE_REWARD)
 
 
-def training_problems(config: DataConfig) -> Sequence[Problem]:
-    """The problems of the task's training split."""
-    return AdditionProblems("train", seed=config.seed)
+def training_problems(config: DataConfig, tokenizer: Tokenizer | None = None) -> Sequence[Problem]:
+    """The problems that are trained on, each ``prompt`` as the text that is tokenised.
+
+    Args:
+      config: which.
+      tokenizer: its chat template is applied; the toys need none.
+
+    Raises:
+      ValueError: the file cannot be read, or a row of it is wrong; the message names the row.
+    """
+    problems = (
+        TOYS[config.task].train(config.seed)
+        if config.task in TOYS
+        else file_problems(str(config.path), tokenizer, config.chat_template)
+    )
+    if config.fraction == 1.0:
+        return problems
+    drawn = np.random.default_rng(config.seed).permutation(len(problems))
+    return [problems[int(i)] for i in drawn[: max(1, round(config.fraction * len(problems)))]]
 
 
 def held_problems(config: DataConfig) -> Sequence[Problem]:
-    """The problems held back for evaluation; none of them is trained on."""
-    return AdditionProblems("held", HELD_OUT, seed=config.seed)
+    """The toy's problems held back for evaluation, none of them trained on; of a file none."""
+    return TOYS[config.task].held(config.seed) if config.task in TOYS else []
+
+
+def evaluation_datasets(
+    names: Sequence[str], config: DataConfig, tokenizer: Tokenizer | None = None
+) -> dict[str, Sequence[Problem]]:
+    """The datasets to evaluate on, by the names that their metrics carry.
+
+    Args:
+      names: each a file, ``NAME=FILE``, or a toy's name for its held problems; none: the task's held problems.
+      config: task, seed and chat template.
+      tokenizer: as for ``training_problems``.
+
+    Raises:
+      ValueError: a file cannot be read, or two datasets would have one name.
+    """
+    if not names:
+        held = held_problems(config)
+        return {config.task: held} if held else {}
+    found: dict[str, Sequence[Problem]] = {}
+    for entry in names:
+        name, equals, path = entry.partition("=")
+        if not equals:
+            name, path = (entry if entry in TOYS else Path(entry).stem), entry
+        if name in found:
+            raise ValueError(f"two datasets are called {name}: give one as NAME=FILE")
+        toy_task = TOYS.get(path)
+        found[name] = toy_task.held(config.seed) if toy_task else file_problems(path, tokenizer, config.chat_template)
+    return found
+
+
+def file_problems(path: str, tokenizer: Tokenizer | None, chat_template: ChatTemplate) -> list[Problem]:
+    """The problems of a file, prompts rendered. Raises ValueError as ``read_problems`` and ``render_prompt`` do."""
+    return [
+        problem | {"prompt": render_prompt(problem["prompt"], tokenizer, chat_template)}
+        for problem in read_problems(path)
+    ]
+
+
+def render_prompt(prompt: str | list[dict[str, str]], tokenizer: Tokenizer | None, chat_template: ChatTemplate) -> str:
+    """The text that is tokenised; ``DataConfig.chat_template`` says how.
+
+    Raises:
+      ValueError: a chat template is asked for and the tokenizer has none.
+    """
+    has_template = tokenizer is not None and tokenizer.has_chat_template
+    if chat_template is True and not has_template:
+        raise ValueError("chat_template = true, but the tokenizer has none; false gives the model the bare text")
+    if chat_template is True or (chat_template == "auto" and has_template and not isinstance(prompt, str)):
+        assert tokenizer is not None
+        return tokenizer.render_chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    return prompt_text(prompt)
+
+
+def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> None:
+    """Raises ValueError, with counts, when a prompt has more than ``limit`` tokens; ``remedy`` ends the line."""
+    lengths = [len(tokenizer.encode(problem["prompt"])) for problem in problems]
+    too_long = sum(length > limit for length in lengths)
+    if too_long:
+        raise ValueError(
+            f"data.max_prompt_tokens = {limit}, but a prompt has {max(lengths)} tokens, and {too_long} of "
+            f"{len(lengths)} are longer{remedy}"
+        )
 
 
 class PromptStream:
     """An endless, shuffled stream of batches, reshuffled each epoch; the same seed gives the same stream."""
 
-    def __init__(self, problems: Sequence[Problem], batch_size: int, seed: int):
-        """Raises ValueError when there are fewer problems than a batch takes."""
+    def __init__(
+        self, problems: Sequence[Problem], batch_size: int, seed: int, *, process: int = 0, process_count: int = 1
+    ):
+        """Places the stream at its start.
+
+        Args:
+          problems: what is drawn from.
+          batch_size: problems of a batch, over all processes.
+          seed: of the order.
+          process: which share of each batch this one takes: its problems ``process``, ``process + process_count``, ...
+          process_count: processes that share each batch.
+
+        Raises:
+          ValueError: there are fewer problems than a batch takes, or a batch does not divide among the processes.
+        """
         if len(problems) < batch_size:
             raise ValueError(f"a batch takes {batch_size} problems, but there are only {len(problems)}")
+        if batch_size % process_count or not 0 <= process < process_count:
+            raise ValueError(f"process {process} of {process_count} has no even share of batch_size = {batch_size}")
         self._dataset: Any = grain.MapDataset.source(problems).seed(seed).shuffle().repeat()
         self._batch_size = batch_size
+        self._share = range(process, batch_size, process_count)
         self._batches = 0
 
     def next_batch(self) -> list[Problem]:
-        """The next ``batch_size`` problems."""
+        """This process's share of the next ``batch_size`` problems."""
         start = self._batches * self._batch_size
         self._batches += 1
-        return [self._dataset[i] for i in range(start, start + self._batch_size)]
+        return [self._dataset[start + i] for i in self._share]
 
     def state_dict(self) -> dict[str, int]:
         """The global position: it does not depend on the number of processes."""

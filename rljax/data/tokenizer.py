@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jinja2
 import numpy as np
 import tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -35,6 +36,24 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text without special tokens."""
         return str(self._tokenizer.decode(np.asarray(token_ids), skip_special_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``render_chat`` works."""
+        return bool(self._tokenizer.chat_template)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text of a chat by the tokenizer's own template, up to where the model's answer begins.
+
+        Raises ValueError when the template refuses the messages.
+        """
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses a prompt: {error}") from error
+        return str(rendered)
 
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files into an HF directory."""

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+BEST = "best"  # folder of the run directory
+ACCURACY = "best_accuracy"  # in the host state of what is there
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -18,10 +21,13 @@ class CheckpointConfig:
     Attributes:
       every: steps between checkpoints; 0: only the last step and where the run is stopped.
       keep: newest checkpoints kept.
+      keep_best: also keep, in ``best/`` of the run directory, the step of the best mean accuracy over the evaluated
+        datasets (``eval``).
     """
 
     every: int = 20
     keep: int = 2
+    keep_best: bool = False
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -38,8 +44,10 @@ class Checkpointer:
 
         With ``read_only`` nothing in it is changed; ``save`` must not be called.
         """
+        self._directory = Path(directory).absolute()
+        self._best: Checkpointer | None = None
         self._manager = ocp.CheckpointManager(
-            Path(directory).absolute(),
+            self._directory,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=None if read_only else keep,
                 enable_async_checkpointing=not read_only,
@@ -70,6 +78,37 @@ class Checkpointer:
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(frozen), host=ocp.args.JsonSave(host))
         )
 
+    def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
+        """Saves into ``best/`` beside this directory if no accuracy there is as high; returns whether it did.
+
+        A run that goes on from an earlier step than the best one's leaves that one alone until it is surpassed.
+
+        Args:
+          step, state, host: as for ``save``.
+          accuracy: larger is better.
+        """
+        if self._best is None:
+            self._best = Checkpointer(self._directory.with_name(BEST), keep=1)
+        best = self._best
+        best.wait()
+        kept = best.all_steps()
+        if kept and best.restore_host(kept[-1])[ACCURACY] >= accuracy:
+            return False
+        best.delete_from(step)
+        best.save(step, state, host | {ACCURACY: accuracy})
+        return True
+
+    def restore_host(self, step: int) -> dict[str, Any]:
+        """The host state alone."""
+        wanted = ocp.args.Composite(host=ocp.args.JsonRestore())
+        return dict(self._manager.restore(step, args=wanted)["host"])
+
+    def delete_from(self, step: int) -> None:
+        """Deletes the checkpoints of ``step`` and later ones."""
+        for kept in self.all_steps():
+            if kept >= step:
+                self._manager.delete(kept)
+
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         """Reads a checkpoint onto the shardings of ``abstract_state``.
 
@@ -84,7 +123,13 @@ class Checkpointer:
             raise RuntimeError(f"{place} does not fit this run: {error}") from error
         return restored["state"], restored["host"]
 
+    def wait(self) -> None:
+        """Returns when the files of what is being saved are complete."""
+        self._manager.wait_until_finished()
+
     def close(self) -> None:
         """Waits for the files to be complete and releases the directory."""
-        self._manager.wait_until_finished()
+        if self._best is not None:
+            self._best.close()
+        self.wait()
         self._manager.close()

@@ -1,0 +1,198 @@
+"""Problems on disk: Parquet in the form verl trains on, or JSONL; what is written says where it came from.
+
+A row holds ``prompt``, a text or a list of chat messages ``{"role", "content"}``, and its right answer as
+``reward_model.ground_truth`` or ``answer``. ``data_source`` and ``extra_info`` are handed on to the reward. Written
+files carry under ``rljax.problems`` in the schema's metadata a JSON object: from which file, and by which filters.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+FORMAT_VERSION = 1
+PASS_RATE = "pass_rate"
+_KEY = b"rljax.problems"
+_BATCH_ROWS = 8192
+_CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+Row = dict[str, Any]
+Problem = dict[str, Any]
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
+    """Yields (number, row) of a Parquet or JSONL file as it stands, numbered from 1; of JSONL these are its lines.
+
+    Raises:
+      ValueError: it is not there, is of neither form, or a line is no JSON object. The message is one line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no problems at {path}: there is no such file")
+    if path.suffix == ".jsonl":
+        yield from _json_lines(path)
+        return
+    if path.suffix != ".parquet":
+        raise ValueError(f"{path}: problems are read from .parquet or .jsonl files")
+    number = 0
+    with _open_parquet(path) as file:
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+
+
+def parse_row(row: Mapping[str, Any], where: str) -> Problem:
+    """The problem of a row: ``prompt`` (text or list of messages), ``answer`` (text), ``data_source``, ``extra_info``.
+
+    Args:
+      row: as ``read_rows`` gives it.
+      where: opens the error's line: file and row number.
+
+    Raises:
+      ValueError: no prompt, no right answer, or one of another form.
+    """
+    prompt = _parse_prompt(row.get("prompt"), where)
+    nested = row.get("reward_model")
+    answer = nested.get("ground_truth") if isinstance(nested, Mapping) else None
+    answer = row.get("answer") if answer is None else answer
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
+        raise ValueError(f"{where}: the right answer must be text or a number, got {type(answer).__name__}")
+    if answer is None or not str(answer).strip() or answer != answer:  # a table's gap may be NaN
+        raise ValueError(f"{where}: no right answer (reward_model.ground_truth, or answer)")
+    return {
+        "prompt": prompt,
+        "answer": str(answer),
+        "data_source": str(row.get("data_source") or ""),
+        "extra_info": row.get("extra_info") or {},
+    }
+
+
+def read_problems(path: str | Path) -> tuple[Problem, ...]:
+    """All problems of a file, checked; a file is read once a process.
+
+    Raises:
+      ValueError: as ``read_rows`` and ``parse_row``; or the file holds none.
+    """
+    path = Path(path)
+    stamp = path.stat().st_mtime_ns if path.is_file() else 0
+    return _read_problems(path, stamp)
+
+
+def prompt_text(prompt: str | list[dict[str, str]]) -> str:
+    """The bare text of a prompt: its messages' contents, a blank line between two."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+
+
+def write_rows(path: str | Path, rows: Iterable[Row], *, like: str | Path, provenance: Mapping[str, Any]) -> None:
+    """Writes Parquet in verl's form, whole or not at all.
+
+    Args:
+      path: file to write; its directory is made.
+      rows: as ``read_rows`` gave them from ``like``; each may have a ``pass_rate`` besides.
+      like: the file they were read from. Of a Parquet file all columns keep their types; a JSONL row becomes
+        ``data_source``, ``prompt`` and ``reward_model.ground_truth``.
+      provenance: JSON values, put into the metadata.
+    """
+    path, rows = Path(path), list(rows)
+    scored = bool(rows) and PASS_RATE in rows[0]
+    if Path(like).suffix == ".parquet":
+        with _open_parquet(Path(like)) as file:
+            schema = file.schema_arrow
+        if scored and PASS_RATE not in schema.names:
+            schema = schema.append(pa.field(PASS_RATE, pa.float32()))
+    else:
+        chat = any(not isinstance(row["prompt"], str) for row in rows)
+        schema = _canonical_schema(chat, scored)
+        rows = [_canonical_row(row, chat=chat) for row in rows]
+    document = json.dumps({"version": FORMAT_VERSION, **provenance}).encode()
+    schema = schema.with_metadata({**(schema.metadata or {}), _KEY: document})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), partial)
+    partial.rename(path)
+
+
+def read_provenance(path: str | Path) -> dict[str, Any] | None:
+    """What ``write_rows`` noted in a Parquet file; None in another's. Raises ValueError when it is no Parquet."""
+    with _open_parquet(Path(path)) as file:
+        metadata = file.schema_arrow.metadata or {}
+    return json.loads(metadata[_KEY]) if _KEY in metadata else None
+
+
+@functools.lru_cache(maxsize=8)
+def _read_problems(path: Path, stamp: int) -> tuple[Problem, ...]:
+    del stamp
+    problems = tuple(parse_row(row, f"{path}: row {number}") for number, row in read_rows(path))
+    if not problems:
+        raise ValueError(f"{path} holds no problems")
+    return problems
+
+
+def _open_parquet(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    except pa.ArrowException as error:
+        raise ValueError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}: row {number}: not JSON ({error.msg})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}: row {number}: expected an object, got {type(row).__name__}")
+            yield number, row
+
+
+def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:
+    if isinstance(prompt, str | None):
+        if prompt is None or not prompt.strip():
+            raise ValueError(f"{where}: the prompt is empty")
+        return prompt
+    if not isinstance(prompt, list) or not all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in prompt
+    ):
+        raise ValueError(f"{where}: the prompt must be text or a list of messages with role and content")
+    messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
+    if not any(message["content"].strip() for message in messages):
+        raise ValueError(f"{where}: the prompt is empty")
+    return messages
+
+
+def _canonical_schema(chat: bool, scored: bool) -> pa.Schema:
+    fields = [
+        ("data_source", pa.string()),
+        ("prompt", _CHAT if chat else pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+    ]
+    return pa.schema([*fields, (PASS_RATE, pa.float32())] if scored else fields)
+
+
+def _canonical_row(row: Row, *, chat: bool) -> Row:
+    problem = parse_row(row, "a row to write")
+    prompt = problem["prompt"]
+    if chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    written = {
+        "data_source": problem["data_source"],
+        "prompt": prompt if chat else prompt_text(prompt),
+        "reward_model": {"ground_truth": problem["answer"], "style": "rule"},
+    }
+    return written | ({PASS_RATE: row[PASS_RATE]} if PASS_RATE in row else {})
