@@ -8,7 +8,7 @@ HTTP a server cannot be made to decode given tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rljax.rollout.vllm_wire import COMPLETIONS, Completion, ReplyError, Request
 
 _LIMITS = ClientLimits(request_timeout_s=600.0)
 _TOP = 8  # likeliest tokens that the probe of the temperature compares
+_ROUNDING = 1e-3  # nats above 0 that a log-probability may have
 _FITS = 0.25  # of |log temperature|: how far a probe may be from what it is taken for
 
 
@@ -148,6 +149,9 @@ class Server:
         ended = {reply.finish_reason for reply in replies} - {"stop", "length"}
         if ended:
             raise ConnectionError(f"{self.info.url} ended a response with {ended.pop()!r}")
+        reported = [[*reply.logprobs.tolist(), *_values(reply.prompt_logprobs)] for reply in replies]
+        if any(max(values) > _ROUNDING for values in reported):
+            raise ValueError(f"{self.info.url} gives logits: start it with --logprobs-mode processed_logprobs")
         return replies
 
 
@@ -221,6 +225,10 @@ def _one_line() -> Iterator[None]:
         raise ConnectionError(f"the vLLM server is gone: {error}") from error
     except (ServerRefusedError, ReplyError) as error:
         raise ValueError(str(error)) from error
+
+
+def _values(tops: Sequence[Mapping[int, float]]) -> list[float]:
+    return [value for top in tops for value in top.values()]
 
 
 def _of_tokens(url: str, ids: np.ndarray, reply: Completion) -> np.ndarray:

@@ -98,6 +98,9 @@ def test_other_refusals(fake):
         score_column(f"vllm:{fake.url}", DUMP, temperature=0.7)
     with pytest.raises(ValueError, match=r"cannot score: over HTTP no server decodes given tokens; .* vllm:http://h"):
         split_spec("vllm-decode:http://h")
+    fake.logprob = 2.0
+    with pytest.raises(ValueError, match="gives logits"):
+        score_column(f"vllm:{fake.url}", DUMP)
     fake.finish = "abort"
     with pytest.raises(ConnectionError, match="ended a response with 'abort'"):
         score_column(f"vllm:{fake.url}", DUMP)

@@ -120,6 +120,7 @@ def test_two_paths_of_one_program_may_agree_to_the_bit_and_two_programs_may_not(
     mask, server = np.ones(x.shape, bool), ColumnSource("vllm 0.32.0", "bfloat16")
     drawn, other = ColumnSource("vllm 0.32.0 decode", "bfloat16"), ColumnSource("jax 0.10.2", "bfloat16")
     assert judge(x, x, mask, server, drawn).status == "pass"
+    assert judge(x, x, mask, drawn, server).status == "pass"
     assert judge(x, x, mask, server, other).cause == "wrong_dtype"
 
 
