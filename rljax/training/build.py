@@ -11,7 +11,8 @@ from rljax.config import Config
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import Params, param_shardings
-from rljax.training.exact_step import ExactPass, ExactUpdate
+from rljax.training.exact_pass import ExactPass
+from rljax.training.exact_step import ExactUpdate
 from rljax.training.forward import ForwardPass
 from rljax.training.objective import Objective
 from rljax.training.packing import max_micro_batches, pack

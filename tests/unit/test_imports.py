@@ -33,6 +33,7 @@ LEVELS = {
     "training.step": 3,
     "training.forward": 3,
     "training.update": 3,
+    "training.exact_pass": 3,
     "training.exact_step": 3,
     "rollout": 4,
     "rewards": 4,
