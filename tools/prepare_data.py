@@ -1,0 +1,361 @@
+"""Makes a file to train on: reads problems, drops repeats and unfit ones, writes Parquet that says how it came about.
+
+    python tools/prepare_data.py dapo-math-17k.parquet data/dapo.parquet --model MODEL --max-prompt-tokens 1024
+    python tools/prepare_data.py BytedTsinghua-SIA/AIME-2024 data/aime-24.parquet
+    python tools/prepare_data.py data/dapo.parquet data/perfectible.parquet --model MODEL --urls http://127.0.0.1:8000 \
+        --samples 16 --min-pass-rate 0.2 --max-pass-rate 0.8
+
+SOURCE is a Parquet file in verl's form, JSONL with prompt and answer, or the id of a data set on the Hugging Face hub
+(OWNER/NAME, or OWNER/NAME:FILE). A row without prompt or right answer is an error that names it. With --samples the
+pass rate of each problem is measured; what is scored is kept beside OUT, so that the same command goes on after an
+interruption. docs/data.md has the forms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import sys
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from rljax.config_loader import ConfigError, caller_errors, run_cli
+from rljax.data.files import PASS_RATE, Problem, Row, parse_row, prompt_text, read_provenance, read_rows, write_rows
+from rljax.data.prompts import FILE_REWARD, render_prompt
+from rljax.data.tokenizer import Tokenizer, load_tokenizer
+from rljax.evaluate import LONGEST_RESPONSE, find_policy, in_batches, open_engine
+from rljax.evaluation import SOLVED, score_responses
+from rljax.rewards.pool import RewardConfig, make_pool
+from rljax.rollout.types import SamplingParams
+
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to read, what to keep, and where to.
+
+    Attributes:
+      source: Parquet, JSONL, or a data set of the hub.
+      out: Parquet file to write.
+      model: HF directory (or run directory) whose tokenizer counts and whose policy, or served copy, is sampled.
+      max_prompt_tokens: longest prompt kept (tokens, the chat template's among them); None: any.
+      chat_template: as ``data.chat_template`` of the training run.
+      hold_out: problems put into OUT's neighbour ``...-held.parquet`` instead, for evaluation.
+      samples: responses a problem from which its pass rate is measured; 0: not measured.
+      min_pass_rate, max_pass_rate: problems in between are kept, both ends included; those solved never or always are
+        dropped whatever the bounds.
+      engine: jax, in this process; or vllm.
+      urls: vLLM servers of MODEL, asked as they stand; none: the embedded engine.
+      dtype: of the embedded engine.
+      temperature: of the draws.
+      max_response_tokens: longest response (tokens); None: 8192, or what the model has positions for.
+      batch_size: problems drawn at a time; None: 64 with the embedded engine, 1024 with servers.
+      reward: as ``data.reward``.
+      reward_workers: as ``data.reward_workers``.
+      reward_timeout_s: as ``data.reward_timeout_s``.
+      scores: JSONL file of what is scored so far; None: ``OUT.scores.jsonl``.
+      seed: of the draws and of what is held out.
+    """
+
+    source: tyro.conf.Positional[str]
+    out: tyro.conf.Positional[Path]
+    model: str | None = None
+    max_prompt_tokens: int | None = None
+    chat_template: Literal["auto", "true", "false"] = "auto"
+    hold_out: int = 0
+    samples: int = 0
+    min_pass_rate: float = 0.0
+    max_pass_rate: float = 1.0
+    engine: Literal["jax", "vllm"] | None = None
+    urls: tuple[str, ...] = ()
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    temperature: float = 1.0
+    max_response_tokens: int | None = None
+    batch_size: int | None = None
+    reward: str = FILE_REWARD
+    reward_workers: int | None = None
+    reward_timeout_s: float = 10.0
+    scores: Path | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ConfigError for arguments that make no sense together."""
+        if self.out.suffix != ".parquet":
+            raise ConfigError(f"OUT must end in .parquet, got {self.out}")
+        if self.model is None and (self.samples or self.max_prompt_tokens is not None):
+            raise ConfigError("--model is needed: its tokenizer counts prompt tokens, its policy is sampled")
+        if min(self.hold_out, self.samples) < 0 or (self.max_prompt_tokens or 1) < 1:
+            raise ConfigError("--hold-out and --samples must not be negative, --max-prompt-tokens at least 1")
+        if not 0.0 <= self.min_pass_rate <= self.max_pass_rate <= 1.0:
+            raise ConfigError(
+                f"pass rates must be 0 <= min <= max <= 1, got {self.min_pass_rate} and {self.max_pass_rate}"
+            )
+        if self.samples == 1 or (self.samples and not self.temperature > 0.0):
+            raise ConfigError("a pass rate needs at least 2 samples and a positive temperature")
+        if not self.samples and (self.min_pass_rate, self.max_pass_rate) != (0.0, 1.0):
+            raise ConfigError("pass rates are bounded but not measured: give --samples")
+        if (self.engine_name == "vllm") != bool(self.urls):
+            raise ConfigError("--urls are needed with --engine vllm, and only there")
+
+    @property
+    def engine_name(self) -> Literal["jax", "vllm"]:
+        """``engine``, or what ``urls`` say."""
+        return self.engine or ("vllm" if self.urls else "jax")
+
+    @property
+    def template(self) -> bool | Literal["auto"]:
+        """``chat_template`` as the library takes it."""
+        return "auto" if self.chat_template == "auto" else self.chat_template == "true"
+
+
+@dataclass
+class Selection:
+    """The rows kept so far, and how many each step kept and dropped.
+
+    Attributes:
+      rows: as they were read.
+      problems: the same, checked.
+      steps: one entry a filter, for the provenance.
+    """
+
+    rows: list[Row]
+    problems: list[Problem]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def keep(self, step: str, kept: Sequence[bool], **facts: Any) -> None:
+        """Drops the rows that are not ``kept`` and notes it."""
+        before = len(self.rows)
+        self.rows = [row for row, keep in zip(self.rows, kept, strict=True) if keep]
+        self.problems = [problem for problem, keep in zip(self.problems, kept, strict=True) if keep]
+        self.note(step, before - len(self.rows), **facts)
+        if not self.rows:
+            raise ConfigError(f"no problem is left after the step {step!r}")
+
+    def note(self, step: str, dropped: int, **facts: Any) -> None:
+        """Notes a step and prints it."""
+        self.steps.append({"step": step, "dropped": dropped, "kept": len(self.rows), **facts})
+        shown = "".join(f", {name.replace('_', ' ')} {value}" for name, value in facts.items())
+        print(f"{step}: {dropped} dropped, {len(self.rows)} kept{shown}")
+
+
+def find_source(source: str) -> Path:
+    """The local file of a source; one of the hub is downloaded. Raises ConfigError in one line."""
+    match = _HUB_ID.fullmatch(source)
+    if Path(source).exists() or not match or Path(source).suffix in (".parquet", ".jsonl"):
+        return Path(source)
+    from huggingface_hub import HfApi, hf_hub_download  # heavy, and of use only here
+
+    repository, name = match.groups()
+    try:
+        if name is None:
+            files = HfApi().list_repo_files(repository, repo_type="dataset")
+            found = [file for file in files if file.endswith((".parquet", ".jsonl"))]
+            if len(found) != 1:
+                raise ConfigError(
+                    f"{repository} holds {len(found)} files of problems, name one as {repository}:FILE: {found}"
+                )
+            name = found[0]
+        return Path(hf_hub_download(repository, name, repo_type="dataset"))
+    except ConfigError:
+        raise
+    except Exception as error:  # the hub's client lets out its own errors, httpx's and the system's
+        raise ConfigError(f"{source} is no file here and cannot be had from the Hugging Face hub: {error}") from error
+
+
+def read_distinct(path: Path) -> Selection:
+    """The rows of a file, the first of each prompt. Prompts are compared in Unicode's NFC form, spaces as one."""
+    seen: dict[bytes, str] = {}
+    selection, count, contradicting = Selection([], []), 0, 0
+    for number, row in tqdm(read_rows(path), desc="reading", unit="row", mininterval=1.0):
+        problem = parse_row(row, f"{path}: row {number}")
+        count += 1
+        text = " ".join(unicodedata.normalize("NFC", prompt_text(problem["prompt"])).split())
+        key = hashlib.sha256(text.encode()).digest()
+        if key in seen:
+            contradicting += seen[key] != problem["answer"]
+            continue
+        seen[key] = problem["answer"]
+        selection.rows.append(row)
+        selection.problems.append(problem)
+    if not count:
+        raise ConfigError(f"{path} holds no problems")
+    selection.note("repeats", count - len(seen), read=count, repeats_with_another_answer=contradicting)
+    return selection
+
+
+def drop_long(selection: Selection, tokenizer: Tokenizer, limit: int) -> None:
+    """Keeps prompts of at most ``limit`` tokens; ``prompt`` is rendered already."""
+    lengths = [len(tokenizer.encode(p["prompt"])) for p in tqdm(selection.problems, desc="counting", unit="prompt")]
+    kept = [length <= limit for length in lengths]
+    selection.keep("prompt length", kept, max_prompt_tokens=limit, longest=max(lengths))
+
+
+class Scores:
+    """The rewards of each problem's responses, in a JSONL file that survives an interruption."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        """Reads what is there. Raises ConfigError when it was scored with other settings."""
+        self._path, self.rewards = path, dict[str, list[float]]()
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            whole = text[: text.rfind("\n") + 1]  # the last line may have been cut short
+            lines = [json.loads(line) for line in whole.splitlines()]
+            if lines:
+                self._check(lines[0], settings)
+                self.rewards = {line["key"]: line["rewards"] for line in lines[1:]}
+                path.write_text(whole, encoding="utf-8")
+                return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+
+    def add(self, key: str, rewards: list[float]) -> None:
+        """Writes one problem's rewards, at once."""
+        self.rewards[key] = rewards
+        with self._path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"key": key, "rewards": rewards}) + "\n")
+
+    def _check(self, there: dict[str, Any], now: dict[str, Any]) -> None:
+        differing = [f"{key} ({there.get(key)} there, {now[key]} now)" for key in now if there.get(key) != now[key]]
+        if differing:
+            raise ConfigError(
+                f"{self._path} was scored with other settings: {', '.join(differing)}; "
+                "delete it or give another --scores"
+            )
+
+
+def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer: Tokenizer) -> Scores:
+    """Draws and scores ``samples`` responses to each problem that is not scored yet."""
+    with caller_errors():
+        policy = find_policy(str(arguments.model))
+        pool = make_pool(RewardConfig(arguments.reward, arguments.reward_workers, arguments.reward_timeout_s))
+    prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
+    room = policy.config.max_position_embeddings - prompt_tokens
+    limit = min(LONGEST_RESPONSE, room) if arguments.max_response_tokens is None else arguments.max_response_tokens
+    if limit > room:
+        raise ConfigError(f"--max-response-tokens {limit}: the model has positions for {room} after the longest prompt")
+    names = ("model", "samples", "temperature", "reward", "seed", "chat_template")
+    settings = {name: getattr(arguments, name) for name in names} | {"max_response_tokens": limit}
+    scores = Scores(arguments.scores or arguments.out.with_name(arguments.out.name + ".scores.jsonl"), settings)
+    keys = [problem_key(problem) for problem in problems]
+    done = sum(key in scores.rewards for key in keys)
+    if done == len(problems):
+        return scores
+    sampling = SamplingParams(limit, arguments.temperature, policy.config.stop_token_ids or (tokenizer.eos_token_id,))
+    at_once = arguments.batch_size or (64 if arguments.engine_name == "jax" else 1024)
+    n = arguments.samples
+    with (
+        pool,
+        open_engine(
+            policy,
+            arguments.engine_name,
+            arguments.urls,
+            arguments.dtype,
+            prompt_tokens=prompt_tokens,
+            response_tokens=limit,
+        ) as engine,
+        tqdm(total=len(problems), initial=done, desc="scoring", unit="problem") as bar,
+    ):
+        for start, batch in in_batches(problems, at_once):
+            waiting = [problem for problem in batch if problem_key(problem) not in scores.rewards]
+            landed: list[dict[int, float]] = [{} for _ in waiting]
+            if not waiting:
+                continue
+            for one in score_responses(engine, tokenizer, waiting, pool, sampling, n=n, seed=arguments.seed + start):
+                rewards = landed[one.problem_index]
+                rewards[one.sample_index] = one.reward
+                if len(rewards) == n:
+                    scores.add(problem_key(waiting[one.problem_index]), [rewards[j] for j in range(n)])
+                    bar.update()
+        counts = pool.take_metrics()
+    if counts["reward/errors"]:
+        print(f"warning: {counts['reward/errors']} responses could not be scored and count as wrong", file=sys.stderr)
+    return scores
+
+
+def problem_key(problem: Problem) -> str:
+    """A short name of what is asked and of the right answer."""
+    return hashlib.sha256(json.dumps([problem["prompt"], problem["answer"]]).encode()).hexdigest()[:24]
+
+
+def drop_unfit(selection: Selection, scores: Scores, low: float, high: float, samples: int) -> None:
+    """Keeps problems that are solved sometimes, not always, within the bounds; notes each one's pass rate."""
+    rates = [
+        sum(reward > SOLVED for reward in scores.rewards[problem_key(problem)]) / samples
+        for problem in selection.problems
+    ]
+    selection.rows = [row | {PASS_RATE: rate} for row, rate in zip(selection.rows, rates, strict=True)]
+    selection.keep(
+        "pass rate",
+        [0.0 < rate < 1.0 and low <= rate <= high for rate in rates],
+        samples=samples,
+        min_pass_rate=low,
+        max_pass_rate=high,
+        never_solved=sum(rate == 0.0 for rate in rates),
+        always_solved=sum(rate == 1.0 for rate in rates),
+    )
+
+
+def hold_out(selection: Selection, count: int, seed: int) -> list[Row]:
+    """Takes ``count`` rows, drawn at random, out of the selection."""
+    if count >= len(selection.rows):
+        raise ConfigError(f"--hold-out {count} leaves nothing of {len(selection.rows)} problems to train on")
+    drawn = set(np.random.default_rng(seed).permutation(len(selection.rows))[:count].tolist())
+    held = [row for i, row in enumerate(selection.rows) if i in drawn]
+    selection.keep("held out", [i not in drawn for i in range(len(selection.rows))])
+    return held
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prepares; returns the exit status."""
+    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    arguments.check()
+    with caller_errors():
+        source = find_source(arguments.source)
+        tokenizer = None if arguments.model is None else load_tokenizer(find_policy(arguments.model).hf_path)
+        selection = read_distinct(source)
+        for problem in selection.problems:
+            problem["prompt"] = render_prompt(problem["prompt"], tokenizer, arguments.template)
+    if tokenizer is not None and arguments.max_prompt_tokens is not None:
+        drop_long(selection, tokenizer, arguments.max_prompt_tokens)
+    if tokenizer is not None and arguments.samples:
+        scores = score_problems(arguments, selection.problems, tokenizer)
+        drop_unfit(selection, scores, arguments.min_pass_rate, arguments.max_pass_rate, arguments.samples)
+    held = hold_out(selection, arguments.hold_out, arguments.seed) if arguments.hold_out else []
+    provenance = {
+        "source": arguments.source,
+        "source_sha256": digest(source),
+        "command": shlex.join(["python", "tools/prepare_data.py", *argv]),
+        "steps": selection.steps,
+        "source_provenance": read_provenance(source) if source.suffix == ".parquet" else None,
+    }
+    for path, rows in outputs(arguments.out, selection.rows, held):
+        write_rows(path, rows, like=source, provenance=provenance)
+        print(f"wrote {len(rows)} problems to {path}")
+    return 0
+
+
+def outputs(out: Path, rows: list[Row], held: list[Row]) -> Iterator[tuple[Path, list[Row]]]:
+    """Each file to write and its rows."""
+    yield out, rows
+    if held:
+        yield out.with_name(f"{out.stem}-held.parquet"), held
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
