@@ -1,0 +1,166 @@
+"""Which problems a run draws, in which form of text, and in which order."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rljax.data.prompts import (
+    DataConfig,
+    PromptStream,
+    check_lengths,
+    evaluation_datasets,
+    held_problems,
+    render_prompt,
+    training_problems,
+)
+from rljax.data.tokenizer import Tokenizer
+from rljax.data.toy import build_tokenizer
+
+DATA = Path(__file__).parents[1] / "data"
+CHAT = [{"role": "system", "content": "1+1="}, {"role": "user", "content": "2+2="}]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }},{{ m.content }}>{% endfor %}{% if add_generation_prompt %}0>{% endif %}"
+)
+
+
+@pytest.fixture
+def bare():
+    return build_tokenizer()
+
+
+@pytest.fixture
+def chatty(tmp_path):
+    build_tokenizer().save(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer.chat_template = TEMPLATE
+    return Tokenizer(tokenizer)
+
+
+def file_config(name="additions_chat.parquet", **changes):
+    return DataConfig(task="file", path=str(DATA / name), **changes)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "with_template", "without"),
+    [
+        (CHAT, "auto", "s,1+1=>u,2+2=>0>", "1+1=\n\n2+2="),
+        ("2+2=", "auto", "2+2=", "2+2="),
+        ("2+2=", True, "u,2+2=>0>", None),
+        (CHAT, False, "1+1=\n\n2+2=", "1+1=\n\n2+2="),
+    ],
+)
+def test_the_chat_template_is_applied_as_configured(prompt, template, with_template, without, bare, chatty):
+    assert render_prompt(prompt, chatty, template) == with_template
+    if without is None:
+        with pytest.raises(ValueError, match="chat_template = true, but the tokenizer has none"):
+            render_prompt(prompt, bare, template)
+    else:
+        assert render_prompt(prompt, bare, template) == without
+        assert render_prompt(prompt, None, template) == without
+
+
+def test_a_template_may_refuse_and_says_so(chatty):
+    chatty._tokenizer.chat_template = "{{ raise_exception('no system message') }}"
+    with pytest.raises(ValueError, match="the chat template refuses a prompt: no system message"):
+        render_prompt(CHAT, chatty, "auto")
+
+
+def test_a_file_of_verls_form_becomes_problems(bare):
+    problems = training_problems(file_config(), bare)
+    assert len(problems) == 60
+    counts = Counter(problem["prompt"] for problem in problems)
+    assert sorted(set(counts.values())) == [2, 3]
+    for problem in problems:
+        a, b = problem["prompt"].removesuffix("=").split("+")
+        assert problem["answer"] == str(int(a) + int(b))
+        assert problem["data_source"] == "additions"
+        assert set(problem["extra_info"]) == {"index"}
+    assert held_problems(file_config()) == []
+
+
+def test_smaller_fractions_are_part_of_larger_ones_and_drawn_by_the_seed(bare):
+    def drawn(fraction, seed=0):
+        problems = training_problems(file_config(fraction=fraction, seed=seed), bare)
+        return [problem["extra_info"]["index"] for problem in problems]
+
+    quarter, half, whole = drawn(0.25), drawn(0.5), drawn(1.0)
+    assert (len(quarter), len(half), len(whole)) == (15, 30, 60)
+    assert half[:15] == quarter
+    assert set(half) < set(whole)
+    assert len(set(half)) == 30
+    assert quarter != whole[:15]
+    assert set(drawn(0.25, seed=1)) != set(quarter)
+    assert drawn(0.25) == quarter
+    assert len(drawn(0.001)) == 1
+    assert len(training_problems(DataConfig(fraction=0.025))) == 500
+
+
+def test_each_task_has_its_reward():
+    assert DataConfig().reward_name == "addition"
+    assert DataConfig(task="toy_swaps").reward_name == "swaps"
+    assert file_config().reward_name == "math"
+    assert file_config(reward="module:function").reward_name == "module:function"
+
+
+def test_datasets_of_an_evaluation_are_named(bare):
+    assert list(evaluation_datasets([], DataConfig(), bare)) == ["toy"]
+    assert evaluation_datasets([], file_config(), bare) == {}
+    paths = [str(DATA / "additions_text.parquet"), f"sums={DATA / 'additions_chat.parquet'}", "toy_swaps"]
+    found = evaluation_datasets(paths, file_config(), bare)
+    assert {name: len(problems) for name, problems in found.items()} == {
+        "additions_text": 10,
+        "sums": 60,
+        "toy_swaps": 200,
+    }
+    with pytest.raises(ValueError, match="two datasets are called additions_text: give one as NAME=FILE"):
+        evaluation_datasets([paths[0], paths[0]], file_config(), bare)
+
+
+def test_prompts_that_are_too_long_are_counted(bare):
+    problems = [{"prompt": "1+1="}, {"prompt": "12+1="}, {"prompt": "123+1="}]
+    check_lengths(problems, bare, 6, "")
+    with pytest.raises(
+        ValueError, match=r"data.max_prompt_tokens = 4, but a prompt has 6 tokens, and 2 of 3 are longer; do this"
+    ):
+        check_lengths(problems, bare, 4, "; do this")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_share_each_batch_and_the_position(count):
+    problems = [{"prompt": str(i)} for i in range(12)]
+    whole = PromptStream(problems, 8, seed=3)
+    shares = [PromptStream(problems, 8, seed=3, process=p, process_count=count) for p in range(count)]
+    for _ in range(3):
+        batch = whole.next_batch()
+        parts = [share.next_batch() for share in shares]
+        assert [len(part) for part in parts] == [8 // count] * count
+        assert [parts[i % count][i // count] for i in range(8)] == batch
+    assert {share.state_dict()["problems_drawn"] for share in shares} == {24}
+    # Another number of processes goes on from the same position.
+    alone = PromptStream(problems, 8, seed=3)
+    alone.load_state_dict(shares[0].state_dict())
+    assert alone.next_batch() == whole.next_batch()
+
+
+@pytest.mark.parametrize(("process", "count"), [(0, 3), (2, 2), (-1, 2)])
+def test_uneven_shares_are_refused(process, count):
+    with pytest.raises(ValueError, match=f"process {process} of {count} has no even share of batch_size = 4"):
+        PromptStream([{"prompt": "1"}] * 8, 4, seed=0, process=process, process_count=count)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"task": "file"}, "path is needed with task = file"),
+        ({"path": "x.parquet"}, "path is given, but task = toy reads no file"),
+        ({"fraction": 0.0}, "fraction must be above 0 and at most 1, got 0.0"),
+        ({"fraction": 1.5}, "fraction must be above 0 and at most 1, got 1.5"),
+        ({"reward_workers": -1}, "reward_workers must not be negative, got -1"),
+        ({"reward_timeout_s": 0.0}, "reward_timeout_s must be positive and finite, got 0.0"),
+    ],
+)
+def test_a_configuration_that_cannot_be(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**wrong)

@@ -1,0 +1,132 @@
+"""Problems on disk: what is read, what is refused by row, what is written and where it says it comes from."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rljax.data.files import parse_row, read_problems, read_provenance, read_rows, write_rows
+
+DATA = Path(__file__).parents[1] / "data"
+GOOD = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
+
+
+def written(path, rows):
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_every_form_reads_to_the_same_problems(tmp_path):
+    chat = read_problems(DATA / "math_chat.jsonl")
+    plain = read_problems(DATA / "plain.jsonl")
+    assert len(chat) == len(plain) == 12
+    for one, other in zip(chat, plain, strict=True):
+        (message,) = one["prompt"]
+        assert message["role"] == "user"
+        assert other["prompt"] in message["content"]
+        assert one["answer"] == other["answer"]
+    assert plain[0]["answer"] == "100"
+    rows = [{"prompt": p["prompt"], "answer": p["answer"]} for p in plain]
+    assert read_problems(written(tmp_path / "plain.parquet", rows)) == plain
+    assert chat[3]["extra_info"] == {"index": 3}
+    text = read_problems(DATA / "additions_text.parquet")
+    assert text[2]["extra_info"] == {"index": 2, "split": "test"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1+1="}, r"no right answer \(reward_model.ground_truth, or answer\)"),
+        ({"prompt": "1+1=", "reward_model": {"ground_truth": None}}, "no right answer"),
+        ({"prompt": "1+1=", "reward_model": {"style": "rule"}}, "no right answer"),
+        ({"prompt": "1+1=", "answer": " "}, "no right answer"),
+        ({"prompt": "1+1=", "answer": math.nan}, "no right answer"),
+        ({"prompt": "1+1=", "answer": ["2"]}, "the right answer must be text or a number, got list"),
+        ({"prompt": "1+1=", "answer": True}, "the right answer must be text or a number, got bool"),
+        ({"answer": "2"}, "the prompt is empty"),
+        ({"prompt": " \n", "answer": "2"}, "the prompt is empty"),
+        ({"prompt": [], "answer": "2"}, "the prompt is empty"),
+        ({"prompt": [{"role": "user", "content": ""}], "answer": "2"}, "the prompt is empty"),
+        ({"prompt": [{"content": "1+1="}], "answer": "2"}, "must be text or a list of messages with role and content"),
+        ({"prompt": 7, "answer": "2"}, "must be text or a list of messages"),
+    ],
+)
+def test_a_wrong_row_is_named(row, message, tmp_path):
+    with pytest.raises(ValueError, match=rf"file: row 2: .*{message}"):
+        parse_row(row, "file: row 2")
+    path = written(tmp_path / "x.jsonl", [GOOD, "", row])
+    # The blank line counts, so that the number is the line's.
+    with pytest.raises(ValueError, match=rf"x\.jsonl: row 3: .*{message}"):
+        read_problems(path)
+
+
+def test_rows_of_parquet_are_counted_from_one(tmp_path):
+    path = written(tmp_path / "x.parquet", [GOOD, GOOD, GOOD | {"prompt": ""}])
+    with pytest.raises(ValueError, match=r"x\.parquet: row 3: the prompt is empty"):
+        read_problems(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("no.parquet", None, "no problems at .*no.parquet: there is no such file"),
+        ("bad.parquet", "not parquet", "bad.parquet is not a Parquet file: "),
+        ("bad.jsonl", "{", r"bad.jsonl: row 1: not JSON"),
+        ("list.jsonl", "[1]", "list.jsonl: row 1: expected an object, got list"),
+        ("empty.jsonl", "\n", "empty.jsonl holds no problems"),
+        ("x.csv", "a,b", r"x.csv: problems are read from .parquet or .jsonl files"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_problems(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    path = written(tmp_path / "x.jsonl", [GOOD])
+    assert len(read_problems(path)) == 1
+    written(path, [GOOD, GOOD])
+    os.utime(path, ns=(1, 1))
+    assert len(read_problems(path)) == 2
+
+
+def test_parquet_keeps_its_columns_and_types_and_says_where_it_comes_from(tmp_path):
+    source, out = DATA / "additions_chat.parquet", tmp_path / "new" / "out.parquet"
+    rows = [row for number, row in read_rows(source) if number in (3, 5)]
+    write_rows(out, rows, like=source, provenance={"source": "there", "steps": [1, 2]})
+    assert read_provenance(out) == {"version": 1, "source": "there", "steps": [1, 2]}
+    assert read_provenance(source) is None
+    assert pq.read_schema(out).remove_metadata() == pq.read_schema(source)
+    assert [row for _, row in read_rows(out)] == rows
+    assert [path.name for path in out.parent.iterdir()] == ["out.parquet"]
+    write_rows(out, [row | {"pass_rate": 0.25} for row in rows], like=source, provenance={})
+    assert [row["pass_rate"] for _, row in read_rows(out)] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("name", ["plain.jsonl", "math_chat.jsonl"])
+def test_jsonl_becomes_verls_form(name, tmp_path):
+    source, out = DATA / name, tmp_path / "out.parquet"
+    write_rows(out, [row for _, row in read_rows(source)], like=source, provenance={})
+    for before, after in zip(read_problems(source), read_problems(out), strict=True):
+        assert {key: after[key] for key in ("prompt", "answer", "data_source")} == {
+            key: before[key] for key in ("prompt", "answer", "data_source")
+        }
+    (_, row), *_ = read_rows(out)
+    assert row["reward_model"] == {"ground_truth": "100", "style": "rule"}
+
+
+def test_texts_among_chats_become_chats(tmp_path):
+    source = written(tmp_path / "x.jsonl", [GOOD, GOOD | {"prompt": [{"role": "user", "content": "2+2="}]}])
+    write_rows(tmp_path / "out.parquet", [row for _, row in read_rows(source)], like=source, provenance={})
+    prompts = [problem["prompt"] for problem in read_problems(tmp_path / "out.parquet")]
+    assert prompts == [[{"role": "user", "content": text}] for text in ("1+1=", "2+2=")]
