@@ -38,7 +38,7 @@ _EXTRACTION = LatexExtractionConfig(
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z' \-]*")
 _NUMERIC = re.compile(r"[^A-Za-z]*")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
-_TWO_NUMBERS = re.compile(r"(?<![\d_])\d+\s+\d")  # the library would read 1 2 as 12
+_TWO_NUMBERS = re.compile(r"(?<![\d_])\d+\s+\d")  # the library reads 4 2 as a binomial coefficient
 _PERCENT = re.compile(r"\s*(?:\\?%|\bper ?cent\b|\bpct\b)$", re.IGNORECASE)
 _SIGNIFICANT_DIGITS = 6
 _LONGEST = 2000  # characters; what is longer is no answer, and would take long to read

@@ -82,6 +82,7 @@ def test_numbers_and_other_fields_of_a_problem_are_taken():
     [
         ("Answer: 3\nAnswer: $4$", "$4$"),
         (r"\boxed{3} Answer: 4", "4"),
+        ("Answer: 3, no, $\\boxed{4}$\nAnswer: 5", "5"),
         (r"Answer: 4, that is $\boxed{3}$", "3"),
         (r"\boxed{\frac{1}{2}} or \boxed{3}", r"\frac{1}{2}, 3"),
         (r"\boxed{1}, so the other is \boxed{2}", "2"),

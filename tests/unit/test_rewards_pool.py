@@ -20,7 +20,7 @@ import os, signal, sys, time
 
 def act(problem, response, truncated):
     if response == "hang":
-        time.sleep(60)
+        time.sleep(300)
     if response == "hang deaf":
         signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
         while True:
@@ -204,8 +204,11 @@ def test_workers_have_no_jax_and_end_with_their_parent(tmp_path, ending):
     script.write_text(textwrap.dedent(SCRIPT))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(script), str(tmp_path), ending]
+    start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert done.returncode == (-9 if ending == "killed" else 0), done.stderr
+    # It waits for the workers, too, which hold its output open: one that hangs would do so for 300 s.
+    assert time.monotonic() - start < 100.0
     has_jax, pid = done.stdout.split()
     assert has_jax == "0.0"
     # An idle worker sees the end of the pipe at once; one that hangs ends by its own alarm.
