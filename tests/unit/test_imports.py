@@ -47,6 +47,7 @@ LEVELS = {
     "config_loader": 5,
     "config_values": 5,
     "report_figure": 5,
+    "outcome": 5,
     "run_directory": 6,
     "training.rollout_files": 6,
     "training.build": 6,
