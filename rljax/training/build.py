@@ -81,7 +81,7 @@ def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPa
             config.loss, config.correction.resolved(), config.num_sequences, config.rollout.max_response_tokens
         ),
         rows=config.packing.rows_per_micro_batch,
-        row_tokens=config.packing.resolve_row_tokens(config.max_sequence_tokens),
+        row_tokens=config.packing.resolve_row_tokens(config.max_engine_tokens),
     )
 
 
