@@ -148,11 +148,8 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
     settings = load_config(Config, [str(path / "config.yaml")], prog="evaluate", description="")
     folder = _checkpoints(path, best)
     if not folder.is_dir():
-        raise ValueError(
-            f"{path} has no {folder.name}: was it run with checkpoint.keep_best?"
-            if best
-            else f"{path} has no checkpoints"
-        )
+        missing = "best checkpoint; was it run with checkpoint.keep_best?" if best else "checkpoints"
+        raise ValueError(f"{path} has no {missing}")
     with contextlib.closing(Checkpointer(folder, read_only=True)) as checkpointer:
         steps = checkpointer.all_steps()
     taken = (steps[-1] if steps else None) if step is None else step

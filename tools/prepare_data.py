@@ -151,7 +151,8 @@ class Selection:
 def find_source(source: str) -> Path:
     """The local file of a source; one of the hub is downloaded. Raises ConfigError in one line."""
     match = _HUB_ID.fullmatch(source)
-    if Path(source).exists() or not match or Path(source).suffix in (".parquet", ".jsonl"):
+    is_file_name = ":" not in source and source.endswith((".parquet", ".jsonl"))
+    if Path(source).exists() or not match or is_file_name:
         return Path(source)
     from huggingface_hub import HfApi, hf_hub_download  # heavy, and of use only here
 
