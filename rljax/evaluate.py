@@ -194,10 +194,10 @@ def open_engine(
         yield made
 
 
-def in_batches(problems: Sequence[Problem], size: int) -> Iterator[tuple[int, Sequence[Problem]]]:
+def in_batches(problems: Sequence[Problem], size: int) -> Iterator[tuple[int, list[Problem]]]:
     """(position of the first, at most ``size`` problems), in order."""
     for start in range(0, len(problems), size):
-        yield start, problems[start : start + size]
+        yield start, [problems[i] for i in range(start, min(start + size, len(problems)))]
 
 
 def response_limit(arguments: Arguments, policy: PolicyConfig, prompt_tokens: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from rljax.config import Config, EvalConfig
 from rljax.config_loader import ConfigError, load_config
-from rljax.data.toy import build_tokenizer
+from rljax.data.toy import AdditionProblems, build_tokenizer
 from rljax.evaluate import Arguments, find_policy, in_batches, write_responses
 from rljax.evaluation import Evaluation, Scored, mean_accuracy, pass_at_k, score_responses, summarize_scores
 from rljax.rewards.pool import RewardPool
@@ -188,4 +188,6 @@ def test_every_response_is_written_in_order(tmp_path):
 
 
 def test_batches_cover_the_problems_in_order():
-    assert [(start, list(part)) for start, part in in_batches(range(5), 2)] == [(0, [0, 1]), (2, [2, 3]), (4, [4])]
+    problems = AdditionProblems("held", 5)
+    assert [(start, len(part)) for start, part in in_batches(problems, 2)] == [(0, 2), (2, 2), (4, 1)]
+    assert [problem for _, part in in_batches(problems, 2) for problem in part] == list(problems)
