@@ -2,7 +2,8 @@
 
 Both sources go through one strict reader, so a wrong key, type or choice gives the same single line wherever it was
 written, and ``__post_init__`` runs on the merged values only: a file that is complete only together with an option of
-the command line is fine. ``tyro`` draws ``--help`` from the same dataclasses, with the file's values as defaults.
+the command line is fine. ``base: OTHER.yaml`` in a file, relative to it, is another file that it is laid over.
+``tyro`` draws ``--help`` from the same dataclasses, with the file's values as defaults.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 _MISSING = object()
 _COMMAND_LINE = "command line"
+_BASE = "base"
 
 
 class ConfigError(ValueError):
@@ -264,9 +266,45 @@ def _print_help(root: type, argv: Sequence[str], prog: str, description: str) ->
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _read_yaml(root: type, file: str) -> dict[str, Any]:
+def _read_yaml(root: type, file: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values of a file, laid over those of its base; ``above`` are the files that lead to this one."""
+    node = _compose(root, file)
+    base = None if _BASE in _field_types(root) else _take_base(node, file)
+    values = _read_section(root, root, node, file, "")
+    if base is None:
+        return values
+    where, path = base
+    chain = (*above, Path(file).resolve())
+    if path.resolve() in chain:
+        raise ConfigError(f"{where}: {_BASE}: {path} leads back to itself")
+    if not path.is_file():
+        raise ConfigError(f"{where}: {_BASE}: {path} does not exist")
+    return _laid_over(_read_yaml(root, str(path), chain), values)
+
+
+def _take_base(node: yaml.Node, file: str) -> tuple[str, Path] | None:
+    """Removes ``base`` from a file's mapping; returns where it stands and the file that it names."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    for key, value in pairs:
+        if key.value == _BASE:
+            if value.tag != "tag:yaml.org,2002:str" or not value.value:
+                raise ConfigError(f"{_at(file, key)}: {_BASE}: expected the name of a file, got {_show(value)}")
+            pairs.remove((key, value))
+            return _at(file, key), Path(file).parent / value.value
+    return None
+
+
+def _laid_over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with ``values`` in its place, section by section."""
+    merged = dict(base)
+    for key, value in values.items():
+        merged[key] = _laid_over(base.get(key, {}), value) if isinstance(value, dict) else value
+    return merged
+
+
+def _compose(root: type, file: str) -> yaml.Node:
     try:
-        node = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
+        node: yaml.Node | None = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -278,7 +316,7 @@ def _read_yaml(root: type, file: str) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: expected a mapping with the keys {', '.join(_field_types(root))}, got an empty file"
         )
-    return _read_section(root, root, node, file, "")
+    return node
 
 
 def _read_section(root: type, section: type, node: yaml.Node, file: str, path: str) -> dict[str, Any]:
