@@ -1,0 +1,134 @@
+"""From a Parquet file in verl's form to a trained and evaluated policy, as a person does it."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from toy_runs import ROOT, TIMEOUT, command, comparable, complete, environment
+
+from rljax.config import Config
+from rljax.config_loader import load_config
+from rljax.data.files import read_problems, read_provenance
+from rljax.data.tokenizer import load_tokenizer
+from rljax.train import check_prompts
+
+DATA = ROOT / "tests/data"
+STEPS = 10
+DRAWS = ["--n", "4", "--temperature", "1.0", "--pass-k", "1", "2", "4"]
+EVALUATED = [
+    *("--eval.at-start", "true", "--eval.every", "4", "--eval.n", "4", "--eval.temperature", "1.0"),
+    *("--eval.pass-k", "1", "2", "4", "--checkpoint.keep-best", "true"),
+]
+
+
+def program(words, cache):
+    """Standard output of a program that must end well."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=environment(cache),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def prepared(toy_base, cache, tmp_path_factory):
+    out = tmp_path_factory.mktemp("data") / "additions.parquet"
+    words = ["tools/prepare_data.py", "tests/data/additions_chat.parquet", str(out), "--model", str(toy_base)]
+    printed = program([*words, "--max-prompt-tokens", "8", "--chat-template", "false", "--hold-out", "4"], cache)
+    assert "wrote 20 problems" in printed
+    return out
+
+
+@pytest.fixture(scope="module")
+def train(prepared, toy_base, cache, tmp_path_factory):
+    place = tmp_path_factory.mktemp("runs")
+
+    def run(name, *options):
+        words = [
+            *("--data.task", "file", "--data.path", str(prepared), "--data.chat-template", "false"),
+            *("--data.reward", "rljax.rewards.toy:addition_reward", "--data.batch-size", "4"),
+            *("--rollout.group-size", "8", "--packing.rows-per-micro-batch", "4", "--optimizer.learning-rate", "2e-4"),
+        ]
+        code, output = complete(command(toy_base, place / name, *words, *options), cache)
+        assert code == 0, output
+        return place / name, output
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def evaluated(train, prepared):
+    held = prepared.with_name("additions-held.parquet")
+    run, _ = train("evaluated", "--run.steps", str(STEPS), *EVALUATED, "--eval.datasets", f"held={held}", "toy")
+    return run
+
+
+def test_ten_steps_from_the_file_learn_and_are_evaluated(evaluated, prepared):
+    rows = comparable(evaluated)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert any(row["reward/mean"] > 0 for row in rows)
+    assert any(row["optimizer/grad_norm"] > 0 for row in rows)
+    for row in rows:
+        assert row["reward/errors"] == row["reward/timeouts"] == 0
+        due = row["step"] in (4, 8, 10)
+        assert ("eval/held/accuracy" in row) == ("eval/toy/pass@4" in row) == due
+        assert ("eval/held/accuracy_at_start" in row) == (row["step"] == 1)
+        if due:
+            assert row["eval/toy/accuracy"] == pytest.approx(row["eval/toy/pass@1"])
+            assert row["eval/toy/accuracy"] < row["eval/toy/pass@2"] < row["eval/toy/pass@4"] < 1
+            # A multiple of 1 / (4 problems x 4 responses).
+            assert (16 * row["eval/held/accuracy"]).is_integer()
+    assert read_provenance(prepared)["steps"][0]["read"] == 60
+
+
+def test_evaluations_and_a_pause_halfway_leave_the_run_as_it_is_bit_for_bit(evaluated, train):
+    plain = ["--eval.every", "0"]
+    train("plain", "--run.steps", "5", *plain)
+    run, _ = train("plain", "--run.steps", str(STEPS), *plain)
+    expected = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in comparable(evaluated)]
+    assert comparable(run) == expected
+
+
+def test_a_checkpoint_evaluated_alone_gives_what_its_row_says(evaluated, prepared, cache, tmp_path):
+    rows = {row["step"]: row for row in comparable(evaluated)}
+    means = {step: np.mean([rows[step][f"eval/{d}/accuracy"] for d in ("held", "toy")]) for step in (4, 8, 10)}
+    best = max(means, key=means.get)
+    words = ["-m", "rljax.evaluate", *DRAWS, "--dtype", "bfloat16", "--max-response-tokens", "36"]
+    held = str(prepared.with_name("additions-held.parquet"))
+    from_file = [*words, "--dataset", held, "--chat-template", "false", "--reward", "addition"]
+    of_best = json.loads(program([*words, "--path", str(evaluated), "--best", "true"], cache))
+    newest = [*from_file, "--path", str(evaluated / "checkpoints" / str(STEPS)), "--out", str(tmp_path / "all.jsonl")]
+    of_newest = json.loads(program(newest, cache))
+    assert (of_best["step"], of_newest["step"]) == (best, STEPS)
+    assert (of_best["dataset"], of_newest["dataset"]) == ("toy", "additions-held")
+    for found, name in ((of_best, "toy"), (of_newest, "held")):
+        for key in ("accuracy", "pass@1", "pass@2", "pass@4", "response_length", "truncated_fraction"):
+            assert found[key] == rows[found["step"]][f"eval/{name}/{key}"], key
+    lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert [(line["problem"], line["sample"]) for line in lines] == [(i, j) for i in range(4) for j in range(4)]
+    answers = [problem["answer"] for problem in read_problems(held)]
+    assert [line["answer"] for line in lines[::4]] == answers
+    assert np.mean([line["response"].rsplit(",", 1)[-1] == line["answer"] for line in lines if not line["truncated"]])
+    assert np.mean([line["reward"] for line in lines]) == of_newest["accuracy"]
+
+
+def test_long_prompts_are_counted_with_the_command_that_drops_them(toy_base, capsys):
+    words = ["--data.task", "file", "--data.path", str(DATA / "math_chat.jsonl"), "--model.path", str(toy_base)]
+
+    def check(*more):
+        check_prompts(load_config(Config, [*words, *more], prog="", description=""), load_tokenizer(toy_base))
+
+    with pytest.raises(ValueError, match=r"and 12 of 12 are longer in .*; raise it, or: python tools/prepare_data\.py"):
+        check("--data.max-prompt-tokens", "30")
+    check()
+    assert "warning: nothing is evaluated: eval.datasets is empty" in capsys.readouterr().err
+    check("--eval.every", "0")
+    assert capsys.readouterr().err == ""
