@@ -31,18 +31,24 @@ class RunConfig:
       seed: of the rollouts and of the order of the prompts.
       resume: auto: go on from the newest checkpoint in ``dir`` if there is one; never: refuse a ``dir`` that holds a
         run; or the path of another run directory to go on from.
+      profile_steps: first and last step (from 1) of a JAX profile, written into ``dir``/profile; none: no profile.
     """
 
     dir: str = "runs/run"
     steps: int = 100
     seed: int = 0
     resume: str = "auto"
+    profile_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.profile_steps and not (
+            len(self.profile_steps) == 2 and 1 <= self.profile_steps[0] <= self.profile_steps[1]
+        ):
+            raise ValueError(f"profile_steps must be two steps, the first at least 1, got {list(self.profile_steps)}")
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class ModelConfig:
     """The policy to start from.
 
     Attributes:
-      path: an HF directory (config.json, safetensors, tokenizer.json).
+      path: an HF directory (config.json, safetensors, tokenizer.json), or OWNER/NAME of a model on the hub, which is
+        fetched once; the run's config.yaml then names the directory that it was fetched to.
     """
 
     path: str = "runs/toy-base"

@@ -1,13 +1,14 @@
-"""Trains a policy: ``python -m rljax.train CONFIG.yaml [--a.b value ...]``.
+"""Trains a policy: ``python -m rljax.train CONFIG.yaml [--a.b value ...] [--dry-run]``.
 
 Builds the parts of a run from its configuration, goes on from a checkpoint when there is one, and calls the loop.
 SIGINT or SIGTERM ends the run after the step under way, saved; the same command then goes on from there. A guard's stop
-rule does likewise, with exit status 3.
+rule does likewise, with exit status 3. ``--dry-run`` only tells what the run would take, from shapes alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import signal
@@ -24,10 +25,12 @@ from rljax.config import Config
 from rljax.config_loader import ConfigError, caller_errors, config_to_yaml, load_config, run_cli
 from rljax.data.prompts import PromptStream, check_lengths, evaluation_datasets, training_problems
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
+from rljax.dry_run import dry_run
 from rljax.evaluation import Evaluation
 from rljax.guard import Guard
 from rljax.policy.config import PolicyConfig, config_to_hf, read_config
 from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.hub import model_directory
 from rljax.policy.qwen3 import param_shardings
 from rljax.policy.score import make_scorer
 from rljax.record import Recorder, format_summary, read_rows, summarize, write_summary
@@ -50,14 +53,20 @@ from rljax.training.rate import make_rate_controller
 from rljax.training.state import TrainState, abstract_state, create_state
 
 PROG = "python -m rljax.train"
+DRY_RUN = "--dry-run"
 GUARD_STATUS = 3
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs training; returns the exit status."""
-    config = load_config(Config, argv, prog=PROG, description=__doc__ or "")
+    config = load_config(Config, [word for word in argv if word != DRY_RUN], prog=PROG, description=__doc__ or "")
     run_dir = Path(config.run.dir)
     with caller_errors():
+        if DRY_RUN in argv:
+            print(dry_run(config))
+            return 0
+        model = dataclasses.replace(config.model, path=model_directory(config.model.path))
+        config = dataclasses.replace(config, model=model)
         policy = read_config(config.model.path)
         tokenizer = load_tokenizer(config.model.path)
         mesh = make_mesh(config.mesh)

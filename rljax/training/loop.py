@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ from rljax.rollout.types import Response, SamplingParams
 from rljax.training.checkpoint import Checkpointer
 from rljax.training.measure import without_empty_buckets
 from rljax.training.packing import TrainSequence
+from rljax.training.profiling import StepProfiler
 from rljax.training.rate import RateController
 from rljax.training.rollout_files import StepRollouts, write_tokens, write_transcript
 from rljax.training.state import TrainState
@@ -372,15 +374,17 @@ def train(
     row = last_row or {}
     parts.engine.publish(state.params, progress.policy_version)
     parts.engine.take_metrics()
-    while progress.step < config.run.steps:
-        state, row, histograms = one_step(parts, state, progress, row)
-        record(row, histograms)
-        progress.stopped_by = check_guard(parts.guard, row)
-        stopping = should_stop() or bool(progress.stopped_by)
-        if stopping or progress.step == config.run.steps or _is_due(config.checkpoint.every, progress.step):
-            parts.checkpointer.save(progress.step, state, host_state(parts, progress))
-        if config.checkpoint.keep_best and (accuracy := mean_accuracy(row)) is not None:
-            parts.checkpointer.save_best(progress.step, accuracy, state, host_state(parts, progress))
-        if stopping:
-            break
+    with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
+        while progress.step < config.run.steps:
+            with profiler.step(progress.step + 1):
+                state, row, histograms = one_step(parts, state, progress, row)
+            record(row, histograms)
+            progress.stopped_by = check_guard(parts.guard, row)
+            stopping = should_stop() or bool(progress.stopped_by)
+            if stopping or progress.step == config.run.steps or _is_due(config.checkpoint.every, progress.step):
+                parts.checkpointer.save(progress.step, state, host_state(parts, progress))
+            if config.checkpoint.keep_best and (accuracy := mean_accuracy(row)) is not None:
+                parts.checkpointer.save_best(progress.step, accuracy, state, host_state(parts, progress))
+            if stopping:
+                break
     return state

@@ -26,6 +26,7 @@ LEVELS = {
     "training.loss_scale": 1,
     "training.optimizer": 1,
     "training.rate": 1,
+    "training.profiling": 1,
     "policy": 2,
     "training.state": 2,
     "training.measure": 2,
@@ -53,7 +54,8 @@ LEVELS = {
     "training.build": 6,
     "training.loop": 6,
     "evaluate": 6,
-    "train": 7,
+    "dry_run": 7,
+    "train": 8,
 }
 
 # Files that make one room though no folder holds them.
@@ -71,6 +73,7 @@ DOORS = {
     "safetensors": {"policy.hf", "rollout.publish", "rollout.vllm_plugin"},  # the plugin reads what publish wrote
     "vllm": {"rollout.vllm_plugin"},
     "torch": {"rollout.vllm_plugin", "compare.scorers"},
+    "huggingface_hub": {"policy.hub"},
     "transformers": {"data.tokenizer", "compare.scorers"},
     "tensorboardX": {"record"},
     "tqdm": {"record"},

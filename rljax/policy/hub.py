@@ -1,0 +1,85 @@
+"""Models by name: a directory on this machine, or a model of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rljax.policy.config import PolicyConfig, read_config
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_WANTED = ("*.json", "*.safetensors", "*.jinja")  # not the same weights again in other formats
+
+# d, MLP width, layers, query heads, from each model's config.json on the hub; all have 8 kv heads of width 128.
+_QWEN3_SIZES = {
+    "0.6B": (1024, 3072, 28, 16),
+    "1.7B": (2048, 6144, 28, 16),
+    "4B": (2560, 9728, 36, 32),
+    "8B": (4096, 12288, 36, 32),
+}
+
+
+def _qwen3(size: str, *, base: bool) -> PolicyConfig:
+    width, inner, layers, heads = _QWEN3_SIZES[size]
+    return PolicyConfig(
+        vocab_size=151_936,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=1e6,
+        tie_word_embeddings=size != "8B",
+        max_position_embeddings=32_768 if base else 40_960,
+        bos_token_id=151_643,
+        eos_token_id=151_643 if base else 151_645,
+    )
+
+
+KNOWN_SHAPES: dict[str, PolicyConfig] = {
+    f"Qwen/Qwen3-{size}{suffix}": _qwen3(size, base=suffix == "-Base")
+    for size in _QWEN3_SIZES
+    for suffix in ("", "-Base")
+}
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether ``name`` is meant for the hub: OWNER/NAME, and no directory OWNER that it might be a path in."""
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).parent.is_dir()
+
+
+def model_directory(name: str, files: Sequence[str] = _WANTED) -> str:
+    """``name`` itself, or where a model of the hub lies on this machine, fetched unless it was before.
+
+    Args:
+      name: a directory, or OWNER/NAME.
+      files: patterns of the files that are wanted.
+
+    Raises:
+      ValueError: the hub has no such model, or cannot be reached and the model was not fetched before.
+    """
+    if not is_hub_id(name):
+        return name
+    from huggingface_hub import snapshot_download  # a second to import
+
+    try:
+        return str(snapshot_download(name, allow_patterns=list(files)))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"no model at {name}: there is no such directory, and the Hugging Face hub does not give it "
+            f"({type(error).__name__}: {reason})"
+        ) from error
+
+
+def policy_shape(name: str) -> PolicyConfig:
+    """The shape of a model, known by name or read from its ``config.json``; no weights are read or fetched.
+
+    Raises:
+      ValueError: as ``model_directory`` and ``read_config``.
+    """
+    if is_hub_id(name) and name in KNOWN_SHAPES:
+        return KNOWN_SHAPES[name]
+    return read_config(model_directory(name, ("config.json",)))

@@ -1,0 +1,49 @@
+"""A JAX profile of some steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+
+class StepProfiler:
+    """Profiles the steps ``first`` to ``last`` into a directory that TensorBoard and XProf read.
+
+    A context: what was profiled is written when the run is left earlier, too.
+    """
+
+    def __init__(self, steps: Sequence[int], directory: Path):
+        """Starts nothing yet.
+
+        Args:
+          steps: (first, last), 1-based; empty: never.
+          directory: made by the first step that is profiled.
+        """
+        self._first, self._last = steps or (0, -1)
+        self._directory = directory
+        self._running = False
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around step ``number``; starts before the first and stops after the last."""
+        if not self._running and self._first <= number <= self._last:
+            jax.profiler.start_trace(self._directory)
+            self._running = True
+        with jax.profiler.StepTraceAnnotation("step", step_num=number):
+            yield
+        if number >= self._last:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
