@@ -46,7 +46,10 @@ def scored(rewards):
 
 
 def test_scores_by_hand():
-    result = summarize_scores(scored([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]), n=4, pass_k=(1, 2, 4))
+    responses = scored([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
+    result = summarize_scores(responses, n=4, pass_k=(1, 2, 4))
+    by_sample = sorted(responses, key=lambda one: one.sample_index)
+    assert summarize_scores(by_sample, n=4, pass_k=(1, 2, 4)) == result
     assert result == {
         "accuracy": 0.5,
         "response_length": 6.5,
