@@ -47,7 +47,10 @@ LEVELS = {
     "config": 5,
     "config_loader": 5,
     "config_values": 5,
+    "report_panels": 5,
+    "report_lengths": 5,
     "report_figure": 5,
+    "paper_figures": 5,
     "outcome": 5,
     "run_directory": 6,
     "training.rollout_files": 6,
@@ -59,7 +62,9 @@ LEVELS = {
 }
 
 # Files that make one room though no folder holds them.
-SHARED_ROOM = {"config_loader": "config", "config_values": "config"}
+SHARED_ROOM = {"config_loader": "config", "config_values": "config"} | dict.fromkeys(
+    ("report_lengths", "report_figure", "paper_figures"), "report_panels"
+)
 
 # Edges between two rooms on one level that are meant: the train state holds the policy's parameters.
 SIDE_DOORS = {("training.state", "policy")}
@@ -79,7 +84,7 @@ DOORS = {
     "tqdm": {"record"},
     "tyro": {"config_loader"},
     "yaml": {"config_loader"},
-    "matplotlib": {"report_figure"},
+    "matplotlib": {"report_panels", "report_lengths"},
     "math_verify": {"rewards.math"},
 }
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy"}

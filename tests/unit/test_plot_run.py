@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rljax.report_figure import _draw, _exponential_mean, _Run, _short_names, draw_report
+from rljax.report_figure import REPORT, draw_report
+from rljax.report_panels import Run, draw_grid, exponential_mean, short_names
+
+pytestmark = pytest.mark.filterwarnings("error")
 
 TOOL = Path(__file__).parents[2] / "tools" / "plot_run.py"
 
@@ -40,7 +43,11 @@ def write_run(directory: Path, made) -> Path:
 
 
 def run_of(made, color="#123456"):
-    return _Run("a run", made, color, "-")
+    return Run("a run", made, color, "-")
+
+
+def draw(runs, smooth):
+    return draw_grid(REPORT, runs, smooth)
 
 
 def axis_named(figure, title):
@@ -62,45 +69,54 @@ def test_one_run_is_written_as_a_png(tmp_path):
 
 
 def test_the_surge_and_the_decay_period_are_marked():
-    figure = _draw([run_of(rows(40, surge=8, period=14))], 0.9)
+    figure = draw([run_of(rows(40, surge=8, period=14))], 0.9)
     assert vertical_lines(axis_named(figure, "Response length")) == [8, 14, 28]
     assert vertical_lines(axis_named(figure, "Learning rate")) == [8, 14, 28]
     assert texts(axis_named(figure, "Response length")) == ["surge at 8, period 14"]
 
 
 def test_a_fixed_period_without_a_surge_is_marked_alone():
-    axis = axis_named(_draw([run_of(rows(40, period=15))], 0.9), "Response length")
+    axis = axis_named(draw([run_of(rows(40, period=15))], 0.9), "Response length")
     assert vertical_lines(axis) == [15, 30]
     assert texts(axis) == []
 
 
 def test_a_run_without_schedule_has_no_marks():
-    assert vertical_lines(axis_named(_draw([run_of(rows())], 0.9), "Response length")) == []
+    assert vertical_lines(axis_named(draw([run_of(rows())], 0.9), "Response length")) == []
 
 
 def test_raw_and_smoothed_curves_leave_gaps_where_a_value_was_not_finite():
-    axis = axis_named(_draw([run_of(rows())], 0.9), "Gradient norm")
+    axis = axis_named(draw([run_of(rows())], 0.9), "Gradient norm")
     raw, smooth = (line.get_ydata() for line in axis.lines)
     for values in (raw, smooth):
         assert np.isnan(values[4])
         np.testing.assert_allclose(np.delete(values, 4), 0.5)
-    assert len(axis_named(_draw([run_of(rows())], 0.0), "Gradient norm").lines) == 1
+    assert len(axis_named(draw([run_of(rows())], 0.0), "Gradient norm").lines) == 1
 
 
 def test_the_mismatch_is_drawn_on_a_log_axis_without_its_zeros():
-    axis = axis_named(_draw([run_of(rows())], 0.9), "Training-inference mismatch")
+    axis = axis_named(draw([run_of(rows())], 0.9), "Training-inference mismatch")
     assert axis.get_yscale() == "log"
     assert np.isnan(axis.lines[0].get_ydata()[8])
 
 
+@pytest.mark.parametrize("values", [[1e-18, 1e-18], [1e-3, 1e-3 * (1 + 2e-16)], [1e300, 1e300], [2e-3], [1e-5, 1e-1]])
+def test_the_log_axis_holds_every_value_however_alike(values, tmp_path):
+    made = [{"step": step, "mismatch/log_ppl_abs_diff": value} for step, value in enumerate(values, 1)]
+    draw_report([write_run(tmp_path / "run", made)], tmp_path / "x.png")
+    low, high = axis_named(draw([run_of(made)], 0.9), "Training-inference mismatch").get_ylim()
+    assert 0 < low < min(values)
+    assert max(values) < high
+
+
 def test_a_mismatch_of_zero_is_said():
     made = [row | {"mismatch/log_ppl_abs_diff": 0.0} for row in rows()]
-    axis = axis_named(_draw([run_of(made)], 0.9), "Training-inference mismatch")
+    axis = axis_named(draw([run_of(made)], 0.9), "Training-inference mismatch")
     assert texts(axis) == ["mismatch/log_ppl_abs_diff is 0 at every step"]
 
 
 def test_missing_keys_leave_a_note_in_their_panel():
-    figure = _draw([run_of([{"step": 1}, {"step": 2}])], 0.9)
+    figure = draw([run_of([{"step": 1}, {"step": 2}])], 0.9)
     notes = [text for axis in figure.axes for text in texts(axis)]
     assert len(figure.axes) == 7
     assert notes == [
@@ -119,7 +135,7 @@ def test_missing_keys_leave_a_note_in_their_panel():
 
 def test_several_runs_have_a_legend_and_a_missing_key_in_one_is_no_note():
     short = [{"step": 1, "policy/entropy": 0.5}]
-    figure = _draw([run_of(rows()), _Run("other", short, "#abcdef", "-")], 0.9)
+    figure = draw([run_of(rows()), Run("other", short, "#abcdef", "-")], 0.9)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a run", "other"]
     assert texts(axis_named(figure, "Reward")) == []
 
@@ -131,22 +147,22 @@ def test_more_runs_than_colours_differ_in_line(tmp_path):
 
 def test_several_datasets_are_told_apart():
     made = [row | {"eval/aime/accuracy": 0.1} for row in rows()]
-    axis = axis_named(_draw([run_of(made)], 0.9), "Evaluation accuracy")
+    axis = axis_named(draw([run_of(made)], 0.9), "Evaluation accuracy")
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["aime", "toy"]
 
 
 def test_the_mean_looks_both_ways_and_keeps_a_line_a_line():
     values = np.asarray([0.0, 0.0, 1.0, 0.0, 0.0])
-    got = _exponential_mean(values, 0.5)
+    got = exponential_mean(values, 0.5)
     np.testing.assert_allclose(got, got[::-1])
     assert got[2] == 1 / (1 + 2 * (0.5 + 0.25))
     assert got[0] == 0.25 / (1 + 0.5 + 0.25 + 0.125 + 0.0625)
 
 
 def test_names_are_as_long_as_it_takes_to_tell_runs_apart():
-    assert _short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
-    assert _short_names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
-    assert _short_names([Path("/a/x"), Path("/a/x")]) == ["x", "x"]
+    assert short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
+    assert short_names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
+    assert short_names([Path("/a/x"), Path("/a/x")]) == ["x", "x"]
 
 
 def test_arguments_out_of_range(tmp_path):

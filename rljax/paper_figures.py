@@ -1,0 +1,178 @@
+"""The panels of a run arranged as the figures of two papers.
+
+Figures 1 to 13 are those of "Beyond Precision" (arXiv 2602.01826), the ones by length that of "Defeating the
+Training-Inference Mismatch via FP16" (arXiv 2510.26788). What a figure of the first shows is known for some from its
+text, captions and readers of it (``KNOWN``); the others stand here for the experiments that it reports, and both their
+numbers and their panels are ours.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rljax import report_lengths as lengths
+from rljax import report_panels as panels
+
+# A panel's name -> what draws it, and the metric it needs; a path is of files in the run directory.
+PANELS: dict[str, tuple[panels.Panel, str]] = {
+    "accuracy": (panels.accuracy, "eval/*/accuracy"),
+    "reward": (panels.reward, "reward/mean"),
+    "length": (panels.length, "response_length/mean"),
+    "mismatch": (panels.mismatch, "mismatch/log_ppl_abs_diff"),
+    "k3_kl": (panels.k3_kl, "mismatch/k3_kl"),
+    "grad_norm": (panels.grad_norm, "optimizer/grad_norm"),
+    "grad_noise": (panels.grad_noise, "optimizer/grad_noise"),
+    "entropy": (panels.entropy, "policy/entropy"),
+    "rate": (panels.learning_rate, "schedule/learning_rate"),
+    "kl_by_position": (lengths.kl_by_position, "mismatch_position/*/k3_kl"),
+    "ratio_by_length": (lengths.ratio_by_length, "rollouts/step_*.parquet"),
+}
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A figure.
+
+    Attributes:
+      title: its heading.
+      runs: the runs that it overlays.
+      panels: rows of keys of ``PANELS``.
+      known: what is known of the original; empty: as far as known, an experiment of the paper in panels of ours.
+    """
+
+    title: str
+    runs: str
+    panels: tuple[tuple[str, ...], ...]
+    known: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The panels, in the order of reading."""
+        return [name for row in self.panels for name in row]
+
+
+_CURVES = (("accuracy", "mismatch"), ("length", "rate"))
+
+FIGURES: dict[str, Arrangement] = {
+    "1": Arrangement(
+        "Mismatch and validation, constant against decayed rate",
+        "4B constant 1e-6; 4B length-triggered",
+        (("mismatch", "accuracy"),),
+        "(a) mismatch, (b) validation, (c) the algorithm; constant 1e-6 collapses near step 300",
+    ),
+    "2": Arrangement(
+        "Gradient noise and mismatch grow together",
+        "4B constant 1e-6",
+        (("grad_norm", "mismatch"), ("grad_noise", "reward")),
+    ),
+    "3": Arrangement(
+        "A smaller update keeps the mismatch small",
+        "4B constant 1e-6; 4B constant 1e-7",
+        (("mismatch", "grad_norm"), ("accuracy", "reward")),
+    ),
+    "4": Arrangement(
+        "Response length at a small rate",
+        "4B constant 1e-7 (and 1e-6 beside it)",
+        (("length", "mismatch"),),
+        "response length at 1e-7, whose curve surges near step 1500",
+    ),
+    "5": Arrangement(
+        "The collapse does not wait for an epoch",
+        "4B constant 1e-6 on 100%, 25% and 2.5% of the data",
+        (("accuracy", "mismatch"), ("reward", "length")),
+    ),
+    "6": Arrangement(
+        "Response length holds, then surges",
+        "4B constant 1e-6; 8B constant 1e-6",
+        (("length",),),
+        "response length: 1000 to 3000-4000 tokens around step 100, before the collapse near 300",
+    ),
+    "7": Arrangement("Length-triggered rate, Qwen3-4B", "4B constant 1e-6; 4B length-triggered", _CURVES),
+    "8": Arrangement("Length-triggered rate, Qwen3-8B", "8B constant 1e-6; 8B length-triggered", _CURVES),
+    "9": Arrangement("Decay periods, Qwen3-4B", "4B constant 1e-6; 4B periods 125, 204, 250", _CURVES),
+    "10": Arrangement("Decay periods, Qwen3-8B", "8B constant 1e-6; 8B periods 100, 160, 204", _CURVES),
+    "11": Arrangement("Multipliers of the surge step", "4B length-triggered with 1.5, 1.8, 2.0", _CURVES),
+    "12": Arrangement(
+        "Importance sampling, alone and with the schedule",
+        "4B token and sequence TIS and MIS; token TIS and MIS with the schedule",
+        (("accuracy", "mismatch"), ("grad_norm", "reward")),
+    ),
+    "13": Arrangement(
+        "float16 with and without the schedule",
+        "4B bfloat16 constant; 4B float16 constant; 4B float16 with the decay period",
+        (("accuracy", "mismatch"),),
+        "float16 collapses as bfloat16 does; the same decay period stabilises it (section 4.4)",
+    ),
+    "kl-by-length": Arrangement(
+        "KL between engines by position in the response",
+        "one run per dtype, or any",
+        (("kl_by_position",), ("k3_kl", "mismatch")),
+        "arXiv 2510.26788, figure 2: the mismatch grows with length, KL 7.64 in bfloat16, 0.32 in float16; here from "
+        "the rows, by position",
+    ),
+    "ratio-by-length": Arrangement(
+        "Log-ratio of whole responses by their length",
+        "one run per dtype, with --rollout.dump-every",
+        (("ratio_by_length",),),
+        "arXiv 2510.26788, figure 2: slope of -1.01 per 1000 tokens in bfloat16, -0.07 in float16; here from the "
+        "newest token dump of each run",
+    ),
+}
+"""Name -> figure."""
+
+
+def draw_paper_figure(
+    name: str,
+    run_dirs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    smooth: float = 0.9,
+    labels: Sequence[str] | None = None,
+) -> Path:
+    """Draws a figure of ``FIGURES`` from run directories into a PNG and returns its path.
+
+    The arguments are those of ``draw_report``.
+
+    Raises:
+      ValueError: no such figure, a run that lacks a metric the figure needs, or arguments out of range.
+      FileNotFoundError: a run without metrics.jsonl.
+      RuntimeError: a damaged metrics.jsonl.
+    """
+    if name not in FIGURES:
+        raise ValueError(f"no figure {name!r}; there are {', '.join(FIGURES)}")
+    panels.check_smooth(smooth)
+    figure, runs = FIGURES[name], panels.read_runs(run_dirs, labels)
+    if lacks := [text for panel in figure.names if (text := _lack(PANELS[panel][1], runs))]:
+        raise ValueError(f"figure {name} needs {'; '.join(lacks)}")
+    grid = [[PANELS[panel][0] for panel in row] for row in figure.panels]
+    return panels.save_figure(panels.draw_grid(grid, runs, smooth, title=figure.title), out)
+
+
+def _lack(pattern: str, runs: Sequence[panels.Run]) -> str:
+    """Which runs lack what the pattern names; empty if none does."""
+    missing = [str(run.directory) for run in runs if not _has(run, pattern)]
+    return f"{pattern}, which is not in {', '.join(missing)}" if missing else ""
+
+
+def _has(run: panels.Run, pattern: str) -> bool:
+    if pattern.endswith(".parquet"):
+        return any(run.directory.glob(pattern))
+    found = {key for row in run.rows for key, value in row.items() if value is not None}
+    return bool(fnmatch.filter(found, pattern))
+
+
+def figures_table(width: int = 100) -> str:
+    """What each figure needs and shows, for people."""
+    lines = []
+    for name, figure in FIGURES.items():
+        metrics = ", ".join(PANELS[panel][1] for panel in figure.names)
+        lines.append(f"{name}: {figure.title}")
+        known = figure.known or "as far as known: an experiment of the paper; its number and panels are ours"
+        for head, text in (("runs", figure.runs), ("metrics", metrics), ("shows", known)):
+            lines += textwrap.wrap(f"{head + ':':9}{text}", width, initial_indent="    ", subsequent_indent=" " * 13)
+    return "\n".join(lines)
