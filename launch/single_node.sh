@@ -1,0 +1,222 @@
+#!/usr/bin/env bash
+# One machine: starts vLLM, waits for its health, trains with rollouts from it, and ends every process it started.
+#
+#   bash launch/single_node.sh CONFIG.yaml [options] [-- options of rljax.train]
+#   bash launch/single_node.sh configs/paper/qwen3_4b_length_triggered.yaml --trainer-gpus 0-3 --server-gpus 4-7
+#   bash launch/single_node.sh configs/quickstart.yaml -- --run.dir runs/on-cpu --run.steps 3
+#
+# Options:
+#   --trainer-gpus LIST           GPUs that train, as 0-3 or 0,1,2 (default: all that are visible)
+#   --server-gpus LIST            GPUs that serve; one server per GPU, or per --tensor-parallel GPUs
+#   --tensor-parallel N           GPUs of one server (default 1)
+#   --gpu-memory-utilization F    share of each serving GPU's memory that vLLM takes. Give it when trainer and server
+#                                 share GPUs, as in --trainer-gpus 0 --server-gpus 0 --gpu-memory-utilization 0.4
+#   --max-model-len N             longest prompt plus response (default: what the configuration asks for)
+#   --dry-run                     print what would be started, and what the run would take
+#   --help                        this text
+#
+# Without GPU options one server starts where vLLM puts it: on a machine without GPUs, on the CPU. The model, the dtype
+# and the lengths are those of the configuration. The same command goes on with a run that was stopped (run.resume auto).
+# Ctrl-C or SIGTERM lets the trainer finish its step and save; a second one ends it at once. RLJAX_VENV and
+# RLJAX_VLLM_VENV name the two environments; servers write their logs beside the run, in RUN-servers.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+die() {
+  echo "single_node: $*" >&2
+  exit 2
+}
+
+# expand 0-3,6: the same as 0,1,2,3,6
+expand() {
+  local part out=() parts
+  IFS=, read -ra parts <<<"$1"
+  for part in "${parts[@]}"; do
+    if [[ "$part" =~ ^([0-9]+)-([0-9]+)$ ]] && ((BASH_REMATCH[1] <= BASH_REMATCH[2])); then
+      mapfile -t -O "${#out[@]}" out < <(seq "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}")
+    elif [[ "$part" =~ ^[0-9]+$ ]]; then
+      out+=("$part")
+    else
+      die "$2: expected GPUs such as 0-3 or 0,1,2, got '$1'"
+    fi
+  done
+  ((${#out[@]})) || die "$2: expected GPUs such as 0-3 or 0,1,2, got nothing"
+  (
+    IFS=,
+    echo "${out[*]}"
+  )
+}
+
+config="" trainer_gpus="" server_gpus="" tensor_parallel=1 memory="" max_len="" dry_run=false
+while (($#)); do
+  case "$1" in
+    -h | --help)
+      sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+      exit 0
+      ;;
+    --dry-run)
+      dry_run=true
+      shift
+      ;;
+    --)
+      shift
+      break
+      ;;
+    --trainer-gpus | --server-gpus | --tensor-parallel | --gpu-memory-utilization | --max-model-len)
+      (($# > 1)) || die "$1: expected a value"
+      case "$1" in
+        --trainer-gpus) trainer_gpus="$(expand "$2" "$1")" ;;
+        --server-gpus) server_gpus="$(expand "$2" "$1")" ;;
+        --tensor-parallel) tensor_parallel="$2" ;;
+        --gpu-memory-utilization) memory="$2" ;;
+        --max-model-len) max_len="$2" ;;
+      esac
+      shift 2
+      ;;
+    -*) die "unknown option $1 (see --help; options of rljax.train come after --)" ;;
+    *)
+      [[ -z "$config" ]] || die "unexpected argument $1 after the configuration $config"
+      config="$1"
+      shift
+      ;;
+  esac
+done
+[[ -n "$config" ]] || die "name a configuration (see --help)"
+[[ "$tensor_parallel" =~ ^[1-9][0-9]*$ ]] || die "--tensor-parallel: expected a number of GPUs, got '$tensor_parallel'"
+[[ -z "$memory" || "$memory" =~ ^0?\.[0-9]+$ ]] || die "--gpu-memory-utilization: expected a share such as 0.4, got '$memory'"
+
+# A server for each group of GPUs: groups=(0,1 2,3).
+groups=("")
+if [[ -n "$server_gpus" ]]; then
+  IFS=, read -ra gpus <<<"$server_gpus"
+  ((${#gpus[@]} % tensor_parallel == 0)) ||
+    die "--server-gpus: ${#gpus[@]} GPUs do not divide into servers of --tensor-parallel $tensor_parallel"
+  groups=()
+  for ((i = 0; i < ${#gpus[@]}; i += tensor_parallel)); do
+    groups+=("$(IFS=, && echo "${gpus[*]:i:tensor_parallel}")")
+  done
+fi
+if [[ -n "$server_gpus" && -z "$memory" ]]; then
+  for gpu in "${gpus[@]}"; do
+    [[ ",$trainer_gpus," != *",$gpu,"* ]] || die "GPU $gpu is to train and to serve: give --gpu-memory-utilization"
+  done
+fi
+
+python="${RLJAX_VENV:-$here/.venv}/bin/python"
+[[ -x "$python" ]] || die "no environment at ${RLJAX_VENV:-$here/.venv} (launch/quickstart.sh makes one; RLJAX_VENV names another)"
+given=("$config" "$@" --rollout.engine vllm)
+pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and vllm wants a URL
+read_settings='
+import sys
+from rljax.config import Config
+from rljax.config_loader import load_config, run_cli
+
+def main(argv):
+    config = load_config(Config, argv, prog="single_node", description="")
+    print(config.model.path, config.rollout.dtype, config.run.dir, config.max_engine_tokens, sep="\n")
+    return 0
+
+sys.exit(run_cli(main))
+'
+settings="$("$python" -c "$read_settings" "${pending[@]}")" || exit 2
+{ read -r model && read -r dtype && read -r run_dir && read -r longest; } <<<"$settings"
+logs="$run_dir-servers"
+
+server_command=(bash "$here/launch/vllm_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --follow-parent)
+vllm_args=()
+((tensor_parallel == 1)) || vllm_args+=(--tensor-parallel-size "$tensor_parallel")
+[[ -z "$memory" ]] || vllm_args+=(--gpu-memory-utilization "$memory")
+trainer_env=()
+[[ -z "$trainer_gpus" ]] || trainer_env+=("CUDA_VISIBLE_DEVICES=$trainer_gpus")
+# Beside a server that has its share, JAX must not take three quarters of the GPU at once.
+[[ -z "$memory" ]] || trainer_env+=("XLA_PYTHON_CLIENT_PREALLOCATE=${XLA_PYTHON_CLIENT_PREALLOCATE:-false}")
+
+# server_environment GPUS: sets server_env, what `env` is given before a server's command.
+server_environment() {
+  server_env=()
+  [[ -z "$1" ]] || server_env+=("CUDA_VISIBLE_DEVICES=$1")
+}
+
+# shown WORDS...: as one could type them
+shown() {
+  local text
+  printf -v text '%q ' "$@"
+  echo "${text//\\,/,}"
+}
+
+if $dry_run; then
+  urls=()
+  for i in "${!groups[@]}"; do
+    server_environment "${groups[i]}"
+    echo "server $i: $(shown "${server_env[@]}" "${server_command[@]}" --log "$logs/$i.log" ${vllm_args[@]+-- "${vllm_args[@]}"})"
+    urls+=("<server $i>")
+  done
+  echo "trainer:  $(shown "${trainer_env[@]}" "$python" -m rljax.train "${given[@]}")--rollout.urls ${urls[*]}"
+  echo
+  exec "$python" -m rljax.train "${pending[@]}" --dry-run
+fi
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+work="$(mktemp -d)"
+servers=() trainer=""
+# Should this script be killed outright, the kernel ends the trainer; the servers notice by themselves.
+tied=()
+if command -v setpriv >/dev/null; then tied=(setpriv --pdeathsig KILL); fi
+
+running() { kill -0 "$1" 2>/dev/null; }
+
+# Each server's guard ends the whole of its process group, so it is enough to end what was started here, and wait.
+# shellcheck disable=SC2329 # the trap calls it
+cleanup() {
+  local pid
+  trap '' INT TERM HUP
+  if [[ -n "$trainer" ]] && running "$trainer"; then kill -KILL "$trainer" 2>/dev/null || true; fi
+  for pid in $(jobs -p); do kill -TERM "$pid" 2>/dev/null || true; done
+  for pid in $(jobs -p); do wait "$pid" 2>/dev/null || true; done
+  rm -rf "$work"
+}
+trap cleanup EXIT
+
+# The trainer has a process group of its own, so that a Ctrl-C of the terminal reaches it once, through here.
+# shellcheck disable=SC2329 # the traps call it
+forward() {
+  if [[ -z "$trainer" ]]; then
+    echo "single_node: interrupted" >&2
+    exit $((128 + $1))
+  fi
+  kill -"$1" "$trainer" 2>/dev/null || true
+}
+trap 'forward 2' INT
+trap 'forward 15' TERM HUP
+
+mkdir -p "$logs"
+for i in "${!groups[@]}"; do
+  server_environment "${groups[i]}"
+  env "${server_env[@]}" "${server_command[@]}" --log "$logs/$i.log" --url-file "$work/$i.url" \
+    ${vllm_args[@]+-- "${vllm_args[@]}"} >/dev/null &
+  servers+=($!)
+done
+echo "== waiting for ${#servers[@]} vLLM server(s) in $dtype, logs in $logs"
+urls=()
+for i in "${!servers[@]}"; do
+  while [[ ! -s "$work/$i.url" ]]; do
+    running "${servers[i]}" || die "server $i did not start; see $logs/$i.log"
+    sleep 0.5
+  done
+  urls+=("$(<"$work/$i.url")")
+done
+
+echo "== training with rollouts from ${urls[*]}"
+set -m
+env "${trainer_env[@]}" "${tied[@]}" "$python" -m rljax.train "${given[@]}" --rollout.urls "${urls[@]}" &
+trainer=$!
+set +m
+# A signal that is forwarded ends `wait`, not the trainer.
+while
+  status=0
+  wait "$trainer" || status=$?
+  running "$trainer"
+do :; done
+trainer=""
+exit "$status"
