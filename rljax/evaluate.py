@@ -28,6 +28,7 @@ from rljax.data.tokenizer import load_tokenizer
 from rljax.evaluation import Scored, score_responses, summarize_scores
 from rljax.policy.config import PolicyConfig, config_to_hf, read_config
 from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.hub import model_directory
 from rljax.policy.qwen3 import param_shardings
 from rljax.policy.score import make_scorer
 from rljax.rewards.pool import RewardConfig, make_pool
@@ -50,7 +51,7 @@ class Arguments:
     """What to evaluate, on what, and how.
 
     Attributes:
-      path: HF directory; run directory; or one checkpoint of it, as runs/x/checkpoints/120.
+      path: HF directory or OWNER/NAME on the hub; run directory; or one checkpoint of it, as runs/x/checkpoints/120.
       step: of a run directory, the checkpoint to take; None: the newest.
       best: of a run directory, the best one (``checkpoint.keep_best``).
       dataset: toy or toy_swaps (held problems), or a Parquet or JSONL file of problems.
@@ -144,7 +145,8 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
     if not (path / "config.yaml").is_file():
         if step is not None or best:
             raise ValueError(f"{path} is not a run directory: it has no config.yaml")
-        return Policy(read_config(path), str(path))
+        directory = model_directory(str(path))
+        return Policy(read_config(directory), directory)
     settings = load_config(Config, [str(path / "config.yaml")], prog="evaluate", description="")
     folder = _checkpoints(path, best)
     if not folder.is_dir():
@@ -155,7 +157,8 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
     taken = (steps[-1] if steps else None) if step is None else step
     if taken not in steps:
         raise ValueError(f"no checkpoint of step {taken} in {path}; there are {steps}")
-    return Policy(read_config(settings.model.path), settings.model.path, path, taken, best)
+    directory = model_directory(settings.model.path)
+    return Policy(read_config(directory), directory, path, taken, best)
 
 
 @contextlib.contextmanager

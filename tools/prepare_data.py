@@ -47,7 +47,7 @@ class Arguments:
     Attributes:
       source: Parquet, JSONL, or a data set of the hub.
       out: Parquet file to write.
-      model: HF directory (or run directory) whose tokenizer counts and whose policy, or served copy, is sampled.
+      model: as --path of rljax.evaluate: its tokenizer counts, and its policy, or a served copy of it, is sampled.
       max_prompt_tokens: longest prompt kept (tokens, the chat template's among them); None: any.
       chat_template: as ``data.chat_template`` of the training run.
       hold_out: problems put into OUT's neighbour ``...-held.parquet`` instead, for evaluation.
