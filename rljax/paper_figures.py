@@ -40,13 +40,13 @@ class Arrangement:
 
     Attributes:
       title: its heading.
-      runs: the runs that it overlays.
+      runs: the configurations in configs/paper whose runs it overlays; any others draw as well.
       panels: rows of keys of ``PANELS``.
       known: what is known of the original; empty: as far as known, an experiment of the paper in panels of ours.
     """
 
     title: str
-    runs: str
+    runs: tuple[str, ...]
     panels: tuple[tuple[str, ...], ...]
     known: str = ""
 
@@ -61,63 +61,84 @@ _CURVES = (("accuracy", "mismatch"), ("length", "rate"))
 FIGURES: dict[str, Arrangement] = {
     "1": Arrangement(
         "Mismatch and validation, constant against decayed rate",
-        "4B constant 1e-6; 4B length-triggered",
+        ("qwen3_4b_constant_1e-6", "qwen3_4b_length_triggered"),
         (("mismatch", "accuracy"),),
         "(a) mismatch, (b) validation, (c) the algorithm; constant 1e-6 collapses near step 300",
     ),
     "2": Arrangement(
         "Gradient noise and mismatch grow together",
-        "4B constant 1e-6",
+        ("qwen3_4b_constant_1e-6",),
         (("grad_norm", "mismatch"), ("grad_noise", "reward")),
     ),
     "3": Arrangement(
         "A smaller update keeps the mismatch small",
-        "4B constant 1e-6; 4B constant 1e-7",
+        ("qwen3_4b_constant_1e-6", "qwen3_4b_constant_1e-7"),
         (("mismatch", "grad_norm"), ("accuracy", "reward")),
     ),
     "4": Arrangement(
         "Response length at a small rate",
-        "4B constant 1e-7 (and 1e-6 beside it)",
+        ("qwen3_4b_constant_1e-7",),
         (("length", "mismatch"),),
         "response length at 1e-7, whose curve surges near step 1500",
     ),
     "5": Arrangement(
         "The collapse does not wait for an epoch",
-        "4B constant 1e-6 on 100%, 25% and 2.5% of the data",
+        ("qwen3_4b_constant_1e-6", "qwen3_4b_data_25", "qwen3_4b_data_2.5"),
         (("accuracy", "mismatch"), ("reward", "length")),
     ),
     "6": Arrangement(
         "Response length holds, then surges",
-        "4B constant 1e-6; 8B constant 1e-6",
+        ("qwen3_4b_constant_1e-6", "qwen3_8b_constant_1e-6"),
         (("length",),),
         "response length: 1000 to 3000-4000 tokens around step 100, before the collapse near 300",
     ),
-    "7": Arrangement("Length-triggered rate, Qwen3-4B", "4B constant 1e-6; 4B length-triggered", _CURVES),
-    "8": Arrangement("Length-triggered rate, Qwen3-8B", "8B constant 1e-6; 8B length-triggered", _CURVES),
-    "9": Arrangement("Decay periods, Qwen3-4B", "4B constant 1e-6; 4B periods 125, 204, 250", _CURVES),
-    "10": Arrangement("Decay periods, Qwen3-8B", "8B constant 1e-6; 8B periods 100, 160, 204", _CURVES),
-    "11": Arrangement("Multipliers of the surge step", "4B length-triggered with 1.5, 1.8, 2.0", _CURVES),
+    "7": Arrangement("Length-triggered rate", ("qwen3_4b_constant_1e-6", "qwen3_4b_length_triggered"), _CURVES),
+    "8": Arrangement(
+        "Length-triggered rate, the larger model", ("qwen3_8b_constant_1e-6", "qwen3_8b_length_triggered"), _CURVES
+    ),
+    "9": Arrangement(
+        "Decay periods",
+        ("qwen3_4b_constant_1e-6", "qwen3_4b_period_125", "qwen3_4b_period_204", "qwen3_4b_period_250"),
+        _CURVES,
+    ),
+    "10": Arrangement(
+        "Decay periods, the larger model",
+        ("qwen3_8b_constant_1e-6", "qwen3_8b_period_100", "qwen3_8b_period_160", "qwen3_8b_period_204"),
+        _CURVES,
+    ),
+    "11": Arrangement(
+        "Multipliers of the surge step",
+        ("qwen3_4b_multiplier_1.5", "qwen3_4b_multiplier_1.8", "qwen3_4b_multiplier_2.0"),
+        _CURVES,
+    ),
     "12": Arrangement(
         "Importance sampling, alone and with the schedule",
-        "4B token and sequence TIS and MIS; token TIS and MIS with the schedule",
+        (
+            "qwen3_4b_token_tis",
+            "qwen3_4b_sequence_tis",
+            "qwen3_4b_token_mis",
+            "qwen3_4b_sequence_mis",
+            "qwen3_4b_token_tis_schedule",
+            "qwen3_4b_token_mis_schedule",
+        ),
         (("accuracy", "mismatch"), ("grad_norm", "reward")),
     ),
     "13": Arrangement(
         "float16 with and without the schedule",
-        "4B bfloat16 constant; 4B float16 constant; 4B float16 with the decay period",
+        ("qwen3_4b_constant_1e-6", "qwen3_4b_fp16", "qwen3_4b_fp16_schedule"),
         (("accuracy", "mismatch"),),
         "float16 collapses as bfloat16 does; the same decay period stabilises it (section 4.4)",
     ),
     "kl-by-length": Arrangement(
         "KL between engines by position in the response",
-        "one run per dtype, or any",
+        ("qwen3_1.7b_sanity_bf16", "qwen3_1.7b_sanity_fp16"),
         (("kl_by_position",), ("k3_kl", "mismatch")),
         "arXiv 2510.26788, figure 2: the mismatch grows with length, KL 7.64 in bfloat16, 0.32 in float16; here from "
         "the rows, by position",
     ),
     "ratio-by-length": Arrangement(
         "Log-ratio of whole responses by their length",
-        "one run per dtype, with --rollout.dump-every",
+        ("qwen3_1.7b_sanity_bf16", "qwen3_1.7b_sanity_fp16"),
         (("ratio_by_length",),),
         "arXiv 2510.26788, figure 2: slope of -1.01 per 1000 tokens in bfloat16, -0.07 in float16; here from the "
         "newest token dump of each run",
@@ -150,7 +171,7 @@ def draw_paper_figure(
     if lacks := [text for panel in figure.names if (text := _lack(PANELS[panel][1], runs))]:
         raise ValueError(f"figure {name} needs {'; '.join(lacks)}")
     grid = [[PANELS[panel][0] for panel in row] for row in figure.panels]
-    return panels.save_figure(panels.draw_grid(grid, runs, smooth, title=figure.title), out)
+    return panels.save_figure(panels.draw_grid(grid, runs, smooth, title=f"{figure.title} (as figure {name})"), out)
 
 
 def _lack(pattern: str, runs: Sequence[panels.Run]) -> str:
@@ -173,6 +194,6 @@ def figures_table(width: int = 100) -> str:
         metrics = ", ".join(PANELS[panel][1] for panel in figure.names)
         lines.append(f"{name}: {figure.title}")
         known = figure.known or "as far as known: an experiment of the paper; its number and panels are ours"
-        for head, text in (("runs", figure.runs), ("metrics", metrics), ("shows", known)):
+        for head, text in (("runs", ", ".join(figure.runs)), ("metrics", metrics), ("shows", known)):
             lines += textwrap.wrap(f"{head + ':':9}{text}", width, initial_indent="    ", subsequent_indent=" " * 13)
     return "\n".join(lines)

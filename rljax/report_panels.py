@@ -100,7 +100,11 @@ def draw_grid(panels: Sequence[Sequence[Panel]], runs: Sequence[Run], smooth: fl
     for axis in axes.values():
         _style(axis, first_step, last_step)
     name = title or (runs[0].label if len(runs) == 1 else f"{len(runs)} runs")
-    _title_figure(figure, runs, name, f"steps {first_step} to {last_step}", smooth)
+    parts = [f"steps {first_step} to {last_step}"] + [f"thin as recorded, thick smoothed ({smooth:g})"] * bool(smooth)
+    is_marked = any(panel in (length, learning_rate) for row in panels for panel in row)
+    if is_marked and any(run.last("schedule/surge_step") or run.last("schedule/decay_period") for run in runs):
+        parts.append("vertical lines: surge call dashed, multiples of the decay period light")
+    _title_figure(figure, runs, name, "; ".join(parts))
     for r, row in enumerate(panels):
         for c, panel in enumerate(row):
             panel(axes[f"{r} {c}"], runs, smooth)
@@ -125,15 +129,10 @@ def short_names(directories: Sequence[Path]) -> list[str]:
     return names
 
 
-def _title_figure(figure: Figure, runs: Sequence[Run], name: str, steps: str, smooth: float) -> None:
-    parts = [steps]
-    if smooth:
-        parts.append(f"thin as recorded, thick smoothed ({smooth:g})")
-    if any(run.last("schedule/surge_step") or run.last("schedule/decay_period") for run in runs):
-        parts.append("vertical lines: surge call dashed, multiples of the decay period light")
+def _title_figure(figure: Figure, runs: Sequence[Run], name: str, below: str) -> None:
     figure.suptitle(f"{name}\n", fontsize=15, fontweight="bold", color=_INK, x=0.02, ha="left")
     subtitle = 1 - 0.38 / figure.get_figheight()
-    figure.text(0.02, subtitle, "; ".join(parts), fontsize=9, color=_QUIET, ha="left", va="top")
+    figure.text(0.02, subtitle, below, fontsize=9, color=_QUIET, ha="left", va="top")
     if len(runs) > 1:
         axis = figure.axes[0]
         handles = [axis.plot([], [], color=run.color, linestyle=run.line, linewidth=2.2)[0] for run in runs]

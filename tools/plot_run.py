@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="python tools/plot_run.py",
         description=__doc__,
-        epilog=f"figures, the runs to give, the metrics each of them must have:\n\n{figures_table()}",
+        epilog=f"figures, the runs to give (configs/paper/*.yaml), the metrics each must have:\n\n{figures_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory, the one with metrics.jsonl")

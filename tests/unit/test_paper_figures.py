@@ -19,6 +19,7 @@ from rljax.report_panels import draw_grid, read_runs
 pytestmark = pytest.mark.filterwarnings("error")
 
 TOOL = Path(__file__).parents[2] / "tools" / "plot_run.py"
+CONFIGS = TOOL.parents[1] / "configs" / "paper"
 BUCKETS = {"lt_64": (64, 1e-4), "64_to_256": (192, 2e-4), "ge_256": (100, 8e-4)}
 
 
@@ -148,6 +149,7 @@ def test_the_table_names_runs_metrics_and_what_is_known():
     table = figures_table()
     for name, figure in FIGURES.items():
         assert f"{name}: {figure.title}" in table
+        assert all((CONFIGS / f"{run}.yaml").is_file() for run in figure.runs), name
     assert table.count("as far as known") == sum(not figure.known for figure in FIGURES.values())
     assert max(map(len, table.splitlines())) <= 100
 
