@@ -1,0 +1,32 @@
+"""A real server asked as it stands draws what its model draws, without a word from the trainer."""
+
+import numpy as np
+import pytest
+
+from rljax.rollout.served import ServedModel
+from rljax.rollout.types import SamplingParams
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize("served", ["float32"], indirect=True)
+def test_a_served_model_draws_with_the_weights_that_the_server_holds(served, prompts):
+    sampling = SamplingParams(16, 0.8)
+    engine = served.engine()
+    try:
+        engine.publish(served.model.moved(3), 7)
+        expected = {(r.prompt_index, r.sample_index): r for r in engine.generate(prompts, 3, sampling, seed=4)}
+    finally:
+        engine.close()
+    model = ServedModel([served.url])
+    try:
+        assert model.model == str(served.model.path)
+        drawn = list(model.generate(prompts, 3, sampling, seed=4))
+    finally:
+        model.close()
+    assert len(drawn) == len(expected) == 15
+    # Both send the same seed with each response; in float32 a draw differs only where two tokens are all but tied.
+    alike = [
+        np.array_equal(r.token_ids, expected[r.prompt_index, r.sample_index].token_ids) and r.truncated for r in drawn
+    ]
+    assert sum(alike) >= 13
