@@ -3,8 +3,6 @@
 import pytest
 from toy_runs import command, comparable, complete
 
-from rljax.record import read_rows
-
 STEPS = 6
 SMALL = [
     *("--rollout.engine", "exact", "--data.batch-size", "6", "--rollout.group-size", "4"),
@@ -58,10 +56,13 @@ def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, cache,
 
 
 def test_evaluation_goes_through_the_same_engine(toy_base, cache, tmp_path):
-    options = ["--run.steps", "1", "--eval.every", "1"]
-    rows = run(toy_base, tmp_path / "run", cache, "float32", *options)
-    assert 0.0 < rows[0]["eval/toy/accuracy"] <= 1.0
-    assert read_rows(tmp_path / "run" / "metrics.jsonl")[0]["time/eval_s"] > 0
+    options = ["--run.steps", "1", "--eval.every", "1", "--eval.max-response-tokens", "6"]
+    (row,) = run(toy_base, tmp_path / "run", cache, "float32", *options)
+    assert 0.0 <= row["eval/toy/accuracy"] <= 1.0
+    assert 1.0 <= row["eval/toy/response_length"] <= 6.0
+    assert row["mismatch/logprob_abs_diff_max"] == 0.0
+    # Its runs are not those of the rollouts.
+    assert row["rollout/executable_runs"] <= 3 * row["response_length/max"]
 
 
 @pytest.mark.parametrize(
