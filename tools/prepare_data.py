@@ -2,8 +2,8 @@ r"""Makes a file to train on: reads problems, drops repeats and unfit ones, writ
 
     python tools/prepare_data.py dapo-math-17k.parquet runs/data/dapo.parquet --model MODEL --max-prompt-tokens 1024
     python tools/prepare_data.py BytedTsinghua-SIA/AIME-2024 runs/data/aime-24.parquet
-    python tools/prepare_data.py runs/data/dapo.parquet runs/data/perfectible.parquet --model MODEL --urls http://127.0.0.1:8000 \
-        --samples 16 --min-pass-rate 0.2 --max-pass-rate 0.8
+    python tools/prepare_data.py runs/data/dapo.parquet runs/data/perfectible.parquet --model MODEL \
+        --urls http://127.0.0.1:8000 --samples 16 --min-pass-rate 0.2 --max-pass-rate 0.8
 
 SOURCE is a Parquet file in verl's form, JSONL with prompt and answer, or the id of a data set on the Hugging Face hub
 (OWNER/NAME, or OWNER/NAME:FILE). A row without prompt or right answer is an error that names it. With --samples the
