@@ -24,22 +24,22 @@ class StepProfiler:
         """
         self._first, self._last = steps or (0, -1)
         self._directory = directory
-        self._running = False
+        self.running = False
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around step ``number``; starts before the first and stops after the last."""
-        if not self._running and self._first <= number <= self._last:
+        if not self.running and self._first <= number <= self._last:
             jax.profiler.start_trace(self._directory)
-            self._running = True
+            self.running = True
         with jax.profiler.StepTraceAnnotation("step", step_num=number):
             yield
         if number >= self._last:
             self._stop()
 
     def _stop(self) -> None:
-        if self._running:
-            self._running = False
+        if self.running:
+            self.running = False
             jax.profiler.stop_trace()
 
     def __enter__(self) -> StepProfiler:
