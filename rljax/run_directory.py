@@ -13,8 +13,9 @@ from rljax.record import read_rows
 
 # Settings with which a run may be continued though they were others before: they change no row's meaning.
 MAY_DIFFER = (
-    *("run.steps", "run.dir", "run.resume", "mesh.", "packing.", "eval.every", "checkpoint.", "model.path"),
-    *("rollout.urls", "rollout.transfer_dir", "rollout.server_wait_s"),
+    *("run.steps", "run.dir", "run.resume", "run.profile_steps", "mesh.", "packing.", "eval.every", "eval.at_start"),
+    *("checkpoint.", "model.path", "data.reward_workers", "guard.", "rollout.urls", "rollout.transfer_dir"),
+    *("rollout.server_wait_s", "rollout.dump_every", "rollout.transcript_every"),
 )
 
 

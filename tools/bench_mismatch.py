@@ -24,6 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.mismatch import importance_totals, mismatch_statistics
+from rljax.training.measure import DiagnosisConfig
+from rljax.training.measure import measure as measure_step
+from rljax.training.packing import PackedBatch
 
 
 def main() -> None:
@@ -107,7 +110,18 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Any], tu
             lambda a, b, mask, ids: importance_totals(a, b, mask, sequence_ids=ids, num_sequences=number),
             packed,
         ),
+        "whole_step_packed": (
+            lambda a, b, mask, ids: measure_step(a, jnp.abs(a), _micro(b, mask, ids), number, DiagnosisConfig()),
+            packed,
+        ),
     }
+
+
+def _micro(rollout: jax.Array, mask: jax.Array, ids: jax.Array) -> PackedBatch:
+    """A micro-batch as the training step measures it: advantages of either sign, some tokens stale."""
+    zeros = jnp.zeros(ids.shape, jnp.int32)
+    advantages = jnp.where(ids % 2 == 0, 1.0, -1.0)
+    return PackedBatch(zeros, zeros, zeros, ids, mask, mask, rollout, advantages, staleness=ids % 3, used=None)
 
 
 def compile_case(function: Callable[..., Any], arrays: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], float]:

@@ -56,6 +56,7 @@ LEVELS = {
     "training.rollout_files": 6,
     "training.build": 6,
     "training.loop": 6,
+    "evaluation": 5,
     "evaluate": 6,
     "dry_run": 7,
     "train": 8,
@@ -74,18 +75,20 @@ DOORS = {
     "httpx": {"rollout.vllm_client"},
     "orbax": {"training.checkpoint"},
     "grain": {"data.prompts"},
-    "pyarrow": {"data.prompts", "compare.dump"},
+    "pyarrow": {"data.files", "compare.dump"},
     "safetensors": {"policy.hf", "rollout.publish", "rollout.vllm_plugin"},  # the plugin reads what publish wrote
     "vllm": {"rollout.vllm_plugin"},
     "torch": {"rollout.vllm_plugin", "compare.scorers"},
     "huggingface_hub": {"policy.hub"},
     "transformers": {"data.tokenizer", "compare.scorers"},
     "tensorboardX": {"record"},
-    "tqdm": {"record"},
+    "tqdm": {"record", "evaluate"},
+    "jinja2": {"data.tokenizer"},
     "tyro": {"config_loader"},
     "yaml": {"config_loader"},
     "matplotlib": {"report_panels", "report_lengths"},
     "math_verify": {"rewards.math"},
+    "latex2sympy2_extended": {"rewards.math"},
 }
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy"}
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rljax.mismatch import mismatch_statistics
 from rljax.record import Recorder, format_summary, read_rows, summarize, write_summary
 
 
@@ -126,8 +127,8 @@ def test_resuming_without_any_record_is_a_gap(tmp_path):
         record(tmp_path, [], first_step=2)
 
 
-def read_events(directory):
-    """(step, tag, value) of every scalar that TensorBoard would show, its purges applied."""
+def read_values(directory):
+    """(step, value as TensorBoard stores it) of everything that it would show, its purges applied."""
     from tensorboardX.proto.event_pb2 import Event
 
     shown = []
@@ -139,8 +140,33 @@ def read_events(directory):
             data = data[16 + length :]
             if event.HasField("session_log"):
                 shown = [item for item in shown if item[0] < event.step]
-            shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            shown += [(event.step, value) for value in event.summary.value]
     return shown
+
+
+def read_events(directory):
+    """(step, tag, value) of every scalar."""
+    return [(step, value.tag, value.simple_value) for step, value in read_values(directory)]
+
+
+def test_tensorboard_gets_the_histogram_of_the_mismatch(tmp_path):
+    """Two exact zeros, one value of 1.5e-3 nats, three of 0.2: each in a bin of 2% that holds it."""
+    counts = mismatch_statistics(
+        np.array([[0.0, 0.0, 1.5e-3, 0.2, -0.2, 0.2]]), np.zeros((1, 6)), np.ones((1, 6))
+    ).histogram
+    recorder = Recorder(tmp_path, 1, progress=False)
+    recorder.write({"step": 1}, {"mismatch/logprob_abs_diff": counts})
+    recorder.close()
+    ((step, value),) = read_values(tmp_path / "tb")
+    histogram = value.histo
+    assert (step, value.tag, histogram.num) == (1, "mismatch/logprob_abs_diff", 6)
+    held = [(limit, count) for limit, count in zip(histogram.bucket_limit, histogram.bucket, strict=True) if count]
+    assert [count for _, count in held] == [2, 1, 3]
+    assert held[0][0] == pytest.approx(1e-9)
+    assert 1.5e-3 <= held[1][0] <= 1.5e-3 * 1.02
+    assert 0.2 <= held[2][0] <= 0.2 * 1.02
+    assert histogram.max == pytest.approx(0.2, rel=0.01)
+    assert histogram.sum == pytest.approx(0.6015, rel=0.01)
 
 
 def test_tensorboard_gets_every_number_and_a_resume_replaces_the_dropped_steps(tmp_path):

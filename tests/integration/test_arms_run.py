@@ -1,0 +1,130 @@
+"""Arms of the comparison as whole runs: each shows in its rows what sets it apart, and leaves what it was asked for."""
+
+import json
+
+import numpy as np
+import pytest
+from toy_runs import command, comparable, complete
+
+from rljax.compare.dump import read_dump
+from rljax.mismatch import mismatch_metrics
+
+SMALL = [
+    *("--data.batch-size", "8", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "2", "--run.steps", "3"),
+    *("--eval.every", "0", "--optimizer.learning-rate", "3e-4", "--diagnosis.reference-steps", "1"),
+]
+
+
+def rows_of(base, run_dir, cache, *options):
+    code, output = complete(command(base, run_dir, *SMALL, *options), cache)
+    assert code == 0, output
+    rows = comparable(run_dir)
+    assert len(rows) == 3
+    assert all("nonfinite_keys" not in row for row in rows), output
+    return rows
+
+
+@pytest.fixture(scope="module")
+def several(toy_base, cache, tmp_path_factory):
+    """Two mini-batches and two epochs of GRPO with a KL penalty and VeXact's remedy, watched and dumped."""
+    run_dir = tmp_path_factory.mktemp("several") / "run"
+    options = [
+        *("--loss.mini-batches", "2", "--loss.epochs", "2", "--advantage.estimator", "grpo"),
+        *("--loss.kl", "k3", "--loss.kl-coefficient", "0.01", "--correction.preset", "vexact"),
+        *("--rollout.dump-every", "2", "--rollout.transcript-every", "3"),
+        *("--optimizer.learning-rate", "2e-5"),
+    ]
+    return run_dir, rows_of(toy_base, run_dir, cache, *options)
+
+
+def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
+    _, rows = several
+    # At the first step the policy is the reference until the first mini-batch has moved it.
+    assert 0 < rows[0]["policy/reference_kl"] < 0.05
+    assert rows[0]["policy/reference_kl"] < rows[-1]["policy/reference_kl"]
+    for row in rows:
+        assert row["correction/weight_max"] <= 2.0
+        assert 0.0 <= row["correction/rejected_sequence_fraction"] < 1.0
+        assert row["optimizer/grad_norm"] > 0
+        assert row["mismatch_sign/log_ratio_skew"] != 0.0
+        assert row["mismatch_staleness/0/token_count"] == row["mismatch/token_count"]
+        assert row["precision/activation_max"] > 1.0
+    assert "mismatch/sum_rise" not in rows[0]
+    assert rows[2]["mismatch/sum_rise"] == pytest.approx(
+        rows[2]["mismatch/log_ppl_abs_diff_sum"] - rows[0]["mismatch/log_ppl_abs_diff_sum"], rel=1e-4
+    )
+
+
+def test_the_dump_holds_what_the_row_was_measured_from(several):
+    run_dir, rows = several
+    dump = read_dump(run_dir / "rollouts" / "step_000002.parquet")
+    width = max(map(len, dump.token_ids))
+    padded = {name: np.zeros((len(dump.token_ids), width)) for name in ("trainer", "rollout", "mask")}
+    for i, mask in enumerate(dump.response_mask):
+        for name in ("trainer", "rollout"):
+            padded[name][i, : len(mask)] = np.where(mask, dump.logprobs[name][i], 0.0)
+        padded["mask"][i, : len(mask)] = mask
+    expected = mismatch_metrics(padded["trainer"], padded["rollout"], padded["mask"])
+    assert len(dump.token_ids) == 32
+    for name in ("k3_kl", "logprob_abs_diff_mean", "log_ppl_abs_diff"):
+        assert rows[1][f"mismatch/{name}"] == pytest.approx(expected[name], rel=1e-3), name
+    source = dump.sources["trainer"]
+    assert (source.dtype, source.temperature) == ("bfloat16", 1.0)
+    assert source.weights_hash == dump.sources["rollout"].weights_hash
+
+
+def test_the_transcript_can_be_read(several):
+    run_dir, rows = several
+    lines = [json.loads(line) for line in (run_dir / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
+    assert len(lines) == 32
+    assert np.mean([line["reward"] for line in lines]) == pytest.approx(rows[2]["reward/mean"])
+    assert np.mean([line["response_length"] for line in lines]) == pytest.approx(rows[2]["response_length/mean"])
+    assert all("+" in line["prompt"] for line in lines)
+    assert 0 < max(line["logprob_abs_diff_mean"] for line in lines) < 0.1
+
+
+def test_float16_on_both_sides_scales_its_loss_and_lies_closer(toy_base, several, cache, tmp_path):
+    options = ["--rollout.dtype", "float16", "--precision.compute-dtype", "float16", "--correction.preset", "token_mis"]
+    rows = rows_of(toy_base, tmp_path / "run", cache, *options)
+    assert all(row["precision/loss_scale"] == 2.0**15 for row in rows)
+    assert rows[-1]["precision/overflows"] == 0
+    bfloat16 = several[1]
+    assert rows[0]["mismatch/logprob_abs_diff_mean"] < 0.5 * bfloat16[0]["mismatch/logprob_abs_diff_mean"]
+    assert rows[0]["correction/changed_fraction"] == 0.0
+
+
+def test_bypass_puts_the_mismatch_into_the_ratio(toy_base, cache, tmp_path):
+    """With tight bounds the ratio trainer to rollout is clipped at the very first update; rejection still works."""
+    bounds = ["--loss.clip-low", "0.001", "--loss.clip-high", "0.001", "--correction.veto", "0.5"]
+    rows = rows_of(toy_base, tmp_path / "run", cache, "--loss.old-logprobs", "rollout", *bounds)
+    assert rows[0]["policy/clip_fraction"] > 0
+    assert rows[0]["correction/rejected_sequence_fraction"] == 0.0
+
+
+def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, cache, tmp_path):
+    rule = "mismatch/logprob_abs_diff_mean > 1e-9 for 2"
+    arguments = command(toy_base, tmp_path / "run", *SMALL, "--guard.stop", rule)
+    code, output = complete(arguments, cache)
+    assert code == 3, output
+    assert f"({rule}); stopped, saved" in output
+    assert len(comparable(tmp_path / "run")) == 2
+    assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--guard.warn", "mismatch/k3 >"], "guard: a guard reads 'METRIC > NUMBER'"),
+        (["--loss.mini-batches", "3"], "data.batch_size = 8 does not divide into loss.mini_batches = 3"),
+        (
+            ["--loss.old-logprobs", "rollout", "--correction.preset", "token_tis"],
+            "loss.old_logprobs = rollout puts the mismatch into the ratio already",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_are_one_line(options, message, toy_base, cache, tmp_path):
+    code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options), cache)
+    assert code == 2
+    assert message in output
+    assert len(output.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
