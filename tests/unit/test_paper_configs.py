@@ -135,6 +135,17 @@ def test_the_presets_are_the_papers_at_2():
     )
 
 
+def test_the_page_has_each_arm_once_with_its_own_heads_result():
+    rows = re.findall(
+        r"^\| `(qwen3_[^`]+)` \| [^|]+ \| ([^|]+) \|$", (ROOT / "docs/paper.md").read_text(), re.MULTILINE
+    )
+    assert sorted(name for name, _ in rows) == sorted(ARMS)
+    for name, result in rows:
+        if not name.startswith("qwen3_1.7b"):
+            head = " ".join(line.lstrip("# ") for line in ARMS[name].read_text().splitlines() if line.startswith("#"))
+            assert f"The paper's result (arXiv 2602.01826): {result}." in head
+
+
 @pytest.mark.parametrize(("name", "period"), [("qwen3_4b_length_triggered", 198), ("qwen3_8b_length_triggered", 162)])
 def test_the_papers_surge_makes_the_papers_period(name, period):
     config = load(ARMS[name])
