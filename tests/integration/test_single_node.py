@@ -1,0 +1,177 @@
+"""``launch/single_node.sh``: what it says it would start, a short run on the CPU, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from toy_runs import ROOT, comparable, environment, wait_for_rows
+
+from rljax.data.toy import build_tokenizer, policy_config
+from rljax.policy.hf import save_params
+from rljax.policy.qwen3 import init_params
+from rljax.run_directory import saved_steps
+
+SCRIPT = str(ROOT / "launch/single_node.sh")
+CONFIG = str(ROOT / "configs/quickstart.yaml")
+FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
+SMALL = ("--data.batch-size", "4", "--rollout.group-size", "4", "--eval.every", "0", *FLOAT32)
+LIMIT_S = 240
+
+
+def settings(cache, **more):
+    return environment(cache) | {"RLJAX_VENV": sys.prefix} | more
+
+
+def outcome(*words, cache):
+    done = subprocess.run(
+        ["bash", SCRIPT, *words],
+        env=settings(cache),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def marked(mark):
+    """Ids and command lines of the live processes that inherited the mark."""
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"RLJAX_TEST_MARK={mark}".encode() in (directory / "environ").read_bytes().split(b"\0"):
+                found[directory.name] = (directory / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def fresh_base(tmp_path_factory):
+    """The toy policy as initialised: nothing here depends on what it answers."""
+    out = tmp_path_factory.mktemp("fresh")
+    save_params(out, init_params(policy_config(), 0), policy_config())
+    build_tokenizer().save(out)
+    return out
+
+
+@pytest.fixture
+def launch(vllm_interpreter, fresh_base, cache, tmp_path):
+    """Starts the script in a session of its own, as a terminal does; whatever is left at the end is killed."""
+    mark = uuid.uuid4().hex
+    started = []
+
+    def run(*options):
+        words = ["bash", SCRIPT, CONFIG, "--max-model-len", "512", "--", *SMALL, *options]
+        where = ["--model.path", str(fresh_base), "--run.dir", str(tmp_path / "run")]
+        venv = str(Path(vllm_interpreter).parents[1])
+        started.append(
+            subprocess.Popen(
+                [*words, *where],
+                env=settings(cache, RLJAX_VLLM_VENV=venv, RLJAX_TEST_MARK=mark),
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[0], mark, tmp_path / "run"
+
+    yield run
+    for pid in marked(mark):
+        os.kill(int(pid), signal.SIGKILL)
+    for process in started:
+        process.wait(10)
+
+
+@pytest.mark.vllm
+def test_ctrl_c_saves_the_step_and_leaves_no_process(launch):
+    process, mark, run_dir = launch("--run.steps", "1000", "--checkpoint.every", "0")
+    wait_for_rows(process, run_dir, 2)
+    assert any("rljax.train" in line for line in marked(mark).values())
+    assert any("vllm.entrypoints" in line for line in marked(mark).values())
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130, output
+    assert "the same command goes on from there" in output
+    rows = comparable(run_dir)
+    assert saved_steps(run_dir) == [len(rows)]
+    assert len(rows) >= 2
+    assert all(row["mismatch/logprob_abs_diff_max"] < 1e-4 for row in rows)  # float32 on both sides, over HTTP
+    assert marked(mark) == {}
+
+
+@pytest.mark.vllm
+def test_a_signal_before_the_server_is_healthy_ends_it(launch):
+    process, mark, run_dir = launch("--run.steps", "1")
+    deadline = time.monotonic() + 60
+    while not any("vllm.entrypoints" in line for line in marked(mark).values()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 143, output
+    assert marked(mark) == {}
+    assert not run_dir.exists()
+
+
+def test_a_dry_run_shows_a_server_for_each_group_of_gpus(cache, tmp_path):
+    words = ("--trainer-gpus", "0-3", "--server-gpus", "4,5-7", "--tensor-parallel", "2", "--dry-run")
+    where = ("--", "--run.dir", str(tmp_path / "run"), "--run.steps", "7")
+    config = str(ROOT / "configs/paper/qwen3_4b_fp16.yaml")
+    code, out, err = outcome(config, *words, *where, cache=cache)
+    assert code == 0, err
+    first, second, trainer = (line for line in out.splitlines() if line.startswith(("server", "trainer")))
+    assert first.startswith("server 0: CUDA_VISIBLE_DEVICES=4,5 ")
+    assert second.startswith("server 1: CUDA_VISIBLE_DEVICES=6,7 ")
+    for line in (first, second):
+        assert "vllm_server.sh Qwen/Qwen3-4B-Base --dtype float16 --max-model-len 9216 " in line
+        assert line.rstrip().endswith("-- --tensor-parallel-size 2")
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3 " in trainer
+    assert "--run.steps 7 --rollout.engine vllm --rollout.urls <server 0> <server 1>" in trainer
+    assert "4,022,468,096" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(cache):
+    shared = ("--trainer-gpus", "0", "--server-gpus", "0")
+    code, _, err = outcome(CONFIG, *shared, "--dry-run", cache=cache)
+    assert (code, err) == (2, "single_node: GPU 0 is to train and to serve: give --gpu-memory-utilization\n")
+    code, out, err = outcome(CONFIG, *shared, "--gpu-memory-utilization", "0.4", "--dry-run", cache=cache)
+    assert code == 0, err
+    assert "-- --gpu-memory-utilization 0.4" in out
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "single_node: name a configuration (see --help)"),
+        (("--gpus", "3"), "single_node: unknown option --gpus (see --help; options of rljax.train come after --)"),
+        ((CONFIG, "other.yaml"), f"single_node: unexpected argument other.yaml after the configuration {CONFIG}"),
+        ((CONFIG, "--trainer-gpus"), "single_node: --trainer-gpus: expected a value"),
+        ((CONFIG, "--server-gpus", "3-1"), "single_node: --server-gpus: expected GPUs such as 0-3 or 0,1,2, got '3-1'"),
+        (
+            (CONFIG, "--server-gpus", "0-2", "--tensor-parallel", "2"),
+            "single_node: --server-gpus: 3 GPUs do not divide into servers of --tensor-parallel 2",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(words, line, cache):
+    assert outcome(*words, cache=cache) == (2, "", line + "\n")
+
+
+def test_help_is_the_head_of_the_script(cache):
+    code, out, _ = outcome("--help", cache=cache)
+    assert code == 0
+    assert out.startswith("One machine: starts vLLM")
+    assert "--tensor-parallel N" in out
+    assert "set -euo" not in out
