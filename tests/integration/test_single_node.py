@@ -27,10 +27,10 @@ def settings(cache, **more):
     return environment(cache) | {"RLJAX_VENV": sys.prefix} | more
 
 
-def outcome(*words, cache):
+def outcome(*words, cache, **more):
     done = subprocess.run(
         ["bash", SCRIPT, *words],
-        env=settings(cache),
+        env=settings(cache, **more),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -167,6 +167,14 @@ def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(cache):
 )
 def test_a_mistake_is_one_line_and_status_2(words, line, cache):
     assert outcome(*words, cache=cache) == (2, "", line + "\n")
+
+
+def test_a_server_that_does_not_start_ends_the_script(cache, tmp_path):
+    words = (CONFIG, "--", "--run.dir", str(tmp_path / "run"))
+    code, _, err = outcome(*words, cache=cache, RLJAX_VLLM_VENV=str(tmp_path / "none"))
+    assert code == 2
+    assert f"no vLLM environment at {tmp_path}/none" in err
+    assert err.endswith(f"single_node: server 0 did not start; see {tmp_path}/run-servers/0.log\n")
 
 
 def test_help_is_the_head_of_the_script(cache):
