@@ -25,7 +25,7 @@ from rljax.config import Config
 from rljax.config_loader import ConfigError, caller_errors, config_to_yaml, load_config, run_cli
 from rljax.data.prompts import PromptStream, check_lengths, evaluation_datasets, training_problems
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
-from rljax.dry_run import dry_run
+from rljax.dry_run import check_shapes, dry_run
 from rljax.evaluation import Evaluation
 from rljax.guard import Guard
 from rljax.policy.config import PolicyConfig, config_to_hf, read_config
@@ -45,7 +45,7 @@ from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
 from rljax.rollout.vllm_handshake import Expectation
 from rljax.run_directory import prepare_directory
 from rljax.sharding import make_mesh
-from rljax.training.build import batch_shape, make_exact_pass, make_update
+from rljax.training.build import make_exact_pass, make_update
 from rljax.training.checkpoint import Checkpointer
 from rljax.training.loop import Parts, Progress, load_host_state, train
 from rljax.training.optimizer import make_optimizer
@@ -103,19 +103,8 @@ def check_fit(config: Config, policy: PolicyConfig, tokenizer: Tokenizer, mesh: 
         raise ValueError(
             f"{config.model.path}: the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
         )
-    if config.max_engine_tokens > policy.max_position_embeddings:
-        longest = "rollout" if config.max_engine_tokens == config.max_sequence_tokens else "eval"
-        raise ValueError(
-            f"data.max_prompt_tokens + {longest}.max_response_tokens = {config.max_engine_tokens} is longer than the "
-            f"model's max_position_embeddings = {policy.max_position_embeddings}"
-        )
+    check_shapes(config, policy, mesh)
     check_prompts(config, tokenizer)
-    if config.packing.rows_per_micro_batch % mesh.shape["fsdp"]:
-        raise ValueError(
-            f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
-            f"{mesh.shape['fsdp']} ways that the mesh splits rows (mesh.fsdp)"
-        )
-    batch_shape(config)
 
 
 def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
