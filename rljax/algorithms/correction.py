@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.algorithms.aggregation import sequences_of
 from rljax.mismatch import importance_weights, rejection_mask
 from rljax.mismatch.accurate import Total, add_totals, total_over, value_of
-from rljax.mismatch.sequences import Sequences, sequence_sums, spread
+from rljax.mismatch.sequences import Sequences, sequence_sums
 from rljax.mismatch.tokens import read_tokens
 
 Preset = Literal[
@@ -176,7 +176,7 @@ def correct(
         unit_weights, units = _units(config.level, weights, tokens.valid, sequences)
         # The share is a rounded quotient of two counts, so this is exact below four million units.
         changed = jnp.round(stats["changed_fraction"] * jnp.sum(units)).astype(jnp.int32)
-    kept = _kept(config, arrays, sequences, tokens.valid, where)
+    kept = _kept(config, arrays, where)
     unit_weights = jnp.where(units, unit_weights, 0)
     totals = CorrectionTotals(
         number=_count(units),
@@ -202,10 +202,9 @@ def _units(level: str, weights: Any, valid: Any, sequences: Sequences) -> tuple[
     return sums / jnp.maximum(number, 1), sequences.slot_valid & (number > 0)
 
 
-def _kept(config: CorrectionConfig, arrays: Any, sequences: Sequences, valid: Any, where: dict[str, Any]) -> Any:
+def _kept(config: CorrectionConfig, arrays: Any, where: dict[str, Any]) -> Any:
     """The mask without rejected sequences, [b, t] bool."""
-    mask = arrays[2]
-    kept = mask
+    kept = arrays[2]
     tests: list[tuple[Any, Any]] = []
     if config.reject_k3:
         tests.append(("k3", config.reject_k3))
@@ -215,11 +214,7 @@ def _kept(config: CorrectionConfig, arrays: Any, sequences: Sequences, valid: An
         tests.append(("veto", config.veto))
     for statistic, threshold in tests:
         kept &= rejection_mask(*arrays, statistic=statistic, threshold=threshold, **where)[0]
-    if not tests:
-        return mask
-    # The valid tokens of a sequence share its verdict; tokens that are not finite follow them.
-    passed = sequence_sums(sequences, (kept & valid).astype(jnp.float32)[None])[0] > 0
-    return mask & spread(sequences, passed)
+    return kept
 
 
 def _count(flags: Any) -> Any:

@@ -121,9 +121,12 @@ def rejection_mask(
     else:
         below = tokens.valid & (xp.exp(xp.clip(lr, -RATIO_BOUND, RATIO_BOUND)) < highest)
         keep = _sequence_mean(sequences, below.astype(lr.dtype)) == 0
-    keep_token = spread(sequences, keep & sequences.slot_valid)
     given = xp.asarray(response_mask)
-    mask = xp.where(keep_token & (sequences.length > 0), given, xp.zeros_like(given))
+    # The valid tokens of a sequence share its verdict; those that are not finite follow them, wherever they stand.
+    kept = tokens.valid & spread(sequences, keep & sequences.slot_valid)
+    whole = read_sequences(tokens._replace(valid=given != 0), sequence_ids, num_sequences)
+    passed = sequence_sums(whole, kept.astype(lr.dtype)[None])[0] > 0
+    mask = xp.where(spread(whole, passed), given, xp.zeros_like(given))
     rejected = count(xp, sequences.slot_valid & ~keep)
     stats = {
         "rejected_sequence_fraction": rejected / xp.maximum(count(xp, sequences.slot_valid), 1),

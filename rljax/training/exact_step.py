@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import Params
@@ -28,10 +27,9 @@ from rljax.training.measure import (
     merge_measured,
     nothing_measured,
 )
-from rljax.training.objective import merge_loss
 from rljax.training.packing import PackedBatch, TrainSequence, pack, unpack, useful_fraction
 from rljax.training.state import TrainState, abstract_state
-from rljax.training.step import PrecisionConfig, Totals, square_norm, update_state
+from rljax.training.step import PrecisionConfig, Totals, add_micro_batch, update_state
 from rljax.training.update import NOISE, Updated
 
 
@@ -114,7 +112,8 @@ class ExactUpdate:
         ) -> tuple[Totals, Measured]:
             scores = output.scores
             found = measure(scores.logprobs, scores.entropy, micro, objective.num_sequences, diagnosis)
-            return add_output(carry[0], output, micro, measure_noise), merge_measured(carry[1], found)
+            totals = add_micro_batch(carry[0], output.grads, output.loss, output.scores, micro, measure_noise)
+            return totals, merge_measured(carry[1], found)
 
         self._start = jax.jit(start, out_shardings=(totals, self._whole))
         self._add = jax.jit(add, out_shardings=(totals, self._whole), donate_argnums=0)
@@ -171,19 +170,5 @@ def no_totals(forms: ExactOutput) -> Totals:
         jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), forms.loss),
         jnp.float32(0.0),
         jnp.float32(0.0),
-        None,
-    )
-
-
-def add_output(totals: Totals, output: ExactOutput, micro: PackedBatch, measure_noise: Array) -> Totals:
-    """Totals with one more micro-batch."""
-    scores = output.scores
-    norm = jax.lax.cond(measure_noise, square_norm, lambda _: jnp.float32(0.0), output.grads)
-    return Totals(
-        jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals.grads, output.grads),
-        totals.square_norms + norm,
-        merge_loss(totals.loss, output.loss),
-        totals.entropy + jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0)),
-        jnp.maximum(totals.activation_max, scores.activation_max),
         None,
     )

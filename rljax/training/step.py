@@ -127,6 +127,26 @@ def square_norm(grads: Params) -> jax.Array:
     return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)), start=jnp.float32(0.0))
 
 
+def add_micro_batch(
+    totals: Totals,
+    grads: Params,
+    loss: LossTotals,
+    scores: Any,
+    micro: PackedBatch,
+    measure_noise: jax.Array,
+) -> Totals:
+    """Totals with one more micro-batch; what is measured stays as it was."""
+    norm = jax.lax.cond(measure_noise, square_norm, lambda _: jnp.float32(0.0), grads)
+    return Totals(
+        jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals.grads, grads),
+        totals.square_norms + norm,
+        merge_loss(totals.loss, loss),
+        totals.entropy + jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0)),
+        jnp.maximum(totals.activation_max, scores.activation_max),
+        totals.measured,
+    )
+
+
 def _accumulate(
     compute: Params,
     batch: PackedBatch,
@@ -146,19 +166,11 @@ def _accumulate(
         totals, all_logprobs = carry
         micro = micro_batch(batch, i)
         grads, loss, scores = each(micro)
-        norm = jax.lax.cond(measure_noise, square_norm, lambda _: jnp.float32(0.0), grads)
         measured = totals.measured
+        totals = add_micro_batch(totals, grads, loss, scores, micro, measure_noise)
         if measured is not None and diagnosis is not None:
             found = measure(scores.logprobs, scores.entropy, micro, objective.num_sequences, diagnosis)
-            measured = merge_measured(measured, found)
-        totals = Totals(
-            jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals.grads, grads),
-            totals.square_norms + norm,
-            merge_loss(totals.loss, loss),
-            totals.entropy + jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0)),
-            jnp.maximum(totals.activation_max, scores.activation_max),
-            measured,
-        )
+            totals = totals._replace(measured=merge_measured(measured, found))
         return totals, jax.lax.dynamic_update_index_in_dim(all_logprobs, scores.logprobs, i, 0)
 
     loss_forms = jax.eval_shape(each, micro_shapes(batch))[1]

@@ -185,3 +185,21 @@ def test_mistakes_in_rejection_and_statistics_say_what_was_expected():
         rejection_mask(TRAINER, ROLLOUT, MASK, statistic="geometric", threshold=1.0)
     with pytest.raises(ValueError, match=r"threshold must be at least 1, got 0\.5"):
         importance_statistics(TRAINER, ROLLOUT, MASK, threshold=0.5)
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_in_packed_rows_tokens_that_are_not_finite_follow_their_own_sequence(xp):
+    """Kept 0, rejected 1 (ratio e^2, its first token lost), kept 2 (first and last lost), 3 without a finite token."""
+    gap = np.array([[0.0, 0.0, np.nan, 2.0, 2.0, np.nan, 0.0, np.nan, np.nan, np.nan]])
+    ids = np.array([[0, 0, 1, 1, 1, 2, 2, 2, 3, 3]])
+    mask, stats = rejection_mask(
+        xp.asarray(gap - 1.0),
+        xp.asarray(np.full(gap.shape, -1.0)),
+        xp.asarray(np.ones(gap.shape, bool)),
+        statistic="k3",
+        threshold=0.5,
+        sequence_ids=xp.asarray(ids),
+        num_sequences=4,
+    )
+    assert np.asarray(mask).tolist() == [[True, True, False, False, False, True, True, True, False, False]]
+    assert float(stats["rejected_sequence_fraction"]) == pytest.approx(1 / 3)
