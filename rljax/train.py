@@ -123,7 +123,11 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh) -> RolloutEngine:
-    """The engine that ``rollout.engine`` names. Raises ValueError when a server does not fit the run."""
+    """The engine that ``rollout.engine`` names.
+
+    Raises:
+      ValueError: a server does not fit the run, or none answers.
+    """
     rollout, inject = config.rollout, config.rollout.inject
     if rollout.engine != "vllm":
         engine: RolloutEngine
@@ -133,13 +137,16 @@ def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh) -> RolloutEngi
             noise = LogitNoise(inject.logit_noise, inject.seed) if inject.logit_noise else None
             engine = ExactEngine(make_exact_pass(config, policy, mesh), noise=noise)
         return InjectedEngine(engine, inject, policy, mesh) if inject.changes_weights else engine
-    return VllmEngine(
-        rollout.urls,
-        Expectation(rollout.dtype, config_to_hf(policy, rollout.dtype), config.max_engine_tokens),
-        tensors=functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(rollout.dtype)),
-        score=make_scorer(policy, rollout.dtype),
-        config=VllmConfig(transfer_dir=rollout.transfer_dir, server_wait_s=rollout.server_wait_s),
-    )
+    try:
+        return VllmEngine(
+            rollout.urls,
+            Expectation(rollout.dtype, config_to_hf(policy, rollout.dtype), config.max_engine_tokens),
+            tensors=functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(rollout.dtype)),
+            score=make_scorer(policy, rollout.dtype),
+            config=VllmConfig(transfer_dir=rollout.transfer_dir, server_wait_s=rollout.server_wait_s),
+        )
+    except RuntimeError as error:
+        raise ConfigError(error) from error
 
 
 def build(

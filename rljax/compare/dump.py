@@ -37,7 +37,8 @@ class ColumnSource:
     Attributes:
       engine: what computed it: "vllm 0.32.0", "jax", "transformers".
       dtype: of its weights and activations: float32, bfloat16, float16.
-      weights_hash: of the weights, as ``compare.scorers.weights_hash`` gives it; other strings are only compared.
+      weights_hash: of the weights, as ``compare.weights.weights_hash`` gives it ("sha256:..."), or any other name;
+        hashes are compared with hashes and names with names.
       temperature: of the distribution the numbers are of: 1 for raw ones, the sampling temperature for processed ones.
     """
 

@@ -89,10 +89,15 @@ def _declared(valid: np.ndarray, a: ColumnSource, b: ColumnSource) -> _Finding |
     if a.temperature is not None and b.temperature is not None and a.temperature != b.temperature:
         reason = f"log-probabilities at temperature {a.temperature:g} and {b.temperature:g}: different distributions"
         return "refused", "temperature", reason
-    if a.weights_hash and b.weights_hash and a.weights_hash != b.weights_hash:
+    if _same_kind(a.weights_hash, b.weights_hash) and a.weights_hash != b.weights_hash:
         reason = f"the columns name different weights: {_short(a.weights_hash)} and {_short(b.weights_hash)}"
         return "refused", "other_weights", reason
     return None
+
+
+def _same_kind(a: str, b: str) -> bool:
+    """Whether two names of weights can be compared: two hashes of tensors, or two names that are none."""
+    return bool(a and b) and a.startswith("sha256:") == b.startswith("sha256:")
 
 
 def _short(name: str) -> str:

@@ -90,6 +90,14 @@ def test_temperature_processed_numbers_are_refused_declared_or_not(world, temper
     assert told == pytest.approx(ratio, abs=0.08)
 
 
+def test_a_name_of_weights_is_compared_with_names_alone(world):
+    (x, a), (y, b) = column(world, "jax:float32"), column(world, "hf:float32")
+    named = dataclasses.replace(b, weights_hash="runs/a version 3")
+    assert judge(x, y, MASK, a, named).status == "pass"
+    other = dataclasses.replace(a, weights_hash="runs/a version 4")
+    assert judge(x, y, MASK, other, named).cause == "other_weights"
+
+
 def test_other_weights_are_told_by_hash_and_by_numbers(world):
     (x, a), (y, b) = column(world, "jax:float32"), column(world, "hf:float32", "stale")
     declared = judge(x, y, MASK, a, b)
