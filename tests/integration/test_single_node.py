@@ -80,6 +80,8 @@ def launch(vllm_interpreter, fresh_base, cache, tmp_path):
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
+                # A test run in the background hands SIGINT down ignored, and bash cannot trap what was ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         )
         return started[0], mark, tmp_path / "run"
@@ -141,11 +143,12 @@ def test_a_dry_run_shows_a_server_for_each_group_of_gpus(cache, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(cache):
+def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(cache, fresh_base):
     shared = ("--trainer-gpus", "0", "--server-gpus", "0")
     code, _, err = outcome(CONFIG, *shared, "--dry-run", cache=cache)
     assert (code, err) == (2, "single_node: GPU 0 is to train and to serve: give --gpu-memory-utilization\n")
-    code, out, err = outcome(CONFIG, *shared, "--gpu-memory-utilization", "0.4", "--dry-run", cache=cache)
+    share = ("--gpu-memory-utilization", "0.4", "--dry-run", "--", "--model.path", str(fresh_base))
+    code, out, err = outcome(CONFIG, *shared, *share, cache=cache)
     assert code == 0, err
     assert "-- --gpu-memory-utilization 0.4" in out
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in out
