@@ -4,8 +4,7 @@
 #   bash tools/test.sh [pytest arguments]
 #
 # RLJAX_VENV: the environment's directory (default .venv). RLJAX_PYTHON: the interpreter (default python3.11 or newer).
-# RLJAX_SKIP_VLLM=1 leaves the vLLM server's environment and its tests out. RLJAX_TEST_WORKERS: processes that share the
-# tests (default 2): a file stays in one process, and all that need vLLM servers in the same.
+# RLJAX_SKIP_VLLM=1 leaves the vLLM server's environment and its tests out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
@@ -19,5 +18,4 @@ echo "== style and types"
 "$RLJAX_BIN/ruff" format --check .
 "$RLJAX_BIN/mypy"
 echo "== tests"
-exec "$RLJAX_BIN/python" -m pytest --verbose --durations=15 \
-  --numprocesses "${RLJAX_TEST_WORKERS:-2}" --dist loadgroup "$@"
+exec "$RLJAX_BIN/python" -m pytest --verbose --durations=15 "$@"
