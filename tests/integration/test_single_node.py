@@ -68,7 +68,19 @@ def launch(vllm_interpreter, fresh_base, cache, tmp_path):
     started = []
 
     def run(*options):
-        words = ["bash", SCRIPT, CONFIG, "--max-model-len", "512", "--", *SMALL, *options]
+        # A test run in the background hands SIGINT down ignored, and bash cannot trap what was ignored.
+        words = [
+            "env",
+            "--default-signal=INT",
+            "bash",
+            SCRIPT,
+            CONFIG,
+            "--max-model-len",
+            "512",
+            "--",
+            *SMALL,
+            *options,
+        ]
         where = ["--model.path", str(fresh_base), "--run.dir", str(tmp_path / "run")]
         venv = str(Path(vllm_interpreter).parents[1])
         started.append(
@@ -80,8 +92,6 @@ def launch(vllm_interpreter, fresh_base, cache, tmp_path):
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
-                # A test run in the background hands SIGINT down ignored, and bash cannot trap what was ignored.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         )
         return started[0], mark, tmp_path / "run"
