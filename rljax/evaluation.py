@@ -13,6 +13,7 @@ import numpy as np
 
 from rljax.data.prompts import Problem
 from rljax.data.tokenizer import Tokenizer
+from rljax.record import is_accuracy
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import Response, SamplingParams
@@ -144,7 +145,7 @@ class Evaluation:
 
 def mean_accuracy(row: dict[str, Any]) -> float | None:
     """The mean over datasets of ``eval/<dataset>/accuracy``; None in a step without an evaluation."""
-    values = [value for key, value in row.items() if key.startswith("eval/") and key.endswith("/accuracy")]
+    values = [value for key, value in row.items() if is_accuracy(key)]
     return sum(values) / len(values) if values else None
 
 

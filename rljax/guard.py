@@ -82,9 +82,7 @@ class Guard:
         warnings, stops = [], []
         for rule, is_stop in self._rules:
             if rule.metric not in row and not rule.metric.startswith(OCCASIONAL):
-                close = difflib.get_close_matches(rule.metric, row, n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise ValueError(f"guard: no row has a metric {rule.metric!r}{hint}")
+                raise ValueError(f"guard: {unknown_metric(rule.metric, row)}")
             value = row.get(rule.metric)
             beyond = rule.metric in row and _is_beyond(rule, value)
             streak = self._streaks.get(rule.text, 0) + 1 if beyond else 0
@@ -106,6 +104,12 @@ class Guard:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Goes on where ``state_dict`` was taken; rules that were not there begin anew."""
         self._streaks = dict(state)
+
+
+def unknown_metric(metric: str, row: Mapping[str, Any]) -> str:
+    """What is said of a metric that no row has, with the nearest that ``row`` has."""
+    close = difflib.get_close_matches(metric, row, n=1)
+    return f"no row has a metric {metric!r}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _is_beyond(rule: Rule, value: Any) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from rljax.record import Row
+from rljax.record import Row, is_accuracy, last_value, step_seconds
 
 SMOOTH_STEPS = 10
 """Steps of the trailing mean that accuracy, mismatch and gradient norm are read from."""
@@ -42,6 +41,7 @@ class Outcome:
       truncated_share: largest share of tokens in a step with a ratio above ``diagnosis.is_threshold``.
       final_rate: learning rate of the last update.
       skipped_updates: updates not applied.
+      wall_seconds: of all steps.
     """
 
     steps: int
@@ -58,6 +58,7 @@ class Outcome:
     truncated_share: float
     final_rate: float
     skipped_updates: int
+    wall_seconds: float
 
 
 def outcome_of(rows: Sequence[Row]) -> Outcome:
@@ -71,10 +72,8 @@ def outcome_of(rows: Sequence[Row]) -> Outcome:
     accuracy = trailing_mean([row["reward/mean"] for row in rows])
     peak = int(np.argmax(accuracy))
     collapse = collapse_step(accuracy)
-    surge = _last(rows, "schedule/surge_step")
-    held = [
-        value for row in rows for key, value in row.items() if key.startswith("eval/") and key.endswith("/accuracy")
-    ]
+    surge = last_value(rows, "schedule/surge_step")
+    held = [value for row in rows for key, value in row.items() if is_accuracy(key)]
     end = len(rows) if collapse is None else collapse
     return Outcome(
         steps=len(rows),
@@ -91,6 +90,7 @@ def outcome_of(rows: Sequence[Row]) -> Outcome:
         truncated_share=max(row.get("is/token_fraction_above") or 0.0 for row in rows),
         final_rate=float(rows[-1]["schedule/learning_rate"]),
         skipped_updates=int(rows[-1]["optimizer/skipped_updates"]),
+        wall_seconds=sum(map(step_seconds, rows)),
     )
 
 
@@ -109,7 +109,3 @@ def collapse_step(accuracy: np.ndarray, share: float = COLLAPSE_SHARE) -> int | 
 
 def _watched(rows: Sequence[Row], step: int) -> dict[str, float]:
     return {name: float(trailing_mean([row.get(key) for row in rows[:step]])[-1]) for name, key in WATCHED.items()}
-
-
-def _last(rows: Sequence[Row], key: str) -> Any:
-    return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)

@@ -236,7 +236,7 @@ class _Lines:
         pace = (now - self._last_time) / (step - self._last_step)
         self._last_time, self._last_step = now, step
         parts = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", *_console_parts(row)]
-        parts += [f"{key} {_format('{:.3f}', row[key])}" for key in evaluations if key.endswith("/accuracy")]
+        parts += [f"{key} {_format('{:.3f}', row[key])}" for key in evaluations if is_accuracy(key)]
         print("  ".join([*parts, f"{pace:.2f} s/step"]), file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -280,15 +280,15 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "response_length_first": _edge_mean(lengths, first=True),
         "response_length_last": _edge_mean(lengths, first=False),
         "length_tripled_step": _tripled_step(lengths),
-        "surge_step": _last(rows, "schedule/surge_step"),
-        "decay_period": _last(rows, "schedule/decay_period"),
-        "learning_rate_final": _last(rows, "schedule/learning_rate"),
+        "surge_step": last_value(rows, "schedule/surge_step"),
+        "decay_period": last_value(rows, "schedule/decay_period"),
+        "learning_rate_final": last_value(rows, "schedule/learning_rate"),
         "evaluations": _evaluations(rows),
         "mismatch_mean": _mean(mismatch),
         "mismatch_max": max(mismatch, default=None),
-        "skipped_updates": _last(rows, "optimizer/skipped_updates"),
+        "skipped_updates": last_value(rows, "optimizer/skipped_updates"),
         "rows_with_nonfinite": sum(NONFINITE_KEYS in row for row in rows),
-        "wall_seconds": sum(map(_seconds, rows)),
+        "wall_seconds": sum(map(step_seconds, rows)),
     }
 
 
@@ -343,9 +343,14 @@ def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
     return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
 
-def _last(rows: Sequence[Row], key: str) -> Any:
-    values = _series(rows, key)
-    return values[-1][1] if values else None
+def last_value(rows: Sequence[Row], key: str) -> Any:
+    """The last value recorded under the key; None without one."""
+    return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
+
+
+def is_accuracy(key: str) -> bool:
+    """Whether a key is ``eval/<dataset>/accuracy``."""
+    return key.startswith("eval/") and key.endswith("/accuracy")
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -370,7 +375,7 @@ def _tripled_step(lengths: Sequence[tuple[int, float]]) -> int | None:
 
 def _evaluations(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Dataset -> last and best accuracy; of equal bests the first step counts."""
-    keys = sorted({key for row in rows for key in row if key.startswith("eval/") and key.endswith("/accuracy")})
+    keys = sorted({key for row in rows for key in row if is_accuracy(key)})
     found: dict[str, dict[str, Any]] = {}
     for key in keys:
         series = _series(rows, key)
@@ -384,7 +389,8 @@ def _evaluations(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _seconds(row: Row) -> float:
+def step_seconds(row: Row) -> float:
+    """``time/step_s`` of a row, or every ``time/*`` where there is none."""
     if row.get("time/step_s") is not None:
         return row["time/step_s"]
     return math.fsum(value for key, value in row.items() if key.startswith("time/") and value is not None)

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from rljax.record import Row, read_rows
+from rljax.record import Row, is_accuracy, last_value, read_rows
 
 # Told apart by readers with any colour vision, and in this order also when printed grey.
 _COLORS = ("#1f5fa8", "#d55e00", "#00916e", "#a8428c", "#b8860b", "#555555")
@@ -50,7 +50,7 @@ class Run:
 
     def last(self, key: str) -> int | None:
         """The last value recorded under the key."""
-        return next((row[key] for row in reversed(self.rows) if row.get(key) is not None), None)
+        return last_value(self.rows, key)
 
 
 def read_runs(run_dirs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None = None) -> list[Run]:
@@ -254,8 +254,7 @@ def accuracy(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
     """The accuracy on each evaluation set; as recorded, not smoothed."""
     del smooth
     head(axis, "Evaluation accuracy", "share right")
-    keys = sorted({key for run in runs for row in run.rows for key in row if key.startswith("eval/")})
-    keys = [key for key in keys if key.endswith("/accuracy")]
+    keys = sorted({key for run in runs for row in run.rows for key in row if is_accuracy(key)})
     for index, key in enumerate(keys):
         marker = _MARKERS[index % len(_MARKERS)]
         for run in runs:

@@ -26,6 +26,7 @@ import numpy as np
 import tyro
 
 from rljax.config_loader import ConfigError, run_cli
+from rljax.outcome import trailing_mean
 from rljax.record import read_rows
 from rljax.schedule import decay_period_from_surge
 
@@ -54,7 +55,7 @@ def first_step(condition: np.ndarray) -> int | None:
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What the promise is judged by; steps are 1-based."""
     lengths = np.array([row["response_length/mean"] for row in rows])
-    means = np.array([lengths[max(0, i - 4) : i + 1].mean() for i in range(len(lengths))])
+    means = trailing_mean(lengths, 5)
     start = lengths[:10].mean()
     rewards = np.array([row["reward/mean"] for row in rows])
     windows = [k for k in range(1, len(means) - 4) if (means[4 + k :] >= RATIO * means[4 : len(means) - k]).any()]

@@ -95,12 +95,10 @@ def run_command(study: Study, arm: str, seed: int, run_dir: Path) -> list[str]:
 
 def is_complete(run_dir: Path) -> bool:
     """Whether the run ended by itself."""
-    return (run_dir / "summary.json").exists() and (run_dir / "report.png").exists() and _reached_its_end(run_dir)
-
-
-def _reached_its_end(run_dir: Path) -> bool:
+    if not (run_dir / "summary.json").exists() or not (run_dir / "report.png").exists():
+        return False
     steps = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["run"]["steps"]
-    return len(read_rows(run_dir / "metrics.jsonl")) >= steps
+    return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["steps"] >= steps
 
 
 def run_arms(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[int]) -> list[str]:
@@ -134,11 +132,9 @@ def read_outcomes(out: Path, arms: Sequence[str], seeds: Sequence[int]) -> dict[
     return found
 
 
-def report(study: Study, outcomes: dict[str, dict[int, Outcome]], out: Path, command: str) -> str:
+def report(study: Study, outcomes: dict[str, dict[int, Outcome]], command: str) -> str:
     """The Markdown report."""
-    seconds = sum(
-        row.get("time/step_s", 0.0) for arm in outcomes for seed in outcomes[arm] for row in _rows(out, arm, seed)
-    )
+    seconds = sum(outcome.wall_seconds for found in outcomes.values() for outcome in found.values())
     lines = [
         f"Command: `{command}`. {sum(map(len, outcomes.values()))} runs, {seconds / 3600:.1f} hours of training time.",
         "",
@@ -153,10 +149,6 @@ def report(study: Study, outcomes: dict[str, dict[int, Outcome]], out: Path, com
     for name in study.figures:
         lines += ["", f"![{name}]({name}.png)"]
     return "\n".join(lines) + "\n"
-
-
-def _rows(out: Path, arm: str, seed: int) -> list[dict[str, Any]]:
-    return read_rows(out / f"{arm}-{seed}" / "metrics.jsonl")
 
 
 def _line(arm: str, found: list[Outcome]) -> str:
@@ -202,7 +194,7 @@ def write_report(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[i
     tables = {arm: {str(seed): dataclasses.asdict(o) for seed, o in found.items()} for arm, found in outcomes.items()}
     (out / "outcomes.json").write_text(json.dumps({"command": command, "arms": tables}, indent=1) + "\n")
     path = out / "report.md"
-    path.write_text(report(study, outcomes, out, command), encoding="utf-8")
+    path.write_text(report(study, outcomes, command), encoding="utf-8")
     return path
 
 

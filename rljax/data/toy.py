@@ -10,7 +10,7 @@ response-length surge of arXiv 2602.01826 (figure 6), in minutes on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,17 +141,24 @@ def demonstration_batch(
     rng: np.random.Generator, config: ToyBaseConfig, tokenizer: Tokenizer, *, settled: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens int32 [b, t] padded at the end, lengths int32 [b]) of fresh demonstrations of a fixed width."""
+    return draw_batch(_demonstration, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS, rng, config, tokenizer, settled)
+
+
+def draw_batch(
+    demonstrate: Callable[[np.random.Generator, ToyBaseConfig, float], str],
+    alphabet: str,
+    width: int,
+    rng: np.random.Generator,
+    config: ToyBaseConfig,
+    tokenizer: Tokenizer,
+    settled: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """A batch of what ``demonstrate`` writes at the scratchpad rate of the time, one token a character."""
     rate = config.scratchpad_rate if settled else config.practice_rate
-    texts = [_demonstration(rng, config, rate) for _ in range(config.batch_size)]
-    return pad_texts(texts, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS, tokenizer.pad_token_id)
-
-
-def pad_texts(texts: Sequence[str], alphabet: str, width: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32 [b, t] of one width, padded at the end with ``pad``; lengths int32 [b]), one token a character."""
-    tokens = np.full((len(texts), width), pad, np.int32)
-    lengths = np.zeros(len(texts), np.int32)
-    for i, text in enumerate(texts):
-        ids = [alphabet.index(c) for c in text]
+    tokens = np.full((config.batch_size, width), tokenizer.pad_token_id, np.int32)
+    lengths = np.zeros(config.batch_size, np.int32)
+    for i in range(config.batch_size):
+        ids = [alphabet.index(c) for c in demonstrate(rng, config, rate)]
         tokens[i, : len(ids)] = ids
         lengths[i] = len(ids)
     return tokens, lengths

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rljax.data.tokenizer import Tokenizer
-from rljax.data.toy import EOS, PAD, ToyBaseConfig, pad_texts
+from rljax.data.toy import EOS, PAD, ToyBaseConfig, draw_batch
 from rljax.data.toy import build_tokenizer as _build_tokenizer
 from rljax.data.toy import policy_config as _addition_policy_config
 from rljax.policy.config import PolicyConfig
@@ -111,6 +111,4 @@ def demonstration_batch(
     rng: np.random.Generator, config: ToyBaseConfig, tokenizer: Tokenizer, *, settled: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens int32 [b, t] padded at the end, lengths int32 [b]) of fresh demonstrations of a fixed width."""
-    rate = config.scratchpad_rate if settled else config.practice_rate
-    texts = [_demonstration(rng, config, rate) for _ in range(config.batch_size)]
-    return pad_texts(texts, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS, tokenizer.pad_token_id)
+    return draw_batch(_demonstration, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS, rng, config, tokenizer, settled)

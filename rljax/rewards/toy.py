@@ -1,10 +1,10 @@
-"""The toy task's reward: 1 when the number after the last comma (or the whole response) is the sum, else 0."""
+"""The toy tasks' rewards: 1 when a response's final part is the right answer, else 0."""
 
 from __future__ import annotations
 
 
 def addition_reward(problem: dict[str, str], response: str, truncated: bool) -> float:
-    """Scores one response.
+    """Scores one response by the number after its last comma, or the whole of it.
 
     Args:
       problem: with the right ``"answer"``.
@@ -14,5 +14,13 @@ def addition_reward(problem: dict[str, str], response: str, truncated: bool) -> 
     Returns:
       1.0 or 0.0.
     """
-    final = response.rsplit(",", 1)[-1]
-    return float(not truncated and final == problem["answer"])
+    return _final_part_is_right(problem, response, truncated, ",")
+
+
+def swaps_reward(problem: dict[str, str], response: str, truncated: bool) -> float:
+    """Scores one response by the order after its last colon, or the whole of it; arguments as above."""
+    return _final_part_is_right(problem, response, truncated, ":")
+
+
+def _final_part_is_right(problem: dict[str, str], response: str, truncated: bool, separator: str) -> float:
+    return float(not truncated and response.rsplit(separator, 1)[-1] == problem["answer"])

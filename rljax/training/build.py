@@ -48,14 +48,15 @@ def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransfor
         temperature=config.rollout.temperature,
         diagnosis=None if several else config.diagnosis,
     )
+    forward = make_forward(config, policy, mesh)
     reference = None
     if config.loss.kl != "none":
-        reference = Reference(make_forward(config, policy, mesh), load_reference(config, policy, mesh))
+        reference = Reference(forward, load_reference(config, policy, mesh))
     if not several:
         return SingleUpdate(step, make_pack(config, config.num_sequences), reference)
     return MultipleUpdates(
         step,
-        make_forward(config, policy, mesh),
+        forward,
         make_pack(config, config.num_sequences),
         make_pack(config, count),
         mini_batches=config.loss.mini_batches,

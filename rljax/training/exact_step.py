@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -29,8 +28,8 @@ from rljax.training.measure import (
 )
 from rljax.training.packing import PackedBatch, TrainSequence, pack, unpack, useful_fraction
 from rljax.training.state import TrainState, abstract_state
-from rljax.training.step import PrecisionConfig, Totals, add_micro_batch, update_state
-from rljax.training.update import NOISE, Updated
+from rljax.training.step import PrecisionConfig, Totals, add_micro_batch, no_totals, update_state
+from rljax.training.update import Updated, costs, fetch
 
 
 def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> PackedBatch:
@@ -105,7 +104,8 @@ class ExactUpdate:
 
         def start() -> tuple[Totals, Measured]:
             empty = empty_rows(exact.rows, exact.row_tokens, reference=reference is not None)
-            return no_totals(exact.forms), nothing_measured(empty, objective.num_sequences, diagnosis)
+            nothing = nothing_measured(empty, objective.num_sequences, diagnosis)
+            return no_totals(exact.forms.grads, exact.forms.loss), nothing
 
         def add(
             carry: tuple[Totals, Measured], output: ExactOutput, micro: PackedBatch, measure_noise: jax.Array
@@ -143,12 +143,8 @@ class ExactUpdate:
                 logprobs.append(output.scores.logprobs)
                 carry = self._add(carry, output, micro, measure_noise)
             state, metrics = self._finish(state, *carry, batch, rate, apply_update, measure_noise)
-        host: dict[str, Any] = jax.device_get(metrics)
-        row = {key: value.item() for key, value in host.items() if value.ndim == 0 and (noise or key != NOISE)}
-        now = time.perf_counter()
-        row |= {"time/pack_s": packed - start, "time/train_s": now - packed}
-        row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
-        histograms = {key: value for key, value in host.items() if value.ndim}
+        row, histograms = fetch(metrics, noise=noise)
+        row |= costs(start, packed, useful_fraction(sequences, batch))
         return Updated(state, row, histograms, lambda: unpack(np.stack(jax.device_get(logprobs)), batch, sequences))
 
     def _with_reference(self, batch: PackedBatch, reference: Params) -> PackedBatch:
@@ -160,15 +156,3 @@ class ExactUpdate:
             for index in range(int(batch.used))
         ]
         return batch._replace(reference_logprobs=np.stack(jax.device_get(found)))
-
-
-def no_totals(forms: ExactOutput) -> Totals:
-    """The totals of no micro-batch."""
-    return Totals(
-        jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float32), forms.grads),
-        jnp.float32(0.0),
-        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), forms.loss),
-        jnp.float32(0.0),
-        jnp.float32(0.0),
-        None,
-    )

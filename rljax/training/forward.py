@@ -24,7 +24,7 @@ from rljax.training.measure import (
     nothing_measured,
 )
 from rljax.training.packing import PackedBatch
-from rljax.training.step import PrecisionConfig, make_score
+from rljax.training.step import PrecisionConfig, make_score, place_batch
 
 
 class ForwardPass:
@@ -80,7 +80,6 @@ class ForwardPass:
 
     def __call__(self, params: Params, batch: PackedBatch) -> tuple[dict[str, jax.Array], jax.Array]:
         """The mismatch of the batch under ``params`` (float32 masters), and their log-probabilities [m, b, t]."""
-        shardings = jax.tree.map(lambda _: self._by_rows, batch)._replace(used=self._whole)
-        placed = jax.device_put(batch, shardings)
+        placed = place_batch(batch, self._by_rows, self._whole)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._jitted(params, placed)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import Params, cast_params
@@ -127,6 +127,24 @@ def square_norm(grads: Params) -> jax.Array:
     return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)), start=jnp.float32(0.0))
 
 
+def no_totals(grads: Params, loss: LossTotals) -> Totals:
+    """The totals of no micro-batch, nothing measured.
+
+    Args:
+      grads: ``jax.ShapeDtypeStruct`` of a micro-batch's gradients.
+      loss: the same of its loss.
+    """
+    zero = jnp.float32(0.0)
+    return Totals(
+        jax.tree.map(lambda form: jnp.zeros(form.shape, jnp.float32), grads),
+        zero,
+        jax.tree.map(lambda form: jnp.zeros(form.shape, form.dtype), loss),
+        zero,
+        zero,
+        None,
+    )
+
+
 def add_micro_batch(
     totals: Totals,
     grads: Params,
@@ -173,16 +191,16 @@ def _accumulate(
             totals = totals._replace(measured=merge_measured(measured, found))
         return totals, jax.lax.dynamic_update_index_in_dim(all_logprobs, scores.logprobs, i, 0)
 
-    loss_forms = jax.eval_shape(each, micro_shapes(batch))[1]
-    start = Totals(
-        jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), compute),
-        jnp.float32(0.0),
-        jax.tree.map(lambda form: jnp.zeros(form.shape, form.dtype), loss_forms),
-        jnp.float32(0.0),
-        jnp.float32(0.0),
-        None if diagnosis is None else nothing_measured(batch, objective.num_sequences, diagnosis),
-    )
+    start = no_totals(*jax.eval_shape(each, micro_shapes(batch))[:2])
+    if diagnosis is not None:
+        start = start._replace(measured=nothing_measured(batch, objective.num_sequences, diagnosis))
     return jax.lax.fori_loop(0, batch.used, body, (start, jnp.zeros(batch.tokens.shape, jnp.float32)))
+
+
+def place_batch(batch: PackedBatch, by_rows: NamedSharding, whole: NamedSharding) -> PackedBatch:
+    """The batch on the devices: its arrays [m, b, t] split by rows, the number of used micro-batches everywhere."""
+    shardings = jax.tree.map(lambda _: by_rows, batch)._replace(used=whole)
+    return jax.device_put(batch, shardings)
 
 
 class TrainStep:
@@ -249,11 +267,6 @@ class TrainStep:
         """How often the step was compiled; 1 after the first call."""
         return self._jitted._cache_size()  # type: ignore[attr-defined]
 
-    def place(self, batch: PackedBatch) -> PackedBatch:
-        """The batch on the devices, rows over the mesh."""
-        shardings = jax.tree.map(lambda _: self._by_rows, batch)._replace(used=self._whole)
-        return jax.device_put(batch, shardings)
-
     def __call__(
         self,
         state: TrainState,
@@ -275,7 +288,7 @@ class TrainStep:
         Returns:
           The new state, the row's metrics on the device (scalars, and the histogram), ``trainer_logprobs`` [m, b, t].
         """
-        placed = self.place(batch)
+        placed = place_batch(batch, self._by_rows, self._whole)
         values = (np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._jitted(state, placed, *jax.device_put(values, self._whole))

@@ -79,10 +79,8 @@ class SingleUpdate:
         noise = noise and int(batch.used) > 1
         has_loss = any(s.in_loss for s in sequences)
         state, metrics, logprobs = self._step(state, batch, learning_rate, has_loss, noise)
-        row, histograms = _fetch(metrics)
-        if not noise:
-            row.pop(NOISE)
-        row |= _costs(start, packed, useful_fraction(sequences, batch))
+        row, histograms = fetch(metrics, noise=noise)
+        row |= costs(start, packed, useful_fraction(sequences, batch))
         return Updated(state, row, histograms, lambda: unpack(jax.device_get(logprobs), batch, sequences))
 
 
@@ -118,15 +116,16 @@ class MultipleUpdates:
         measured, logprobs = self._forward(state.params, batch)
         old = unpack(jax.device_get(logprobs), batch, sequences)
         known = [s._replace(old_logprobs=values) for s, values in zip(sequences, old, strict=True)]
-        rows: list[dict[str, jax.Array]] = []
+        taken: list[tuple[dict[str, jax.Array], bool]] = []
         for mini in self._split(known, seed):
             mini_batch = self._pack_mini(mini)
-            wanted = noise and not rows and int(mini_batch.used) > 1
+            wanted = noise and not taken and int(mini_batch.used) > 1
             has_loss = any(s.in_loss for s in mini)
             state, metrics, _ = self._step(state, mini_batch, learning_rate, has_loss, wanted)
-            rows.append(metrics if wanted else {key: value for key, value in metrics.items() if key != NOISE})
-        (whole, histograms), minis = _fetch(measured), [_fetch(metrics)[0] for metrics in rows]
-        row = _combine(minis) | whole | _costs(start, packed, useful_fraction(sequences, batch))
+            taken.append((metrics, wanted))
+        whole, histograms = fetch(measured, noise=False)
+        minis = [fetch(metrics, noise=wanted)[0] for metrics, wanted in taken]
+        row = _combine(minis) | whole | costs(start, packed, useful_fraction(sequences, batch))
         return Updated(state, row, histograms, lambda: old)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
@@ -141,10 +140,10 @@ class MultipleUpdates:
         ]
 
 
-def _fetch(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Scalars and arrays on the host."""
+def fetch(metrics: dict[str, jax.Array], *, noise: bool) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Scalars and arrays on the host; ``NOISE`` only when it was measured."""
     host: dict[str, Any] = jax.device_get(metrics)
-    scalars = {key: value.item() for key, value in host.items() if value.ndim == 0}
+    scalars = {key: value.item() for key, value in host.items() if value.ndim == 0 and (noise or key != NOISE)}
     return scalars, {key: value for key, value in host.items() if value.ndim}
 
 
@@ -156,6 +155,7 @@ def _combine(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return combined
 
 
-def _costs(start: float, packed: float, useful: float) -> dict[str, float]:
+def costs(start: float, packed: float, useful: float) -> dict[str, float]:
+    """What an update took, from the clock at its start and after packing, and its share of useful places."""
     now = time.perf_counter()
     return {"time/pack_s": packed - start, "time/train_s": now - packed, "perf/useful_token_fraction": useful}

@@ -18,7 +18,7 @@ from rljax.data.toy_swaps import (
     policy_config,
     scratchpad,
 )
-from rljax.rewards.toy_swaps import swaps_reward
+from rljax.rewards.toy import swaps_reward
 
 
 def followed(prompt):
