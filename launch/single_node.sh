@@ -106,19 +106,7 @@ python="${RLJAX_VENV:-$here/.venv}/bin/python"
 [[ -x "$python" ]] || die "no environment at ${RLJAX_VENV:-$here/.venv} (launch/quickstart.sh makes one; RLJAX_VENV names another)"
 given=("$config" "$@" --rollout.engine vllm)
 pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and vllm wants a URL
-read_settings='
-import sys
-from rljax.config import Config
-from rljax.config_loader import load_config, run_cli
-
-def main(argv):
-    config = load_config(Config, argv, prog="single_node", description="")
-    print(config.model.path, config.rollout.dtype, config.run.dir, config.max_engine_tokens, sep="\n")
-    return 0
-
-sys.exit(run_cli(main))
-'
-settings="$("$python" -c "$read_settings" "${pending[@]}")" || exit 2
+settings="$("$python" "$here/tools/show_config.py" model.path,rollout.dtype,run.dir,max_engine_tokens "${pending[@]}")" || exit 2
 { read -r model && read -r dtype && read -r run_dir && read -r longest; } <<<"$settings"
 logs="$run_dir-servers"
 

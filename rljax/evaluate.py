@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,27 +16,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from rljax.config import Config, check_draws
-from rljax.config_loader import ConfigError, caller_errors, load_config, run_cli
+from rljax.config_loader import caller_errors, load_config, run_cli
 from rljax.data.prompts import FILE_REWARD, TOYS, DataConfig, Problem, evaluation_datasets
 from rljax.data.tokenizer import load_tokenizer
 from rljax.evaluation import Scored, score_responses, summarize_scores
-from rljax.policy.config import PolicyConfig, config_to_hf, read_config
-from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.config import PolicyConfig, read_config
+from rljax.policy.hf import load_params
 from rljax.policy.hub import model_directory
 from rljax.policy.qwen3 import param_shardings
-from rljax.policy.score import make_scorer
 from rljax.rewards.pool import RewardConfig, make_pool
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.served import ServedModel
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm_engine import VllmEngine
-from rljax.rollout.vllm_handshake import Expectation
+from rljax.rollout.vllm_policy import serve_policy
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.training.checkpoint import BEST, Checkpointer
 from rljax.training.optimizer import make_optimizer
@@ -121,7 +117,7 @@ class Policy:
     best: bool = False
 
     def load(self, mesh: Mesh) -> Any:
-        """Float32 parameters on the mesh. Raises ValueError or RuntimeError when they cannot be read."""
+        """Float32 parameters on the mesh. Raises ValueError when they cannot be read."""
         if self.run is None:
             return load_params(self.hf_path, self.config, param_shardings(self.config, mesh))
         settings = load_config(Config, [str(self.run / "config.yaml")], prog="evaluate", description="")
@@ -129,8 +125,10 @@ class Policy:
         wanted = abstract_state(self.config, make_optimizer(settings.optimizer), mesh, dynamic_scale=dynamic)
         assert self.step is not None
         with contextlib.closing(Checkpointer(_checkpoints(self.run, self.best), read_only=True)) as checkpointer:
-            state, _ = checkpointer.restore(self.step, wanted)
-        return state.params
+            try:
+                return checkpointer.restore(self.step, wanted)[0].params
+            except RuntimeError as error:
+                raise ValueError(str(error)) from error
 
 
 def find_policy(path: str | Path, *, step: int | None = None, best: bool = False) -> Policy:
@@ -181,17 +179,11 @@ def open_engine(
             made = ServedModel(urls)
         else:
             mesh = make_mesh(MeshConfig(), jax.devices()[:1] if engine == "vllm" else None)
-            params = _loaded(policy, mesh)
-            shape = policy.config
+            params = policy.load(mesh)
             if engine == "jax":
-                made = JaxEngine(shape, dtype, prompt_tokens, mesh=mesh)
+                made = JaxEngine(policy.config, dtype, prompt_tokens, mesh=mesh)
             else:
-                made = VllmEngine(
-                    urls,
-                    Expectation(dtype, config_to_hf(shape, dtype), prompt_tokens + response_tokens),
-                    tensors=functools.partial(hf_tensors, config=shape, dtype=jnp.dtype(dtype)),
-                    score=make_scorer(shape, dtype),
-                )
+                made = serve_policy(urls, policy.config, dtype, prompt_tokens + response_tokens)
             made.publish(params, policy.step or 0)
     with contextlib.closing(made):
         yield made
@@ -203,13 +195,11 @@ def in_batches(problems: Sequence[Problem], size: int) -> Iterator[tuple[int, li
         yield start, [problems[i] for i in range(start, min(start + size, len(problems)))]
 
 
-def response_limit(arguments: Arguments, policy: PolicyConfig, prompt_tokens: int) -> int:
-    """Longest response (tokens). Raises ValueError when it does not fit the model's positions."""
+def response_limit(wanted: int | None, policy: PolicyConfig, prompt_tokens: int) -> int:
+    """Longest response (tokens), of None the default. Raises ValueError when it does not fit the model's positions."""
     room = policy.max_position_embeddings - prompt_tokens
-    wanted = arguments.max_response_tokens
     if wanted is None:
-        toy = TOYS.get(arguments.dataset)
-        return toy.max_response_tokens if toy else min(LONGEST_RESPONSE, room)
+        return min(LONGEST_RESPONSE, room)
     if wanted > room:
         raise ValueError(
             f"max_response_tokens = {wanted} and the longest prompt, {prompt_tokens} tokens, are more than the model's "
@@ -227,8 +217,11 @@ def main(argv: Sequence[str]) -> int:
         data = DataConfig(seed=arguments.seed, chat_template=arguments.chat_template)
         ((name, problems),) = evaluation_datasets([arguments.dataset], data, tokenizer).items()
         prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
-        limit = response_limit(arguments, policy.config, prompt_tokens)
         toy = TOYS.get(arguments.dataset)
+        wanted = arguments.max_response_tokens
+        if wanted is None and toy:
+            wanted = toy.max_response_tokens
+        limit = response_limit(wanted, policy.config, prompt_tokens)
         function = arguments.reward or (toy.reward if toy else FILE_REWARD)
         pool = make_pool(RewardConfig(function, arguments.reward_workers, arguments.reward_timeout_s))
     stops = policy.config.stop_token_ids or (tokenizer.eos_token_id,)
@@ -284,13 +277,6 @@ def write_responses(path: Path, problems: Sequence[Problem], scored: Sequence[Sc
 
 def _checkpoints(run: Path, best: bool) -> Path:
     return run / (BEST if best else "checkpoints")
-
-
-def _loaded(policy: Policy, mesh: Mesh) -> Any:
-    try:
-        return policy.load(mesh)
-    except RuntimeError as error:
-        raise ConfigError(error) from error
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Trains a policy: ``python -m rljax.train CONFIG.yaml [--a.b value ...] [--dry-run]``.
 
 Builds the parts of a run from its configuration, goes on from a checkpoint when there is one, and calls the loop.
-SIGINT or SIGTERM ends the run after the step under way, saved; the same command then goes on from there. A guard's stop
-rule does likewise, with exit status 3. ``--dry-run`` only tells what the run would take, from shapes alone.
+SIGINT or SIGTERM ends the run after the step under way, saved, or at once where it waits for servers that are gone; the
+same command then goes on from there. A guard's stop rule does likewise, with exit status 3. ``--dry-run`` only tells
+what the run would take, from shapes alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import signal
 import sys
@@ -18,21 +18,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rljax.config import Config
 from rljax.config_loader import ConfigError, caller_errors, config_to_yaml, load_config, run_cli
-from rljax.data.prompts import PromptStream, check_lengths, evaluation_datasets, training_problems
+from rljax.data.prompts import Problem, PromptStream, check_lengths, evaluation_datasets, training_problems
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.dry_run import check_shapes, dry_run
 from rljax.evaluation import Evaluation
 from rljax.guard import Guard
-from rljax.policy.config import PolicyConfig, config_to_hf, read_config
-from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.config import PolicyConfig, read_config
+from rljax.policy.hf import load_params
 from rljax.policy.hub import model_directory
 from rljax.policy.qwen3 import param_shardings
-from rljax.policy.score import make_scorer
 from rljax.record import Recorder, format_summary, read_rows, summarize, write_summary
 from rljax.report_figure import draw_report
 from rljax.rewards.pool import RewardPool, make_pool
@@ -41,8 +39,8 @@ from rljax.rollout.exact_engine import ExactEngine, LogitNoise
 from rljax.rollout.inject import InjectedEngine
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
-from rljax.rollout.vllm_handshake import Expectation
+from rljax.rollout.vllm_engine import VllmConfig
+from rljax.rollout.vllm_policy import serve_policy
 from rljax.run_directory import prepare_directory
 from rljax.sharding import make_mesh
 from rljax.training.build import make_exact_pass, make_update
@@ -71,14 +69,15 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = load_tokenizer(config.model.path)
         mesh = make_mesh(config.mesh)
         check_fit(config, policy, tokenizer, mesh)
+        problems = load_problems(config, tokenizer)
         prepare_directory(config, run_dir)
-        engine = make_engine(config, policy, mesh)
-    stop = StopRequest()
+        stop = StopRequest()
+        engine = make_engine(config, policy, mesh, stop.requested)
     with contextlib.ExitStack() as stack:
         stack.callback(engine.close)
         checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
         stack.callback(checkpointer.close)
-        parts = build(config, policy, tokenizer, mesh, engine, checkpointer)
+        parts = build(config, policy, tokenizer, mesh, engine, checkpointer, problems)
         stack.callback(parts.rewards.close)
         state, progress = starting_point(parts, mesh)
         recorder = open_recorder(run_dir, config.run.steps, progress.step + 1)
@@ -104,25 +103,38 @@ def check_fit(config: Config, policy: PolicyConfig, tokenizer: Tokenizer, mesh: 
             f"{config.model.path}: the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
         )
     check_shapes(config, policy, mesh)
-    check_prompts(config, tokenizer)
 
 
-def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
-    """Raises ValueError when problems cannot be read or prompts are too long; warns when nothing is evaluated on."""
+@dataclasses.dataclass(frozen=True)
+class Problems:
+    """What is trained on, and what is evaluated on by name."""
+
+    training: Sequence[Problem]
+    evaluation: dict[str, Sequence[Problem]]
+
+
+def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
+    """Reads the problems; warns when nothing is evaluated on.
+
+    Raises:
+      ValueError: they cannot be read, or a prompt is too long.
+    """
     data, limit = config.data, config.data.max_prompt_tokens
     command = f"python tools/prepare_data.py {data.path} OUT.parquet --model {config.model.path} --max-prompt-tokens"
     remedy = f" in {data.path}; raise it, or: {command} {limit}" if data.path else ""
-    check_lengths(training_problems(data, tokenizer), tokenizer, limit, remedy)
+    training = training_problems(data, tokenizer)
+    check_lengths(training, tokenizer, limit, remedy)
     if not config.eval.is_wanted:
-        return
+        return Problems(training, {})
     datasets = evaluation_datasets(config.eval.datasets, data, tokenizer)
     for name, problems in datasets.items():
         check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
     if not datasets:
         print("warning: nothing is evaluated: eval.datasets is empty", file=sys.stderr)
+    return Problems(training, datasets)
 
 
-def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh) -> RolloutEngine:
+def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh, should_stop: Callable[[], bool]) -> RolloutEngine:
     """The engine that ``rollout.engine`` names.
 
     Raises:
@@ -138,13 +150,8 @@ def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh) -> RolloutEngi
             engine = ExactEngine(make_exact_pass(config, policy, mesh), noise=noise)
         return InjectedEngine(engine, inject, policy, mesh) if inject.changes_weights else engine
     try:
-        return VllmEngine(
-            rollout.urls,
-            Expectation(rollout.dtype, config_to_hf(policy, rollout.dtype), config.max_engine_tokens),
-            tensors=functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(rollout.dtype)),
-            score=make_scorer(policy, rollout.dtype),
-            config=VllmConfig(transfer_dir=rollout.transfer_dir, server_wait_s=rollout.server_wait_s),
-        )
+        settings = VllmConfig(transfer_dir=rollout.transfer_dir, server_wait_s=rollout.server_wait_s)
+        return serve_policy(rollout.urls, policy, rollout.dtype, config.max_engine_tokens, settings, should_stop)
     except RuntimeError as error:
         raise ConfigError(error) from error
 
@@ -156,12 +163,13 @@ def build(
     mesh: Mesh,
     engine: RolloutEngine,
     checkpointer: Checkpointer,
+    problems: Problems,
 ) -> Parts:
     """The parts of a run at its first step."""
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
     tx = make_optimizer(config.optimizer)
     with caller_errors():
-        stream = PromptStream(training_problems(config.data, tokenizer), config.data.batch_size, config.run.seed)
+        stream = PromptStream(problems.training, config.data.batch_size, config.run.seed)
         rewards = make_pool(config.reward)
     return Parts(
         config=config,
@@ -171,7 +179,7 @@ def build(
         stream=stream,
         tokenizer=tokenizer,
         rewards=rewards,
-        evaluate=make_evaluation(config, engine, tokenizer, rewards, stops),
+        evaluate=make_evaluation(config, engine, tokenizer, rewards, stops, problems.evaluation),
         update=make_update(config, policy, tx, mesh),
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
         guard=Guard(config.guard),
@@ -206,11 +214,15 @@ def open_recorder(run_dir: Path, steps: int, first_step: int) -> Recorder:
 
 
 def make_evaluation(
-    config: Config, engine: RolloutEngine, tokenizer: Tokenizer, rewards: RewardPool, stops: tuple[int, ...]
+    config: Config,
+    engine: RolloutEngine,
+    tokenizer: Tokenizer,
+    rewards: RewardPool,
+    stops: tuple[int, ...],
+    datasets: dict[str, Sequence[Problem]],
 ) -> Callable[[], dict[str, Any]] | None:
     """``eval/<dataset>/...`` of the published policy, or None when never asked for or on nothing."""
     wanted = config.eval
-    datasets = evaluation_datasets(wanted.datasets, config.data, tokenizer) if wanted.is_wanted else {}
     limit = wanted.max_response_tokens or config.rollout.max_response_tokens
     sampling = SamplingParams(limit, wanted.temperature, stops)
     if not datasets:

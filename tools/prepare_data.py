@@ -32,7 +32,7 @@ from rljax.config_loader import ConfigError, caller_errors, run_cli
 from rljax.data.files import PASS_RATE, Problem, Row, parse_row, prompt_text, read_provenance, read_rows, write_rows
 from rljax.data.prompts import FILE_REWARD, render_prompt
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
-from rljax.evaluate import LONGEST_RESPONSE, find_policy, in_batches, open_engine
+from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.evaluation import SOLVED, score_responses
 from rljax.rewards.pool import RewardConfig, make_pool
 from rljax.rollout.types import SamplingParams
@@ -239,11 +239,8 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
     with caller_errors():
         policy = find_policy(str(arguments.model))
         pool = make_pool(RewardConfig(arguments.reward, arguments.reward_workers, arguments.reward_timeout_s))
-    prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
-    room = policy.config.max_position_embeddings - prompt_tokens
-    limit = min(LONGEST_RESPONSE, room) if arguments.max_response_tokens is None else arguments.max_response_tokens
-    if limit > room:
-        raise ConfigError(f"--max-response-tokens {limit}: the model has positions for {room} after the longest prompt")
+        prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
+        limit = response_limit(arguments.max_response_tokens, policy.config, prompt_tokens)
     names = ("model", "samples", "temperature", "reward", "seed", "chat_template")
     settings = {name: getattr(arguments, name) for name in names} | {"max_response_tokens": limit}
     scores = Scores(arguments.scores or arguments.out.with_name(arguments.out.name + ".scores.jsonl"), settings)

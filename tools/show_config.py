@@ -1,6 +1,6 @@
-"""Prints one resolved setting of a run: what ``rljax.train`` would use for it.
+"""Prints resolved settings of a run, one a line: what ``rljax.train`` would use.
 
-python tools/show_config.py rollout.dtype configs/quickstart.yaml --rollout.dtype float32
+python tools/show_config.py rollout.dtype,max_engine_tokens configs/quickstart.yaml --rollout.dtype float32
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from rljax.config_loader import ConfigError, load_config, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the setting; returns the exit status."""
+    """Prints the settings; returns the exit status."""
     if not argv or argv[0].startswith("-"):
-        raise ConfigError("usage: show_config.py KEY [CONFIG.yaml] [--a.b value ...]")
+        raise ConfigError("usage: show_config.py KEY[,KEY...] [CONFIG.yaml] [--a.b value ...]")
     config = load_config(Config, argv[1:], prog="show_config.py KEY", description=__doc__ or "")
-    try:
-        print(functools.reduce(getattr, argv[0].split("."), config))
-    except AttributeError as error:
-        raise ConfigError(f"there is no setting {argv[0]}") from error
+    for key in argv[0].split(","):
+        try:
+            print(functools.reduce(getattr, key.split("."), config))
+        except AttributeError as error:
+            raise ConfigError(f"there is no setting {key}") from error
     return 0
 
 

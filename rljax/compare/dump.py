@@ -119,6 +119,43 @@ def make_dump(
     )
 
 
+def dump_of_responses(
+    sequence_ids: Sequence[str],
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    logprobs: Mapping[str, Sequence[np.ndarray]],
+    sources: Mapping[str, ColumnSource],
+    sampling: Mapping[str, Any],
+) -> TokenDump:
+    """A dump of drawn responses: a row a response, with nothing known of the prompts' log-probabilities.
+
+    Args:
+      sequence_ids: n distinct names.
+      prompts: n int32 vectors [s].
+      responses: n int32 vectors [r].
+      logprobs: column name -> n float32 vectors [r], of the responses' tokens.
+      sources: column name -> where it comes from.
+      sampling: as in ``TokenDump``.
+    """
+    fronts = [len(prompt) for prompt in prompts]
+    return TokenDump(
+        sequence_ids=tuple(sequence_ids),
+        token_ids=tuple(np.concatenate(pair).astype(np.int32) for pair in zip(prompts, responses, strict=True)),
+        response_mask=tuple(
+            np.arange(front + len(response)) >= front for front, response in zip(fronts, responses, strict=True)
+        ),
+        logprobs={
+            name: tuple(
+                np.concatenate([np.full(front, np.nan, np.float32), values])
+                for front, values in zip(fronts, vectors, strict=True)
+            )
+            for name, vectors in logprobs.items()
+        },
+        sources=dict(sources),
+        sampling=dict(sampling),
+    )
+
+
 def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     """Writes a dump; a file of that name is replaced only once the new one is whole."""
     out = Path(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from rljax.compare.dump import ColumnSource, TokenDump, make_dump
+from rljax.compare.dump import ColumnSource, TokenDump, dump_of_responses, make_dump
 from rljax.compare.report import SECOND_RUN
 from rljax.compare.scorers import DTYPES
 from rljax.compare.servers import Server, connect
@@ -179,13 +179,11 @@ def _as_dump(
     source: ColumnSource,
     how: DrawConfig,
 ) -> TokenDump:
-    fronts = [prompts[response.prompt_index] for response in responses]
-    pairs = list(zip(fronts, responses, strict=True))
-    return make_dump(
+    return dump_of_responses(
         [f"{names[response.prompt_index]}/{response.sample_index}" for response in responses],
-        [np.concatenate([front, response.token_ids]).tolist() for front, response in pairs],
-        [[False] * len(front) + [True] * response.length for front, response in pairs],
-        {column: [[None] * len(front) + response.logprobs.tolist() for front, response in pairs]},
+        [prompts[response.prompt_index] for response in responses],
+        [response.token_ids for response in responses],
+        {column: [response.logprobs for response in responses]},
         {column: source},
         {
             "column": column,

@@ -19,7 +19,7 @@ from rljax.compare.dump import ColumnSource, TokenDump
 from rljax.compare.weights import weights_hash
 from rljax.rollout.types import Response, SamplingParams
 from rljax.rollout.vllm_client import ClientLimits, ServerGoneError, ServerRefusedError, VllmClient
-from rljax.rollout.vllm_wire import COMPLETIONS, Completion, ReplyError, Request
+from rljax.rollout.vllm_wire import Completion, ReplyError, Request, sharpening
 
 _LIMITS = ClientLimits(request_timeout_s=600.0)
 _TOP = 8  # likeliest tokens that the probe of the temperature compares
@@ -130,14 +130,9 @@ class Server:
         generator = np.random.default_rng(0)
         prompts = list(generator.integers(0, self.info.vocab_size or 64, size=(8, 4)).astype(np.int32))
         raw, asked = (
-            [reply.top_logprobs[0] for reply in self._ask([Request(p, SamplingParams(1, t), 1, _TOP) for p in prompts])]
-            for t in (1.0, temperature)
+            self._ask([Request(p, SamplingParams(1, t), 1, _TOP) for p in prompts]) for t in (1.0, temperature)
         )
-        gaps = np.zeros(2)
-        for pair in zip(raw, asked, strict=True):
-            common = pair[0].keys() & pair[1].keys()  # which tokens are reported depends on the one that was drawn
-            gaps += [np.ptp([top[token] for token in common]) if common else 0.0 for top in pair]
-        sharpened = float(np.log(gaps[1] / gaps[0])) if gaps.min() > 0 else np.nan
+        sharpened = np.log(sharpening(raw, asked) or np.nan)
         room = _FITS * abs(np.log(temperature))
         if abs(sharpened) < room:
             return 1.0
@@ -190,12 +185,7 @@ def _describe(client: VllmClient, url: str) -> ServerInfo:
     root = str(model.get("root") or "")
     fresh = _optional(client, url, "GET", "/weight_info").get("weight_version") == "default"
     client.set_model(url, str(model["id"]))
-    try:
-        client.sample(url, [Request(np.zeros(1, np.int32), SamplingParams(1))])
-    except ServerRefusedError as error:
-        if error.status != 404:
-            raise
-        client.set_route(url, COMPLETIONS)
+    client.find_route(url)
     return ServerInfo(
         url=url,
         model=str(model["id"]),

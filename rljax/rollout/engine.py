@@ -13,6 +13,10 @@ import numpy as np
 from rljax.rollout.types import Response, SamplingParams
 
 
+class StoppedWaitingError(RuntimeError):
+    """The run was asked to stop while the engine waited for servers that are gone."""
+
+
 class RolloutEngine(Protocol):
     """Samples responses with the last published policy."""
 
@@ -31,13 +35,15 @@ class RolloutEngine(Protocol):
         Raises:
           ValueError: a prompt, or the number of prompts, that this engine cannot take.
           RuntimeError: the engine is broken or gone for good.
+          StoppedWaitingError: the run was asked to stop and the engine would have to wait.
         """
         ...
 
     def publish(self, params: Any, policy_version: int) -> None:
         """Makes ``params`` (float32 masters, the policy's pytree) the policy of all later draws.
 
-        Returns only when the engine is proven to sample from them. Raises RuntimeError when it does not.
+        Returns only when the engine is proven to sample from them. Raises RuntimeError when it does not, and
+        StoppedWaitingError as ``generate`` does.
         """
         ...
 

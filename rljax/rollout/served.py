@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from rljax.rollout.types import Response, SamplingParams
 from rljax.rollout.vllm_client import ClientLimits, ServerGoneError, ServerRefusedError, VllmClient
-from rljax.rollout.vllm_wire import COMPLETIONS, Request
+from rljax.rollout.vllm_wire import Request, response_seed
 
 
 class ServedModel:
@@ -49,7 +48,9 @@ class ServedModel:
                     f"prompt {i} has {len(prompt)} tokens; with {sampling.max_response_tokens} of response it must "
                     f"have 1 to {room} (the servers' max_model_len is {self.max_model_len})"
                 )
-        requests = [Request(prompt, sampling, _seed(seed, i, j)) for i, prompt in enumerate(prompts) for j in range(n)]
+        requests = [
+            Request(prompt, sampling, response_seed(seed, i, j)) for i, prompt in enumerate(prompts) for j in range(n)
+        ]
         return self._responses(requests, n)
 
     def publish(self, params: Any, policy_version: int) -> None:
@@ -95,12 +96,7 @@ class ServedModel:
             if len(models) != 1:
                 raise ValueError(f"{url} serves {len(models)} models, expected one")
             self._client.set_model(url, str(models[0]["id"]))
-            try:
-                self._client.sample(url, [Request(np.zeros(1, np.int32), SamplingParams(1))])
-            except ServerRefusedError as error:
-                if error.status != 404:
-                    raise
-                self._client.set_route(url, COMPLETIONS)
+            self._client.find_route(url)
         except (ServerGoneError, ServerRefusedError, KeyError) as error:
             raise ValueError(f"{url} does not answer as a vLLM server does: {error}") from error
         root = str(models[0].get("root") or models[0]["id"])
@@ -110,9 +106,3 @@ class ServedModel:
         self.model = root
         self.max_model_len = min(self.max_model_len or length, length)
         self._client.open(url, "")
-
-
-def _seed(seed: int, prompt: int, sample: int) -> int:
-    """A seed for one response, 31 bits."""
-    digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF

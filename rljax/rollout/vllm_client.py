@@ -17,8 +17,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
 
 import httpx
+import numpy as np
 
-from rljax.rollout.vllm_wire import GENERATE, MODEL, Completion, ReplyError, Request, body, completion
+from rljax.rollout.types import SamplingParams
+from rljax.rollout.vllm_wire import (
+    COMPLETIONS,
+    GENERATE,
+    MODEL,
+    Completion,
+    ReplyError,
+    Request,
+    body,
+    completion,
+)
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +131,18 @@ class VllmClient:
     def set_route(self, url: str, route: str) -> None:
         """Which endpoint draws at ``url``."""
         self._servers[url].route = route
+
+    def find_route(self, url: str) -> None:
+        """Sets the endpoint that draws at ``url``: the first that is there. Raises as :meth:`call` when none is."""
+        for route in (GENERATE, COMPLETIONS):
+            self.set_route(url, route)
+            try:
+                self.sample(url, [Request(np.zeros(1, np.int32), SamplingParams(1))])
+                return
+            except ServerRefusedError as error:
+                if error.status != 404:
+                    raise
+        raise ServerRefusedError(f"{url}: neither {GENERATE} nor {COMPLETIONS} is there", 404)
 
     def set_model(self, url: str, model: str) -> None:
         """What the server at ``url`` calls its model; ``launch/vllm_server.sh`` needs no such call."""

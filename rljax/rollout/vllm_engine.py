@@ -7,7 +7,6 @@ weights it was drawn under, so nothing of a server restarted unnoticed is handed
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
@@ -18,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from rljax.rollout.engine import StoppedWaitingError
 from rljax.rollout.publish import WeightFiles, WeightVersion, push, serves
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
 from rljax.rollout.verify import Score, Verifier, VerifyConfig
 from rljax.rollout.vllm_client import ClientLimits, ServerGoneError, VllmClient
 from rljax.rollout.vllm_handshake import Expectation, HandshakeError, shake_hands
-from rljax.rollout.vllm_wire import Completion, Request
+from rljax.rollout.vllm_wire import Completion, Request, response_seed
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class VllmEngine:
         tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]],
         score: Score,
         config: VllmConfig | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Waits for the servers and shakes hands with each; ``publish`` must be called before ``generate``.
 
@@ -78,6 +79,7 @@ class VllmEngine:
           score: (the policy's pytree, token sequences) to the log-probability of each token, computed in the rollout
             dtype at temperature 1; used by verification alone.
           config: the engine's settings.
+          should_stop: asked while no server answers; true ends the wait.
 
         Raises:
           HandshakeError: a server does not fit; one line for each thing that differs.
@@ -85,6 +87,7 @@ class VllmEngine:
         """
         self._expected, self._tensors, self._score = expected, tensors, score
         self._config = config or VllmConfig()
+        self._should_stop = should_stop
         self._client = VllmClient(urls, self._config.limits)
         self._current: _Current | None = None
         self._verified = False
@@ -132,7 +135,7 @@ class VllmEngine:
             raise RuntimeError("the vLLM servers hold no verified policy: publish first")
         self._check(prompts, n, sampling)
         requests = [
-            Request(prompt, sampling, _seed(seed, i, j) if self._config.seeded else None)
+            Request(prompt, sampling, response_seed(seed, i, j) if self._config.seeded else None)
             for i, prompt in enumerate(prompts)
             for j in range(n)
         ]
@@ -272,6 +275,8 @@ class VllmEngine:
                 return
 
     def _wait_or_give_up(self, waited: float, reason: str) -> None:
+        if self._should_stop():
+            raise StoppedWaitingError(f"asked to stop, and no vLLM server answers: {reason}")
         if waited > self._config.server_wait_s:
             raise RuntimeError(f"no vLLM server came back within {self._config.server_wait_s:.0f} s: {reason}")
         now = time.monotonic()
@@ -320,9 +325,3 @@ class VllmEngine:
 
     def _add(self, name: str, value: float) -> None:
         self._metrics[name] = self._metrics.get(name, 0.0) + value
-
-
-def _seed(seed: int, prompt: int, sample: int) -> int:
-    """A seed for one response: 31 bits of a hash, so that neighbours draw independently."""
-    digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF

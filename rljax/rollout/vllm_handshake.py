@@ -14,7 +14,7 @@ from rljax.rollout.types import SamplingParams
 from rljax.rollout.verify import VerifyConfig, probe_length
 from rljax.rollout.vllm_client import ServerRefusedError, VllmClient
 from rljax.rollout.vllm_server import BACKEND
-from rljax.rollout.vllm_wire import COMPLETIONS, GENERATE, Request
+from rljax.rollout.vllm_wire import Request, sharpening
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def shake_hands(
     differing = _differences(described, expected, verify)
     if differing:
         raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
-    client.set_route(url, _route(client, url))
+    _find_route(client, url)
     _check_logprobs(client, url, int(described["shape"]["vocab_size"]))
     path, text = files.probe()
     try:
@@ -139,36 +139,27 @@ def _differences(described: Mapping[str, Any], expected: Expectation, verify: Ve
     return lines
 
 
-def _route(client: VllmClient, url: str) -> str:
-    """The endpoint that draws here: the first that answers."""
-    for route in (GENERATE, COMPLETIONS):
-        client.set_route(url, route)
-        try:
-            client.sample(url, [Request(np.zeros(1, np.int32), SamplingParams(1))])
-        except ServerRefusedError as error:
-            if error.status != 404:
-                raise
-        else:
-            return route
-    raise HandshakeError(f"{url}: neither {GENERATE} nor {COMPLETIONS} is there")
+def _find_route(client: VllmClient, url: str) -> None:
+    try:
+        client.find_route(url)
+    except ServerRefusedError as error:
+        if error.status != 404:
+            raise
+        raise HandshakeError(str(error)) from error
 
 
 def _check_logprobs(client: VllmClient, url: str, vocab_size: int) -> None:
     """Log-probabilities are those of the distribution drawn from: halving the temperature doubles their gaps."""
     draw = np.random.default_rng(0)
     prompts = list(draw.integers(0, vocab_size, size=(8, 4)).astype(np.int32))
-    tops = []
-    for temperature in (1.0, 0.5):
-        sampling = SamplingParams(1, temperature=temperature)
-        drawn = client.sample(url, [Request(prompt, sampling, seed=1, top_logprobs=_TOP) for prompt in prompts])
-        tops.append([completion.top_logprobs[0] for completion in drawn])
-    if not np.isfinite([value for side in tops for top in side for value in top.values()]).all():
+    drawn = [
+        client.sample(url, [Request(p, SamplingParams(1, temperature), seed=1, top_logprobs=_TOP) for p in prompts])
+        for temperature in (1.0, 0.5)
+    ]
+    reported = [value for side in drawn for reply in side for value in reply.top_logprobs[0].values()]
+    if not np.isfinite(reported).all():
         raise HandshakeError(f"{url}: log-probabilities are not finite: the server's weights are broken; restart it")
-    gaps = np.zeros(2)
-    for pair in zip(*tops, strict=True):
-        common = pair[0].keys() & pair[1].keys()
-        gaps += [max(top[token] for token in common) - min(top[token] for token in common) for top in pair]
-    ratio = gaps[1] / gaps[0] if gaps[0] > 0 else np.nan
+    ratio = sharpening(*drawn)
     if not 1.8 < ratio < 2.2:
         raise HandshakeError(
             f"{url}: log-probabilities are not of the distribution sampled from (at temperature 0.5 their gaps are "

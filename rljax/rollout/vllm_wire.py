@@ -6,6 +6,7 @@ servers that do not have it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,25 @@ def completion(route: str, reply: Mapping[str, Any]) -> Completion:
         top_logprobs=tops,
         prompt_logprobs=scored,
     )
+
+
+def response_seed(seed: int, prompt: int, sample: int) -> int:
+    """The seed of one response, 31 bits."""
+    digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
+def sharpening(first: Sequence[Completion], second: Sequence[Completion]) -> float:
+    """How many times as far apart the second replies' likeliest tokens are (log-probabilities) as the first's.
+
+    Of replies of one token each to the same prompts, drawn at two temperatures; NaN when the first's are all as likely.
+    """
+    gaps = np.zeros(2)
+    for pair in zip(first, second, strict=True):
+        tops = [reply.top_logprobs[0] for reply in pair]
+        common = tops[0].keys() & tops[1].keys()  # which tokens are reported depends on the one that was drawn
+        gaps += [np.ptp([top[token] for token in common]) if common else 0.0 for top in tops]
+    return float(gaps[1] / gaps[0]) if gaps[0] > 0 else float("nan")
 
 
 def _token_id(name: str) -> int:

@@ -18,8 +18,8 @@ loop knows neither which engine it talks to nor where its metrics go.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import difflib
 import json
 import sys
 import time
@@ -39,11 +39,11 @@ from rljax.config_loader import ConfigError
 from rljax.data.prompts import PromptStream
 from rljax.data.tokenizer import Tokenizer
 from rljax.evaluation import mean_accuracy
-from rljax.guard import Guard
+from rljax.guard import Guard, unknown_metric
 from rljax.mismatch import split_sum_rise
 from rljax.policy.config import PolicyConfig
 from rljax.rewards.pool import RewardPool
-from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.engine import RolloutEngine, StoppedWaitingError
 from rljax.rollout.types import Response, SamplingParams
 from rljax.training.checkpoint import Checkpointer
 from rljax.training.measure import without_empty_buckets
@@ -208,9 +208,7 @@ def watched_value(metric: str, row: Row, last_row: Row) -> float:
       ConfigError: after step 1, a metric that no row has.
     """
     if metric not in row and last_row and metric not in last_row:
-        close = difflib.get_close_matches(metric, last_row, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"schedule.metric: no row has a metric {metric!r}{hint}")
+        raise ConfigError(f"schedule.metric: {unknown_metric(metric, last_row)}")
     value = row.get(metric, last_row.get(metric))
     return float("nan") if value is None else float(value)
 
@@ -282,7 +280,7 @@ def one_step(
     state = updated.state
     with timers.phase("publish"):
         progress.policy_version += 1
-        parts.engine.publish(state.params, progress.policy_version)
+        is_published = published(parts, state, progress.policy_version)
     progress.step = step
     norm = updated.row["optimizer/grad_norm"]
     ema = progress.grad_norm_ema
@@ -294,8 +292,8 @@ def one_step(
     row |= parts.engine.take_metrics()
     write_rollouts(parts, step, version, rollouts, updated, sequences)
     due = (config.eval.every > 0 and step == config.run.steps) or _is_due(config.eval.every, step)
-    if parts.evaluate is not None and due:
-        with timers.phase("eval"):
+    if parts.evaluate is not None and due and is_published:
+        with timers.phase("eval"), contextlib.suppress(StoppedWaitingError):
             row |= parts.evaluate()
         # What the engine spent on it is in time/eval_s; the engine's own figures are of the rollouts.
         parts.engine.take_metrics()
@@ -304,6 +302,15 @@ def one_step(
     row["time/step_s"] = timers.total()
     row["perf/response_tokens_per_s"] = response_tokens / timers.row["time/rollout_s"]
     return state, row, updated.histograms
+
+
+def published(parts: Parts, state: TrainState, version: int) -> bool:
+    """Publishes; False when the run was asked to stop and no server is there to take it."""
+    try:
+        parts.engine.publish(state.params, version)
+    except StoppedWaitingError:
+        return False
+    return True
 
 
 def host_state(parts: Parts, progress: Progress) -> dict[str, Any]:
@@ -359,6 +366,8 @@ def train(
 ) -> TrainState:
     """Runs to the last step, or until ``should_stop`` or the guard says so after a step; then the step is saved.
 
+    When the engine stops waiting for servers, the step it waits in is given up and the last one saved.
+
     Args:
       parts: what the run is made of.
       state: device state at ``progress``; donated.
@@ -372,12 +381,20 @@ def train(
     """
     config = parts.config
     row = last_row or {}
-    parts.engine.publish(state.params, progress.policy_version)
+    if not published(parts, state, progress.policy_version):
+        return state
     parts.engine.take_metrics()
     with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
         while progress.step < config.run.steps:
-            with profiler.step(progress.step + 1):
-                state, row, histograms = one_step(parts, state, progress, row)
+            drawn_before = parts.stream.state_dict()
+            try:
+                with profiler.step(progress.step + 1):
+                    state, row, histograms = one_step(parts, state, progress, row)
+            except StoppedWaitingError:
+                parts.stream.load_state_dict(drawn_before)
+                if progress.step and parts.checkpointer.latest_step() != progress.step:
+                    parts.checkpointer.save(progress.step, state, host_state(parts, progress))
+                break
             record(row, histograms)
             progress.stopped_by = check_guard(parts.guard, row)
             stopping = should_stop() or bool(progress.stopped_by)

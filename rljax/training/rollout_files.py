@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rljax.compare.dump import ColumnSource, make_dump, write_dump
+from rljax.compare.dump import ColumnSource, dump_of_responses, write_dump
 from rljax.config import Config
 from rljax.training.packing import TrainSequence
 
@@ -44,20 +44,16 @@ class StepRollouts:
 
 def write_tokens(config: Config, rollouts: StepRollouts) -> Path:
     """Writes ``rollouts/step_<step>.parquet`` (see ``compare.dump``) with the columns ``rollout`` and ``trainer``."""
-    fronts = [len(s.prompt) for s in rollouts.sequences]
     stale = any(s.staleness is not None and s.staleness.any() for s in rollouts.sequences)
     # Names the weights without hashing them: equal strings are equal weights.
     weights = f"{config.run.dir} version {rollouts.policy_version}"
     temperature = config.rollout.temperature
     engine = {"jax": f"jax {jax.__version__} decode"}.get(config.rollout.engine, config.rollout.engine)
-    dump = make_dump(
+    dump = dump_of_responses(
         [f"step{rollouts.step}/{i}" for i in range(len(rollouts.sequences))],
-        [np.concatenate([s.prompt, s.response]).tolist() for s in rollouts.sequences],
-        [[False] * p + [True] * len(s.response) for p, s in zip(fronts, rollouts.sequences, strict=True)],
-        {
-            ROLLOUT: [_padded(p, s.rollout_logprobs) for p, s in zip(fronts, rollouts.sequences, strict=True)],
-            TRAINER: [_padded(p, values) for p, values in zip(fronts, rollouts.trainer_logprobs, strict=True)],
-        },
+        [s.prompt for s in rollouts.sequences],
+        [s.response for s in rollouts.sequences],
+        {ROLLOUT: [s.rollout_logprobs for s in rollouts.sequences], TRAINER: rollouts.trainer_logprobs},
         {
             ROLLOUT: ColumnSource(engine, config.rollout.dtype, "" if stale else weights, temperature),
             TRAINER: ColumnSource(f"jax {jax.__version__}", config.precision.compute_dtype, weights, temperature),
@@ -65,10 +61,6 @@ def write_tokens(config: Config, rollouts: StepRollouts) -> Path:
         {"temperature": temperature, "max_response_tokens": config.rollout.max_response_tokens},
     )
     return write_dump(_path(config, rollouts.step, "parquet"), dump)
-
-
-def _padded(front: int, values: np.ndarray) -> list[float | None]:
-    return [None] * front + values.tolist()
 
 
 def write_transcript(config: Config, rollouts: StepRollouts) -> Path:

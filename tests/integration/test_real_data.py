@@ -12,7 +12,7 @@ from rljax.config import Config
 from rljax.config_loader import load_config
 from rljax.data.files import read_problems, read_provenance
 from rljax.data.tokenizer import load_tokenizer
-from rljax.train import check_prompts
+from rljax.train import load_problems
 
 DATA = ROOT / "tests/data"
 STEPS = 10
@@ -124,7 +124,7 @@ def test_long_prompts_are_counted_with_the_command_that_drops_them(toy_base, cap
     words = ["--data.task", "file", "--data.path", str(DATA / "math_chat.jsonl"), "--model.path", str(toy_base)]
 
     def check(*more):
-        check_prompts(load_config(Config, [*words, *more], prog="", description=""), load_tokenizer(toy_base))
+        load_problems(load_config(Config, [*words, *more], prog="", description=""), load_tokenizer(toy_base))
 
     with pytest.raises(ValueError, match=r"and 12 of 12 are longer in .*; raise it, or: python tools/prepare_data\.py"):
         check("--data.max-prompt-tokens", "30")

@@ -1,9 +1,15 @@
 """``python -m rljax.train`` with rollouts from a real vLLM server: equal weights on both sides after every update."""
 
+import contextlib
+import signal
+import time
+
 import pytest
-from toy_runs import command, comparable, complete
+from toy_runs import command, comparable, complete, wait_for_rows
+from toy_runs import start as start_run
 
 from rljax.rollout.vllm_server import ServerConfig, start
+from rljax.training.checkpoint import Checkpointer
 
 FLOAT32 = ["--rollout.dtype", "float32", "--precision.compute-dtype", "float32"]
 
@@ -49,3 +55,24 @@ def test_a_server_of_another_dtype_is_one_line_and_exit_code_2(server, toy_base,
         f"error: {server.url}: the dtype is float32, expected bfloat16 (rollout.dtype)"
     ]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_asked_to_stop_while_the_server_is_gone_it_saves_the_last_step(server, toy_base, cache, tmp_path):
+    """As when a whole process group is sent SIGTERM: the server ends first. Last here, since it takes the server."""
+    run_dir = tmp_path / "run"
+    options = [*FLOAT32, "--run.steps", "400", "--eval.every", "0", "--checkpoint.every", "0"]
+    process = start_run(over_http(server, toy_base, run_dir, *options), cache)
+    try:
+        wait_for_rows(process, run_dir, 2)
+        server.kill()
+        time.sleep(3)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    done = len(comparable(run_dir))
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert f"stopped after step {done}, saved" in output
+    with contextlib.closing(Checkpointer(run_dir / "checkpoints", read_only=True)) as checkpointer:
+        assert checkpointer.all_steps() == [done]
+        assert checkpointer.restore_host(done)["data"] == {"problems_drawn": 16 * done}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from vllm_fake import SHAPE, FakeVllm
 
+from rljax.rollout.engine import StoppedWaitingError
 from rljax.rollout.types import SamplingParams, VersionSpan
 from rljax.rollout.verify import VerificationError
 from rljax.rollout.vllm_client import ClientLimits
@@ -26,7 +27,15 @@ def fake():
     server.stop()
 
 
-def make(*urls, score_shift=lambda: 0.0, tmp_path=None, tensors=dict.items, dtype="float32", **config):
+def make(
+    *urls,
+    score_shift=lambda: 0.0,
+    tmp_path=None,
+    tensors=dict.items,
+    dtype="float32",
+    should_stop=lambda: False,
+    **config,
+):
     def score(params, sequences):
         return [np.full(len(s), -1.0 + score_shift(), np.float32) for s in sequences]
 
@@ -37,6 +46,7 @@ def make(*urls, score_shift=lambda: 0.0, tmp_path=None, tensors=dict.items, dtyp
         tensors=tensors,
         score=score,
         config=VllmConfig(transfer_dir=None if tmp_path is None else str(tmp_path), **config),
+        should_stop=should_stop,
     )
 
 
@@ -118,6 +128,31 @@ def test_a_server_gone_at_publish_is_waited_for(fake, caplog):
         engine.close()
         started[0].stop()
     assert "waiting for a vLLM server, 0 s of at most 10 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda engine: list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)),
+        lambda engine: engine.publish(PARAMS, 1),
+    ],
+    ids=["generate", "publish"],
+)
+def test_a_request_to_stop_ends_the_wait(fake, act):
+    asked = threading.Event()
+    engine = make(fake.url, server_wait_s=60.0, should_stop=asked.is_set)
+    try:
+        engine.publish(PARAMS, 0)
+        fake.stop()
+        timer = threading.Timer(1.0, asked.set)
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(StoppedWaitingError, match="asked to stop, and no vLLM server answers"):
+            act(engine)
+        assert 0.9 < time.monotonic() - began < 8
+    finally:
+        timer.cancel()
+        engine.close()
 
 
 def test_a_server_that_stays_away_ends_the_run(fake):
