@@ -38,7 +38,8 @@ class Outcome:
       evaluation_final: the last one.
       at_peak: trailing means of ``WATCHED`` at the peak.
       at_end: the same at the collapse, or at the end without one.
-      truncated_share: largest share of tokens in a step with a ratio above ``diagnosis.is_threshold``.
+      above_share: mean over the steps of the share of tokens with a ratio above ``diagnosis.is_threshold``.
+      above_share_largest: the largest of a step.
       final_rate: learning rate of the last update.
       skipped_updates: updates not applied.
       wall_seconds: of all steps.
@@ -55,7 +56,8 @@ class Outcome:
     evaluation_final: float | None
     at_peak: dict[str, float]
     at_end: dict[str, float]
-    truncated_share: float
+    above_share: float
+    above_share_largest: float
     final_rate: float
     skipped_updates: int
     wall_seconds: float
@@ -75,6 +77,7 @@ def outcome_of(rows: Sequence[Row]) -> Outcome:
     surge = last_value(rows, "schedule/surge_step")
     held = [value for row in rows for key, value in row.items() if is_accuracy(key)]
     end = len(rows) if collapse is None else collapse
+    above = [row.get("is/token_fraction_above") or 0.0 for row in rows]
     return Outcome(
         steps=len(rows),
         peak=float(accuracy[peak]),
@@ -87,7 +90,8 @@ def outcome_of(rows: Sequence[Row]) -> Outcome:
         evaluation_final=held[-1] if held else None,
         at_peak=_watched(rows, peak + 1),
         at_end=_watched(rows, end),
-        truncated_share=max(row.get("is/token_fraction_above") or 0.0 for row in rows),
+        above_share=float(np.mean(above)),
+        above_share_largest=max(above),
         final_rate=float(rows[-1]["schedule/learning_rate"]),
         skipped_updates=int(rows[-1]["optimizer/skipped_updates"]),
         wall_seconds=sum(map(step_seconds, rows)),

@@ -3,19 +3,23 @@
 A study is a YAML file: ``config`` (a run's YAML), ``settings`` for every arm, ``seeds``, and ``arms``, each a name with
 settings of its own (``{schedule.kind: constant}``). Each arm and seed is one run of ``python -m rljax.train`` in
 OUT/ARM-SEED; a run that is complete is left alone and one that was stopped goes on: the same command resumes a study.
-The report (OUT/report.md, outcomes.json, one figure for each group of arms) is made from the run directories alone;
---report-only makes it again.
+Runs are taken seed by seed, so that a study that is not whole yet has all arms of its first seeds.
+The report (OUT/report.md, outcomes.json, a figure for each group of arms and seed) is made from the run directories
+alone; --report-only makes it again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 import numpy as np
@@ -38,6 +42,7 @@ class Arguments:
       out: directory of its runs and report; by default runs/study-<name of the file>.
       arms: only these arms.
       seeds: only these seeds.
+      jobs: runs at a time, each with its share of the cores: more runs an hour than one with all of them.
       report_only: run nothing.
     """
 
@@ -45,7 +50,12 @@ class Arguments:
     out: Path | None = None
     arms: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
+    jobs: int = 1
     report_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.jobs < 1:
+            raise ConfigError(f"--jobs must be at least 1, got {self.jobs}")
 
 
 @dataclass(frozen=True)
@@ -94,29 +104,46 @@ def run_command(study: Study, arm: str, seed: int, run_dir: Path) -> list[str]:
 
 
 def is_complete(run_dir: Path) -> bool:
-    """Whether the run ended by itself."""
+    """Whether the run is there and ended by itself."""
     if not (run_dir / "summary.json").exists() or not (run_dir / "report.png").exists():
         return False
     steps = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["run"]["steps"]
     return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["steps"] >= steps
 
 
-def run_arms(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[int]) -> list[str]:
-    """Runs what is not complete; returns the names of runs that failed."""
-    failed = []
-    jobs = [(seed, arm) for seed in seeds for arm in arms]
-    for seed, arm in (bar := tqdm(jobs, unit="run")):
+def run_arms(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> list[str]:
+    """Runs what is not complete, ``jobs`` at a time with a share of the cores each; returns the failed runs."""
+    waiting = [(arm, seed) for seed in seeds for arm in arms if not is_complete(out / f"{arm}-{seed}")]
+    cores = sorted(os.sched_getaffinity(0))
+    free: SimpleQueue[list[int]] = SimpleQueue()
+    for i in range(jobs):
+        free.put(cores[i::jobs] or cores)
+
+    def run_one(arm: str, seed: int) -> str | None:
         run_dir = out / f"{arm}-{seed}"
-        bar.set_postfix_str(run_dir.name)
-        if run_dir.exists() and is_complete(run_dir):
-            continue
         run_dir.mkdir(parents=True, exist_ok=True)
-        with (run_dir / "log.txt").open("ab") as log:
-            status = subprocess.run(
-                run_command(study, arm, seed, run_dir), stdout=log, stderr=log, check=False
-            ).returncode
-        if status:
-            failed.append(f"{run_dir.name} (exit {status}, see {run_dir / 'log.txt'})")
+        share = free.get()
+        try:
+            with (run_dir / "log.txt").open("ab") as log:
+                process = subprocess.Popen(run_command(study, arm, seed, run_dir), stdout=log, stderr=log)
+                os.sched_setaffinity(process.pid, share)
+                status = process.wait()
+        finally:
+            free.put(share)
+        return f"{run_dir.name} (exit {status}, see {run_dir / 'log.txt'})" if status else None
+
+    failed = []
+    total = len(arms) * len(seeds)
+    with ThreadPoolExecutor(jobs) as pool, tqdm(total=total, initial=total - len(waiting), unit="run") as bar:
+        runs = {pool.submit(run_one, *job): "-".join(map(str, job)) for job in waiting}
+        try:
+            for done in as_completed(runs):
+                bar.set_postfix_str(runs[done])
+                bar.update()
+                failed += [line for line in [done.result()] if line]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return failed
 
 
@@ -132,21 +159,22 @@ def read_outcomes(out: Path, arms: Sequence[str], seeds: Sequence[int]) -> dict[
     return found
 
 
-def report(study: Study, outcomes: dict[str, dict[int, Outcome]], command: str) -> str:
+def report(outcomes: dict[str, dict[int, Outcome]], figures: Sequence[str], command: str) -> str:
     """The Markdown report."""
     seconds = sum(outcome.wall_seconds for found in outcomes.values() for outcome in found.values())
     lines = [
         f"Command: `{command}`. {sum(map(len, outcomes.values()))} runs, {seconds / 3600:.1f} hours of training time.",
         "",
         "Medians over the seeds; accuracy is the mean reward of the rollouts over ten steps, a collapse is accuracy "
-        "under half its peak from there to the end.",
+        "under half its peak from there to the end, and end is the collapse where there was one. Mismatch is "
+        "log_ppl_abs_diff, lead the steps from surge to collapse, C the threshold of the importance ratio.",
         "",
-        "| arm | seeds | peak | final | held-out final | collapsed | at step | lead | mismatch at peak -> end | "
-        "gradient norm at peak -> end | largest share of tokens above C | final rate |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| arm | seeds | peak | final | final of each | held-out final | collapsed | at step | surge | lead | "
+        "mismatch at peak -> end | gradient norm at peak -> end | tokens above C | of the worst step | final rate |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(arm, list(found.values())) for arm, found in outcomes.items()]
-    for name in study.figures:
+    for name in figures:
         lines += ["", f"![{name}]({name}.png)"]
     return "\n".join(lines) + "\n"
 
@@ -168,13 +196,16 @@ def _line(arm: str, found: list[Outcome]) -> str:
         str(len(found)),
         median([outcome.peak for outcome in found], ".3f"),
         median([outcome.final for outcome in found], ".3f"),
+        " ".join(f"{outcome.final:.2f}" for outcome in found),
         median(held, ".3f"),
         f"{len(collapsed)} of {len(found)}",
         median([outcome.collapse_step for outcome in collapsed], ".0f"),
+        median([outcome.surge_step for outcome in found], ".0f"),
         median(leads, ".0f"),
         pair("log_ppl_abs_diff"),
         pair("grad_norm"),
-        median([outcome.truncated_share for outcome in found], ".2%"),
+        median([outcome.above_share for outcome in found], ".2%"),
+        median([outcome.above_share_largest for outcome in found], ".1%"),
         median([outcome.final_rate for outcome in found], ".1e"),
     ]
     return f"| {' | '.join(cells)} |"
@@ -185,16 +216,17 @@ def write_report(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[i
     outcomes = read_outcomes(out, arms, seeds)
     if not outcomes:
         raise ConfigError(f"{out} holds no runs of this study")
+    drawn = []
     for name, members in study.figures.items():
-        first = [(arm, min(outcomes[arm])) for arm in members if arm in outcomes]
-        if first:
-            draw_report(
-                [out / f"{arm}-{seed}" for arm, seed in first], out / f"{name}.png", labels=[a for a, _ in first]
-            )
+        for seed in seeds:
+            there = [arm for arm in members if seed in outcomes.get(arm, {})]
+            if there:
+                drawn.append(f"{name}-{seed}")
+                draw_report([out / f"{arm}-{seed}" for arm in there], out / f"{drawn[-1]}.png", labels=there)
     tables = {arm: {str(seed): dataclasses.asdict(o) for seed, o in found.items()} for arm, found in outcomes.items()}
     (out / "outcomes.json").write_text(json.dumps({"command": command, "arms": tables}, indent=1) + "\n")
     path = out / "report.md"
-    path.write_text(report(study, outcomes, command), encoding="utf-8")
+    path.write_text(report(outcomes, drawn, command), encoding="utf-8")
     return path
 
 
@@ -206,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
     if unknown := set(arguments.arms) - set(study.arms):
         raise ConfigError(f"{arguments.study} has no arm {', '.join(sorted(unknown))}; it has {', '.join(study.arms)}")
     arms, seeds = arguments.arms or tuple(study.arms), arguments.seeds or study.seeds
-    failed = [] if arguments.report_only else run_arms(study, out, arms, seeds)
+    failed = [] if arguments.report_only else run_arms(study, out, arms, seeds, arguments.jobs)
     path = write_report(study, out, arms, seeds, f"python tools/study.py {arguments.study}")
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path}")

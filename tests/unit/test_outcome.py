@@ -51,7 +51,8 @@ def test_an_outcome_by_hand():
     assert (found.evaluation_peak, found.evaluation_final) == (0.75, 0.0)
     assert found.at_end["log_ppl_abs_diff"] == pytest.approx(0.001 * (46 - 4.5))
     assert found.at_end["k3_kl"] == 0.0
-    assert found.truncated_share == 0.01
+    assert found.above_share == pytest.approx(0.01 / 80)
+    assert found.above_share_largest == 0.01
     assert found.final_rate == pytest.approx(1e-3 / 80)
     assert found.skipped_updates == 1
 
