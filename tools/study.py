@@ -239,11 +239,11 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{arguments.study} has no arm {', '.join(sorted(unknown))}; it has {', '.join(study.arms)}")
     arms, seeds = arguments.arms or tuple(study.arms), arguments.seeds or study.seeds
     failed = [] if arguments.report_only else run_arms(study, out, arms, seeds, arguments.jobs)
+    for name in failed:
+        print(f"failed: {name}", file=sys.stderr)
     path = write_report(study, out, arms, seeds, f"python tools/study.py {arguments.study}")
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path}")
-    for name in failed:
-        print(f"failed: {name}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -103,3 +103,20 @@ def test_an_unknown_arm_and_an_empty_directory_are_one_line(study_file, tmp_path
         main([str(study_file), "--arms", "cosine"])
     with pytest.raises(ConfigError, match="holds no runs of this study"):
         main([str(study_file), "--out", str(tmp_path / "none"), "--report-only"])
+
+
+def test_runs_that_fail_are_named_with_their_logs(tmp_path, capsys):
+    """What is complete is not run again; the other command line is refused by rljax.train itself."""
+    path = tmp_path / "bad.yaml"
+    path.write_text(STUDY.replace("configs/quickstart.yaml", str(tmp_path / "nowhere.yaml")))
+    write_run(tmp_path / "out" / "constant-0", [0.5] * 30, surge=6)
+    complete = tmp_path / "out" / "constant-0"
+    (complete / "summary.json").write_text('{"steps": 30}')
+    (complete / "report.png").touch()
+    (complete / "config.yaml").write_text("run: {steps: 30}")
+    assert main([str(path), "--out", str(tmp_path / "out"), "--seeds", "0", "--jobs", "2"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("failed")] == [
+        f"failed: triggered-0 (exit 2, see {tmp_path / 'out/triggered-0/log.txt'})"
+    ]
+    assert "nowhere.yaml" in (tmp_path / "out/triggered-0/log.txt").read_text()
