@@ -107,9 +107,9 @@ def check_fit(config: Config, policy: PolicyConfig, tokenizer: Tokenizer, mesh: 
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """What is trained on, and what is evaluated on by name."""
+    """What is trained on, in its order, and what is evaluated on by name."""
 
-    training: Sequence[Problem]
+    stream: PromptStream
     evaluation: dict[str, Sequence[Problem]]
 
 
@@ -117,21 +117,22 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     """Reads the problems; warns when nothing is evaluated on.
 
     Raises:
-      ValueError: they cannot be read, or a prompt is too long.
+      ValueError: they cannot be read, a prompt is too long, or they are fewer than a batch takes.
     """
     data, limit = config.data, config.data.max_prompt_tokens
     command = f"python tools/prepare_data.py {data.path} OUT.parquet --model {config.model.path} --max-prompt-tokens"
     remedy = f" in {data.path}; raise it, or: {command} {limit}" if data.path else ""
     training = training_problems(data, tokenizer)
     check_lengths(training, tokenizer, limit, remedy)
+    stream = PromptStream(training, data.batch_size, config.run.seed)
     if not config.eval.is_wanted:
-        return Problems(training, {})
+        return Problems(stream, {})
     datasets = evaluation_datasets(config.eval.datasets, data, tokenizer)
     for name, problems in datasets.items():
         check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
     if not datasets:
         print("warning: nothing is evaluated: eval.datasets is empty", file=sys.stderr)
-    return Problems(training, datasets)
+    return Problems(stream, datasets)
 
 
 def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh, should_stop: Callable[[], bool]) -> RolloutEngine:
@@ -169,14 +170,13 @@ def build(
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
     tx = make_optimizer(config.optimizer)
     with caller_errors():
-        stream = PromptStream(problems.training, config.data.batch_size, config.run.seed)
         rewards = make_pool(config.reward)
     return Parts(
         config=config,
         policy=policy,
         tx=tx,
         engine=engine,
-        stream=stream,
+        stream=problems.stream,
         tokenizer=tokenizer,
         rewards=rewards,
         evaluate=make_evaluation(config, engine, tokenizer, rewards, stops, problems.evaluation),

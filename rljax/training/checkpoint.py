@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,15 @@ class Checkpointer:
         """
         self._directory = Path(directory).absolute()
         self._best: Checkpointer | None = None
+        if not read_only and jax.process_index() == 0:
+            # Orbax would do so in a thread that its close() does not wait for, and that fails when the process ends.
+            for cut_short in ocp.utils.tmp_checkpoints(self._directory):
+                shutil.rmtree(cut_short.get())
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=None if read_only else keep,
                 enable_async_checkpointing=not read_only,
-                cleanup_tmp_directories=not read_only,
                 create=not read_only,
             ),
         )

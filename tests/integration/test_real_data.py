@@ -122,6 +122,7 @@ def test_a_checkpoint_evaluated_alone_gives_what_its_row_says(evaluated, prepare
 
 def test_long_prompts_are_counted_with_the_command_that_drops_them(toy_base, capsys):
     words = ["--data.task", "file", "--data.path", str(DATA / "math_chat.jsonl"), "--model.path", str(toy_base)]
+    words += ["--data.batch-size", "4"]
 
     def check(*more):
         load_problems(load_config(Config, [*words, *more], prog="", description=""), load_tokenizer(toy_base))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from rljax.training.checkpoint import ACCURACY, BEST, Checkpointer
@@ -45,6 +46,21 @@ def test_a_run_taken_up_from_before_its_best_step(tmp_path, again, expected):
     resumed.save_best(4, 0.5, state(4), {})
     resumed.close()
     assert best_of(tmp_path) == expected
+
+
+def test_a_save_that_was_cut_short_is_cleared_away_before_the_next(tmp_path):
+    directory = tmp_path / "checkpoints"
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, state(1), {})
+    checkpointer.close()
+    cut_short = directory / f"2{ocp.utils.TMP_DIR_SUFFIX}-1700000000"
+    (cut_short / "state").mkdir(parents=True)
+    Checkpointer(directory, read_only=True).close()
+    assert cut_short.exists()
+    checkpointer = Checkpointer(directory)
+    assert checkpointer.all_steps() == [1]
+    assert not cut_short.exists()
+    checkpointer.close()
 
 
 def test_nothing_is_made_when_no_best_is_asked_for(tmp_path):
