@@ -167,7 +167,8 @@ def report(outcomes: dict[str, dict[int, Outcome]], figures: Sequence[str], comm
         "",
         "Medians over the seeds; accuracy is the mean reward of the rollouts over ten steps, a collapse is accuracy "
         "under half its peak from there to the end, and end is the collapse where there was one. Mismatch is "
-        "log_ppl_abs_diff, lead the steps from surge to collapse, C the threshold of the importance ratio.",
+        "log_ppl_abs_diff, lead the steps from surge to collapse, C the threshold of the importance ratio. Both sides "
+        "of an arrow are medians of their own.",
         "",
         "| arm | seeds | peak | final | final of each | held-out final | collapsed | at step | surge | lead | "
         "mismatch at peak -> end | gradient norm at peak -> end | tokens above C | of the worst step | final rate |",

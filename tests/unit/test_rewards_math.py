@@ -161,14 +161,14 @@ def test_reading_never_fails(text):
     [
         lambda n: "\\boxed{" * n,
         lambda n: "Answer:" * n,
-        lambda n: "Answer: " + "1 a" * (2 * n),
+        lambda n: "Answer: " + "1 a" * (5 * n // 2),
         lambda n: "Answer: " + " " * (5 * n) + "1",
         lambda n: "{" * (5 * n),
     ],
     ids=["boxed", "answers", "words", "spaces", "braces"],
 )
 def test_four_times_the_text_does_not_take_sixteen_times_as_long(make):
-    """Processor time, the best of three; 0.05 s for what does not grow with the text."""
+    """Processor time, the best of three: also under two seconds; 0.05 s for what does not grow with the text."""
 
     def seconds(text):
         taken = []
@@ -178,4 +178,6 @@ def test_four_times_the_text_does_not_take_sixteen_times_as_long(make):
             taken.append(time.process_time() - start)
         return min(taken)
 
-    assert seconds(make(20_000)) < 9 * seconds(make(5_000)) + 0.05
+    whole = seconds(make(20_000))
+    assert whole < 2.0
+    assert whole < 9 * seconds(make(5_000)) + 0.05
