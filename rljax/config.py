@@ -147,8 +147,6 @@ class Config:
             raise ValueError(
                 "loss.old_logprobs = rollout puts the mismatch into the ratio already; correction.level must be none"
             )
-        if self.loss.kl != "none" and correction.normalize:
-            raise ValueError("correction.normalize would rescale the KL penalty too; use it with loss.kl = none")
         if self.rollout.engine == "exact":
             self._check_exact()
 
@@ -162,6 +160,11 @@ class Config:
         if self.loss.mini_batches * self.loss.epochs > 1:
             raise ValueError(
                 "rollout.engine = exact makes one update a step: loss.mini_batches and loss.epochs must be 1"
+            )
+        if self.loss.kl != "none" and self.correction.resolved().normalize:
+            raise ValueError(
+                "rollout.engine = exact knows the mean weight only after the KL penalty's gradient: "
+                "correction.normalize must be false, or loss.kl none"
             )
 
     @property

@@ -91,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
     if progress.stopped_by:
         return GUARD_STATUS
     if stop.signal is not None:
-        print(f"stopped after step {progress.step}, saved; the same command goes on from there", file=sys.stderr)
+        done = f"stopped after step {progress.step}, saved" if progress.step else "stopped before the first step"
+        print(f"{done}; the same command goes on from there", file=sys.stderr)
         return 128 + stop.signal
     return 0
 

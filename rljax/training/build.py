@@ -36,14 +36,15 @@ def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransfor
     """
     if config.rollout.engine == "exact":
         return make_exact_update(config, policy, tx, mesh)
-    several = config.loss.mini_batches * config.loss.epochs > 1
     count = config.num_sequences // config.loss.mini_batches
+    objective = Objective(config.loss, config.correction.resolved(), count, config.rollout.max_response_tokens)
+    several = config.loss.mini_batches * config.loss.epochs > 1 or objective.needs_old_logprobs
     step = TrainStep(
         policy,
         tx,
         mesh,
         precision=config.precision,
-        objective=Objective(config.loss, config.correction.resolved(), count, config.rollout.max_response_tokens),
+        objective=objective,
         batch_shape=batch_shape(config, count),
         temperature=config.rollout.temperature,
         diagnosis=None if several else config.diagnosis,

@@ -2,7 +2,8 @@
 
 A loss is a sum of weighted token terms over a denominator. Rejection and normalisation change the denominator by what
 only the whole batch shows, so micro-batches are divided by a provisional one, known beforehand (it keeps float16
-gradients in range), and ``rescaling`` turns the summed gradient into that of the loss.
+gradients in range), and ``rescaling`` turns the summed gradient into that of the loss. A KL penalty is not divided by
+the mean weight: it is multiplied by it beforehand, which takes ``old_logprobs`` that are known before the loss.
 """
 
 from __future__ import annotations
@@ -54,10 +55,26 @@ class Objective:
     num_sequences: int
     max_response_tokens: int
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether a batch must bring its ``old_logprobs``: to normalise weights beside a KL penalty."""
+        return self.loss.kl != "none" and self.correction.normalize
+
     def micro_loss(
-        self, logprobs: Float[Array, "b t"], micro: PackedBatch, provisional: Float[Array, ""]
+        self,
+        logprobs: Float[Array, "b t"],
+        micro: PackedBatch,
+        provisional: Float[Array, ""],
+        mean_weight: Float[Array, ""] | float = 1.0,
     ) -> tuple[Float[Array, ""], LossTotals]:
-        """The micro-batch's share of the loss over the provisional denominator, and its totals (no gradient)."""
+        """The micro-batch's share of the loss over the provisional denominator, and its totals (no gradient).
+
+        Args:
+          logprobs: of the parameters that are trained.
+          micro: [b, t].
+          provisional: from ``provisional``.
+          mean_weight: from ``mean_weight`` where a batch needs its ``old_logprobs``, else 1.
+        """
         whole: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
         before = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
         weights, kept, correction = correct(self.correction, before, micro.rollout_logprobs, micro.loss_mask, **whole)
@@ -68,7 +85,8 @@ class Objective:
         policy = jnp.sum(jnp.where(kept, share * weights * losses, 0.0)) / provisional
         kl = jnp.float32(0.0)
         if self.loss.kl != "none":
-            kl = jnp.sum(share * kl_penalty(self.loss.kl, logprobs, micro.reference_logprobs, kept)) / provisional
+            penalty = kl_penalty(self.loss.kl, logprobs, micro.reference_logprobs, kept)
+            kl = jnp.sum(share * penalty) * (mean_weight / provisional)
         totals = LossTotals(
             policy,
             kl,
@@ -84,6 +102,13 @@ class Objective:
         if self.loss.aggregation == "token_mean":
             return jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
         return jnp.float32(self.num_sequences)
+
+    def mean_weight(self, batch: PackedBatch) -> Float[Array, ""]:
+        """What ``rescaling`` will divide by besides the denominator; of a batch with ``old_logprobs``."""
+        arrays = (batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids)
+        *rows, ids = (jnp.reshape(array, (-1, array.shape[-1])) for array in arrays)
+        totals = correct(self.correction, *rows, sequence_ids=ids, num_sequences=self.num_sequences)[2]
+        return gradient_divisor(self.correction, totals)
 
     def rescaling(self, totals: LossTotals, provisional: Float[Array, ""]) -> Float[Array, ""]:
         """What the summed policy gradient is multiplied by; 0 when every token was rejected."""

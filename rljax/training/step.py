@@ -22,7 +22,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import Params, cast_params
 from rljax.policy.score import Scores, matmul_precision, packed_logprobs
 from rljax.schedule import get_learning_rate, set_learning_rate
-from rljax.sharding import named_sharding, replicated
+from rljax.sharding import constrain, named_sharding, replicated
 from rljax.training.loss_scale import adjust_loss_scale
 from rljax.training.measure import (
     DiagnosisConfig,
@@ -80,6 +80,7 @@ def micro_gradients(
     score: Any,
     scale: jax.Array,
     provisional: jax.Array,
+    mean_weight: jax.Array | float = 1.0,
 ) -> tuple[Params, LossTotals, Scores]:
     """Forward and backward of one micro-batch.
 
@@ -90,6 +91,7 @@ def micro_gradients(
       score: (parameters, micro-batch) -> Scores.
       scale: the loss is multiplied by it.
       provisional: denominator.
+      mean_weight: of the batch, as ``Objective.micro_loss`` wants it.
 
     Returns:
       Gradients in the compute dtype, the loss's totals, and the scores.
@@ -97,7 +99,7 @@ def micro_gradients(
 
     def loss_fn(compute: Params) -> tuple[jax.Array, tuple[LossTotals, Scores]]:
         scores = score(compute, micro)
-        loss, totals = objective.micro_loss(scores.logprobs, micro, provisional)
+        loss, totals = objective.micro_loss(scores.logprobs, micro, provisional, mean_weight)
         return loss * scale, (totals, scores)
 
     (_, (totals, scores)), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute)
@@ -105,10 +107,10 @@ def micro_gradients(
 
 
 def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: float) -> Any:
-    """``score(compute, micro) -> Scores`` of packed rows."""
+    """``score(compute, micro) -> Scores`` of packed rows, a token's numbers whole on every device."""
 
     def score(compute: Params, micro: PackedBatch) -> Scores:
-        return packed_logprobs(
+        scores = packed_logprobs(
             compute,
             config,
             micro.tokens,
@@ -118,6 +120,8 @@ def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: fl
             lm_head_dtype=precision.head_dtype,
             remat=precision.remat,
         )
+        logprobs, entropy = (constrain(x, None, None) for x in (scores.logprobs, scores.entropy))
+        return scores._replace(logprobs=logprobs, entropy=entropy)
 
     return score
 
@@ -169,6 +173,7 @@ def _accumulate(
     compute: Params,
     batch: PackedBatch,
     scale: jax.Array,
+    mean_weight: jax.Array,
     measure_noise: jax.Array,
     score: Any,
     objective: Objective,
@@ -178,7 +183,7 @@ def _accumulate(
     provisional = objective.provisional(batch)
 
     def each(micro: PackedBatch) -> tuple[Params, LossTotals, Scores]:
-        return micro_gradients(compute, micro, objective, score, scale, provisional)
+        return micro_gradients(compute, micro, objective, score, scale, provisional, mean_weight)
 
     def body(i: jax.Array, carry: tuple[Totals, jax.Array]) -> tuple[Totals, jax.Array]:
         totals, all_logprobs = carry
@@ -198,9 +203,14 @@ def _accumulate(
 
 
 def place_batch(batch: PackedBatch, by_rows: NamedSharding, whole: NamedSharding) -> PackedBatch:
-    """The batch on the devices: its arrays [m, b, t] split by rows, the number of used micro-batches everywhere."""
-    shardings = jax.tree.map(lambda _: by_rows, batch)._replace(used=whole)
-    return jax.device_put(batch, shardings)
+    """The batch on the devices: what the policy reads split by rows, the rest whole on each of them.
+
+    Losses, corrections and measurements are a few operations a token with many sums. Done by every device for all
+    tokens they take no collective of their own; on simulated CPU devices, whose order of independent collectives is
+    not fixed, many of them can wait for each other for good.
+    """
+    shardings = jax.tree.map(lambda _: whole, batch)
+    return jax.device_put(batch, shardings._replace(tokens=by_rows, segment_ids=by_rows, positions=by_rows))
 
 
 class TrainStep:
@@ -240,10 +250,13 @@ class TrainStep:
             learning_rate: jax.Array,
             apply_update: jax.Array,
             measure_noise: jax.Array,
+            mean_weight: jax.Array,
         ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 compute, scale = cast_params(state.params, dtype), state.loss_scale.scale
-                totals, logprobs = _accumulate(compute, batch, scale, measure_noise, score, objective, diagnosis)
+                totals, logprobs = _accumulate(
+                    compute, batch, scale, mean_weight, measure_noise, score, objective, diagnosis
+                )
             state, row = update_state(
                 state, totals, batch, tx, objective, learning_rate, apply_update, measure_noise, dynamic=dynamic
             )
@@ -255,9 +268,10 @@ class TrainStep:
         self._mesh = mesh
         self._whole = replicated(mesh)
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
+        self._mean_weight = jax.jit(objective.mean_weight) if objective.needs_old_logprobs else None
         self._jitted = jax.jit(
             train_step,
-            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, *[self._whole] * 3),
+            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, *[self._whole] * 4),
             out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._whole, self._by_rows),
             donate_argnums=(0,),
         )
@@ -288,8 +302,10 @@ class TrainStep:
         Returns:
           The new state, the row's metrics on the device (scalars, and the histogram), ``trainer_logprobs`` [m, b, t].
         """
+        # On one device: a few scalars a token, and collectives of their own could meet the step's.
+        mean_weight = np.float32(1.0) if self._mean_weight is None else self._mean_weight(batch)
         placed = place_batch(batch, self._by_rows, self._whole)
-        values = (np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))
+        values = (np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise), mean_weight)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._jitted(state, placed, *jax.device_put(values, self._whole))
 

@@ -23,18 +23,26 @@ CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initiali
 ROW, ROWS, COUNT, LONGEST = 64, 8, 48, 30
 
 
+# Normalised weights beside a KL penalty: the mean weight is taken over rows that lie on all devices.
+LOSS = LossConfig(kl="k3", kl_coefficient=0.1)
+CORRECTION = CorrectionConfig(level="token", threshold=1.2, normalize=True)
+
+
 def sequences(seed=0):
     rng = np.random.default_rng(seed)
     result = []
     for i in range(COUNT):
         p, r = int(rng.integers(2, 9)), int(rng.integers(1, 22))
+        rollout, old, reference = (rng.normal(-3.0, 0.5, r).astype(np.float32) for _ in range(3))
         result.append(
             TrainSequence(
                 rng.integers(0, 32, p).astype(np.int32),
                 rng.integers(0, 32, r).astype(np.int32),
-                rng.normal(-3.0, 0.5, r).astype(np.float32),
+                rollout,
                 float(rng.normal()),
                 i % 5 != 0,
+                old_logprobs=old,
+                reference_logprobs=reference,
             )
         )
     return result
@@ -56,7 +64,7 @@ def build(fsdp, tp, tx, dtype="float32"):
         tx,
         mesh,
         precision=PrecisionConfig(compute_dtype=dtype),
-        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
+        objective=Objective(LOSS, CORRECTION, COUNT, 16),
         batch_shape=shape(),
         diagnosis=DiagnosisConfig(),
     )

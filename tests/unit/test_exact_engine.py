@@ -257,6 +257,14 @@ def test_what_does_not_fit_is_refused():
         ({"rollout": RolloutConfig(engine="exact", dtype="float16")}, "float16 must be precision.compute_dtype = bf"),
         ({"rollout": RolloutConfig(engine="exact"), "loss": LossConfig(epochs=2)}, "makes one update a step"),
         ({"rollout": RolloutConfig(engine="exact"), "loss": LossConfig(mini_batches=2)}, "makes one update a step"),
+        (
+            {
+                "rollout": RolloutConfig(engine="exact"),
+                "loss": LossConfig(kl="k3", kl_coefficient=0.1),
+                "correction": CorrectionConfig(level="token", normalize=True),
+            },
+            "correction.normalize must be false",
+        ),
     ],
 )
 def test_one_executable_means_one_dtype_and_one_update(settings, said):

@@ -136,6 +136,26 @@ def test_no_cut_changes_the_gradient_of_any_objective(name):
     assert cut["optimizer/grad_noise"] > 0
 
 
+def test_normalised_weights_leave_the_kl_penalty_as_it_is():
+    """The gradient is that of the normalised policy loss plus that of a penalty which no weight touches."""
+    penalty = LossConfig(kl="k2", kl_coefficient=0.7)
+    weights = CorrectionConfig(level="token", mode="truncate", threshold=1.2, normalize=True)
+    rng = np.random.default_rng(7)
+    given = [
+        s._replace(reference_logprobs=(s.old_logprobs + rng.normal(0, 0.5, len(s.old_logprobs))).astype(np.float32))
+        for s in sequences(0.1)
+    ]
+    both, metrics = gradient(penalty, weights, given, 20, 2)
+    policy, _ = gradient(LossConfig(), weights, given, 20, 2)
+    unweighted, pure = gradient(penalty, CorrectionConfig(), given, 20, 2)
+    without, _ = gradient(LossConfig(), CorrectionConfig(), given, 20, 2)
+    assert metrics["correction/weight_mean"] < 0.97
+    for found, p, u, w in zip(*map(jax.tree.leaves, (both, policy, unweighted, without)), strict=True):
+        assert np.abs(u - w).max() > 0.02 * np.abs(p).max()
+        assert np.abs(found - (p + u - w)).max() / np.abs(found).max() < 1e-5
+    assert metrics["policy/reference_kl"] == pytest.approx(pure["policy/reference_kl"], rel=1e-5)
+
+
 def test_token_weights_multiply_the_gradient_of_each_token():
     """The corrected gradient written out: equation 3 with each token's advantage times its truncated ratio."""
     correction = CorrectionConfig(preset="token_tis")
