@@ -11,7 +11,8 @@
 #   --tensor-parallel N           GPUs of one server (default 1)
 #   --gpu-memory-utilization F    share of each serving GPU's memory that vLLM takes. Give it when trainer and server
 #                                 share GPUs, as in --trainer-gpus 0 --server-gpus 0 --gpu-memory-utilization 0.4
-#   --max-model-len N             longest prompt plus response (default: what the configuration asks for)
+#   --max-model-len N             longest prompt plus response (default: what the configuration asks for, at least
+#                                 512: the verification's probes want a few hundred tokens)
 #   --dry-run                     print what would be started, and what the run would take
 #   --help                        this text
 #
@@ -108,6 +109,7 @@ given=("$config" "$@" --rollout.engine vllm)
 pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and vllm wants a URL
 settings="$("$python" "$here/tools/show_config.py" model.path,rollout.dtype,run.dir,max_engine_tokens "${pending[@]}")" || exit 2
 { read -r model && read -r dtype && read -r run_dir && read -r longest; } <<<"$settings"
+((longest >= 512)) || longest=512
 logs="$run_dir-servers"
 
 server_command=(bash "$here/launch/vllm_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --follow-parent)

@@ -75,8 +75,6 @@ def launch(vllm_interpreter, fresh_base, cache, tmp_path):
             "bash",
             SCRIPT,
             CONFIG,
-            "--max-model-len",
-            "512",
             "--",
             *SMALL,
             *options,
