@@ -22,7 +22,7 @@ from rljax.training.state import create_state
 from rljax.training.step import PrecisionConfig, TrainStep
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
-COUNT = 12
+COUNT, LONGEST = 12, 19
 
 
 def sequences(in_loss=lambda i: i % 4 != 0):
@@ -38,7 +38,7 @@ def sequences(in_loss=lambda i: i % 4 != 0):
 
 def run(tx, batch_sequences, *, row=20, rows=2, dtype="float32", apply=True, params=None, rate=1e-2, remat=False):
     mesh = make_mesh(MeshConfig(1, 1))
-    shape = (max_micro_batches(COUNT, 19, row, rows), rows, row)
+    shape = (max_micro_batches(COUNT, LONGEST, row, rows), rows, row)
     step = TrainStep(
         CONFIG,
         tx,
@@ -64,17 +64,21 @@ def expected_gradient(batch_sequences):
     """Equation 3 written out: -sum_i A_i sum_t grad log pi(token) / tokens in the loss, one sequence at a time."""
     total = sum(len(s.response) for s in batch_sequences if s.in_loss)
 
+    @jax.jit
+    def token_logprobs(params, tokens, segments):
+        hidden, _ = hidden_states(params, CONFIG, tokens, segments, jnp.arange(LONGEST)[None])
+        logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))
+        return jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[0, :, 0]
+
     def loss(params):
         value = 0.0
         for s in batch_sequences:
             if not s.in_loss:
                 continue
-            tokens = jnp.asarray(np.concatenate([s.prompt, s.response]))[None]
-            index = jnp.arange(tokens.shape[1])[None]
-            hidden, _ = hidden_states(params, CONFIG, tokens, jnp.ones_like(tokens), index)
-            logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))
-            picked = jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[0, :, 0]
-            value -= s.advantage * jnp.sum(picked[len(s.prompt) - 1 :])
+            tokens = np.concatenate([s.prompt, s.response])
+            padding = (0, LONGEST - len(tokens))
+            picked = token_logprobs(params, *(np.pad(x, padding)[None] for x in (tokens, np.ones_like(tokens))))
+            value -= s.advantage * jnp.sum(picked[len(s.prompt) - 1 : len(tokens) - 1])
         return value / total
 
     with jax.default_matmul_precision("highest"):

@@ -186,12 +186,18 @@ def test_token_weights_multiply_the_gradient_of_each_token():
 
 
 def make_logprob_function():
+    """(params, sequence) -> its response's log-probabilities, of the sequence alone in a row of one length."""
     from rljax.policy.score import packed_logprobs
 
+    @jax.jit
+    def row(params, tokens, segments):
+        return packed_logprobs(params, CONFIG, tokens, segments, jnp.arange(LONGEST)[None]).logprobs[0]
+
     def score(params, s):
-        tokens = jnp.asarray(np.concatenate([s.prompt, s.response]))[None]
-        index = jnp.arange(tokens.shape[1])[None]
-        return packed_logprobs(params, CONFIG, tokens, jnp.ones_like(tokens), index).logprobs[0, len(s.prompt) :]
+        tokens = np.concatenate([s.prompt, s.response])
+        padding = (0, LONGEST - len(tokens))
+        alone = (np.pad(array, padding)[None] for array in (tokens, np.ones_like(tokens)))
+        return row(params, *alone)[len(s.prompt) : len(tokens)]
 
     return score
 
