@@ -73,7 +73,7 @@ class Objective:
           logprobs: of the parameters that are trained.
           micro: [b, t].
           provisional: from ``provisional``.
-          mean_weight: from ``mean_weight`` where a batch needs its ``old_logprobs``, else 1.
+          mean_weight: from ``mean_weight``.
         """
         whole: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
         before = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
@@ -103,8 +103,10 @@ class Objective:
             return jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
         return jnp.float32(self.num_sequences)
 
-    def mean_weight(self, batch: PackedBatch) -> Float[Array, ""]:
-        """What ``rescaling`` will divide by besides the denominator; of a batch with ``old_logprobs``."""
+    def mean_weight(self, batch: PackedBatch) -> Float[Array, ""] | float:
+        """What ``rescaling`` will divide by besides the denominator where a KL penalty must be kept from it, else 1."""
+        if not self.needs_old_logprobs:
+            return 1.0
         arrays = (batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids)
         *rows, ids = (jnp.reshape(array, (-1, array.shape[-1])) for array in arrays)
         totals = correct(self.correction, *rows, sequence_ids=ids, num_sequences=self.num_sequences)[2]

@@ -91,7 +91,7 @@ def micro_gradients(
       score: (parameters, micro-batch) -> Scores.
       scale: the loss is multiplied by it.
       provisional: denominator.
-      mean_weight: of the batch, as ``Objective.micro_loss`` wants it.
+      mean_weight: from ``Objective.mean_weight``.
 
     Returns:
       Gradients in the compute dtype, the loss's totals, and the scores.
@@ -173,14 +173,13 @@ def _accumulate(
     compute: Params,
     batch: PackedBatch,
     scale: jax.Array,
-    mean_weight: jax.Array,
     measure_noise: jax.Array,
     score: Any,
     objective: Objective,
     diagnosis: DiagnosisConfig | None,
 ) -> tuple[Totals, jax.Array]:
     """Loops over the used micro-batches. Returns the totals and ``trainer_logprobs`` [m, b, t]."""
-    provisional = objective.provisional(batch)
+    provisional, mean_weight = objective.provisional(batch), objective.mean_weight(batch)
 
     def each(micro: PackedBatch) -> tuple[Params, LossTotals, Scores]:
         return micro_gradients(compute, micro, objective, score, scale, provisional, mean_weight)
@@ -250,13 +249,10 @@ class TrainStep:
             learning_rate: jax.Array,
             apply_update: jax.Array,
             measure_noise: jax.Array,
-            mean_weight: jax.Array,
         ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 compute, scale = cast_params(state.params, dtype), state.loss_scale.scale
-                totals, logprobs = _accumulate(
-                    compute, batch, scale, mean_weight, measure_noise, score, objective, diagnosis
-                )
+                totals, logprobs = _accumulate(compute, batch, scale, measure_noise, score, objective, diagnosis)
             state, row = update_state(
                 state, totals, batch, tx, objective, learning_rate, apply_update, measure_noise, dynamic=dynamic
             )
@@ -268,10 +264,9 @@ class TrainStep:
         self._mesh = mesh
         self._whole = replicated(mesh)
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
-        self._mean_weight = jax.jit(objective.mean_weight) if objective.needs_old_logprobs else None
         self._jitted = jax.jit(
             train_step,
-            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, *[self._whole] * 4),
+            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, *[self._whole] * 3),
             out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._whole, self._by_rows),
             donate_argnums=(0,),
         )
@@ -302,10 +297,8 @@ class TrainStep:
         Returns:
           The new state, the row's metrics on the device (scalars, and the histogram), ``trainer_logprobs`` [m, b, t].
         """
-        # On one device: a few scalars a token, and collectives of their own could meet the step's.
-        mean_weight = np.float32(1.0) if self._mean_weight is None else self._mean_weight(batch)
         placed = place_batch(batch, self._by_rows, self._whole)
-        values = (np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise), mean_weight)
+        values = (np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._jitted(state, placed, *jax.device_put(values, self._whole))
 

@@ -21,9 +21,7 @@ from rljax.training.step import PrecisionConfig, TrainStep
 
 CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 ROW, ROWS, COUNT, LONGEST = 64, 8, 48, 30
-
-
-# Normalised weights beside a KL penalty: the mean weight is taken over rows that lie on all devices.
+# Normalised weights beside a KL penalty: sums over all rows before, within and after the micro-batches.
 LOSS = LossConfig(kl="k3", kl_coefficient=0.1)
 CORRECTION = CorrectionConfig(level="token", threshold=1.2, normalize=True)
 
