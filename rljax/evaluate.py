@@ -19,25 +19,26 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from rljax.config import Config, check_draws
-from rljax.config_loader import caller_errors, load_config, run_cli
 from rljax.data.prompts import FILE_REWARD, TOYS, DataConfig, Problem, evaluation_datasets
 from rljax.data.tokenizer import load_tokenizer
-from rljax.evaluation import Scored, score_responses, summarize_scores
+from rljax.errors import caller_errors, run_cli
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import load_params
 from rljax.policy.hub import model_directory
 from rljax.policy.qwen3 import param_shardings
 from rljax.rewards.pool import RewardConfig, make_pool
+from rljax.rollout.build import serve_policy
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.jax_engine import JaxEngine
-from rljax.rollout.served import ServedModel
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm_policy import serve_policy
+from rljax.rollout.vllm.served_model import ServedModel
+from rljax.run.checkpoint import BEST, Checkpointer
+from rljax.run.config import Config, check_draws
+from rljax.run.config_file import load_config
+from rljax.run.evaluation import Scored, score_responses, summarize_scores
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.training.checkpoint import BEST, Checkpointer
-from rljax.training.optimizer import make_optimizer
-from rljax.training.state import abstract_state
+from rljax.trainer.optimizer import make_optimizer
+from rljax.trainer.state import abstract_state
 
 LONGEST_RESPONSE = 8192
 

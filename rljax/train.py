@@ -20,35 +20,38 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from rljax.config import Config
-from rljax.config_loader import ConfigError, caller_errors, config_to_yaml, load_config, run_cli
 from rljax.data.prompts import Problem, PromptStream, check_lengths, evaluation_datasets, training_problems
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
-from rljax.dry_run import check_shapes, dry_run
-from rljax.evaluation import Evaluation
-from rljax.guard import Guard
+from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import load_params
 from rljax.policy.hub import model_directory
 from rljax.policy.qwen3 import param_shardings
-from rljax.record import Recorder, format_summary, read_rows, summarize, write_summary
-from rljax.report_figure import draw_report
+from rljax.report.figure import draw_report
+from rljax.report.rows import read_rows
+from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rewards.pool import RewardPool, make_pool
+from rljax.rollout.build import serve_policy
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.exact_engine import ExactEngine, LogitNoise
 from rljax.rollout.inject import InjectedEngine
 from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.served.engine import VllmConfig
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm_engine import VllmConfig
-from rljax.rollout.vllm_policy import serve_policy
-from rljax.run_directory import prepare_directory
+from rljax.run.build import make_exact_pass, make_update
+from rljax.run.checkpoint import Checkpointer
+from rljax.run.config import Config
+from rljax.run.config_file import config_to_yaml, load_config
+from rljax.run.directory import prepare_directory
+from rljax.run.dry_run import check_shapes, dry_run
+from rljax.run.evaluation import Evaluation
+from rljax.run.guard import Guard
+from rljax.run.loop import Parts, Progress, load_host_state, train
+from rljax.run.rate import make_rate_controller
+from rljax.run.record import Recorder
 from rljax.sharding import make_mesh
-from rljax.training.build import make_exact_pass, make_update
-from rljax.training.checkpoint import Checkpointer
-from rljax.training.loop import Parts, Progress, load_host_state, train
-from rljax.training.optimizer import make_optimizer
-from rljax.training.rate import make_rate_controller
-from rljax.training.state import TrainState, abstract_state, create_state
+from rljax.trainer.optimizer import make_optimizer
+from rljax.trainer.state import TrainState, abstract_state, create_state
 
 PROG = "python -m rljax.train"
 DRY_RUN = "--dry-run"

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.mismatch import importance_totals, mismatch_statistics
-from rljax.training.measure import DiagnosisConfig
-from rljax.training.measure import measure as measure_step
-from rljax.training.packing import PackedBatch
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.measure import measure as measure_step
+from rljax.trainer.packing import PackedBatch
 
 
 def main() -> None:

@@ -25,9 +25,9 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from rljax.config_loader import ConfigError, run_cli
-from rljax.outcome import trailing_mean
-from rljax.record import read_rows
+from rljax.errors import ConfigError, run_cli
+from rljax.report.outcome import trailing_mean
+from rljax.report.rows import read_rows
 from rljax.schedule import decay_period_from_surge
 
 HOLD_STEPS, HOLD_RATIO, RATIO, WINDOW, CALL_WITHIN, GAIN = 20, 1.5, 3.0, 40, 10, 0.3

@@ -29,7 +29,7 @@ from rljax.compare.importers import read_tokens
 from rljax.compare.report import SECOND_RUN, Comparison, compare_columns, to_json, to_markdown, to_text
 from rljax.compare.sampling import DrawConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import name_columns, score_column, split_spec
-from rljax.config_loader import ConfigError, caller_errors, run_cli
+from rljax.errors import ConfigError, caller_errors, run_cli
 
 METRIC = "logprob_abs_diff_mean"
 MOST_NAMED = 24  # pairs that the figure names one by one

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import jax.numpy as jnp
 import tyro
 
-from rljax.config_loader import ConfigError, caller_errors, run_cli
+from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.evaluate import find_policy
 from rljax.policy.hf import save_params
 from rljax.sharding import MeshConfig, make_mesh

@@ -26,9 +26,9 @@ import optax
 import tyro
 from tqdm import tqdm
 
-from rljax.config_loader import run_cli
 from rljax.data import toy, toy_swaps
 from rljax.data.toy import ToyBaseConfig
+from rljax.errors import run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.qwen3 import Params, init_params

@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 
 from rljax.algorithms.correction import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.config_loader import caller_errors, load_config, run_cli
 from rljax.data.prompts import DataConfig, held_problems
 from rljax.data.tokenizer import load_tokenizer
+from rljax.errors import caller_errors, run_cli
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import load_params
@@ -29,12 +29,13 @@ from rljax.rollout.exact_engine import ExactEngine, LogitNoise
 from rljax.rollout.inject import InjectedEngine
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.types import InjectConfig, SamplingParams
+from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.training.exact_pass import ExactPass, micro_of
-from rljax.training.exact_step import lay_out
-from rljax.training.objective import Objective
-from rljax.training.packing import TrainSequence
-from rljax.training.step import PrecisionConfig
+from rljax.trainer.exact_pass import ExactPass, micro_of
+from rljax.trainer.exact_step import lay_out
+from rljax.trainer.objective import Objective
+from rljax.trainer.packing import TrainSequence
+from rljax.trainer.step import PrecisionConfig
 
 SIZES = (0.001, 0.003, 0.01, 0.03, 0.1)
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rljax.config_loader import ConfigError, caller_errors, run_cli
-from rljax.paper_figures import FIGURES, draw_paper_figure, figures_table
-from rljax.report_figure import draw_report
+from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.report.figure import draw_report
+from rljax.report.paper_figures import FIGURES, draw_paper_figure, figures_table
 
 
 class Parser(argparse.ArgumentParser):

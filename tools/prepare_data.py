@@ -28,14 +28,14 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from rljax.config_loader import ConfigError, caller_errors, run_cli
 from rljax.data.files import PASS_RATE, Problem, Row, parse_row, prompt_text, read_provenance, read_rows, write_rows
 from rljax.data.prompts import FILE_REWARD, render_prompt
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
+from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
-from rljax.evaluation import SOLVED, score_responses
 from rljax.rewards.pool import RewardConfig, make_pool
 from rljax.rollout.types import SamplingParams
+from rljax.run.evaluation import SOLVED, score_responses
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 

@@ -9,8 +9,9 @@ import functools
 import sys
 from collections.abc import Sequence
 
-from rljax.config import Config
-from rljax.config_loader import ConfigError, load_config, run_cli
+from rljax.errors import ConfigError, run_cli
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
 
 
 def main(argv: Sequence[str]) -> int:

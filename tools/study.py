@@ -27,10 +27,10 @@ import tyro
 import yaml
 from tqdm import tqdm
 
-from rljax.config_loader import ConfigError, caller_errors, run_cli
-from rljax.outcome import Outcome, outcome_of
-from rljax.record import read_rows
-from rljax.report_figure import draw_report
+from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.report.figure import draw_report
+from rljax.report.outcome import Outcome, outcome_of
+from rljax.report.rows import read_rows
 
 
 @dataclass(frozen=True)

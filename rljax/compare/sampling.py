@@ -13,13 +13,13 @@ from rljax.compare.dump import ColumnSource, TokenDump, dump_of_responses, make_
 from rljax.compare.report import SECOND_RUN
 from rljax.compare.scorers import DTYPES
 from rljax.compare.servers import Server, connect
-from rljax.compare.weights import weights_hash
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import AdditionProblems
 from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.types import Response, SamplingParams
+from rljax.rollout.weights.hash import weights_hash
 from rljax.sharding import MeshConfig, make_mesh
 
 

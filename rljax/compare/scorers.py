@@ -13,11 +13,11 @@ import numpy as np
 from rljax.compare.dump import ColumnSource, TokenDump
 from rljax.compare.importers import read_tokens
 from rljax.compare.servers import check_sequences, connect
-from rljax.compare.weights import weights_hash
 from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.weights.hash import weights_hash
 from rljax.sharding import MeshConfig, make_mesh
 
 DTYPES = ("float32", "bfloat16", "float16")

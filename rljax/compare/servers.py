@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from rljax.compare.dump import ColumnSource, TokenDump
-from rljax.compare.weights import weights_hash
+from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
+from rljax.rollout.served.client import ClientLimits, VllmClient
 from rljax.rollout.types import Response, SamplingParams
-from rljax.rollout.vllm_client import ClientLimits, ServerGoneError, ServerRefusedError, VllmClient
-from rljax.rollout.vllm_wire import Completion, ReplyError, Request, sharpening
+from rljax.rollout.vllm.wire import Completion, Request, sharpening
+from rljax.rollout.weights.hash import weights_hash
 
 _LIMITS = ClientLimits(request_timeout_s=600.0)
 _TOP = 8  # likeliest tokens that the probe of the temperature compares

@@ -20,13 +20,7 @@ from rljax.mismatch.accurate import (
     value_of,
 )
 from rljax.mismatch.histogram import magnitude_histogram
-from rljax.mismatch.sequences import (
-    Sequences,
-    mean_over_tokens,
-    read_sequences,
-    sequence_sums,
-    valid_slots,
-)
+from rljax.mismatch.sequences import Sequences, mean_over_tokens, read_sequences, sequence_sums, valid_slots
 from rljax.mismatch.tokens import ArrayLike, Tokens, as_float, check_shape, count, namespace_of, read_tokens
 
 RATIO_BOUND = 20.0

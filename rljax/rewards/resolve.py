@@ -16,7 +16,7 @@ Verdict = tuple[float, None] | tuple[None, str]
 SHIPPED: Mapping[str, str] = {
     "addition": "rljax.rewards.toy:addition_reward",
     "swaps": "rljax.rewards.toy:swaps_reward",
-    "math": "rljax.rewards.math:math_reward",
+    "math": "rljax.rewards.math_answer:math_reward",
 }
 # Shipped rewards that cost microseconds and cannot hang, so that they need no process of their own.
 CHEAP = frozenset({"addition", "swaps"})

@@ -13,10 +13,6 @@ import numpy as np
 from rljax.rollout.types import Response, SamplingParams
 
 
-class StoppedWaitingError(RuntimeError):
-    """The run was asked to stop while the engine waited for servers that are gone."""
-
-
 class RolloutEngine(Protocol):
     """Samples responses with the last published policy."""
 

@@ -17,9 +17,9 @@ from rljax.data.toy import ToyBaseConfig, build_tokenizer, policy_config
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import hf_tensors, load_params, save_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
-from rljax.rollout.vllm_handshake import Expectation
-from rljax.rollout.vllm_server import ServerConfig, VllmServer, start, vllm_python
+from rljax.rollout.served.engine import VllmConfig, VllmEngine
+from rljax.rollout.vllm.handshake import Expectation
+from rljax.rollout.vllm.server import ServerConfig, VllmServer, start, vllm_python
 
 HERE = Path(__file__).parent
 MAX_LEN = 512
@@ -149,7 +149,7 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer
             max_num_seqs=64,
             log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
             extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage"),
-            extra_env={"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])},
+            extra_env={"PYTHONPATH": os.pathsep.join([str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])])},
         )
         return start(config, timeout_s=240)
 

@@ -14,8 +14,8 @@ from rljax.compare.report import compare_columns
 from rljax.compare.sampling import DrawConfig, sample_responses
 from rljax.compare.scorers import score_column
 from rljax.compare.servers import connect
-from rljax.config_loader import run_cli
-from rljax.rollout.vllm_client import VllmClient
+from rljax.errors import run_cli
+from rljax.rollout.served.client import VllmClient
 
 pytestmark = pytest.mark.vllm
 TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"

@@ -10,7 +10,7 @@ import pytest
 from toy_runs import ROOT, TIMEOUT, command, complete
 
 from rljax.data.prompts import DataConfig, held_problems
-from rljax.record import read_rows
+from rljax.report.rows import read_rows
 from rljax.rewards.toy import addition_reward
 from rljax.schedule import decay_period_from_surge
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from toy_runs import ROOT, TIMEOUT, command, comparable, complete, environment
 
-from rljax.config import Config
-from rljax.config_loader import load_config
 from rljax.data.files import read_problems, read_provenance
 from rljax.data.tokenizer import load_tokenizer
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
 from rljax.train import load_problems
 
 DATA = ROOT / "tests/data"

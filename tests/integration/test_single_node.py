@@ -14,7 +14,7 @@ from toy_runs import ROOT, comparable, environment, wait_for_rows
 from rljax.data.toy import build_tokenizer, policy_config
 from rljax.policy.hf import save_params
 from rljax.policy.qwen3 import init_params
-from rljax.run_directory import saved_steps
+from rljax.run.directory import saved_steps
 
 SCRIPT = str(ROOT / "launch/single_node.sh")
 CONFIG = str(ROOT / "configs/quickstart.yaml")

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from toy_runs import ROOT, TIMEOUT, command, comparable, complete, start, wait_for_rows
 
-from rljax.config import Config
-from rljax.config_loader import load_config
 from rljax.data.toy import policy_config
 from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
+from rljax.run.checkpoint import Checkpointer
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.training.checkpoint import Checkpointer
-from rljax.training.optimizer import OptimizerConfig, make_optimizer
-from rljax.training.state import abstract_state
+from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
+from rljax.trainer.state import abstract_state
 
 STEPS = 8
 SMALL = [

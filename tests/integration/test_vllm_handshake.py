@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rljax.rollout.vllm_client import VllmClient
-from rljax.rollout.vllm_handshake import HandshakeError
+from rljax.errors import HandshakeError
+from rljax.rollout.served.client import VllmClient
 
 pytestmark = pytest.mark.vllm
 
@@ -71,7 +71,7 @@ def test_default_sampling_must_be_plain(float32, rpc):
 
 def test_directory_that_the_server_does_not_see(float32):
     """The probe file proves it: here the trainer claims another text than the server reads."""
-    from rljax.rollout.publish import WeightFiles
+    from rljax.rollout.weights.files import WeightFiles
 
     sound = WeightFiles.probe
     WeightFiles.probe = lambda self: (sound(self)[0].with_name("elsewhere.txt"), "x")
@@ -82,15 +82,15 @@ def test_directory_that_the_server_does_not_see(float32):
 
 
 def test_protocol(float32, monkeypatch):
-    monkeypatch.setattr("rljax.rollout.vllm_handshake.PROTOCOL", 2)
+    monkeypatch.setattr("rljax.rollout.vllm.handshake.PROTOCOL", 2)
     assert refused(float32) == "the plugin speaks protocol 1, the trainer 2"
 
 
 def test_nobody_there():
     """A bounded wait, then one line."""
-    from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
-    from rljax.rollout.vllm_handshake import Expectation
-    from rljax.rollout.vllm_server import free_port
+    from rljax.rollout.served.engine import VllmConfig, VllmEngine
+    from rljax.rollout.vllm.handshake import Expectation
+    from rljax.rollout.vllm.server import free_port
 
     with pytest.raises(RuntimeError, match="no vLLM server came back within 1 s"):
         VllmEngine(

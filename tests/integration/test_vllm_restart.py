@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rljax.rollout.served.engine import VllmConfig, VllmEngine
 from rljax.rollout.types import SamplingParams, VersionSpan
-from rljax.rollout.vllm_engine import VllmConfig, VllmEngine
-from rljax.rollout.vllm_handshake import Expectation
+from rljax.rollout.vllm.handshake import Expectation
 
 pytestmark = pytest.mark.vllm
 REPO = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def test_plugin_loads_without_jax(vllm_interpreter):
         assert "rljax_file" in WeightTransferEngineFactory._registry
         ours = sorted(name for name in sys.modules if name.split(".")[0] == "rljax")
         print(ours)
-        assert ours == ["rljax", "rljax.rollout", "rljax.rollout.vllm_plugin"], ours
+        assert ours == ["rljax", "rljax.rollout", "rljax.rollout.vllm.plugin"], ours
     """
     done = subprocess.run([vllm_interpreter, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stdout + done.stderr

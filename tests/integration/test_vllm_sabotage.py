@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rljax.rollout.publish import push
+from rljax.errors import VerificationError
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.verify import VerificationError
+from rljax.rollout.vllm.update import push
 
 pytestmark = pytest.mark.vllm
 OUT_OF_BAND = "does not sample from the trainer's weights"
@@ -31,7 +31,7 @@ def calibrated(request):
 
 
 def rpc(served, method: str, argument: str) -> None:
-    from rljax.rollout.vllm_client import VllmClient
+    from rljax.rollout.served.client import VllmClient
 
     client = VllmClient([served.url])
     try:

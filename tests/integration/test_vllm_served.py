@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rljax.rollout.served import ServedModel
 from rljax.rollout.types import SamplingParams
+from rljax.rollout.vllm.served_model import ServedModel
 
 pytestmark = pytest.mark.vllm
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rljax.rollout.types import SamplingParams, VersionSpan
-from rljax.rollout.vllm_wire import COMPLETIONS
+from rljax.rollout.vllm.wire import COMPLETIONS
 
 pytestmark = pytest.mark.vllm
 DTYPES = pytest.mark.parametrize("served", ["bfloat16", "float16", "float32"], indirect=True)

@@ -8,8 +8,8 @@ import pytest
 from toy_runs import command, comparable, complete, wait_for_rows
 from toy_runs import start as start_run
 
-from rljax.rollout.vllm_server import ServerConfig, start
-from rljax.training.checkpoint import Checkpointer
+from rljax.rollout.vllm.server import ServerConfig, start
+from rljax.run.checkpoint import Checkpointer
 
 FLOAT32 = ["--rollout.dtype", "float32", "--precision.compute-dtype", "float32"]
 

@@ -12,12 +12,12 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import init_params, param_shardings
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.training.measure import DiagnosisConfig
-from rljax.training.objective import Objective
-from rljax.training.optimizer import OptimizerConfig, make_optimizer
-from rljax.training.packing import TrainSequence, max_micro_batches, pack
-from rljax.training.state import create_state
-from rljax.training.step import PrecisionConfig, TrainStep
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
+from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
+from rljax.trainer.state import create_state
+from rljax.trainer.step import PrecisionConfig, TrainStep
 
 CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 ROW, ROWS, COUNT, LONGEST = 64, 8, 48, 30

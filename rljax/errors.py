@@ -1,0 +1,79 @@
+"""The errors that cross rooms: a caller's mistake (one line, exit 2), a server's, and what stops a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+
+class ConfigError(ValueError):
+    """A mistake in what the caller wrote. The message is one line."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(" ".join(str(message).split()))
+
+
+@contextmanager
+def caller_errors() -> Iterator[None]:
+    """Within it a ``ValueError`` or ``OSError`` is the caller's mistake and leaves as a ``ConfigError``.
+
+    For the part of a program that checks its arguments and opens its inputs, not for the work itself.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}" if error.filename else error) from error
+    except ValueError as error:
+        raise ConfigError(error) from error
+
+
+def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Runs a program's ``main`` (on ``sys.argv[1:]`` unless told) and returns its exit status.
+
+    A ``ConfigError`` becomes one line ``error: ...`` on stderr and status 2, an interrupt status 130. Everything else,
+    a plain ``ValueError`` included, keeps its traceback: deep in a run it is a bug, not the caller's mistake. Where it
+    is the caller's, say so with ``caller_errors``.
+    """
+    try:
+        return main(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+class StoppedWaitingError(RuntimeError):
+    """The run was asked to stop while the engine waited for servers that are gone."""
+
+
+class ServerGoneError(RuntimeError):
+    """The server does not answer, or answered that its engine is broken: try again when it is back."""
+
+
+class ServerRefusedError(RuntimeError):
+    """The server answered and refused; trying again would not help."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ReplyError(RuntimeError):
+    """The server answered 200 with something that is not a completion."""
+
+
+class HandshakeError(ValueError):
+    """Trainer and server do not fit together; one line for each thing that differs."""
+
+
+class VerificationError(RuntimeError):
+    """The server does not sample from the trainer's weights."""
+
+
+class ServerFailedError(RuntimeError):
+    """The server ended or did not become healthy in time; the message ends with the tail of its log."""

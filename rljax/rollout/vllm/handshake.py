@@ -1,0 +1,164 @@
+"""What trainer and server must agree on before the first rollout, asked rather than believed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rljax.errors import HandshakeError, ServerRefusedError
+from rljax.rollout.served.client import VllmClient
+from rljax.rollout.served.verify import VerifyConfig, probe_length
+from rljax.rollout.types import SamplingParams
+from rljax.rollout.vllm.server import BACKEND
+from rljax.rollout.vllm.wire import Request, sharpening
+from rljax.rollout.weights.files import PROTOCOL, WeightFiles
+
+log = logging.getLogger(__name__)
+
+SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
+_TOP = 8
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The trainer's side of the handshake.
+
+    Attributes:
+      dtype: "bfloat16", "float16" or "float32": of the published weights, so of the server.
+      hf_config: the policy's ``config.json`` as a mapping; the keys of ``SHAPE`` are compared where it has them.
+      max_tokens: longest prompt plus longest response the run will ask for (tokens).
+    """
+
+    dtype: str
+    hf_config: Mapping[str, Any]
+    max_tokens: int
+
+
+def shake_hands(
+    client: VllmClient, url: str, expected: Expectation, files: WeightFiles, verify: VerifyConfig
+) -> dict[str, Any]:
+    """Checks one healthy server, readies its weight transfer, and returns its description of itself.
+
+    Raises:
+      HandshakeError: something differs.
+      ServerGoneError: it stopped answering.
+    """
+    _check_development(client, url)
+    described = _describe(client, url)
+    differing = _differences(described, expected, verify)
+    if differing:
+        raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
+    _find_route(client, url)
+    _check_logprobs(client, url, int(described["shape"]["vocab_size"]))
+    path, text = files.probe()
+    try:
+        info = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL}
+        client.call(url, "POST", "/init_weight_transfer_engine", json={"init_info": info})
+    except ServerRefusedError as error:
+        raise HandshakeError(
+            f"{url}: the server cannot read the weight directory {files.root}; set transfer_dir to one that both see "
+            f"({error})"
+        ) from error
+    return described
+
+
+def _check_development(client: VllmClient, url: str) -> None:
+    """The pause and update endpoints are open; a server that an earlier run left paused is resumed."""
+    try:
+        if client.call(url, "GET", "/is_paused").get("is_paused"):
+            log.info("%s was left paused; resuming it", url)
+            client.call(url, "POST", "/resume")
+    except ServerRefusedError as error:
+        if error.status != 404:
+            raise
+        raise HandshakeError(
+            f"{url}: no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1 (launch/vllm_server.sh)"
+        ) from error
+
+
+def _describe(client: VllmClient, url: str) -> dict[str, Any]:
+    try:
+        results = client.call(url, "POST", "/collective_rpc", json={"method": "rljax_describe"})["results"]
+    except ServerRefusedError as error:
+        raise HandshakeError(
+            f"{url}: rljax's plugin is not in this server: install rljax beside vLLM and start it with "
+            f"--worker-extension-cls rljax.rollout.vllm.plugin.WorkerExtension ({error})"
+        ) from error
+    described: dict[str, Any] = results[0]
+    if described.get("protocol") != PROTOCOL:
+        raise HandshakeError(f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}")
+    return described
+
+
+def _differences(described: Mapping[str, Any], expected: Expectation, verify: VerifyConfig) -> list[str]:
+    """One line for each thing that differs."""
+    lines = []
+    if described["backend"] != BACKEND:
+        lines.append(
+            f"the weight-transfer backend is {described['backend']!r}, expected {BACKEND!r} (--weight-transfer-config)"
+        )
+    if described["dtype"] != expected.dtype:
+        lines.append(f"the dtype is {described['dtype']}, expected {expected.dtype} (rollout.dtype)")
+    if described["quantization"] is not None:
+        lines.append(f"the weights are quantized ({described['quantization']}), expected none")
+    shape = described["shape"]
+    for key in SHAPE:
+        wanted = expected.hf_config.get(key)
+        if wanted is not None and shape[key] is not None and shape[key] != wanted:
+            lines.append(f"{key} is {shape[key]}, expected {wanted} (another model)")
+    sizes = described.get("head_sizes")
+    if sizes and shape["head_dim"] not in sizes:
+        lines.append(f"head_dim is {shape['head_dim']}; vLLM's attention on the server's device takes {sizes}")
+    probe = probe_length(described["block_size"]) + verify.tokens
+    longest = max(expected.max_tokens, probe)
+    if described["max_model_len"] < longest:
+        why = "prompt plus response" if longest == expected.max_tokens else "the verification's probes"
+        lines.append(f"max_model_len is {described['max_model_len']}, expected at least {longest} for {why}")
+    if described["max_logprobs"] < _TOP:
+        lines.append(f"max_logprobs is {described['max_logprobs']}, expected at least {_TOP}")
+    if described["default_sampling"]:
+        lines.append(
+            f"default sampling is not plain: {described['default_sampling']}; start with --generation-config vllm"
+        )
+    return lines
+
+
+def _find_route(client: VllmClient, url: str) -> None:
+    try:
+        client.find_route(url)
+    except ServerRefusedError as error:
+        if error.status != 404:
+            raise
+        raise HandshakeError(str(error)) from error
+
+
+def _check_logprobs(client: VllmClient, url: str, vocab_size: int) -> None:
+    """Log-probabilities are those of the distribution drawn from: halving the temperature doubles their gaps."""
+    draw = np.random.default_rng(0)
+    prompts = list(draw.integers(0, vocab_size, size=(8, 4)).astype(np.int32))
+    drawn = [
+        client.sample(url, [Request(p, SamplingParams(1, temperature), seed=1, top_logprobs=_TOP) for p in prompts])
+        for temperature in (1.0, 0.5)
+    ]
+    reported = [value for side in drawn for reply in side for value in reply.top_logprobs[0].values()]
+    if not np.isfinite(reported).all():
+        raise HandshakeError(f"{url}: log-probabilities are not finite: the server's weights are broken; restart it")
+    ratio = sharpening(*drawn)
+    if not 1.8 < ratio < 2.2:
+        raise HandshakeError(
+            f"{url}: log-probabilities are not of the distribution sampled from (at temperature 0.5 their gaps are "
+            f"{ratio:.2f} times those at 1, expected 2): start with --logprobs-mode processed_logprobs"
+        )

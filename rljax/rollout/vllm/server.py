@@ -1,0 +1,379 @@
+"""Starts a vLLM server as a process group, waits for its health, and stops it without leaving anything behind.
+
+Standard library only, so that it runs under the trainer's interpreter and under vLLM's alike. Between the caller and
+vLLM stands a *guard*: a small process that leads the group and holds a pipe from the caller. When the pipe closes,
+whether by :meth:`VllmServer.stop` or because the caller died in any way, the guard ends the whole group.
+
+``python -m rljax.rollout.vllm.server MODEL`` (see ``launch/vllm_server.sh``) serves in the foreground.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from rljax.errors import ServerFailedError
+
+log = logging.getLogger(__name__)
+
+DTYPES = ("bfloat16", "float16", "float32")
+BACKEND = "rljax_file"
+WORKER_EXTENSION = "rljax.rollout.vllm.plugin.WorkerExtension"
+_GRACE_S = 15.0  # seconds between asking vLLM to end and going on without its answer
+_CLEANUP_S = 5.0  # seconds its helper processes then have
+_CPU_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "TORCH_COMPILE_DISABLE": "1",  # else the first request spends 11-18 s compiling
+}
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What to serve and where.
+
+    Attributes:
+      model: directory with ``config.json`` and safetensors, or a hub name.
+      python: interpreter of the environment that holds vLLM and rljax's plugin.
+      dtype: "bfloat16", "float16" or "float32"; must equal the dtype the trainer publishes.
+      host: address to bind. The weight-update endpoints have no password: a loopback or private address only.
+      port: 0 takes a free one.
+      max_model_len: prompt plus response (tokens); None takes the model's own.
+      max_num_seqs: most sequences decoded at once.
+      max_logprobs: most top log-probabilities a request may ask for.
+      log_path: where the server's output goes; None takes a temporary file.
+      extra_args: further vLLM arguments; they come last, so they win.
+      extra_env: further environment variables.
+    """
+
+    model: str
+    python: str = sys.executable
+    dtype: str = "bfloat16"
+    host: str = "127.0.0.1"
+    port: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_logprobs: int = 20
+    log_path: Path | None = None
+    extra_args: tuple[str, ...] = ()
+    extra_env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be in 0..65535, got {self.port}")
+
+
+def vllm_python(venv: str | os.PathLike[str] | None = None) -> Path:
+    """Interpreter of vLLM's environment: ``venv``, else ``$RLJAX_VLLM_VENV``, else ``.venv-vllm`` beside the package.
+
+    Raises:
+      RuntimeError: there is no interpreter at that place.
+    """
+    checkout = Path(__file__).resolve().parents[3]
+    root = Path(venv or os.environ.get("RLJAX_VLLM_VENV") or checkout / ".venv-vllm")
+    python = root / "bin" / "python"
+    if not python.exists():
+        raise RuntimeError(f"no vLLM environment at {root}: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
+    return python
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU answers on this machine."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).returncode == 0
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that is free on ``host`` now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def command(config: ServerConfig, port: int, *, gpu: bool) -> list[str]:
+    """The vLLM command line for ``config`` on ``port``."""
+    args = [config.python, "-m", "vllm.entrypoints.openai.api_server"]
+    args += ["--model", config.model, "--served-model-name", "policy"]
+    args += ["--host", config.host, "--port", str(port), "--dtype", config.dtype]
+    args += ["--max-num-seqs", str(config.max_num_seqs), "--max-logprobs", str(config.max_logprobs), "--seed", "0"]
+    args += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    args += ["--enable-scale-out", "--skip-tokenizer-init", "--enable-prefix-caching"]
+    args.append("--disable-uvicorn-access-log")
+    args += ["--worker-extension-cls", WORKER_EXTENSION, "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
+    if config.max_model_len is not None:
+        args += ["--max-model-len", str(config.max_model_len)]
+    if not gpu:
+        args.append("--enforce-eager")
+    return [*args, *config.extra_args]
+
+
+def environment(config: ServerConfig, *, gpu: bool) -> dict[str, str]:
+    """The server's environment; what the caller has set already wins over the defaults for a CPU."""
+    env = {**({} if gpu else _CPU_ENV), "VLLM_NO_USAGE_STATS": "1", **os.environ}
+    env["VLLM_SERVER_DEV_MODE"] = "1"  # opens the pause and weight-update endpoints
+    env["PYTHONUNBUFFERED"] = "1"
+    if Path(config.model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    return {**env, **config.extra_env}
+
+
+class VllmServer:
+    """One running server. Made by :func:`start`; ``stop`` may be called twice."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.port = config.port or free_port(config.host)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"http://{host}:{self.port}"
+        if config.log_path is None:
+            handle, name = tempfile.mkstemp(prefix="rljax-vllm-", suffix=".log")
+            os.close(handle)
+            self.log_path = Path(name)
+        else:
+            self.log_path = Path(config.log_path)
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        gpu = has_gpu()
+        with self.log_path.open("wb") as sink:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-m", "rljax.rollout.vllm.server", "--guard", *command(config, self.port, gpu=gpu)],
+                env=environment(config, gpu=gpu),
+                stdin=subprocess.PIPE,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard, which is also the id of the process group."""
+        return self._guard.pid
+
+    def alive(self) -> bool:
+        """Whether the server's processes still run."""
+        return self._guard.poll() is None
+
+    def healthy(self, timeout_s: float = 2.0) -> bool:
+        """Whether ``/health`` answers 200."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines of the server's output."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def wait_healthy(self, timeout_s: float = 600.0) -> None:
+        """Waits for health, saying every 15 seconds that it does.
+
+        Raises:
+          ServerFailedError: it ended, or was not healthy within ``timeout_s`` seconds; it is stopped then.
+        """
+        began = said = time.monotonic()
+        while not self.healthy():
+            now = time.monotonic()
+            if not self.alive() or now - began > timeout_s:
+                why = "did not become healthy within" if self.alive() else "ended after"
+                self.stop()
+                raise ServerFailedError(
+                    f"the vLLM server {why} {now - began:.0f} s; the end of {self.log_path}:\n{self.log_tail()}"
+                )
+            if now - said >= 15.0:
+                log.info("waiting for vLLM on %s: %.0f s (ready in 20-60 s on a CPU)", self.url, now - began)
+                said = now
+            time.sleep(0.25)
+
+    def stop(self) -> None:
+        """Ends every process of the group and waits until they are gone."""
+        if self._guard.stdin is not None and not self._guard.stdin.closed:
+            self._guard.stdin.close()
+        try:
+            self._guard.wait(_GRACE_S + 2 * _CLEANUP_S + 5.0)
+        except subprocess.TimeoutExpired:
+            log.warning("vLLM's guard %d did not end by itself", self.pid)
+        _kill_group(self.pid)
+        self._guard.wait()
+
+    def kill(self) -> None:
+        """Ends every process of the group at once, as a crash would, without asking vLLM."""
+        self._guard.terminate()
+        self.stop()
+
+    def __enter__(self) -> VllmServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+def start(config: ServerConfig, timeout_s: float = 600.0) -> VllmServer:
+    """Starts a server and returns it healthy.
+
+    A free port that someone else took in the meantime is replaced, at most twice.
+
+    Raises:
+      ServerFailedError: it did not become healthy; nothing of it is left running.
+    """
+    for attempt in range(3):
+        server = VllmServer(config)
+        try:
+            server.wait_healthy(timeout_s)
+        except ServerFailedError:
+            if config.port or attempt == 2 or "ddress already in use" not in server.log_tail(200):
+                raise
+            log.warning("port %d was taken meanwhile; trying another", server.port)
+        except BaseException:
+            server.stop()
+            raise
+        else:
+            return server
+    raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def serving(config: ServerConfig, timeout_s: float = 600.0) -> Iterator[VllmServer]:
+    """``with serving(config) as server``: a healthy server, stopped at the end whatever happens."""
+    with start(config, timeout_s) as server:
+        yield server
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _guard(argv: Sequence[str]) -> None:
+    """Runs ``argv`` until it ends or standard input closes, then ends its own process group; at once on SIGTERM."""
+    at_once = threading.Event()
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: at_once.set())
+    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, preexec_fn=_default_signals)
+    while child.poll() is None and not at_once.is_set() and not select.select([0], [], [], 0.2)[0]:
+        pass
+    if child.poll() is not None:
+        print(f"vLLM ended by itself with status {child.returncode}", flush=True)
+    elif not at_once.is_set():
+        child.terminate()
+        _until(lambda: child.poll() is not None or at_once.is_set(), _GRACE_S)
+        _until(lambda: not _others_in_group() or at_once.is_set(), _CLEANUP_S)
+    # Resource trackers outlive the rest for a moment, to remove its shared memory.
+    for pid, name in _others_in_group().items():
+        if "resource_tracker" not in name:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    _until(lambda: child.poll() is not None and not _others_in_group(), _CLEANUP_S)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _until(done: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _others_in_group() -> dict[int, str]:
+    """Id and command line of each live process besides this one in its group (none where there is no /proc)."""
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, group = (directory / "stat").read_text().rpartition(") ")[2].split()[:3]
+            if int(group) == os.getpgrp() and int(directory.name) != os.getpid() and state != "Z":
+                found[int(directory.name)] = (directory / "cmdline").read_text()
+        except OSError:
+            continue
+    return found
+
+
+def _default_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="vllm_server", description="Serve a model on loopback for rljax.")
+    parser.add_argument("model", help="model directory, or a hub name")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of vLLM's environment")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--max-model-len", type=int, default=None, help="prompt plus response, in tokens")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--log", type=Path, default=None, help="file for the server's output")
+    parser.add_argument("--url-file", type=Path, default=None, help="write the URL here once the server is healthy")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for health")
+    parser.add_argument("--follow-parent", action="store_true", help="end when the caller does, not at Ctrl-C")
+    parser.add_argument("vllm_args", nargs="*", help="further vLLM arguments, after --")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until interrupted, terminated, or the server ends; prints the URL on standard output."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["--guard"]:
+        _guard(argv[1:])
+    logging.basicConfig(level=logging.INFO, format="vllm_server: %(message)s")
+    options = _parse(argv)
+    parent = os.getppid()
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, leave)
+    if options.follow_parent:
+        # Ctrl-C reaches the whole terminal group; the caller may want the server until it has saved.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = ServerConfig(
+        model=options.model,
+        python=options.python,
+        dtype=options.dtype,
+        host=options.host,
+        port=options.port,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        log_path=options.log,
+        extra_args=tuple(options.vllm_args),
+    )
+    try:
+        with serving(config, options.timeout) as server:
+            log.info("healthy, %s, log %s", config.dtype, server.log_path)
+            if options.url_file is not None:
+                options.url_file.write_text(server.url + "\n")
+            print(server.url, flush=True)
+            while server.alive():
+                if options.follow_parent and os.getppid() != parent:
+                    log.info("the calling process has ended; stopping")
+                    return 0
+                time.sleep(0.5)
+            log.error("the server ended; the end of %s:\n%s", server.log_path, server.log_tail())
+            return 1
+    except ServerFailedError as error:
+        log.error("%s", error)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

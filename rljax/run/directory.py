@@ -1,0 +1,95 @@
+"""What a run directory holds before a run starts, and whether this run may go on from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rljax.errors import ConfigError
+from rljax.report.rows import read_rows
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
+
+# Settings with which a run may be continued though they were others before: they change no row's meaning.
+MAY_DIFFER = (
+    *("run.steps", "run.dir", "run.resume", "run.profile_steps", "mesh.", "packing.", "eval.every", "eval.at_start"),
+    *("checkpoint.", "model.path", "data.reward_workers", "guard.", "rollout.urls", "rollout.transfer_dir"),
+    *("rollout.server_wait_s", "rollout.dump_every", "rollout.transcript_every"),
+)
+
+
+def prepare_directory(config: Config, run_dir: Path) -> None:
+    """Makes the run directory; says what it goes on from; takes over another's run when ``run.resume`` is its path.
+
+    Raises:
+      ConfigError: the run there may not, or cannot, be continued with these settings.
+    """
+    recorded, saved = recorded_steps(run_dir), saved_steps(run_dir)
+    holds_run = bool(recorded or saved)
+    resume = config.run.resume
+    if resume == "never" and holds_run:
+        raise ConfigError(f"run.resume: {run_dir} already holds a run, and run.resume = never; give another run.dir")
+    if resume not in ("auto", "never") and not saved_steps(Path(resume)):
+        raise ConfigError(f"run.resume: {resume} holds no checkpoint (auto, never, or the path of another run)")
+    if holds_run:
+        check_same_run(config, run_dir)
+    elif resume not in ("auto", "never"):
+        check_same_run(config, Path(resume))
+        copy_run(Path(resume), run_dir)
+        saved = saved_steps(run_dir)
+        recorded = recorded_steps(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not saved and recorded >= config.run.steps:
+        raise ConfigError(f"{run_dir} holds {recorded} rows and no checkpoint to go on from; give another run.dir")
+    if recorded > max(saved, default=0):
+        print(f"going on from step {max(saved, default=0)}; {recorded} were recorded, those after it are run again")
+
+
+def recorded_steps(run_dir: Path) -> int:
+    """Rows in ``metrics.jsonl``."""
+    path = run_dir / "metrics.jsonl"
+    return len(read_rows(path)) if path.exists() else 0
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Steps of the complete checkpoints of a run directory."""
+    directory = run_dir / "checkpoints"
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit()) if directory.is_dir() else []
+
+
+def copy_run(source: Path, run_dir: Path) -> None:
+    """Copies checkpoints and rows; an interrupted copy does not look like a run."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    partial = run_dir / "checkpoints.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source / "checkpoints", partial)
+    if (run_dir / "checkpoints").is_dir():
+        shutil.rmtree(run_dir / "checkpoints")
+    shutil.copyfile(source / "metrics.jsonl", run_dir / "metrics.jsonl.partial")
+    (run_dir / "metrics.jsonl.partial").rename(run_dir / "metrics.jsonl")
+    partial.rename(run_dir / "checkpoints")
+
+
+def check_same_run(config: Config, run_dir: Path) -> None:
+    """Raises ConfigError when the run in ``run_dir`` had settings that would make its later rows another run's."""
+    if not (run_dir / "config.yaml").exists():
+        return
+    recorded = load_config(Config, [str(run_dir / "config.yaml")], prog="config.yaml", description="")
+    old, new = flat_settings(recorded), flat_settings(config)
+    free = tuple(key for key in MAY_DIFFER if key != "run.steps" or config.schedule.kind not in ("linear", "cosine"))
+    differing = [key for key in new if new[key] != old[key] and not key.startswith(free)]
+    if differing:
+        changes = ", ".join(f"{key} ({old[key]} there, {new[key]} now)" for key in differing)
+        raise ConfigError(f"{run_dir} holds a run with other settings: {changes}; give another run.dir")
+
+
+def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a nested dataclass."""
+    settings: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        nested = dataclasses.is_dataclass(value)
+        settings |= flat_settings(value, f"{prefix}{field.name}.") if nested else {prefix + field.name: value}
+    return settings

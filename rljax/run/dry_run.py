@@ -1,0 +1,194 @@
+"""What a run would take, from shapes alone: nothing is read but the model's config.json, nothing allocated or asked.
+
+``python -m rljax.train CONFIG.yaml --dry-run``. The mesh may be larger than the devices here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hub import is_hub_id, policy_shape
+from rljax.policy.qwen3 import cast_params
+from rljax.run.build import batch_shape, make_update
+from rljax.run.config import Config
+from rljax.sharding import MESH_AXES, MeshConfig
+from rljax.trainer.optimizer import make_optimizer
+from rljax.trainer.state import abstract_state
+
+Lines = dict[str, str]
+
+
+def dry_run(config: Config) -> str:
+    """Builds the parts of a run from shapes and describes them, a line each.
+
+    Raises:
+      ValueError: settings that do not fit one another or the model, or a model whose shape cannot be known here.
+    """
+    policy = policy_shape(config.model.path)
+    mesh = shape_mesh(config.mesh)
+    check_shapes(config, policy, mesh)
+    sizes = state_bytes(config, policy, mesh)
+    build_update(config, policy, mesh)
+    lines = describe_batch(config) | describe_model(config, policy, mesh) | describe_recipe(config)
+    width = max(map(len, lines))
+    head = f"dry run of {config.run.dir}: no weights read, no server asked, no run directory made"
+    return "\n".join([head, *(f"{key:<{width}}  {text}" for key, text in lines.items()), *byte_table(sizes)])
+
+
+def build_update(config: Config, policy: PolicyConfig, mesh: Any) -> None:
+    """Builds the update, so that settings which it refuses are refused here."""
+    if config.rollout.engine == "exact":  # its executable is made on real devices only
+        config.packing.resolve_row_tokens(config.max_engine_tokens)
+        return
+    # The reference policy of a KL penalty would be read.
+    loss = dataclasses.replace(config.loss, kl="none", kl_coefficient=0.0)
+    make_update(dataclasses.replace(config, loss=loss), policy, make_optimizer(config.optimizer), mesh)
+
+
+def shape_mesh(config: MeshConfig) -> AbstractMesh:
+    """The mesh's shape without its devices; ``fsdp: -1`` counts those here."""
+    fsdp = max(1, jax.device_count() // config.tp) if config.fsdp == -1 else config.fsdp
+    return AbstractMesh((fsdp, config.tp), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
+    """Raises ValueError for sizes of batch, model and mesh that do not fit one another."""
+    if config.max_engine_tokens > policy.max_position_embeddings:
+        longest = "rollout" if config.max_engine_tokens == config.max_sequence_tokens else "eval"
+        raise ValueError(
+            f"data.max_prompt_tokens + {longest}.max_response_tokens = {config.max_engine_tokens} is longer than the "
+            f"model's max_position_embeddings = {policy.max_position_embeddings}"
+        )
+    if config.packing.rows_per_micro_batch % mesh.shape["fsdp"]:
+        raise ValueError(
+            f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
+            f"{mesh.shape['fsdp']} ways that the mesh splits rows (mesh.fsdp)"
+        )
+    batch_shape(config)
+
+
+def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
+    """(bytes in all, bytes on one device) of what the trainer holds through a step, activations left out."""
+    dynamic = config.precision.compute_dtype == "float16"
+    state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic)
+
+    def as_dtype(dtype: str) -> Any:
+        shapes = jax.eval_shape(lambda p: cast_params(p, jnp.dtype(dtype)), state.params)
+        return jax.tree.map(
+            lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
+            shapes,
+            state.params,
+        )
+
+    held = {
+        "masters": state.params,
+        "moments": state.opt_state,
+        "gradients": state.params,
+        f"{config.precision.compute_dtype} copy": as_dtype(config.precision.compute_dtype),
+    }
+    if config.loss.kl != "none":
+        held["reference policy"] = state.params
+    return {name: (_bytes(tree, sharded=False), _bytes(tree, sharded=True)) for name, tree in held.items()}
+
+
+def _bytes(tree: Any, *, sharded: bool) -> int:
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape) if sharded else leaf.shape) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def byte_table(sizes: dict[str, tuple[int, int]]) -> list[str]:
+    """Lines of a table."""
+    total = (sum(whole for whole, _ in sizes.values()), sum(part for _, part in sizes.values()))
+    rows = {**sizes, "sum, without activations": total}
+    width = max(map(len, rows))
+    return [
+        f"{'bytes':<{width}}  {'in all':>12}  {'per device':>12}",
+        *(f"{name:<{width}}  {in_units(whole):>12}  {in_units(part):>12}" for name, (whole, part) in rows.items()),
+    ]
+
+
+def in_units(count: int) -> str:
+    """A number of bytes as people read it: 1536 is 1.50 KiB."""
+    exponent = max(0, min(3, (count.bit_length() - 1) // 10))
+    return f"{count} B" if exponent == 0 else f"{count / 1024**exponent:.2f} {'KMG'[exponent - 1]}iB"
+
+
+def describe_batch(config: Config) -> Lines:
+    """What a step draws and how it is packed."""
+    prompts, group, longest = config.data.batch_size, config.rollout.group_size, config.max_sequence_tokens
+    micro, rows, tokens = batch_shape(config, config.num_sequences // config.loss.mini_batches)
+    updates = config.loss.mini_batches * config.loss.epochs
+    each = f", {updates} updates of {config.num_sequences // config.loss.mini_batches}" if updates > 1 else ""
+    source = config.data.path or f"the embedded task {config.data.task}"
+    absent = "" if config.data.path is None or Path(config.data.path).exists() else " (not here)"
+    share = f", {config.data.fraction:.1%} of it" if config.data.fraction < 1.0 else ""
+    return {
+        "steps": f"{config.run.steps}, seed {config.run.seed}",
+        "data": f"{source}{absent}{share}, reward {config.data.reward_name}",
+        "a step": f"{prompts} prompts x {group} responses = {prompts * group:,} responses{each}",
+        "tokens a step": (
+            f"at most {prompts * group * longest:,}: {config.data.max_prompt_tokens:,} + "
+            f"{config.rollout.max_response_tokens:,} each"
+        ),
+        "packing": f"at most {micro} micro-batches of {rows} rows of {tokens:,} tokens",
+    }
+
+
+def describe_model(config: Config, policy: PolicyConfig, mesh: Any) -> Lines:
+    """The policy and the mesh."""
+    state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=False)
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    fsdp, tp = mesh.shape["fsdp"], mesh.shape["tp"]
+    here = jax.device_count()
+    more = f"; only {here} here" if fsdp * tp > here else ""
+    where = "of the hub" if is_hub_id(config.model.path) else "here"
+    return {
+        "model": (
+            f"{config.model.path} ({where}): {policy.num_layers} layers of width {policy.hidden_size:,}, "
+            f"{policy.num_heads} heads, vocabulary {policy.vocab_size:,}"
+        ),
+        "parameters": f"{count:,}",
+        "mesh": f"fsdp {fsdp} x tp {tp} = {fsdp * tp} device{'s' * (fsdp * tp > 1)}{more}",
+    }
+
+
+def describe_recipe(config: Config) -> Lines:
+    """Loss, correction, schedule, precision, engine and evaluation."""
+    loss, correction, schedule = config.loss, config.correction.resolved(), config.schedule
+    rate = f"{schedule.kind} from {config.optimizer.learning_rate:g}"
+    if schedule.kind == "length_triggered":
+        rate += f", period {schedule.multiplier:g} x surge step, x {schedule.decay_factor:g} each"
+    elif schedule.kind == "length_decay":
+        rate += f", x {schedule.decay_factor:g} every {schedule.decay_period} steps"
+    if schedule.kind != "constant":
+        rate += f", floor {schedule.floor_ratio:g}"
+    weights = "none"
+    if correction.level != "none":
+        low = f"{correction.threshold_low:g} to " if correction.mode == "band" else ""
+        weights = f"{correction.level} level, {correction.mode} at {low}{correction.threshold:g}"
+    if correction.rejects:
+        weights += ", with rejection of responses"
+    wanted = config.eval
+    evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s held problems"
+    sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"
+    servers = f" at {', '.join(config.rollout.urls)} (not asked)" if config.rollout.urls else ""
+    return {
+        "loss": f"{config.advantage.estimator}, {loss.kind}, clip {loss.clip_low:g} / {loss.clip_high:g}, "
+        f"{loss.aggregation}",
+        "correction": weights,
+        "schedule": rate,
+        "precision": f"{config.precision.compute_dtype}, masters and moments float32",
+        "engine": f"{config.rollout.engine}{servers}, {config.rollout.dtype}, "
+        f"temperature {config.rollout.temperature:g}",
+        "evaluation": sampled,
+    }

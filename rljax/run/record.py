@@ -1,0 +1,223 @@
+"""The record of a run: one row a step to metrics.jsonl, TensorBoard and the console."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from rljax.mismatch.histogram import GROWTH, bin_edges
+from rljax.report.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
+
+PLAIN_EVERY_STEPS = 10
+PLAIN_EVERY_SECONDS = 30.0
+
+_CONSOLE = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("length", "response_length/mean", "{:.1f}"),
+    ("lr", "schedule/learning_rate", "{:.2e}"),
+    ("mismatch", "mismatch/log_ppl_abs_diff", "{:.2e}"),
+)
+
+
+class Recorder:
+    """Writes one row a step.
+
+    ``metrics.jsonl`` holds strict JSON: ``step`` first, then the keys by name; a number that is not finite is written
+    as null and its key listed under ``nonfinite_keys``. TensorBoard groups the same keys by what stands before the
+    ``/``. On a terminal a progress bar shows reward, length, rate and mismatch; elsewhere a plain line is printed every
+    10 steps or 30 seconds, at the first and last step and at every evaluation.
+
+    Args:
+      run_dir: made if it is not there.
+      total_steps: the run's last step.
+      first_step: 1-based step of the first row to come. Rows from there on are dropped from an earlier record.
+      tensorboard: whether to write ``tb/``.
+      progress: whether to report on stderr.
+
+    Raises:
+      RuntimeError: the record on disk does not hold exactly the steps 1 .. first_step - 1 before that, or is damaged.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        total_steps: int,
+        *,
+        first_step: int = 1,
+        tensorboard: bool = True,
+        progress: bool = True,
+    ) -> None:
+        if first_step < 1:
+            raise ValueError(f"first_step must be at least 1, got {first_step}")
+        directory = Path(run_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "metrics.jsonl"
+        _keep_steps_before(path, first_step)
+        self._next_step = first_step
+        self._file = path.open("a", encoding="utf-8")
+        self._tensorboard = _make_tensorboard(directory / "tb", first_step) if tensorboard else None
+        self._console = _make_console(total_steps, first_step) if progress else None
+
+    def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
+        """Records the row of the next step; the values are None, strings, bools or numbers (numpy and jax scalars too).
+
+        ``histograms``: name -> counts in the bins of ``rljax.mismatch.bin_edges``, for TensorBoard alone.
+
+        Raises:
+          ValueError: ``row["step"]`` is not the next step.
+          TypeError: a value that is none of the above.
+        """
+        values = {key: _to_python(key, value) for key, value in row.items()}
+        if values.get("step") != self._next_step:
+            raise ValueError(f"expected the row of step {self._next_step}, got step {values.get('step')}")
+        # One write of a whole line: a kill leaves at most one torn line, at the end.
+        self._file.write(_encode(values) + "\n")
+        self._file.flush()
+        self._next_step += 1
+        if self._tensorboard is not None:
+            for key, value in values.items():
+                if isinstance(value, (bool, int, float)) and key != "step":
+                    self._tensorboard.add_scalar(key, value, values["step"])
+            for name, counts in (histograms or {}).items():
+                _add_histogram(self._tensorboard, name, counts, values["step"])
+        if self._console is not None:
+            self._console.show(values)
+
+    def close(self) -> None:
+        """Flushes and closes everything; may be called twice."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._console is not None:
+            self._console.close()
+
+
+def _make_tensorboard(directory: Path, first_step: int) -> SummaryWriter:
+    # Event files are named by the second: without the suffix, a resume within it would overwrite the file before.
+    return SummaryWriter(str(directory), purge_step=first_step, filename_suffix=f".{first_step:08d}")
+
+
+def _add_histogram(writer: SummaryWriter, name: str, counts: np.ndarray, step: int) -> None:
+    """One histogram of log-spaced bins; the values themselves are gone, so moments are taken at the bins' middles."""
+    edges = bin_edges()
+    uppers = np.append(edges, edges[-1] * GROWTH)
+    middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), edges[-1:]])
+    held = np.flatnonzero(counts)
+    if not len(held):
+        return
+    part = slice(held[0], held[-1] + 1)
+    writer.add_histogram_raw(
+        name,
+        min=float(middles[held[0]]),
+        max=float(middles[held[-1]]),
+        num=int(counts.sum()),
+        sum=float(counts @ middles),
+        sum_squares=float(counts @ middles**2),
+        bucket_limits=uppers[part].tolist(),
+        bucket_counts=counts[part].tolist(),
+        global_step=step,
+    )
+
+
+def _encode(values: Row) -> str:
+    bad = sorted(key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value))
+    ordered = {"step": values["step"]} | {key: values[key] for key in sorted(values) if key != "step"}
+    ordered |= dict.fromkeys(bad) | ({NONFINITE_KEYS: bad} if bad else {})
+    return json.dumps(ordered, allow_nan=False)
+
+
+def _to_python(key: str, value: Any) -> Any:
+    if key == NONFINITE_KEYS:
+        raise ValueError(f"the key {NONFINITE_KEYS} is the recorder's own")
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{key}: expected a scalar, got {type(value).__name__}")
+
+
+def _keep_steps_before(path: Path, first_step: int) -> None:
+    """Cuts the record down to the steps 1 .. first_step - 1, in one rename."""
+    lines = read_lines(path) if path.exists() else []
+    kept = [(row["step"], line) for row, line in lines if row["step"] < first_step]
+    got, expected = [step for step, _ in kept], list(range(1, first_step))
+    if got != expected:
+        raise RuntimeError(f"{path}: expected {_span(expected)} before step {first_step}, got {_span(got)}")
+    if not path.exists():
+        return
+    temporary = path.with_suffix(".jsonl.tmp")
+    with temporary.open("wb") as file:
+        file.writelines(line + b"\n" for _, line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _span(steps: Sequence[int]) -> str:
+    if not steps:
+        return "no rows"
+    breaks = [after for before, after in pairwise(steps) if after != before + 1]
+    out_of_order = f" with a break before step {breaks[0]}" if breaks else ""
+    return f"{len(steps)} rows from step {steps[0]} to {steps[-1]}{out_of_order}"
+
+
+# --- the console ------------------------------------------------------------------------------------------------------
+
+
+class _Bar:
+    """A progress bar for a terminal."""
+
+    def __init__(self, total_steps: int, first_step: int) -> None:
+        self._bar = tqdm(total=total_steps, initial=first_step - 1, unit="step", file=sys.stderr, dynamic_ncols=True)
+
+    def show(self, row: Row) -> None:
+        self._bar.set_postfix_str("  ".join(_console_parts(row)), refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines:
+    """Plain lines for a log."""
+
+    def __init__(self, total_steps: int, first_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total_steps, self._first_step, self._clock = total_steps, first_step, clock
+        self._last_time, self._last_step = clock(), first_step - 1
+
+    def show(self, row: Row) -> None:
+        step, now = row["step"], self._clock()
+        evaluations = [key for key in row if key.startswith("eval/")]
+        is_due = step % PLAIN_EVERY_STEPS == 0 or now - self._last_time >= PLAIN_EVERY_SECONDS
+        if not (is_due or evaluations or step in (self._first_step, self._total_steps)):
+            return
+        pace = (now - self._last_time) / (step - self._last_step)
+        self._last_time, self._last_step = now, step
+        parts = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", *_console_parts(row)]
+        parts += [f"{key} {format_value('{:.3f}', row[key])}" for key in evaluations if is_accuracy(key)]
+        print("  ".join([*parts, f"{pace:.2f} s/step"]), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+def _make_console(total_steps: int, first_step: int) -> _Bar | _Lines:
+    return _Bar(total_steps, first_step) if sys.stderr.isatty() else _Lines(total_steps, first_step)
+
+
+def _console_parts(row: Row) -> list[str]:
+    return [f"{label} {format_value(form, row.get(key))}" for label, key, form in _CONSOLE]
+
+
+# --- the summary ------------------------------------------------------------------------------------------------------

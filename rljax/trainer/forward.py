@@ -1,0 +1,85 @@
+"""Log-probabilities of a packed batch without a gradient.
+
+They are ``old_logprobs`` before the first of several updates, and those of a frozen reference policy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import Params, cast_params
+from rljax.policy.score import matmul_precision
+from rljax.sharding import named_sharding, replicated
+from rljax.trainer.measure import (
+    DiagnosisConfig,
+    finalize_measured,
+    measure,
+    merge_measured,
+    micro_batch,
+    nothing_measured,
+)
+from rljax.trainer.packing import PackedBatch
+from rljax.trainer.step import PrecisionConfig, make_score, place_batch
+
+
+class ForwardPass:
+    """A compiled, sharded forward over a packed batch: ``forward(params, batch)``."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        mesh: Mesh,
+        *,
+        precision: PrecisionConfig,
+        batch_shape: tuple[int, int, int],
+        num_sequences: int,
+        temperature: float,
+        diagnosis: DiagnosisConfig,
+    ):
+        """The arguments are those of ``TrainStep``."""
+        dtype = jnp.dtype(precision.compute_dtype)
+        score = make_score(config, precision, temperature)
+
+        def forward(params: Params, batch: PackedBatch) -> tuple[dict[str, jax.Array], jax.Array]:
+            compute = cast_params(params, dtype)
+
+            def body(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+                measured, entropy, largest, logprobs = carry
+                micro = micro_batch(batch, i)
+                scores = score(compute, micro)
+                found = measure(scores.logprobs, scores.entropy, micro, num_sequences, diagnosis)
+                return (
+                    merge_measured(measured, found),
+                    entropy + jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0)),
+                    jnp.maximum(largest, scores.activation_max),
+                    jax.lax.dynamic_update_index_in_dim(logprobs, scores.logprobs, i, 0),
+                )
+
+            empty = nothing_measured(batch, num_sequences, diagnosis)
+            start = (empty, jnp.float32(0.0), jnp.float32(0.0), jnp.zeros(batch.tokens.shape, jnp.float32))
+            with jax.default_matmul_precision(matmul_precision(dtype)):
+                measured, entropy, largest, logprobs = jax.lax.fori_loop(0, batch.used, body, start)
+            tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
+            row = {"policy/entropy": entropy / tokens, "precision/activation_max": largest}
+            return row | finalize_measured(measured, diagnosis), logprobs
+
+        self._mesh = mesh
+        self._whole = replicated(mesh)
+        self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
+        self._jitted = jax.jit(forward, out_shardings=(self._whole, self._by_rows))
+
+    @property
+    def compilations(self) -> int:
+        """How often it was compiled; 1 after the first call."""
+        return self._jitted._cache_size()  # type: ignore[attr-defined]
+
+    def __call__(self, params: Params, batch: PackedBatch) -> tuple[dict[str, jax.Array], jax.Array]:
+        """The mismatch of the batch under ``params`` (float32 masters), and their log-probabilities [m, b, t]."""
+        placed = place_batch(batch, self._by_rows, self._whole)
+        with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
+            return self._jitted(params, placed)

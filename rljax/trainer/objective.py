@@ -1,0 +1,143 @@
+"""What a step minimises: policy loss, importance correction and KL penalty of packed micro-batches, as sums.
+
+A loss is a sum of weighted token terms over a denominator. Rejection and normalisation change the denominator by what
+only the whole batch shows, so micro-batches are divided by a provisional one, known beforehand (it keeps float16
+gradients in range), and ``rescaling`` turns the summed gradient into that of the loss. A KL penalty is not divided by
+the mean weight: it is multiplied by it beforehand, which takes ``old_logprobs`` that are known before the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from rljax.algorithms.aggregation import aggregation_weights
+from rljax.algorithms.correction import (
+    CorrectionConfig,
+    CorrectionTotals,
+    correct,
+    finalize_correction,
+    gradient_divisor,
+    merge_correction,
+)
+from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss
+from rljax.trainer.packing import PackedBatch
+
+
+class LossTotals(NamedTuple):
+    """Sums over micro-batches."""
+
+    policy: Any  # weighted losses over the provisional denominator
+    kl: Any  # the same of the KL penalty, without its coefficient
+    clipped: Any  # tokens in the loss on the clipped branch
+    tokens: Any  # tokens in the loss after rejection
+    denominator: Any
+    correction: CorrectionTotals
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a batch of ``num_sequences`` responses.
+
+    Attributes:
+      loss: which one.
+      correction: of the mismatch between sampler and trainer.
+      num_sequences: responses of the batch a step is given.
+      max_response_tokens: what a response's sum is divided by when ``loss.sequence_constant`` is 0.
+    """
+
+    loss: LossConfig
+    correction: CorrectionConfig
+    num_sequences: int
+    max_response_tokens: int
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether a batch must bring its ``old_logprobs``: to normalise weights beside a KL penalty."""
+        return self.loss.kl != "none" and self.correction.normalize
+
+    def micro_loss(
+        self,
+        logprobs: Float[Array, "b t"],
+        micro: PackedBatch,
+        provisional: Float[Array, ""],
+        mean_weight: Float[Array, ""] | float = 1.0,
+    ) -> tuple[Float[Array, ""], LossTotals]:
+        """The micro-batch's share of the loss over the provisional denominator, and its totals (no gradient).
+
+        Args:
+          logprobs: of the parameters that are trained.
+          micro: [b, t].
+          provisional: from ``provisional``.
+          mean_weight: from ``mean_weight``.
+        """
+        whole: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
+        before = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
+        weights, kept, correction = correct(self.correction, before, micro.rollout_logprobs, micro.loss_mask, **whole)
+        old = micro.rollout_logprobs if self.loss.old_logprobs == "rollout" else before
+        losses, clipped = policy_loss(self.loss, logprobs, old, micro.advantages, kept, **whole)
+        constant = self.loss.sequence_divisor(self.max_response_tokens)
+        share, denominator = aggregation_weights(self.loss.aggregation, kept, constant=constant, **whole)
+        policy = jnp.sum(jnp.where(kept, share * weights * losses, 0.0)) / provisional
+        kl = jnp.float32(0.0)
+        if self.loss.kl != "none":
+            penalty = kl_penalty(self.loss.kl, logprobs, micro.reference_logprobs, kept)
+            kl = jnp.sum(share * penalty) * (mean_weight / provisional)
+        totals = LossTotals(
+            policy,
+            kl,
+            jnp.sum(jnp.where(kept, clipped, 0.0)),
+            jnp.sum(kept).astype(jnp.float32),
+            jnp.asarray(denominator, jnp.float32),
+            correction,
+        )
+        return policy + self.loss.kl_coefficient * kl, jax.tree.map(jax.lax.stop_gradient, totals)
+
+    def provisional(self, batch: PackedBatch) -> Float[Array, ""]:
+        """The denominator of a batch of which nothing is rejected, or one near it; at least 1."""
+        if self.loss.aggregation == "token_mean":
+            return jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
+        return jnp.float32(self.num_sequences)
+
+    def mean_weight(self, batch: PackedBatch) -> Float[Array, ""] | float:
+        """What ``rescaling`` will divide by besides the denominator where a KL penalty must be kept from it, else 1."""
+        if not self.needs_old_logprobs:
+            return 1.0
+        arrays = (batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids)
+        *rows, ids = (jnp.reshape(array, (-1, array.shape[-1])) for array in arrays)
+        totals = correct(self.correction, *rows, sequence_ids=ids, num_sequences=self.num_sequences)[2]
+        return gradient_divisor(self.correction, totals)
+
+    def rescaling(self, totals: LossTotals, provisional: Float[Array, ""]) -> Float[Array, ""]:
+        """What the summed policy gradient is multiplied by; 0 when every token was rejected."""
+        divisor = totals.denominator * gradient_divisor(self.correction, totals.correction)
+        return jnp.where(totals.denominator > 0, provisional / jnp.where(divisor > 0, divisor, 1.0), 0.0)
+
+
+def merge_loss(a: LossTotals, b: LossTotals) -> LossTotals:
+    """Totals of both."""
+    return LossTotals(
+        a.policy + b.policy,
+        a.kl + b.kl,
+        a.clipped + b.clipped,
+        a.tokens + b.tokens,
+        a.denominator + b.denominator,
+        merge_correction(a.correction, b.correction),
+    )
+
+
+def loss_row(objective: Objective, totals: LossTotals, rescaling: Float[Array, ""]) -> dict[str, jax.Array]:
+    """The row's metrics of the loss."""
+    row = {
+        "policy/loss": (totals.policy + objective.loss.kl_coefficient * totals.kl) * rescaling,
+        "policy/clip_fraction": totals.clipped / jnp.maximum(totals.tokens, 1.0),
+    }
+    if objective.loss.kl != "none":
+        row["policy/reference_kl"] = totals.kl * rescaling
+    if not objective.correction.is_off:
+        row |= {f"correction/{name}": value for name, value in finalize_correction(totals.correction).items()}
+    return row

@@ -1,0 +1,368 @@
+"""One training step as one compiled, sharded, donated function.
+
+    cast the masters once -> for each micro-batch: forward (log-probabilities, entropy, mismatch), loss, backward,
+    accumulate in float32 -> unscale -> clip -> AdamW
+
+With one update per rollout batch ``old_logprobs`` is ``stop_gradient(trainer_logprobs)``: the loss forward is the
+mismatch measurement. ``jax.jit`` with in- and out-shardings is pjit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import Params, cast_params
+from rljax.policy.score import Scores, matmul_precision, packed_logprobs
+from rljax.schedule import get_learning_rate, set_learning_rate
+from rljax.sharding import constrain, named_sharding, replicated
+from rljax.trainer.loss_scale import adjust_loss_scale
+from rljax.trainer.measure import (
+    DiagnosisConfig,
+    Measured,
+    finalize_measured,
+    measure,
+    merge_measured,
+    micro_batch,
+    micro_shapes,
+    nothing_measured,
+)
+from rljax.trainer.objective import LossTotals, Objective, loss_row, merge_loss
+from rljax.trainer.packing import PackedBatch
+from rljax.trainer.state import TrainState, abstract_state
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Numbers of the trainer's forward and backward; masters, moments and accumulators are always float32.
+
+    Attributes:
+      compute_dtype: weights are cast to it once a step. float16 turns dynamic loss scaling on; float32 multiplies at
+        the highest precision.
+      lm_head_dtype: dtype of the LM head's products, "compute" for ``compute_dtype``; accumulation is float32 anyway.
+      remat: recompute each block in the backward pass instead of keeping its activations.
+    """
+
+    compute_dtype: Dtype = "bfloat16"
+    lm_head_dtype: Literal["compute", "float32"] = "compute"
+    remat: bool = False
+
+    @property
+    def head_dtype(self) -> Any:
+        """The dtype to score with, or None for that of the hidden states."""
+        return jnp.float32 if self.lm_head_dtype == "float32" else None
+
+
+class Totals(NamedTuple):
+    """What the micro-batches add up."""
+
+    grads: Params  # float32, of the scaled loss over the provisional denominator
+    square_norms: jax.Array  # sum over micro-batches of the squared norm of each one's ``grads``; 0 when not asked for
+    loss: LossTotals
+    entropy: jax.Array  # summed over response tokens
+    activation_max: jax.Array
+    measured: Measured | None  # None: somebody else measures
+
+
+def micro_gradients(
+    compute: Params,
+    micro: PackedBatch,
+    objective: Objective,
+    score: Any,
+    scale: jax.Array,
+    provisional: jax.Array,
+    mean_weight: jax.Array | float = 1.0,
+) -> tuple[Params, LossTotals, Scores]:
+    """Forward and backward of one micro-batch.
+
+    Args:
+      compute: parameters in the compute dtype.
+      micro: [b, t].
+      objective: the loss.
+      score: (parameters, micro-batch) -> Scores.
+      scale: the loss is multiplied by it.
+      provisional: denominator.
+      mean_weight: from ``Objective.mean_weight``.
+
+    Returns:
+      Gradients in the compute dtype, the loss's totals, and the scores.
+    """
+
+    def loss_fn(compute: Params) -> tuple[jax.Array, tuple[LossTotals, Scores]]:
+        scores = score(compute, micro)
+        loss, totals = objective.micro_loss(scores.logprobs, micro, provisional, mean_weight)
+        return loss * scale, (totals, scores)
+
+    (_, (totals, scores)), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute)
+    return grads, totals, scores
+
+
+def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: float) -> Any:
+    """``score(compute, micro) -> Scores`` of packed rows, a token's numbers whole on every device."""
+
+    def score(compute: Params, micro: PackedBatch) -> Scores:
+        scores = packed_logprobs(
+            compute,
+            config,
+            micro.tokens,
+            micro.segment_ids,
+            micro.positions,
+            temperature=temperature,
+            lm_head_dtype=precision.head_dtype,
+            remat=precision.remat,
+        )
+        logprobs, entropy = (constrain(x, None, None) for x in (scores.logprobs, scores.entropy))
+        return scores._replace(logprobs=logprobs, entropy=entropy)
+
+    return score
+
+
+def square_norm(grads: Params) -> jax.Array:
+    """Squared global norm, in float32."""
+    return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)), start=jnp.float32(0.0))
+
+
+def no_totals(grads: Params, loss: LossTotals) -> Totals:
+    """The totals of no micro-batch, nothing measured.
+
+    Args:
+      grads: ``jax.ShapeDtypeStruct`` of a micro-batch's gradients.
+      loss: the same of its loss.
+    """
+    zero = jnp.float32(0.0)
+    return Totals(
+        jax.tree.map(lambda form: jnp.zeros(form.shape, jnp.float32), grads),
+        zero,
+        jax.tree.map(lambda form: jnp.zeros(form.shape, form.dtype), loss),
+        zero,
+        zero,
+        None,
+    )
+
+
+def add_micro_batch(
+    totals: Totals,
+    grads: Params,
+    loss: LossTotals,
+    scores: Any,
+    micro: PackedBatch,
+    measure_noise: jax.Array,
+) -> Totals:
+    """Totals with one more micro-batch; what is measured stays as it was."""
+    norm = jax.lax.cond(measure_noise, square_norm, lambda _: jnp.float32(0.0), grads)
+    return Totals(
+        jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals.grads, grads),
+        totals.square_norms + norm,
+        merge_loss(totals.loss, loss),
+        totals.entropy + jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0)),
+        jnp.maximum(totals.activation_max, scores.activation_max),
+        totals.measured,
+    )
+
+
+def _accumulate(
+    compute: Params,
+    batch: PackedBatch,
+    scale: jax.Array,
+    measure_noise: jax.Array,
+    score: Any,
+    objective: Objective,
+    diagnosis: DiagnosisConfig | None,
+) -> tuple[Totals, jax.Array]:
+    """Loops over the used micro-batches. Returns the totals and ``trainer_logprobs`` [m, b, t]."""
+    provisional, mean_weight = objective.provisional(batch), objective.mean_weight(batch)
+
+    def each(micro: PackedBatch) -> tuple[Params, LossTotals, Scores]:
+        return micro_gradients(compute, micro, objective, score, scale, provisional, mean_weight)
+
+    def body(i: jax.Array, carry: tuple[Totals, jax.Array]) -> tuple[Totals, jax.Array]:
+        totals, all_logprobs = carry
+        micro = micro_batch(batch, i)
+        grads, loss, scores = each(micro)
+        measured = totals.measured
+        totals = add_micro_batch(totals, grads, loss, scores, micro, measure_noise)
+        if measured is not None and diagnosis is not None:
+            found = measure(scores.logprobs, scores.entropy, micro, objective.num_sequences, diagnosis)
+            totals = totals._replace(measured=merge_measured(measured, found))
+        return totals, jax.lax.dynamic_update_index_in_dim(all_logprobs, scores.logprobs, i, 0)
+
+    start = no_totals(*jax.eval_shape(each, micro_shapes(batch))[:2])
+    if diagnosis is not None:
+        start = start._replace(measured=nothing_measured(batch, objective.num_sequences, diagnosis))
+    return jax.lax.fori_loop(0, batch.used, body, (start, jnp.zeros(batch.tokens.shape, jnp.float32)))
+
+
+def place_batch(batch: PackedBatch, by_rows: NamedSharding, whole: NamedSharding) -> PackedBatch:
+    """The batch on the devices: what the policy reads split by rows, the rest whole on each of them.
+
+    Losses, corrections and measurements are a few operations a token with many sums. Done by every device for all
+    tokens they take no collective of their own; on simulated CPU devices, whose order of independent collectives is
+    not fixed, many of them can wait for each other for good.
+    """
+    shardings = jax.tree.map(lambda _: whole, batch)
+    return jax.device_put(batch, shardings._replace(tokens=by_rows, segment_ids=by_rows, positions=by_rows))
+
+
+class TrainStep:
+    """The compiled step: ``step(state, batch, learning_rate, apply_update)``."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        *,
+        precision: PrecisionConfig,
+        objective: Objective,
+        batch_shape: tuple[int, int, int],
+        temperature: float = 1.0,
+        diagnosis: DiagnosisConfig | None,
+    ):
+        """Builds the step; it is compiled at the first call and never again.
+
+        Args:
+          config: shape of the policy.
+          tx: from ``make_optimizer``.
+          mesh: from ``make_mesh``.
+          precision: dtypes.
+          objective: the loss of a batch.
+          batch_shape: (micro-batches, rows, tokens) of every batch.
+          temperature: of the rollouts; log-probabilities are of the distribution that was sampled from.
+          diagnosis: how the mismatch is taken apart; None: it is not measured here.
+        """
+        dynamic = precision.compute_dtype == "float16"
+        dtype = jnp.dtype(precision.compute_dtype)
+        score = make_score(config, precision, temperature)
+
+        def train_step(
+            state: TrainState,
+            batch: PackedBatch,
+            learning_rate: jax.Array,
+            apply_update: jax.Array,
+            measure_noise: jax.Array,
+        ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+            with jax.default_matmul_precision(matmul_precision(dtype)):
+                compute, scale = cast_params(state.params, dtype), state.loss_scale.scale
+                totals, logprobs = _accumulate(compute, batch, scale, measure_noise, score, objective, diagnosis)
+            state, row = update_state(
+                state, totals, batch, tx, objective, learning_rate, apply_update, measure_noise, dynamic=dynamic
+            )
+            if totals.measured is not None and diagnosis is not None:
+                row |= finalize_measured(totals.measured, diagnosis)
+            return state, row, logprobs
+
+        abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic)
+        self._mesh = mesh
+        self._whole = replicated(mesh)
+        self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
+        self._jitted = jax.jit(
+            train_step,
+            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, *[self._whole] * 3),
+            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._whole, self._by_rows),
+            donate_argnums=(0,),
+        )
+
+    @property
+    def compilations(self) -> int:
+        """How often the step was compiled; 1 after the first call."""
+        return self._jitted._cache_size()  # type: ignore[attr-defined]
+
+    def __call__(
+        self,
+        state: TrainState,
+        batch: PackedBatch,
+        learning_rate: float,
+        apply_update: bool,
+        measure_noise: bool = False,
+    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+        """Trains on one batch.
+
+        Args:
+          state: donated.
+          batch: of the declared shape.
+          learning_rate: the rate of this update.
+          apply_update: False leaves parameters and moments as they are, weight decay included; so do gradients that
+            are not finite and batches of which every token was rejected. Each is counted.
+          measure_noise: whether ``optimizer/grad_noise`` is wanted; otherwise it is not a number.
+
+        Returns:
+          The new state, the row's metrics on the device (scalars, and the histogram), ``trainer_logprobs`` [m, b, t].
+        """
+        placed = place_batch(batch, self._by_rows, self._whole)
+        values = (np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))
+        with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
+            return self._jitted(state, placed, *jax.device_put(values, self._whole))
+
+
+def update_state(
+    state: TrainState,
+    totals: Totals,
+    batch: PackedBatch,
+    tx: optax.GradientTransformation,
+    objective: Objective,
+    learning_rate: jax.Array,
+    apply_update: jax.Array,
+    measure_noise: jax.Array,
+    *,
+    dynamic: bool,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Unscales, clips and applies, or skips. Returns the state and the step's row less what was measured."""
+    rescaling = objective.rescaling(totals.loss, objective.provisional(batch))
+    factor = rescaling / state.loss_scale.scale
+    grads = jax.tree.map(lambda g: g * factor, totals.grads)
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(grad_norm)
+    opt_state = set_learning_rate(state.opt_state, learning_rate)
+
+    def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    wanted = apply_update & (totals.loss.denominator > 0)
+    applied = wanted & finite
+    params, opt_state = jax.lax.cond(applied, update, lambda p, s: (p, s), state.params, opt_state)
+    # A batch without loss has zero gradients, which say nothing about the scale.
+    adjusted = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
+    loss_scale = jax.tree.map(lambda new, old: jnp.where(wanted, new, old), adjusted, state.loss_scale)
+    state = TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1))
+    noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, batch.used)
+    tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
+    return state, loss_row(objective, totals.loss, rescaling) | {
+        "policy/entropy": totals.entropy / tokens,
+        "optimizer/grad_norm": grad_norm,
+        "optimizer/grad_noise": jnp.where(measure_noise, noise, jnp.nan),
+        "optimizer/skipped_updates": state.skipped_updates,
+        "precision/loss_scale": state.loss_scale.scale,
+        "precision/overflows": state.loss_scale.overflows,
+        "precision/activation_max": totals.activation_max,
+        "schedule/learning_rate": get_learning_rate(state.opt_state),
+    }
+
+
+def gradient_noise(square_norms: jax.Array, square_of_sum: jax.Array, count: jax.Array) -> jax.Array:
+    """Variance of the step's gradient, estimated from the spread of its micro-batches.
+
+    With K micro-batches whose gradients g_k add up to the step's gradient G, K / (K - 1) sum_k norm(g_k - G / K)^2 is
+    an unbiased estimate of E norm(G - E G)^2, the trace of its covariance (as in arXiv 1812.06162, appendix A.1, where
+    two batch sizes serve).
+
+    Args:
+      square_norms: sum_k norm(g_k)^2.
+      square_of_sum: norm(G)^2.
+      count: K.
+
+    Returns:
+      The variance, at least 0; not a number with fewer than two micro-batches.
+    """
+    k = count.astype(jnp.float32)
+    variance = k / jnp.maximum(k - 1, 1) * jnp.maximum(square_norms - square_of_sum / jnp.maximum(k, 1), 0.0)
+    return jnp.where(count > 1, variance, jnp.nan)

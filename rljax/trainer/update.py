@@ -1,0 +1,161 @@
+"""From a rollout batch to the updates it makes: one fused step, or several mini-batches and epochs.
+
+The loop hands over sequences and a rate and gets the new state, the row and the trainer's log-probabilities; which way
+was taken was chosen when the parts were built.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from rljax.policy.qwen3 import Params
+from rljax.trainer.forward import ForwardPass
+from rljax.trainer.packing import PackedBatch, TrainSequence, unpack, useful_fraction
+from rljax.trainer.state import TrainState
+from rljax.trainer.step import TrainStep
+
+Pack = Callable[[Sequence[TrainSequence]], PackedBatch]
+
+# Metrics of a mini-batch whose last value is the step's; of the others it is the mean.
+LAST_VALUES = ("optimizer/skipped_updates", "precision/", "schedule/")
+NOISE = "optimizer/grad_noise"
+
+
+class Updated(NamedTuple):
+    """What the updates of a rollout batch came to."""
+
+    state: TrainState
+    row: dict[str, float]
+    histograms: dict[str, np.ndarray]
+    trainer_logprobs: Callable[[], list[np.ndarray]]  # float32 [r] a sequence, before the first update; fetched on call
+
+
+class Update(Protocol):
+    """Trains on the responses of one step."""
+
+    def __call__(
+        self, state: TrainState, sequences: Sequence[TrainSequence], learning_rate: float, *, seed: int, noise: bool
+    ) -> Updated:
+        """``state`` is donated; ``seed`` orders mini-batches; ``noise`` asks for ``optimizer/grad_noise``."""
+        ...
+
+
+class Reference:
+    """The frozen policy of a KL penalty."""
+
+    def __init__(self, forward: ForwardPass, params: Params):
+        """``params``: masters of the frozen policy, kept on the devices."""
+        self._forward, self._params = forward, params
+
+    def add(self, sequences: Sequence[TrainSequence], pack: Pack) -> list[TrainSequence]:
+        """The sequences with ``reference_logprobs``."""
+        batch = pack(sequences)
+        logprobs = unpack(jax.device_get(self._forward(self._params, batch)[1]), batch, sequences)
+        return [s._replace(reference_logprobs=values) for s, values in zip(sequences, logprobs, strict=True)]
+
+
+class SingleUpdate:
+    """One update a rollout batch: the loss's forward is the measurement, and gives the old log-probabilities."""
+
+    def __init__(self, step: TrainStep, pack: Pack, reference: Reference | None = None):
+        """``pack`` makes batches of the step's shape."""
+        self._step, self._pack, self._reference = step, pack, reference
+
+    def __call__(
+        self, state: TrainState, sequences: Sequence[TrainSequence], learning_rate: float, *, seed: int, noise: bool
+    ) -> Updated:
+        """See ``Update``."""
+        del seed
+        start = time.perf_counter()
+        if self._reference is not None:
+            sequences = self._reference.add(sequences, self._pack)
+        batch = self._pack(sequences)
+        packed = time.perf_counter()
+        noise = noise and int(batch.used) > 1
+        has_loss = any(s.in_loss for s in sequences)
+        state, metrics, logprobs = self._step(state, batch, learning_rate, has_loss, noise)
+        row, histograms = fetch(metrics, noise=noise)
+        row |= costs(start, packed, useful_fraction(sequences, batch))
+        return Updated(state, row, histograms, lambda: unpack(jax.device_get(logprobs), batch, sequences))
+
+
+class MultipleUpdates:
+    """Mini-batches of prompts, several times over, against ``old_logprobs`` of one separate forward."""
+
+    def __init__(
+        self,
+        step: TrainStep,
+        forward: ForwardPass,
+        pack: Pack,
+        pack_mini: Pack,
+        *,
+        mini_batches: int,
+        epochs: int,
+        group_size: int,
+        reference: Reference | None = None,
+    ):
+        """``step`` takes what ``pack_mini`` makes, ``forward`` what ``pack`` makes."""
+        self._step, self._forward, self._pack, self._pack_mini = step, forward, pack, pack_mini
+        self._mini_batches, self._epochs, self._group_size = mini_batches, epochs, group_size
+        self._reference = reference
+
+    def __call__(
+        self, state: TrainState, sequences: Sequence[TrainSequence], learning_rate: float, *, seed: int, noise: bool
+    ) -> Updated:
+        """See ``Update``."""
+        start = time.perf_counter()
+        if self._reference is not None:
+            sequences = self._reference.add(sequences, self._pack)
+        batch = self._pack(sequences)
+        packed = time.perf_counter()
+        measured, logprobs = self._forward(state.params, batch)
+        old = unpack(jax.device_get(logprobs), batch, sequences)
+        known = [s._replace(old_logprobs=values) for s, values in zip(sequences, old, strict=True)]
+        taken: list[tuple[dict[str, jax.Array], bool]] = []
+        for mini in self._split(known, seed):
+            mini_batch = self._pack_mini(mini)
+            wanted = noise and not taken and int(mini_batch.used) > 1
+            has_loss = any(s.in_loss for s in mini)
+            state, metrics, _ = self._step(state, mini_batch, learning_rate, has_loss, wanted)
+            taken.append((metrics, wanted))
+        whole, histograms = fetch(measured, noise=False)
+        minis = [fetch(metrics, noise=wanted)[0] for metrics, wanted in taken]
+        row = _combine(minis) | whole | costs(start, packed, useful_fraction(sequences, batch))
+        return Updated(state, row, histograms, lambda: old)
+
+    def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
+        """Each epoch's mini-batches: whole groups, in an order of that epoch's own."""
+        size, groups = self._group_size, len(sequences) // self._group_size
+        rng = np.random.default_rng(seed)
+        orders = [np.split(rng.permutation(groups), self._mini_batches) for _ in range(self._epochs)]
+        return [
+            [s for group in chosen for s in sequences[group * size : (group + 1) * size]]
+            for order in orders
+            for chosen in order
+        ]
+
+
+def fetch(metrics: dict[str, jax.Array], *, noise: bool) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Scalars and arrays on the host; ``NOISE`` only when it was measured."""
+    host: dict[str, Any] = jax.device_get(metrics)
+    scalars = {key: value.item() for key, value in host.items() if value.ndim == 0 and (noise or key != NOISE)}
+    return scalars, {key: value for key, value in host.items() if value.ndim}
+
+
+def _combine(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    combined = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = [row[key] for row in rows if key in row]
+        combined[key] = values[-1] if key.startswith(LAST_VALUES) else float(np.mean(values))
+    return combined
+
+
+def costs(start: float, packed: float, useful: float) -> dict[str, float]:
+    """What an update took, from the clock at its start and after packing, and its share of useful places."""
+    now = time.perf_counter()
+    return {"time/pack_s": packed - start, "time/train_s": now - packed, "perf/useful_token_fraction": useful}

@@ -1,0 +1,230 @@
+"""The comparison of a dump's columns, its texts, and the program around it."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rljax.compare.dump import ColumnSource, make_dump, read_dump, write_dump
+from rljax.compare.report import compare_columns, to_json, to_markdown, to_text
+from rljax.compare.scorers import score_column
+from rljax.errors import run_cli
+from rljax.mismatch import mismatch_metrics
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import save_params
+from rljax.policy.qwen3 import init_params
+
+TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
+SOURCE = ColumnSource("jax", "bfloat16", "sha256:aa", 1.0)
+
+
+def noisy_dump(lengths=(30, 300, 7), scale=1e-2, prompt=3):
+    """Columns a; b and c near it; a@2 nearer."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 9, n + prompt) for n in lengths]
+    masks = [np.arange(len(row)) >= prompt for row in ids]
+    a = [-rng.exponential(1.0, len(row)) - 0.1 for row in ids]
+    columns = {
+        name: [row + s * rng.standard_normal(len(row)) for row in a] for name, s in {"b": scale, "c": 0.02}.items()
+    }
+    second = [row + 1e-5 * rng.standard_normal(len(row)) for row in a]
+    columns = {"a": a, **columns, "a@2": second}
+    return make_dump(["x", "y", "z"][: len(ids)], ids, masks, columns, dict.fromkeys(columns, SOURCE))
+
+
+def test_pairs_metrics_and_floor_are_those_of_the_library():
+    dump = noisy_dump()
+    comparison = compare_columns(dump)
+    assert [(pair.trainer, pair.rollout) for pair in comparison.pairs] == [("a", "b"), ("a", "c"), ("b", "c")]
+    assert list(comparison.sources) == ["a", "b", "c"]
+    x, y = (np.concatenate([row[3:] for row in dump.logprobs[name]]).astype(np.float64) for name in "ab")
+    metrics = comparison.pairs[0].metrics
+    assert metrics["logprob_abs_diff_mean"] == pytest.approx(np.abs(x - y).mean(), rel=1e-12)
+    assert metrics["token_count"] == 337
+    alone = mismatch_metrics(x[None, :30], y[None, :30], np.ones((1, 30)))
+    assert metrics["logprob_abs_diff_max"] >= alone["logprob_abs_diff_max"]
+    assert set(comparison.floors) == {"a"}
+    assert 0 < comparison.floors["a"]["logprob_abs_diff_mean"] < 1e-4
+    assert comparison.passed
+
+
+def test_growth_covers_each_response_token_once_and_shows_a_growing_gap():
+    rng = np.random.default_rng(1)
+    a = -rng.exponential(1.0, 500)
+    b = a + 1e-5 * np.arange(500) * rng.choice([-1, 1], 500)
+    dump = make_dump(["x"], [np.ones(500, int)], [np.ones(500, bool)], {"a": [a], "b": [b]})
+    (pair,) = compare_columns(dump).pairs
+    assert list(pair.growth) == ["lt_16", "16_to_64", "64_to_256", "256_to_1024"]
+    assert sum(bucket["token_count"] for bucket in pair.growth.values()) == 500
+    gaps = [bucket["logprob_abs_diff_mean"] for bucket in pair.growth.values()]
+    assert gaps == sorted(gaps)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"), [(["a", "q"], "no column 'q'"), (["a"], "at least two"), (["a", "a"], "each once")]
+)
+def test_columns_that_cannot_be_compared_are_refused(columns, message):
+    with pytest.raises(ValueError, match=message):
+        compare_columns(noisy_dump(), columns)
+
+
+def test_json_markdown_and_text_say_the_same():
+    comparison = compare_columns(noisy_dump(scale=np.nan))
+    plain = json.loads(to_json(comparison))
+    assert plain["pairs"][0]["verdict"]["cause"] == "no_tokens"
+    assert plain["passed"] is False
+    assert plain["columns"]["a"] == {
+        "engine": "jax",
+        "dtype": "bfloat16",
+        "weights_hash": "sha256:aa",
+        "temperature": 1,
+    }
+    gap = plain["pairs"][1]["metrics"]["logprob_abs_diff_mean"]
+    for text in (to_markdown(comparison), to_text(comparison)):
+        assert f"{gap:.3g}" in text
+        assert "REFUSED" in text
+        assert "prime_rl mismatch_kl/mean (limit 0.015)" in text
+    lines = [line for line in to_markdown(comparison).splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in lines)
+
+
+def test_a_column_of_another_file_goes_by_sequence_id(tmp_path):
+    dump = noisy_dump()
+    order = [2, 0, 1]
+    pick = [[values[i] for i in order] for values in (dump.sequence_ids, dump.token_ids, dump.response_mask)]
+    other = make_dump(*pick, {"r": [dump.logprobs["b"][i] for i in order]}, {"r": SOURCE})
+    write_dump(tmp_path / "o.parquet", other)
+    vectors, source = score_column(f"dump:{tmp_path / 'o.parquet'}#r", dump)
+    assert source == SOURCE
+    for vector, expected in zip(vectors, dump.logprobs["b"], strict=True):
+        np.testing.assert_array_equal(vector, expected)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[1, 2, 3]], "'x' has token 2 at 1, expected 7: tokenised differently"),
+        ([[1, 7]], "'x' has 2 tokens, expected 3: tokenised differently"),
+    ],
+)
+def test_another_tokenisation_is_refused_with_its_place(tmp_path, ids, message):
+    mask = [[True] * len(ids[0])]
+    write_dump(tmp_path / "o", make_dump(["x"], ids, mask, {"r": [[-1.0] * len(ids[0])]}))
+    dump = make_dump(["x"], [[1, 7, 3]], [[True] * 3], {})
+    with pytest.raises(ValueError, match=message):
+        score_column(f"dump:{tmp_path / 'o'}#r", dump)
+
+
+def test_a_missing_sequence_or_column_is_named(tmp_path):
+    write_dump(tmp_path / "o", make_dump(["x"], [[1]], [[True]], {"r": [[-1.0]]}))
+    with pytest.raises(ValueError, match="no sequence 'y'"):
+        score_column(f"dump:{tmp_path / 'o'}#r", make_dump(["y"], [[1]], [[True]], {}))
+    with pytest.raises(ValueError, match=r"no column 's', but \['r'\]"):
+        score_column(f"dump:{tmp_path / 'o'}#s", make_dump(["x"], [[1]], [[True]], {}))
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return runpy.run_path(str(TOOL))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    config = PolicyConfig(16, 16, 32, 2, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)
+    path = tmp_path_factory.mktemp("model")
+    save_params(path, init_params(config, 0), config)
+    return path
+
+
+def test_the_program_scores_reports_and_draws(tool, model, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 16, (4, 20))
+    write_dump(tmp_path / "t", make_dump(list("abcd"), ids, np.arange(20)[None] >= np.full((4, 1), 5), {}))
+    arguments = [str(tmp_path / "t"), "--model", str(model), "--batch-size", "4", "--out", str(tmp_path / "out")]
+    status = run_cli(tool["main"], [*arguments, "--scorer", "jax:float32", "--scorer", "hf:float32"])
+    assert status == 0, capsys.readouterr()
+    assert "jax:float32 / hf:float32" in capsys.readouterr().out
+    kept = read_dump(tmp_path / "out" / "tokens.parquet")
+    assert sorted(kept.logprobs) == ["hf:float32", "hf:float32@2", "jax:float32", "jax:float32@2"]
+    plain = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert 0 < plain["pairs"][0]["metrics"]["logprob_abs_diff_mean"] < 1e-5
+    assert set(plain["noise_floor"]) == {"jax:float32", "hf:float32"}
+    assert (tmp_path / "out" / "report.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_an_interrupt_keeps_what_was_scored(tool, model, tmp_path, monkeypatch, capsys):
+    path = write_dump(tmp_path / "t", noisy_dump())
+    real = tool["score_column"]
+
+    def interrupted(spec, *rest, **options):
+        if spec.startswith("jax:bfloat16"):
+            raise KeyboardInterrupt
+        return real(spec, *rest, **options)
+
+    monkeypatch.setitem(tool["main"].__globals__, "score_column", interrupted)
+    arguments = [str(path), "--columns", "a", "--model", str(model), "--out", str(tmp_path / "out")]
+    assert run_cli(tool["main"], [*arguments, "--scorer", "jax:float32", "--scorer", "jax:bfloat16"]) == 130
+    assert "a / jax:float32" in capsys.readouterr().out
+    assert "jax:float32" in read_dump(tmp_path / "out" / "tokens.parquet").logprobs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "error: nowhere: No such file"),
+        (["{dump}", "--scorer", "x"], "error: unknown scorer 'x'"),
+        (["{dump}", "--scorer", "jax:float32"], "error: scorer 'jax:float32' needs a model directory"),
+        (["{dump}", "--columns", "a"], "error: a comparison needs at least two"),
+    ],
+)
+def test_a_mistake_is_said_in_one_line(tool, tmp_path, capsys, arguments, message):
+    path = write_dump(tmp_path / "t", noisy_dump())
+    filled = [argument.format(dump=path) for argument in arguments]
+    assert run_cli(tool["main"], [*filled, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_drawn_column_takes_the_rollouts_place(tool):
+    dump = make_dump(["x"], [[1, 2]], [[False, True]], {"d": [[0, -1]]}, sampling={"column": "d"})
+    assert tool["in_order"](dump, ["d", "a", "a@2"], ["b", "a"]) == ["a", "b", "d"]
+    assert tool["in_order"](dump, ["a"], ["b"]) == ["a", "b"]
+
+
+def test_many_pairs_are_drawn_by_dtype_and_failures_by_name(tool, tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    dump = noisy_dump()
+    for i in range(5):
+        vectors = [row + 1e-2 * rng.standard_normal(len(row)) for row in dump.logprobs["a"]]
+        dump = dump.with_column(f"n{i}", vectors, SOURCE)
+    far = [row - 3.0 * (np.arange(len(row)) % 2) for row in dump.logprobs["a"]]
+    comparison = compare_columns(dump.with_column("far", far, SOURCE))
+    drawn = []
+    figure = tool["Figure"]
+
+    class Kept(figure):
+        def savefig(self, *args, **options):
+            drawn.append([text.get_text() for text in self.legends[0].get_texts()])
+            super().savefig(*args, **options)
+
+    monkeypatch.setitem(tool["draw"].__globals__, "Figure", Kept)
+    tool["draw"](comparison, tmp_path / "r.png")
+    assert len(comparison.pairs) == 36
+    failed = {f"{p.trainer} / {p.rollout}: {p.verdict.status}" for p in comparison.pairs if p.verdict.status != "pass"}
+    assert len(failed) == 8
+    assert sorted(drawn[0]) == sorted({"coarser dtype: bfloat16", *failed})
+
+
+def test_a_pair_that_fails_gives_status_1(tool, tmp_path):
+    path = write_dump(tmp_path / "t", noisy_dump(scale=1.0))
+    assert run_cli(tool["main"], [str(path), "--out", str(tmp_path / "out")]) == 1
+
+
+def test_without_torch_only_the_hf_scorer_is_missing(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    dump = make_dump(["x"], [[1, 7, 3]], [[True] * 3], {})
+    assert len(score_column("jax:float32", dump, model)[0]) == 1
+    with pytest.raises(ValueError, match="needs torch and transformers"):
+        score_column("hf:float32", dump, model)

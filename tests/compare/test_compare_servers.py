@@ -1,0 +1,182 @@
+"""The comparison's talk with a server, against a stand-in: what is asked, what is refused, and in which words."""
+
+import json
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm_fake import FakeVllm
+
+from rljax.compare.dump import make_dump, read_dump, write_dump
+from rljax.compare.report import compare_columns
+from rljax.compare.sampling import DrawConfig, sample_responses
+from rljax.compare.scorers import name_columns, score_column, split_spec
+from rljax.compare.servers import connect
+from rljax.errors import run_cli
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import save_params
+from rljax.policy.qwen3 import init_params
+from rljax.rollout.weights.hash import weights_hash
+
+TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
+DUMP = make_dump(["x", "y"], [[7, 8, 9], [4, 5]], [[False, True, True], [False, True]], {})
+
+
+@pytest.fixture
+def fake():
+    server = FakeVllm()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    config = PolicyConfig(64, 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3, eos_token_id=3)
+    path = tmp_path_factory.mktemp("model")
+    save_params(path, init_params(config, 0), config)
+    return path
+
+
+def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
+    fake.root = str(model)
+    done = []
+    vectors, source = score_column(f"vllm:{fake.url}", DUMP, batch_size=1, progress=done.append)
+    np.testing.assert_array_equal(vectors[0], np.float32([np.nan, -0.125, -0.25]))
+    np.testing.assert_array_equal(vectors[1], np.float32([np.nan, -0.125]))
+    assert (source.engine, source.dtype, source.temperature) == ("vllm fake", "float32", 1.0)
+    assert source.weights_hash == weights_hash(model)
+    assert done == [1, 1]
+    assert fake.most_running == 1
+
+
+def test_weights_that_were_published_since_have_no_known_hash(fake, model):
+    fake.root, fake.version = str(model), "run7/3"
+    with connect(fake.url) as server:
+        assert server.info.weights_hash == ""
+
+
+def test_a_plain_server_is_scored_under_its_own_names(fake):
+    """No plugin, no weight endpoints, no token endpoint: dtype and weights are unknown."""
+    fake.routes, fake.model = {"/v1/completions"}, "org/name"
+    fake.refuse = dict.fromkeys(["/collective_rpc", "/is_paused"], 404)
+    vectors, source = score_column(f"vllm:{fake.url}", DUMP)
+    assert vectors[0][2] == np.float32(-0.25)
+    assert (source.dtype, source.weights_hash) == ("", "")
+    assert name_columns([f"vllm:{fake.url}"]) == {f"vllm:{fake.url}": f"vllm:127.0.0.1:{fake.port}"}
+
+
+def test_columns_are_named_by_dtype_and_kept_apart(fake):
+    other = FakeVllm()
+    try:
+        specs = [f"vllm:{fake.url}", f"vllm:{other.url}", "jax:float32"]
+        assert name_columns([*specs, specs[0]]) == {
+            specs[0]: "vllm:float32",
+            specs[1]: specs[1],
+            "jax:float32": "jax:float32",
+        }
+        other.dtype = "bfloat16"
+        assert name_columns(specs)[specs[1]] == "vllm:bfloat16"
+    finally:
+        other.stop()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([5] * 128, "'x' has 128 tokens and the server takes 127"),
+        ([5, 64], "'x' has token 64, but the server's model knows 64"),
+    ],
+)
+def test_what_would_be_cut_short_or_end_the_server_is_not_sent(fake, ids, message):
+    with pytest.raises(ValueError, match=message):
+        score_column(f"vllm:{fake.url}", make_dump(["x"], [ids], [[True] * len(ids)], {}))
+
+
+def test_other_refusals(fake):
+    with pytest.raises(ValueError, match=r"at temperature 1, 0\.7 was asked for"):
+        score_column(f"vllm:{fake.url}", DUMP, temperature=0.7)
+    with pytest.raises(ValueError, match=r"cannot score: over HTTP no server decodes given tokens; .* vllm:http://h"):
+        split_spec("vllm-decode:http://h")
+    fake.logprob = 2.0
+    with pytest.raises(ValueError, match="gives logits"):
+        score_column(f"vllm:{fake.url}", DUMP)
+    fake.finish = "abort"
+    with pytest.raises(ConnectionError, match="ended a response with 'abort'"):
+        score_column(f"vllm:{fake.url}", DUMP)
+    fake.paused = True
+    with pytest.raises(ValueError, match="is paused"):
+        score_column(f"vllm:{fake.url}", DUMP)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.4])
+def test_the_temperature_of_drawn_logprobs_is_probed(fake, temperature):
+    with connect(fake.url) as server:
+        assert server.logprobs_temperature(temperature) == temperature
+        fake.raw = True
+        assert server.logprobs_temperature(temperature) == 1.0
+        assert server.logprobs_temperature(1.0) == 1.0
+
+
+def test_a_second_draw_counts_up_to_the_first_other_token(fake, model, monkeypatch):
+    """The stand-in draws successors of the last token; its second draw is bent at one place and in its numbers."""
+    dump = make_dump(["p"], [[9, 5]], [[False, False]], {})
+    asked = 0
+    plain = fake.answer
+
+    def bent(method, path, body):
+        nonlocal asked
+        status, reply = plain(method, path, body)
+        if path.endswith("/generate") and body["token_ids"] == [9, 5]:
+            asked += 1
+            if asked > 2:
+                reply["choices"][0]["token_ids"][2] = 1
+                reply["choices"][0]["logprobs"]["content"][2]["token_id"] = 1
+                reply["choices"][0]["logprobs"]["content"][1]["logprob"] = -1.5
+        return status, reply
+
+    monkeypatch.setattr(fake, "answer", bent)
+    config = DrawConfig(responses=2, max_response_tokens=4, second_run=True, temperature=0.7)
+    drawn = sample_responses(dump, model, f"vllm-decode:{fake.url}", config)
+    assert drawn.sequence_ids == ("p/0", "p/1")
+    assert asked == 4
+    none = np.nan
+    for i in range(2):
+        assert drawn.token_ids[i].tolist() == [9, 5, 5, 6, 7, 8]
+        np.testing.assert_array_equal(drawn.logprobs["vllm-decode:float32"][i], [none, none, -1, -1, -1, -1])
+        np.testing.assert_array_equal(drawn.logprobs["vllm-decode:float32@2"][i], [none, none, -1, -1.5, none, none])
+    assert drawn.sources["vllm-decode:float32"].temperature == 0.7
+    floor = compare_columns(
+        drawn.with_column("o", drawn.logprobs["vllm-decode:float32"], drawn.sources["vllm-decode:float32"])
+    ).floors["vllm-decode:float32"]
+    assert floor["logprob_abs_diff_mean"] == 0.25
+    assert floor["token_count"] == 4
+
+
+def test_a_server_that_dies_leaves_one_line_and_what_was_scored(fake, model, tmp_path, capsys):
+    """It dies after its first column, in the middle of its second run."""
+    path = write_dump(tmp_path / "t", DUMP)
+    plain, scored = fake.answer, 0
+
+    def dying(method, path, body):
+        nonlocal scored
+        scored += "prompt_logprobs" in json.dumps(body)
+        return plain(method, path, body) if scored < 4 else (None, {})
+
+    fake.answer = dying
+    arguments = [str(path), "--model", str(model), "--scorer", "jax:float32", "--scorer", f"vllm:{fake.url}"]
+    out = tmp_path / "out"
+    assert run_cli(runpy.run_path(str(TOOL))["main"], [*arguments, "--batch-size", "2", "--out", str(out)]) == 2
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1].startswith(f"error: the vLLM server is gone: {fake.url}: ")
+    assert "jax:float32 / vllm:float32" in said.out
+    assert sorted(read_dump(out / "tokens.parquet").logprobs) == ["jax:float32", "jax:float32@2", "vllm:float32"]
+
+
+def test_a_server_that_is_not_there_is_said_before_anything_is_scored(fake, model, tmp_path, capsys):
+    path, url = write_dump(tmp_path / "t", DUMP), fake.url
+    fake.stop()
+    arguments = [str(path), "--model", str(model), "--scorer", "jax:float32", "--scorer", f"vllm:{url}"]
+    assert run_cli(runpy.run_path(str(TOOL))["main"], [*arguments, "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("error: the vLLM server is gone")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,180 @@
+"""Each way of comparing unlike things is told apart, on columns that a small model really gives."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from rljax.compare.dump import ColumnSource, make_dump
+from rljax.compare.scorers import score_column, split_spec
+from rljax.compare.verdict import judge
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import save_params
+from rljax.policy.qwen3 import init_params
+from rljax.policy.score import make_scorer
+from rljax.rollout.weights.hash import weights_hash
+
+CONFIG = PolicyConfig(48, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.3)
+PROMPT, RESPONSE, ROWS = 4, 28, 12
+MASK = np.arange(PROMPT + RESPONSE)[None] >= np.full((ROWS, 1), PROMPT)
+COLUMNS = {}
+
+
+def likely_tokens(params):
+    """Random rows whose tokens the policy finds likelier than most, as in text it wrote: a spread of probabilities."""
+    rng = np.random.default_rng(0)
+    score = make_scorer(CONFIG, "float32", multiple=PROMPT + RESPONSE)
+    rows, *others = rng.integers(0, CONFIG.vocab_size, (4, ROWS, PROMPT + RESPONSE)).astype(np.int32)
+    for other in others:
+        better = np.stack(score(params, list(other))) > np.stack(score(params, list(rows)))
+        rows = np.where(better, other, rows)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    params = init_params(CONFIG, 0)
+    rng = np.random.default_rng(1)
+    stale = jax.tree.map(lambda leaf: leaf + 0.02 * rng.standard_normal(leaf.shape).astype(np.float32), params)
+    save_params(root / "now", params, CONFIG)
+    save_params(root / "stale", stale, CONFIG)
+    return root, make_dump([str(i) for i in range(ROWS)], likely_tokens(params), MASK, {})
+
+
+def column(world, spec, model="now", temperature=1.0):
+    """[b, t] and its source; each is computed once."""
+    root, dump = world
+    key = (root, spec, model, temperature)
+    if key not in COLUMNS:
+        vectors, source = score_column(spec, dump, root / model, temperature=temperature, batch_size=ROWS)
+        COLUMNS[key] = np.stack(vectors), source
+    return COLUMNS[key]
+
+
+def unknown(source, **known):
+    return dataclasses.replace(ColumnSource(source.engine, source.dtype), **known)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_two_engines_with_one_dtype_and_equal_weights_pass(world, dtype):
+    (x, a), (y, b) = column(world, f"jax:{dtype}"), column(world, f"hf:{dtype}")
+    verdict = judge(x, y, MASK, a, b)
+    assert (verdict.status, verdict.cause) == ("pass", "none"), verdict.reason
+    assert a.weights_hash == b.weights_hash
+    assert all(value <= bar for value, bar in verdict.bars.values())
+    assert np.isnan(x[:, 0]).all()
+    assert np.isnan(y[:, 0]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shift", [1, -1])
+def test_off_by_one_is_refused_and_its_direction_told(world, dtype, shift):
+    (x, a), (y, b) = column(world, "jax:float32"), column(world, f"hf:{dtype}")
+    moved = np.full_like(y, np.nan)
+    moved[:, max(shift, 0) : y.shape[1] + min(shift, 0)] = y[:, max(-shift, 0) : y.shape[1] - max(shift, 0)]
+    verdict = judge(x, moved, MASK, a, b)
+    assert (verdict.status, verdict.cause) == ("refused", "off_by_one")
+    assert f"moved by {shift:+d} position" in verdict.reason
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.4])
+def test_temperature_processed_numbers_are_refused_declared_or_not(world, temperature):
+    (x, a), (y, b) = column(world, "jax:bfloat16"), column(world, "hf:bfloat16", temperature=temperature)
+    assert judge(x, y, MASK, a, b).cause == "temperature"
+    verdict = judge(x, y, MASK, unknown(a), unknown(b))
+    assert (verdict.status, verdict.cause) == ("refused", "temperature")
+    ratio = min(temperature, 1 / temperature)
+    told = float(verdict.reason.split("temperatures were ")[1].split(" ")[0])
+    assert told == pytest.approx(ratio, abs=0.08)
+
+
+def test_a_name_of_weights_is_compared_with_names_alone(world):
+    (x, a), (y, b) = column(world, "jax:float32"), column(world, "hf:float32")
+    named = dataclasses.replace(b, weights_hash="runs/a version 3")
+    assert judge(x, y, MASK, a, named).status == "pass"
+    other = dataclasses.replace(a, weights_hash="runs/a version 4")
+    assert judge(x, y, MASK, other, named).cause == "other_weights"
+
+
+def test_other_weights_are_told_by_hash_and_by_numbers(world):
+    (x, a), (y, b) = column(world, "jax:float32"), column(world, "hf:float32", "stale")
+    declared = judge(x, y, MASK, a, b)
+    assert (declared.status, declared.cause) == ("refused", "other_weights")
+    assert "name different weights" in declared.reason
+    seen = judge(x, y, MASK, unknown(a), unknown(b))
+    assert (seen.status, seen.cause) == ("fail", "other_weights")
+    assert "beyond any dtype" in seen.reason
+
+
+@pytest.mark.parametrize(
+    ("really", "declared", "likely"),
+    [("bfloat16", "float32", "bfloat16"), ("float16", "float32", "float16"), ("float32", "bfloat16", "float32")],
+)
+def test_a_wrong_dtype_is_told_and_the_likely_one_named(world, really, declared, likely):
+    (x, a), (y, b) = column(world, "jax:float32"), column(world, f"hf:{really}")
+    verdict = judge(x, y, MASK, a, dataclasses.replace(b, dtype=declared))
+    assert (verdict.status, verdict.cause) == ("fail", "wrong_dtype")
+    assert f"not {declared}'s" in verdict.reason
+    assert f"looks like {likely}" in verdict.reason
+    assert "weights" not in verdict.reason
+    if really != "float32":
+        assert "or weights that differ" in judge(x, y, MASK, unknown(a), unknown(b, dtype=declared)).reason
+
+
+def test_two_paths_of_one_program_may_agree_to_the_bit_and_two_programs_may_not():
+    x = -np.random.default_rng(0).exponential(1.0, (4, 50))
+    mask, server = np.ones(x.shape, bool), ColumnSource("vllm 0.32.0", "bfloat16")
+    drawn, other = ColumnSource("vllm 0.32.0 decode", "bfloat16"), ColumnSource("jax 0.10.2", "bfloat16")
+    assert judge(x, x, mask, server, drawn).status == "pass"
+    assert judge(x, x, mask, drawn, server).status == "pass"
+    assert judge(x, x, mask, server, other).cause == "wrong_dtype"
+
+
+def test_a_gap_above_a_published_bar_fails_with_the_bar():
+    rng = np.random.default_rng(2)
+    x = -rng.exponential(1.0, (8, 64))
+    y = x + 0.07 * rng.standard_normal(x.shape) - np.where(rng.random(x.shape) < 0.01, 3.0, 0.0)
+    mask = np.ones(x.shape, bool)
+    verdict = judge(x, y, mask, ColumnSource(), ColumnSource())
+    assert verdict.status == "fail"
+    assert verdict.bars["prime_rl mismatch_kl/mean"][0] > 0.015
+
+
+def test_a_bar_alone_is_named():
+    x = np.full((4, 200), -1.0)
+    x[:, ::2] = -2.0
+    y = x.copy()
+    y[0, 0] += 4.0
+    verdict = judge(x, y, np.ones(x.shape, bool), ColumnSource(), ColumnSource())
+    assert (verdict.status, verdict.cause) == ("fail", "above_bar")
+    assert "token_mult_prob_error" in verdict.reason
+
+
+def test_without_a_common_token_nothing_is_compared():
+    x = np.full((2, 3), np.nan)
+    verdict = judge(x, np.zeros((2, 3)), np.ones((2, 3), bool), ColumnSource(), ColumnSource())
+    assert (verdict.status, verdict.cause) == ("refused", "no_tokens")
+
+
+def test_the_hash_is_of_the_tensors_and_not_of_their_sharding(world, tmp_path):
+    root, _ = world
+    save_params(tmp_path, init_params(CONFIG, 0), CONFIG, max_shard_bytes=9_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert weights_hash(tmp_path) == weights_hash(root / "now") != weights_hash(root / "stale")
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        weights_hash(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("spec", ["jax", "jax:int8", "tf:float32", "dump:file"])
+def test_an_unknown_scorer_is_refused(spec):
+    with pytest.raises(ValueError, match=r"unknown scorer .* expected jax:DTYPE"):
+        split_spec(spec)
+
+
+@pytest.mark.parametrize("kind", ["jax", "hf"])
+def test_tokens_of_another_vocabulary_are_refused(world, kind):
+    dump = make_dump(["a"], [[1, 2, 99]], [[False, True, True]], {})
+    with pytest.raises(ValueError, match="token 99, but the model knows 48"):
+        score_column(f"{kind}:float32", dump, world[0] / "now")

@@ -1,0 +1,103 @@
+"""What import-linter's layers (pyproject.toml) cannot say: the doors of third parties, and what loads without jax."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Third party -> the only modules that may import it.
+DOORS = {
+    "httpx": {"rollout.served.client"},
+    "orbax": {"run.checkpoint"},
+    "grain": {"data.prompts"},
+    "pyarrow": {"data.files", "compare.dump"},
+    "safetensors": {"policy.hf", "rollout.weights.files", "rollout.vllm.plugin"},
+    "vllm": {"rollout.vllm.plugin"},
+    "torch": {"rollout.vllm.plugin", "compare.scorers"},
+    "huggingface_hub": {"policy.hub"},
+    "transformers": {"data.tokenizer", "compare.scorers"},
+    "tensorboardX": {"run.record"},
+    "tqdm": {"run.record", "evaluate"},
+    "jinja2": {"data.tokenizer"},
+    "tyro": {"run.config_file"},
+    "yaml": {"run.config_file"},
+    "matplotlib": {"report.panels", "report.lengths"},
+    "math_verify": {"rewards.math_answer"},
+    "latex2sympy2_extended": {"rewards.math_answer"},
+}
+LEVEL_0 = ("errors", "schedule", "mismatch")
+LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
+
+# Loaded where there may be no jax: the plugin inside vLLM's worker processes, and the weights beside it.
+WITHOUT_JAX = ("rollout.vllm.plugin", "rollout.weights.files", "rollout.weights.hash")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT / "rljax").with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = {module_name(path): path for path in sorted((ROOT / "rljax").rglob("*.py"))}
+
+
+def imported(module: str) -> Iterator[str]:
+    """Every dotted name a module imports, wherever in it; ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_room_imports_another_on_its_level_or_above():
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("third", DOORS)
+def test_a_third_party_comes_in_by_its_doors(third):
+    users = {module for module in MODULES if any(name.split(".")[0] == third for name in imported(module))}
+    assert users == DOORS[third]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.split(".")[0] in LEVEL_0])
+def test_level_0_needs_jax_optax_and_numpy_alone(module):
+    tops = {name.split(".")[0] for name in imported(module)}
+    assert tops - sys.stdlib_module_names <= LEVEL_0_MAY_IMPORT
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if MODULES[name].name == "__init__.py"])
+def test_package_files_above_level_0_are_empty(module):
+    if module not in LEVEL_0:
+        assert MODULES[module].read_bytes() == b""
+
+
+def brought_in(module: str) -> set[str]:
+    """Modules of rljax that importing one brings in, packages on the way included."""
+    waiting, seen = [module], set()
+    while waiting:
+        current = waiting.pop()
+        if current in seen or current not in MODULES:
+            continue
+        seen.add(current)
+        parts = current.split(".")
+        waiting += [".".join(parts[:count]) for count in range(len(parts))]
+        for name in imported(current):
+            inner = name.removeprefix("rljax").lstrip(".")
+            waiting += [inner, inner.rpartition(".")[0]] if name.startswith("rljax") else []
+    return seen
+
+
+@pytest.mark.parametrize("module", WITHOUT_JAX)
+def test_what_runs_beside_vllm_does_not_lead_to_jax(module):
+    tops = {name.split(".")[0] for one in brought_in(module) for name in imported(one)}
+    assert not tops & {"jax", "optax", "flax"}

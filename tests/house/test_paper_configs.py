@@ -1,0 +1,261 @@
+"""Every shipped configuration: it loads, its parts build from shapes, its step traces, its head says what it is."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.algorithms.correction import CorrectionConfig
+from rljax.data.toy import policy_config
+from rljax.policy.config import PolicyConfig, config_to_hf
+from rljax.policy.qwen3 import init_params
+from rljax.run.build import make_update
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
+from rljax.run.dry_run import dry_run
+from rljax.run.rate import make_rate_controller
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.optimizer import make_optimizer
+from rljax.trainer.packing import TrainSequence
+from rljax.trainer.state import abstract_state, create_state
+from rljax.trainer.update import SingleUpdate
+
+ROOT = Path(__file__).parents[2]
+FILES = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "study" not in path.parts]
+PAPER = [path for path in FILES if path.parent.name == "paper"]
+SHARED = ("setup", "sanity")
+ARMS = {path.stem: path for path in PAPER if path.stem not in SHARED}
+TINY = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True)
+
+# What each arm of arXiv 2602.01826 changes of Table 1.
+CONSTANT, TRIGGERED = {"schedule.kind": "constant"}, {"schedule.kind": "length_triggered"}
+FLOAT16 = {"rollout.dtype": "float16", "precision.compute_dtype": "float16"}
+SLOW = {"optimizer.learning_rate": 1e-7, "run.steps": 2000}
+
+
+def known_period(steps):
+    return {"schedule.kind": "length_decay", "schedule.decay_period": steps}
+
+
+EXPECTED = {
+    "qwen3_4b": {
+        "constant_1e-6": CONSTANT,
+        "constant_1e-7": CONSTANT | SLOW,
+        "length_triggered": TRIGGERED,
+        **{f"period_{steps}": known_period(steps) for steps in (125, 204, 250)},
+        **{
+            f"{p}": CONSTANT | {"correction.preset": p}
+            for p in ("token_tis", "sequence_tis", "token_mis", "sequence_mis")
+        },
+        **{f"{p}_schedule": TRIGGERED | {"correction.preset": p} for p in ("token_tis", "token_mis")},
+        "fp16": CONSTANT | FLOAT16,
+        "fp16_schedule": TRIGGERED | FLOAT16,
+        "data_25": CONSTANT | {"data.fraction": 0.25},
+        "data_2.5": CONSTANT | {"data.fraction": 0.025},
+        **{f"multiplier_{m}": TRIGGERED | {"schedule.multiplier": m} for m in (1.5, 1.8, 2.0)},
+    },
+    "qwen3_8b": {
+        "constant_1e-6": CONSTANT,
+        "constant_1e-7": CONSTANT | SLOW,
+        "length_triggered": TRIGGERED,
+        **{f"period_{steps}": known_period(steps) for steps in (100, 160, 204)},
+    },
+}
+
+
+def load(path):
+    return load_config(Config, [str(path)], prog="test", description="")
+
+
+def flat(section, prefix=""):
+    found = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        found |= (
+            flat(value, f"{prefix}{field.name}.") if dataclasses.is_dataclass(value) else {prefix + field.name: value}
+        )
+    return found
+
+
+def test_the_arms_are_those_of_the_paper():
+    named = {f"{model}_{arm}" for model, arms in EXPECTED.items() for arm in arms}
+    assert set(ARMS) == named | {"qwen3_1.7b_sanity_bf16", "qwen3_1.7b_sanity_fp16"}
+
+
+@pytest.mark.parametrize(("model", "arm"), [(model, arm) for model, arms in EXPECTED.items() for arm in arms])
+def test_an_arm_differs_from_table_1_in_what_it_says_and_nothing_else(model, arm):
+    name = f"{model}_{arm}"
+    changes = {"run.dir": f"runs/paper/{name}"} | EXPECTED[model][arm]
+    if model == "qwen3_8b":
+        changes["model.path"] = "Qwen/Qwen3-8B-Base"
+    assert flat(load(ARMS[name])) == flat(load(ROOT / "configs/paper/setup.yaml")) | changes
+
+
+def test_table_1():
+    config = flat(load(ROOT / "configs/paper/setup.yaml"))
+    assert config["model.path"] == "Qwen/Qwen3-4B-Base"
+    table = {
+        "data.batch_size": 64,
+        "data.fraction": 1.0,
+        "rollout.group_size": 16,
+        "rollout.engine": "vllm",
+        "rollout.dtype": "bfloat16",
+        "rollout.max_response_tokens": 8192,
+        "rollout.temperature": 1.0,
+        "advantage.estimator": "rloo",
+        "loss.kind": "ppo_clip",
+        "loss.clip_low": 0.2,
+        "loss.clip_high": 0.28,
+        "loss.aggregation": "token_mean",
+        "loss.kl": "none",
+        "loss.mini_batches": 1,
+        "loss.epochs": 1,
+        "correction.level": "none",
+        "precision.compute_dtype": "bfloat16",
+        "optimizer.learning_rate": 1e-6,
+        "optimizer.weight_decay": 0.01,
+        "optimizer.b1": 0.9,
+        "optimizer.b2": 0.999,
+        "optimizer.clip_norm": 1.0,
+        "schedule.decay_factor": 0.5,
+        "schedule.floor_ratio": 0.1,
+    }
+    assert {key: config[key] for key in table} == table
+
+
+def test_the_presets_are_the_papers_at_2():
+    assert CorrectionConfig(preset="token_tis").resolved() == CorrectionConfig(level="token", threshold=2.0)
+    assert CorrectionConfig(preset="sequence_mis").resolved() == CorrectionConfig(
+        level="sequence", mode="mask", threshold=2.0
+    )
+
+
+def test_the_page_has_each_arm_once_with_its_own_heads_result():
+    rows = re.findall(
+        r"^\| `(qwen3_[^`]+)` \| [^|]+ \| ([^|]+) \|$", (ROOT / "docs/paper.md").read_text(), re.MULTILINE
+    )
+    assert sorted(name for name, _ in rows) == sorted(ARMS)
+    for name, result in rows:
+        if not name.startswith("qwen3_1.7b"):
+            head = " ".join(line.lstrip("# ") for line in ARMS[name].read_text().splitlines() if line.startswith("#"))
+            assert f"The paper's result (arXiv 2602.01826): {result}." in head
+
+
+@pytest.mark.parametrize(("name", "period"), [("qwen3_4b_length_triggered", 198), ("qwen3_8b_length_triggered", 162)])
+def test_the_papers_surge_makes_the_papers_period(name, period):
+    config = load(ARMS[name])
+    controller = make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps)
+    surge = {198: 110, 162: 90}[period]
+    # Lengths that hold at 1000 and jump to 3500 just so early that the call comes at the paper's step.
+    jump = surge - config.schedule.surge.persistence + 1
+    rates = [controller.step(1000.0 if step < jump else 3500.0, 0.0) for step in range(1, 2 * period + 1)]
+    assert controller.metrics()["schedule/surge_step"] == surge
+    assert controller.metrics()["schedule/decay_period"] == period
+    assert rates[period - 2] == pytest.approx(1e-6)
+    assert rates[period - 1] == pytest.approx(5e-7)
+    assert rates[2 * period - 1] == pytest.approx(2.5e-7)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_its_parts_build_from_shapes(path, tmp_path, monkeypatch):
+    (tmp_path / "runs/toy-base").mkdir(parents=True)
+    (tmp_path / "runs/toy-base/config.json").write_text(toy_config())
+    monkeypatch.chdir(tmp_path)
+    text = dry_run(load(path))
+    assert f"dry run of {load(path).run.dir}: " in text
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"config.json"}
+
+
+def toy_config():
+    return json.dumps(config_to_hf(policy_config(), "float32"))
+
+
+def toy_sized(config):
+    """The same recipe at a size that traces in a moment: four prompts, short responses, a tiny policy."""
+    sizes = {
+        "data": {"batch_size": 4, "max_prompt_tokens": 4},
+        "rollout": {"engine": "jax", "urls": (), "group_size": 2, "max_response_tokens": 12},
+        "packing": {"row_tokens": 32, "rows_per_micro_batch": 2},
+        "mesh": {"fsdp": 1, "tp": 1},
+    }
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sizes.items()}
+    )
+
+
+def combinations():
+    """One configuration for each distinct (loss, correction, precision)."""
+    found = {}
+    for path in FILES:
+        config = load(path)
+        key = (config.loss, config.correction.resolved(), config.precision)
+        found.setdefault(key, pytest.param(config, id=path.stem))
+    return list(found.values())
+
+
+def drawn(count):
+    rng = np.random.default_rng(0)
+    for index in range(count):
+        tokens, length = rng.integers(0, 24, 16).astype(np.int32), 3 + index
+        yield TrainSequence(
+            tokens[:4], tokens[4 : 4 + length], np.full(length, -3.0, np.float32), 1.0 - index % 2 * 2, True
+        )
+
+
+@pytest.mark.parametrize("full", combinations())
+def test_a_toy_sized_step_is_built_and_lowered(full):
+    config, mesh = toy_sized(full), make_mesh(MeshConfig(1, 1))
+    tx = make_optimizer(config.optimizer)
+    update = make_update(config, TINY, tx, mesh)
+    count = config.num_sequences // config.loss.mini_batches
+    dynamic = config.precision.compute_dtype == "float16"
+    state = abstract_state(TINY, tx, mesh, dynamic_scale=dynamic)
+    sequences = list(drawn(count))
+    if isinstance(update, SingleUpdate):
+        batch = update._pack(sequences)
+    else:
+        batch = update._pack_mini([s._replace(old_logprobs=s.rollout_logprobs) for s in sequences])
+    scalars = (jnp.float32(1e-6), jnp.bool_(True), jnp.bool_(False))
+    with jax.set_mesh(mesh):
+        lowered = update._step._jitted.lower(state, batch, *scalars)
+    text = lowered.as_text()
+    assert ("xf16>" in text, "xbf16>" in text) == (dynamic, not dynamic)
+    new_state, row, _ = lowered.out_info
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), new_state) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), state
+    )
+    assert ("correction/weight_mean" in row) == (config.correction.resolved().level != "none")
+
+
+@pytest.mark.parametrize("name", ["qwen3_4b_token_mis_schedule", "qwen3_1.7b_sanity_fp16"])
+def test_a_toy_sized_step_moves_the_policy(name):
+    config, mesh = toy_sized(load(ARMS[name])), make_mesh(MeshConfig(1, 1))
+    tx = make_optimizer(config.optimizer)
+    dynamic = config.precision.compute_dtype == "float16"
+    state = create_state(init_params(TINY, 0), TINY, tx, mesh, dynamic_scale=dynamic)
+    before = jax.device_get(state.params["embed"])
+    updated = make_update(config, TINY, tx, mesh)(state, list(drawn(config.num_sequences)), 1e-3, seed=0, noise=False)
+    assert np.isfinite(updated.row["optimizer/grad_norm"])
+    assert updated.row["optimizer/grad_norm"] > 0
+    assert updated.row["schedule/learning_rate"] == pytest.approx(1e-3)
+    assert not np.array_equal(before, jax.device_get(updated.state.params["embed"]))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_opens_with_hardware_result_and_command(path):
+    head = re.split(r"\n(?!#)", path.read_text())[0]
+    assert "# Hardware: " in head
+    assert "esult" in head
+    commands = " ".join(line.removeprefix("#").strip() for line in head.splitlines()).partition("Command:")[2]
+    assert commands
+    if path in PAPER:
+        assert "# Not run here." in head
+        assert re.search(r"^# The paper's result( \(arXiv [\d.]+\))?: ", head, re.MULTILINE)
+        for named in re.findall(r"\S+\.yaml", commands):
+            assert named == str(path.relative_to(ROOT)) or path.stem in SHARED
+    assert max(map(len, path.read_text().splitlines())) <= 120

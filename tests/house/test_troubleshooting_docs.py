@@ -1,0 +1,73 @@
+"""What docs/troubleshooting.md and docs/plots.md name exists: metric keys, options, files and anchors."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from rljax.report.paper_figures import FIGURES, PANELS, figures_table
+from rljax.run.config import Config
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+GLOSSARY = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def options(section: type, prefix: str = "") -> set[str]:
+    """Dotted keys of a configuration section with its defaults."""
+    found: set[str] = set()
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        nested = dataclasses.is_dataclass(value)
+        found |= options(value, f"{prefix}{field.name}.") if nested else {prefix + field.name}
+    return found
+
+
+def is_key(name: str) -> bool:
+    patterns = (re.sub(r"<[a-z]+>", "[^/]+", key) for key in GLOSSARY)
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def test_every_metric_is_in_the_glossary():
+    groups = {key.split("/")[0] for key in GLOSSARY if "/" in key}
+    named = set(re.findall(rf"(?<![\w/.])(?:{'|'.join(groups)})/[\w<>]+(?:/[\w<>]+)*", TEXT))
+    keys = {name for name in named if not (ROOT / name).exists() and not name.startswith("rollouts/")}
+    assert len(keys) > 30
+    assert [name for name in sorted(keys) if not is_key(name)] == []
+
+
+def test_every_option_is_one_of_the_configuration():
+    named = {name.replace("-", "_") for name in re.findall(r"--([a-z]+\.[a-z.-]+[a-z])", TEXT)}
+    assert len(named) > 12
+    assert named <= options(Config())
+
+
+@pytest.mark.parametrize("page", ["troubleshooting.md", "metrics.md", "others.md", "plots.md"])
+def test_links_lead_somewhere(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    heads = {
+        re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.+)$", text, re.M)
+    }
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in heads, target
+        elif not target.startswith("http"):
+            assert (ROOT / "docs" / target.split("#")[0]).exists(), target
+
+
+def test_files_that_are_named_exist():
+    for name in re.findall(r"\b(?:tools|launch|configs|rljax)/[\w/.]+\.(?:py|sh|yaml)", TEXT):
+        assert (ROOT / name).is_file(), name
+
+
+def test_the_table_of_plots_is_the_programs():
+    text = (ROOT / "docs" / "plots.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([a-z0-9-]+)` \| (.+) \|$", text, re.MULTILINE))
+    assert list(rows) == list(FIGURES)
+    for name, figure in FIGURES.items():
+        title, runs, metrics, _ = rows[name].split(" | ")
+        assert title == figure.title
+        assert runs == ", ".join(f"`{run}`" for run in figure.runs)
+        assert metrics == ", ".join(f"`{PANELS[panel][1]}`" for panel in figure.names)
+        assert f"{name}: {title}" in figures_table()

@@ -1,0 +1,318 @@
+"""Every metric of rljax.mismatch against an independent float64 text of its formula, on the host and on the device."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.mismatch import finalize_statistics, merge_statistics, mismatch_metrics, mismatch_statistics
+
+LOG_PPL = [f"log_ppl_{name}" for name in ("diff", "diff_max", "diff_min", "abs_diff", "abs_diff_sum")]
+LOGPROB = [f"logprob_abs_diff_{name}" for name in ("mean", "p99", "p999", "max")]
+EXACT_ZERO = ["kl", "k3_kl", "chi2_token", "chi2_seq", "slope_per_1k", "extreme_rate", "flip_count", *LOG_PPL, *LOGPROB]
+EXACT_ZERO += ["prob_abs_diff_mean", "prob_abs_diff_max"]
+JITTED = jax.jit(mismatch_metrics)
+BOTH = pytest.mark.parametrize("measure", ["host", "device"], indirect=True)
+
+
+@pytest.fixture
+def measure(request):
+    """mismatch_metrics on numpy arrays, computed on the host or by one jitted call on the device."""
+    if request.param == "host":
+        return mismatch_metrics
+
+    def on_device(*arrays, **named):
+        named = {name: jnp.asarray(array) for name, array in named.items()}
+        return {name: float(value) for name, value in JITTED(*map(jnp.asarray, arrays), **named).items()}
+
+    on_device.limit = 60.0
+    return on_device
+
+
+def formulas(trainer, rollout, mask, entropy):
+    """FACTS' table written sequence by sequence in float64 lists, from token values alone."""
+    p, q, lr, ent = [], [], [], []
+    per_sequence = []
+    bad = 0
+    for i in range(trainer.shape[0]):
+        tr, ro = [], []
+        for t in range(trainer.shape[1]):
+            if not mask[i, t]:
+                continue
+            if not (math.isfinite(trainer[i, t]) and math.isfinite(rollout[i, t])):
+                bad += 1
+                continue
+            tr.append(float(trainer[i, t]))
+            ro.append(float(rollout[i, t]))
+            ent.append(float(entropy[i, t]))
+        if tr:
+            per_sequence.append((np.array(tr), np.array(ro)))
+            p += list(np.exp(tr))
+            q += list(np.exp(ro))
+            lr += list(np.array(tr) - np.array(ro))
+    p, q, lr = np.array(p), np.array(q), np.array(lr)
+    # exp(trainer) - exp(rollout), whose difference of two floats would itself lose digits.
+    gap = abs(q * np.expm1(lr))
+    d = np.array([math.fsum(ro - tr) / len(tr) for tr, ro in per_sequence])
+    sums = np.array([math.fsum(tr - ro) for tr, ro in per_sequence])
+    running = [(np.arange(1, len(tr) + 1), np.cumsum(tr - ro)) for tr, ro in per_sequence]
+
+    def mean(values):
+        return math.fsum(values) / len(values)
+
+    k3 = mean([math.expm1(x) - x if abs(x) > 0.01 else sum(x**n / math.factorial(n) for n in range(2, 9)) for x in lr])
+    return {
+        "kl": mean(-lr),
+        "k3_kl": k3,
+        "training_ppl": mean([math.exp(-tr.mean()) for tr, _ in per_sequence]),
+        "rollout_ppl": mean([math.exp(-ro.mean()) for _, ro in per_sequence]),
+        "training_log_ppl": mean([-tr.mean() for tr, _ in per_sequence]),
+        "rollout_log_ppl": mean([-ro.mean() for _, ro in per_sequence]),
+        "log_ppl_diff": mean(d),
+        "log_ppl_abs_diff": mean(abs(d)),
+        "log_ppl_abs_diff_sum": mean(abs(sums)),
+        "log_ppl_diff_max": max(d),
+        "log_ppl_diff_min": min(d),
+        "ppl_ratio": mean(np.exp(d)),
+        "chi2_token": mean(np.expm1(2 * np.clip(lr, -20, 20))),
+        "chi2_seq": mean(np.expm1(2 * np.clip(sums, -20, 20))),
+        "logprob_abs_diff_mean": mean(abs(lr)),
+        "logprob_abs_diff_p99": np.quantile(abs(lr), 0.99),
+        "logprob_abs_diff_p999": np.quantile(abs(lr), 0.999),
+        "logprob_abs_diff_max": max(abs(lr)),
+        "prob_abs_diff_mean": mean(gap),
+        "prob_abs_diff_max": max(gap),
+        "pearson_corr": np.corrcoef(p, q)[0, 1],
+        "slope_per_1k": 1000 * sum((x * y).sum() for x, y in running) / sum((x * x).sum() for x, _ in running),
+        "kl_entropy_ratio": k3 / mean(ent),
+        "extreme_rate": mean(abs(lr) > 0.5),
+        "flip_count": sum(((p > 0.9) & (q < 0.1)) | ((q > 0.9) & (p < 0.1))),
+        "nonfinite_count": bad,
+        "saturated_count": 0,
+        "token_count": len(lr),
+        "sequence_count": len(d),
+    }
+
+
+def batch(scale, b=12, t=300, seed=0, spikes=True):
+    """A batch of float32 log-probabilities, log-ratios near ``scale``, ragged lengths, holes, an empty row."""
+    rng = np.random.default_rng(seed)
+    rollout = -rng.exponential(0.7, (b, t)).astype(np.float32)
+    trainer = np.minimum(rollout + scale * rng.standard_normal((b, t)), 0).astype(np.float32)
+    length = rng.integers(1, t + 1, b)
+    mask = (np.arange(t) < length[:, None]) & (rng.random((b, t)) < 0.93)
+    mask[3] = False
+    if spikes:
+        mask[0, :4] = True
+        trainer[0, :2], rollout[0, :2] = (-0.01, -4.0), (-5.0, -0.02)
+        trainer[0, 2], rollout[0, 3] = -np.inf, np.nan
+    trainer[:, -1], mask[:, -1] = np.nan, False
+    entropy = rng.exponential(0.4, (b, t)).astype(np.float32)
+    return trainer, rollout, mask, entropy
+
+
+def relative(found, expected):
+    return abs(found - expected) / max(abs(expected), 1e-300) if found != expected else 0.0
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-2, 0.3])
+@pytest.mark.parametrize("spikes", [False, True])
+def test_host_equals_the_formulas(scale, spikes):
+    trainer, rollout, mask, entropy = batch(scale, spikes=spikes)
+    expected = formulas(trainer.astype(np.float64), rollout.astype(np.float64), mask, entropy.astype(np.float64))
+    found = mismatch_metrics(trainer, rollout, mask, entropy=entropy)
+    assert found.keys() == expected.keys()
+    assert all(type(value) is float for value in found.values())
+    for name, value in expected.items():
+        assert relative(found[name], value) <= 1e-13, name
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-3, 1e-2, 0.3])
+@pytest.mark.parametrize("spikes", [False, True])
+def test_device_equals_the_formulas(scale, spikes):
+    trainer, rollout, mask, entropy = batch(scale, spikes=spikes)
+    expected = formulas(trainer.astype(np.float64), rollout.astype(np.float64), mask, entropy.astype(np.float64))
+    arrays = [jnp.asarray(array) for array in (trainer, rollout, mask)]
+    found = JITTED(*arrays, entropy=jnp.asarray(entropy))
+    assert found.keys() == expected.keys()
+    assert all(isinstance(value, jax.Array) and value.shape == () for value in found.values())
+    for name, value in expected.items():
+        bound = 0.0101 if "_p99" in name else 1e-5
+        assert relative(float(found[name]), value) <= bound, name
+
+
+def test_device_keeps_the_digits_the_plain_text_loses():
+    rng = np.random.default_rng(1)
+    rollout = -rng.exponential(0.7, (4, 4096)).astype(np.float32)
+    trainer = (rollout + np.float32(1e-4) * rng.choice([-1, 1], (4, 4096))).astype(np.float32)
+    lr = trainer.astype(np.float64) - rollout
+    exact = {"k3_kl": (np.expm1(lr) - lr).mean(), "chi2_token": np.expm1(2 * lr).mean(), "kl": -lr.mean()}
+    found = JITTED(jnp.asarray(trainer), jnp.asarray(rollout), jnp.ones((4, 4096), bool))
+    plain = jnp.asarray(trainer) - jnp.asarray(rollout)
+    assert relative(float((jnp.exp(plain) - plain - 1).mean()), exact["k3_kl"]) > 1e-3
+    for name, value in exact.items():
+        assert relative(float(found[name]), value) <= 1e-5, name
+
+
+@BOTH
+def test_equal_engines_measure_exactly_nothing(measure):
+    _, rollout, mask, _ = batch(0.1, spikes=False)
+    found = measure(rollout, rollout, mask)
+    assert {name: str(found[name]) for name in EXACT_ZERO} == dict.fromkeys(EXACT_ZERO, "0.0")
+    assert found["ppl_ratio"] == 1.0
+    assert found["pearson_corr"] == pytest.approx(1.0, abs=2e-7)
+
+
+def test_hand_worked_numbers():
+    trainer = np.log(np.array([[0.5, 0.25, 1.0], [0.2, 0.3, 0.4]]))
+    rollout = np.log(np.array([[0.25, 0.5, 1.0], [0.4, 0.3, 0.2]]))
+    mask = np.array([[1, 1, 0], [1, 0, 1]])
+    found = mismatch_metrics(trainer, rollout, mask)
+    assert found["kl"] == pytest.approx(0, abs=1e-16)
+    assert found["k3_kl"] == pytest.approx((2 + 0.5 + 0.5 + 2) / 4 - 1)
+    assert found["chi2_token"] == pytest.approx((4 + 0.25 + 0.25 + 4) / 4 - 1)
+    assert found["chi2_seq"] == pytest.approx(0, abs=1e-15)
+    assert found["training_ppl"] == pytest.approx((math.sqrt(8) + math.sqrt(12.5)) / 2)
+    assert found["slope_per_1k"] == pytest.approx(1000 * (math.log(2) - math.log(2)) / 10, abs=1e-12)
+    assert found["prob_abs_diff_mean"] == pytest.approx((0.25 + 0.25 + 0.2 + 0.2) / 4)
+    assert "kl_entropy_ratio" not in found
+
+
+def test_slope_is_that_of_a_steady_drift():
+    trainer, rollout = np.full((2, 5000), -1.001), np.full((2, 5000), -1.0)
+    assert mismatch_metrics(trainer, rollout, np.ones((2, 5000)))["slope_per_1k"] == pytest.approx(-1.0)
+
+
+@BOTH
+@pytest.mark.parametrize("ratio", [50.0, -50.0, 200.0, -200.0])
+def test_extreme_ratios_stay_finite(measure, ratio):
+    trainer = np.full((2, 4), -210.0, np.float32)
+    rollout = trainer.copy()
+    trainer[0, 1] += ratio
+    found = measure(trainer, rollout, np.ones((2, 4), bool))
+    assert all(math.isfinite(value) for value in found.values()), found
+    assert found["logprob_abs_diff_max"] == abs(ratio)
+    assert found["nonfinite_count"] == 0
+    assert found["saturated_count"] == (abs(ratio) > getattr(measure, "limit", 600.0))
+    if ratio == 50:
+        assert relative(found["k3_kl"], math.exp(50) / 8) < 1e-5
+
+
+@BOTH
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.finfo(np.float32).min])
+@pytest.mark.parametrize("side", [0, 1])
+def test_nonfinite_tokens_are_counted_and_left_out(measure, value, side):
+    trainer, rollout, mask, entropy = batch(0.05, spikes=False)
+    mask[1, :5] = True
+    clean = mask.copy()
+    clean[1, 2] = False
+    pair = [trainer.copy(), rollout.copy()]
+    pair[side][1, 2] = value
+    found = measure(*pair, mask, entropy=entropy)
+    expected = measure(trainer, rollout, clean, entropy=entropy)
+    assert found.pop("nonfinite_count") == 1
+    assert expected.pop("nonfinite_count") == 0
+    assert found == expected
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(3, 7), (0, 7), (3, 0)])
+def test_nothing_to_measure_gives_zeros(measure, shape):
+    nan = np.full(shape, np.nan, np.float32)
+    found = measure(nan, nan, np.zeros(shape, bool), entropy=nan)
+    assert found == dict.fromkeys(found, 0.0)
+
+
+def test_a_constant_probability_has_a_defined_correlation():
+    same, other = np.full((1, 3), -1.0), np.array([[-1.0, -2.0, -3.0]])
+    assert mismatch_metrics(same, same, np.ones((1, 3)))["pearson_corr"] == 1.0
+    assert mismatch_metrics(same, other, np.ones((1, 3)))["pearson_corr"] == 0.0
+
+
+def test_statistics_brought_from_the_device_are_finished_in_python_floats():
+    trainer, rollout, mask, entropy = batch(1e-3)
+    statistics = jax.jit(mismatch_statistics)(*map(jnp.asarray, (trainer, rollout, mask)), entropy=jnp.asarray(entropy))
+    on_device, on_host = jax.jit(finalize_statistics)(statistics), finalize_statistics(jax.device_get(statistics))
+    assert all(type(value) is float for value in on_host.values())
+    for name, value in on_host.items():
+        assert relative(float(on_device[name]), value) < 1e-5, name
+
+
+def test_no_gradient_flows_and_remat_scan_and_vmap_work():
+    trainer, rollout, mask, _ = (jnp.asarray(array) for array in batch(1e-2, b=4, t=16, spikes=False))
+    trainer = jnp.where(mask, trainer, 0)
+
+    @jax.checkpoint
+    def loss(x):
+        statistics = mismatch_statistics(x, rollout, mask)
+        return jnp.sum(x**2), statistics
+
+    (_, statistics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(trainer)
+    np.testing.assert_array_equal(gradient, 2 * trainer)
+    gradient = jax.grad(lambda x: sum(jnp.sum(v) for v in JITTED(x, rollout, mask).values()))(trainer)
+    assert not np.any(gradient)
+
+    def accumulate(carry, row):
+        return merge_statistics(carry, mismatch_statistics(*(part[None] for part in row))), None
+
+    first = jax.jit(mismatch_statistics)(trainer[:1], rollout[:1], mask[:1])
+    scanned, _ = jax.jit(lambda *rest: jax.lax.scan(accumulate, first, rest))(trainer[1:], rollout[1:], mask[1:])
+    rows = jax.jit(jax.vmap(mismatch_statistics))(trainer[:, None], rollout[:, None], mask[:, None])
+    assert int(rows.token_count.sum()) == int(scanned.token_count) == int(statistics.token_count)
+    scanned = finalize_statistics(jax.device_get(scanned))
+    for name, value in finalize_statistics(jax.device_get(statistics)).items():
+        assert relative(scanned[name], value) < 1e-5, name
+
+
+def test_rows_may_be_sharded():
+    devices = jax.devices()
+    assert len(devices) > 1, "conftest.py gives several devices"
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None))
+    trainer, rollout, mask, _ = batch(1e-3, b=2 * len(devices), t=64)
+    ids = 2 * np.arange(len(mask), dtype=np.int32)[:, None] + (np.arange(64) >= 40)
+    arrays = [jnp.asarray(array) for array in (trainer, rollout, mask, ids.astype(np.int32))]
+
+    @jax.jit
+    def measured(trainer, rollout, mask, ids):
+        packed = mismatch_statistics(trainer, rollout, mask, sequence_ids=ids, num_sequences=2 * len(mask))
+        return mismatch_statistics(trainer, rollout, mask), packed
+
+    whole = jax.device_get(measured(*arrays))
+    split = jax.device_get(measured(*(jax.device_put(array, rows) for array in arrays)))
+    assert split[1].sequence_count > split[0].sequence_count
+    for one, other in zip(whole, split, strict=True):
+        np.testing.assert_array_equal(one.histogram, other.histogram)
+        expected, found = finalize_statistics(one), finalize_statistics(other)
+        for name, value in expected.items():
+            assert relative(found[name], value) < 1e-6, name
+
+
+def test_half_precision_is_read_and_summed_in_float32():
+    trainer, rollout, mask, _ = batch(0.1, spikes=False)
+    half = [jnp.asarray(array, jnp.bfloat16) for array in (trainer, rollout)]
+    found = JITTED(*half, jnp.asarray(mask))
+    expected = mismatch_metrics(*(np.asarray(array, np.float64) for array in half), mask)
+    assert found["kl"].dtype == jnp.float32
+    for name in ("kl", "k3_kl", "log_ppl_abs_diff"):
+        assert relative(float(found[name]), expected[name]) < 1e-5
+
+
+def test_callers_mistakes_say_what_was_expected():
+    ones = np.ones((2, 3))
+    with pytest.raises(ValueError, match=r"response_mask must have the shape .*\(2, 3\), got \(3, 2\)"):
+        mismatch_metrics(ones, ones, ones.T)
+    with pytest.raises(ValueError, match=r"\[b, t\], got shape \(6,\)"):
+        mismatch_metrics(ones.ravel(), ones.ravel(), ones.ravel())
+    with pytest.raises(ValueError, match="entropy must have the shape"):
+        mismatch_metrics(ones, ones, ones, entropy=ones[:1])
+    with pytest.raises(ValueError, match="given together, got sequence_ids=an array, num_sequences=None"):
+        mismatch_statistics(ones, ones, ones, sequence_ids=ones)
+    with pytest.raises(ValueError, match=r"0 \.\. 1 inside the mask, got 0 \.\. 2"):
+        mismatch_statistics(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [2, 2, 2]]), num_sequences=2)
+    with pytest.raises(ValueError, match=r"whole inside one row, got pieces of \[0\]"):
+        mismatch_statistics(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [0, 2, 2]]), num_sequences=3)
+    with pytest.raises(ValueError, match="both statistics must be made with entropy or both without"):
+        merge_statistics(mismatch_statistics(ones, ones, ones), mismatch_statistics(ones, ones, ones, entropy=ones))

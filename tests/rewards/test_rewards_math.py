@@ -1,0 +1,183 @@
+"""The mathematical reward against a table of agreed verdicts, and what the table cannot say."""
+
+import collections
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.rewards.final_answer import final_answer
+from rljax.rewards.math_answer import math_reward, same_answer
+from rljax.rewards.math_text import rewrite_numbers, tidy
+from rljax.rewards.pool import RewardPool
+from rljax.rewards.units import split_unit
+
+TABLE = Path(__file__).parents[1] / "gold/math_answers.jsonl"
+ROWS = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
+LIMITS = Path(__file__).parents[2] / "docs/rewards.md"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{i}-{row['group']}" for i, row in enumerate(ROWS)])
+def test_agreed_verdict(row):
+    verdict = math_reward({"answer": row["answer"]}, row["response"], row.get("truncated", False))
+    assert verdict == row["verdict"], f"final answer read as {final_answer(row['response'])!r}"
+
+
+def test_the_table_is_large_balanced_and_free_of_repeats():
+    assert len(ROWS) >= 200
+    assert len({(row["answer"], row["response"], row.get("truncated")) for row in ROWS}) == len(ROWS)
+    verdicts = collections.Counter(row["verdict"] for row in ROWS)
+    assert set(verdicts) == {0, 1}
+    assert min(verdicts.values()) >= len(ROWS) / 4
+
+
+def test_every_known_limit_of_the_table_is_in_the_docs():
+    text = LIMITS.read_text(encoding="utf-8")
+    limits = {
+        row["note"].removeprefix("known limit: ") for row in ROWS if row.get("note", "").startswith("known limit")
+    }
+    assert limits
+    assert {limit for limit in limits if limit not in text} == set()
+
+
+def test_the_pool_gives_the_same_verdicts():
+    rows = ROWS[::7]
+    with RewardPool("math", 2, timeout_s=30.0) as pool:
+        futures = [pool.submit(row, row["response"], row.get("truncated", False)) for row in rows]
+        assert [future.result(timeout=120) for future in futures] == [row["verdict"] for row in rows]
+        assert pool.take_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
+
+
+def test_a_power_tower_is_stopped_and_the_next_response_is_scored():
+    bomb = r"\boxed{\int_0^1 \sin(x^{9^{9^{9}}}) \, dx + 9^{9^{9^{9}}}}"
+    with RewardPool("math", 1, timeout_s=3.0) as pool:
+        pool.submit({"answer": "42"}, "Answer: 42", False).result(timeout=60)
+        start = time.monotonic()
+        stopped = pool.submit({"answer": "\\pi"}, bomb, False)
+        after = pool.submit({"answer": "\\frac12"}, "Answer: 0.5", False)
+        assert stopped.result(timeout=60) == 0.0
+        assert time.monotonic() - start < 10.0
+        assert after.result(timeout=60) == 1.0
+        assert pool.take_metrics()["reward/errors"] == 1
+
+
+@pytest.mark.parametrize("answer", ["", "  "])
+def test_a_problem_without_an_answer_is_an_error_and_no_zero(answer):
+    with pytest.raises(ValueError, match="the problem's answer is empty"):
+        math_reward({"answer": answer}, "Answer: 42", False)
+    with pytest.raises(KeyError):
+        math_reward({}, "Answer: 42", False)
+
+
+def test_numbers_and_other_fields_of_a_problem_are_taken():
+    assert math_reward({"answer": 42, "data_source": "x"}, "Answer: 42", False) == 1.0
+    assert math_reward({"answer": 0.5}, "Answer: 1/2", False) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "stated"),
+    [
+        ("Answer: 3\nAnswer: $4$", "$4$"),
+        (r"\boxed{3} Answer: 4", "4"),
+        ("Answer: 3, no, $\\boxed{4}$\nAnswer: 5", "5"),
+        (r"Answer: 4, that is $\boxed{3}$", "3"),
+        (r"\boxed{\frac{1}{2}} or \boxed{3}", r"\frac{1}{2}, 3"),
+        (r"\boxed{1}, so the other is \boxed{2}", "2"),
+        (r"\boxed{a\}b}", r"a\}b"),
+        ("Answer: 3.5. Done.", "3.5"),
+        ("Answer:\n\n\\[\nx^2\n\\]\nas wanted", "\nx^2\n"),
+        ("the answer is 7", "7"),
+        ("so 7 it is", None),
+        ("Answerable: 7 no", None),
+        ("<think>Answer: 3</think>", None),
+    ],
+)
+def test_the_final_answer_of_a_response(response, stated):
+    assert final_answer(response) == stated
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("15 square meters", "15", "m2"),
+        ("15 m ^2", "15", "m2"),
+        ("3 sq ft", "3", "ft2"),
+        ("60 miles per hour", "60", "mi/h"),
+        ("60 km/h", "60", "km/h"),
+        ("12 red apples", "12", ""),
+        (r"90^{\circ}", "90", "degree"),
+        (r"2\pi cm", r"2\pi", "cm"),
+        ("5 x", "5 x", None),
+        ("5 hundred", "5 hundred", None),
+        ("2x+1", "2x+1", None),
+        ("seven", "seven", None),
+    ],
+)
+def test_units_by_hand(text, value, unit):
+    found = split_unit(text)
+    assert (found.value, found.unit) == (value, unit)
+
+
+@pytest.mark.parametrize(
+    ("text", "rewritten"),
+    [
+        (r"3\frac{1}{2}", r"\frac{7}{2}"),
+        (r"3 \dfrac12", r"\frac{7}{2}"),
+        ("10 3/4", r"\frac{43}{4}"),
+        (r"0.1\overline{6}", r"\frac{1}{6}"),
+        (r"2.\overline{09}", r"\frac{23}{11}"),
+        ("6.02e23", r"6.02\times 10^{23}"),
+        ("2sqrt(3)/pi", r"2\sqrt{3}/\pi"),
+        (r"x^2\frac{1}{2}", r"x^2\frac{1}{2}"),
+    ],
+)
+def test_numbers_are_rewritten_by_hand(text, rewritten):
+    assert rewrite_numbers(text) == rewritten
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(-(10**30), 10**30), st.integers(-(10**30), 10**30))
+def test_integers_are_equal_only_to_themselves(one, other):
+    assert same_answer(str(one), f"{one:,}")
+    assert same_answer(str(one), f"${one}$")
+    assert same_answer(str(one), str(other)) == (one == other)
+
+
+PIECES = [*"answer:boxed{}\\$().,0129 \nx=%/^", "\\boxed{", "Answer:", "\\frac{", "\\text{"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=60).map("".join))
+def test_reading_never_fails(text):
+    stated = final_answer(text)
+    assert stated is None or isinstance(tidy(stated), str)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: "\\boxed{" * n,
+        lambda n: "Answer:" * n,
+        lambda n: "Answer: " + "1 a" * (5 * n // 2),
+        lambda n: "Answer: " + " " * (5 * n) + "1",
+        lambda n: "{" * (5 * n),
+    ],
+    ids=["boxed", "answers", "words", "spaces", "braces"],
+)
+def test_four_times_the_text_does_not_take_sixteen_times_as_long(make):
+    """Processor time, the best of three: also under two seconds; 0.05 s for what does not grow with the text."""
+
+    def seconds(text):
+        taken = []
+        for _ in range(3):
+            start = time.process_time()
+            assert math_reward({"answer": "7"}, text, False) == 0.0
+            taken.append(time.process_time() - start)
+        return min(taken)
+
+    whole = seconds(make(20_000))
+    assert whole < 2.0
+    assert whole < 9 * seconds(make(5_000)) + 0.05

@@ -1,0 +1,223 @@
+"""Mismatch as a dial: what each kind does to the weights or the draws, and that size 0 is no mismatch at all."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.mismatch import mismatch_metrics
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import init_params, logical_axes
+from rljax.rollout.exact_engine import ExactEngine, LogitNoise
+from rljax.rollout.inject import InjectedEngine, add_noise, quantize, restore, summed_axes
+from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.exact_pass import ExactPass, micro_of
+from rljax.trainer.exact_step import lay_out
+from rljax.trainer.objective import Objective
+from rljax.trainer.packing import TrainSequence
+from rljax.trainer.step import PrecisionConfig
+
+CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
+PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
+LOGICAL = logical_axes(CONFIG)
+MESH = make_mesh(MeshConfig(1, 1))
+
+
+def largest_difference(a, b):
+    return max(float(jnp.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def draw(engine, *, seed=0, temperature=1.0):
+    responses = list(engine.generate(PROMPTS, 2, SamplingParams(10, temperature), seed=seed))
+    return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
+
+
+@pytest.fixture(scope="module")
+def exact():
+    objective = Objective(LossConfig(), CorrectionConfig(), 8, 10)
+    return ExactPass(CONFIG, MESH, precision=PrecisionConfig("float32"), objective=objective, rows=8, row_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(CONFIG, 0)
+
+
+def mismatch(exact, params, *, noise=None, seed=0, **inject):
+    """Metrics of what the dialled engine draws against the executable that trains."""
+    engine = InjectedEngine(ExactEngine(exact, noise=noise), InjectConfig(**inject), CONFIG, MESH)
+    engine.publish(params, 3)
+    responses = draw(engine, seed=seed)
+    sequences = [TrainSequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, 0.0, True) for r in responses]
+    micro = micro_of(lay_out(sequences, 8, 16), 0)
+    one = exact.scalar(1.0)
+    trainer = np.asarray(exact(params, exact.place(micro), one, one, one).scores.logprobs)
+    return mismatch_metrics(trainer, micro.rollout_logprobs, micro.response_mask)
+
+
+def test_weight_noise_is_a_dial_from_exactly_zero(exact, params):
+    none, small, large = (mismatch(exact, params, weight_noise=size) for size in (0.0, 1e-3, 3e-2))
+    assert none["logprob_abs_diff_mean"] == none["logprob_abs_diff_max"] == none["k3_kl"] == none["kl"] == 0.0
+    assert 0 < small["logprob_abs_diff_mean"] < 0.1 * large["logprob_abs_diff_mean"]
+    assert 0 < small["k3_kl"] < 0.01 * large["k3_kl"]
+
+
+def test_logit_noise_is_a_dial_from_exactly_zero(exact, params):
+    none, small, large = (
+        mismatch(exact, params, noise=LogitNoise(size, 0) if size else None) for size in (0.0, 0.01, 0.3)
+    )
+    assert none["logprob_abs_diff_max"] == none["k3_kl"] == 0.0
+    # Of one token's log-probability the noise less its mean: about its own standard deviation, whose mean is 0.8 of it.
+    assert 0.6 * 0.01 < small["logprob_abs_diff_mean"] < 1.0 * 0.01
+    assert 0.6 * 0.3 < large["logprob_abs_diff_mean"] < 1.0 * 0.3
+
+
+def test_coarser_weights_mismatch_more(exact, params):
+    found = [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "fp8"}]
+    means = [mismatch(exact, params, **inject)["logprob_abs_diff_mean"] for inject in found]
+    assert means == sorted(means)
+    assert means[0] > 0
+
+
+def test_logit_noise_repeats_by_seed_and_token(exact, params):
+    def drawn(seed, noise_seed):
+        engine = ExactEngine(exact, noise=LogitNoise(0.3, noise_seed))
+        engine.publish(params, 0)
+        return [r.logprobs.tolist() for r in draw(engine, seed=seed)]
+
+    assert drawn(0, 0) == drawn(0, 0)
+    assert drawn(0, 0) != drawn(0, 1)
+    assert drawn(0, 0) != drawn(1, 0)
+
+
+def test_noise_has_the_relative_size_and_is_one_for_a_version(params):
+    def noisy(size, seed, version):
+        return add_noise(params, LOGICAL, np.float32(size), np.uint32(seed), np.uint32(version))
+
+    # The second layer ten times the first: each is a tensor of its own.
+    gate = params["layers"]["mlp"]["gate"]
+    params = {**params, "layers": {**params["layers"], "mlp": {**params["layers"]["mlp"], "gate": gate.at[1].mul(10)}}}
+    found = noisy(0.05, 0, 4)
+    wide, changed = params["layers"]["mlp"]["gate"], found["layers"]["mlp"]["gate"]
+    for weight, noisy_weight in ((params["embed"], found["embed"]), (wide[0], changed[0]), (wide[1], changed[1])):
+        spread = float(jnp.std(noisy_weight - weight) / jnp.sqrt(jnp.mean(weight**2)))
+        assert spread == pytest.approx(0.05, rel=0.1)
+    assert largest_difference(noisy(0.05, 0, 4), found) == 0
+    assert largest_difference(noisy(0.0, 0, 4), params) == 0
+    for other in (noisy(0.05, 0, 5), noisy(0.05, 1, 4)):
+        assert largest_difference(other, found) > 0.01
+    up = found["layers"]["mlp"]["up"] - params["layers"]["mlp"]["up"]
+    assert abs(np.corrcoef(np.ravel(up), np.ravel(changed - wide))[0, 1]) < 0.1
+
+
+def test_which_axes_a_matrix_sums_over():
+    layers = LOGICAL["layers"]
+    assert [summed_axes(layers["attention"][name]) for name in ("query", "key", "value", "output")] == [
+        *[(1,)] * 3,
+        (1, 2),
+    ]
+    assert [summed_axes(layers["mlp"][name]) for name in ("gate", "up", "down")] == [(1,)] * 3
+    others = LOGICAL["embed"], LOGICAL["final_norm"]["scale"], layers["mlp_norm"]["scale"]
+    assert [summed_axes(axes) for axes in others] == [()] * 3
+
+
+# One layer, two inputs, two output channels whose largest weights are 1.27 and 2.54 (int8), 448 and 0.875 (fp8).
+@pytest.mark.parametrize(
+    ("kind", "weight", "expected"),
+    [
+        # Steps 0.01 and 0.02: -0.504 -> -0.50, 0.031 -> 0.04 (1.55 steps).
+        ("int8", [[1.27, 0.031], [-0.504, -2.54]], [[1.27, 0.04], [-0.50, -2.54]]),
+        # Three bits of mantissa: 19 -> 20 (18, 20, ...; ties to even); -0.875 is 448 steps, 0.03 is 15.36 -> 15.
+        ("fp8", [[448.0, 0.03], [19.0, -0.875]], [[448.0, 15 * 0.875 / 448], [20.0, -0.875]]),
+    ],
+)
+def test_quantized_weights_are_the_hand_worked_ones(kind, weight, expected):
+    params = {"matrix": jnp.asarray(weight, jnp.float32)[None], "norm": jnp.asarray([[0.123, 7.0]])}
+    logical = {"matrix": ("layers", "embed", "mlp"), "norm": ("layers", "norm")}
+    stored = quantize(params, logical, kind)
+    assert stored["matrix"].values.dtype == {"int8": jnp.int8, "fp8": ml_dtypes.float8_e4m3fn}[kind]
+    found = restore(stored)
+    np.testing.assert_allclose(found["matrix"][0], expected, rtol=1e-6)
+    np.testing.assert_array_equal(found["norm"], params["norm"])
+
+
+def test_a_channel_of_zeros_stays_zero():
+    params, logical = {"m": jnp.zeros((1, 3, 2))}, {"m": ("layers", "embed", "mlp")}
+    assert not np.asarray(restore(quantize(params, logical, "int8"))["m"]).any()
+
+
+class Published:
+    """An engine's end of ``publish`` alone."""
+
+    def publish(self, params, policy_version):
+        self.params, self.version = jax.tree.map(np.asarray, params), policy_version
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_dtype_rounds_the_weights_to_it(dtype, params):
+    end = Published()
+    InjectedEngine(end, InjectConfig(dtype=dtype), CONFIG, MESH).publish(params, 5)
+    assert end.version == 5
+    for found, weight in zip(jax.tree.leaves(end.params), jax.tree.leaves(params), strict=True):
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, np.asarray(weight).astype(jnp.dtype(dtype)).astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["exact", "jax"])
+def test_stale_weights_are_of_the_version_they_are_said_to_be(kind, exact):
+    inside = ExactEngine(exact) if kind == "exact" else JaxEngine(CONFIG, "float32", 6, mesh=MESH)
+    plain = ExactEngine(exact) if kind == "exact" else JaxEngine(CONFIG, "float32", 6, mesh=MESH)
+    stale = InjectedEngine(inside, InjectConfig(staleness=2), CONFIG, MESH)
+    versions = []
+    for version in range(5):
+        published = init_params(CONFIG, version)
+        stale.publish(published, version)
+        # The trainer's next step takes its buffers over.
+        jax.tree.map(lambda leaf: leaf.delete(), published)
+        found = draw(stale)
+        (span,) = found[0].versions
+        versions.append(span.version)
+        plain.publish(init_params(CONFIG, span.version), span.version)
+        for r, expected in zip(found, draw(plain), strict=True):
+            np.testing.assert_array_equal(r.token_ids, expected.token_ids)
+            np.testing.assert_array_equal(r.logprobs, expected.logprobs)
+    assert versions == [0, 0, 0, 1, 2]
+
+
+def test_noise_follows_the_version_of_the_stale_weights(params):
+    stale, fresh = Published(), Published()
+    engine = InjectedEngine(stale, InjectConfig(staleness=1, weight_noise=0.1), CONFIG, MESH)
+    for version in (6, 7):
+        engine.publish(params, version)
+    InjectedEngine(fresh, InjectConfig(weight_noise=0.1), CONFIG, MESH).publish(params, 6)
+    assert stale.version == 6
+    assert largest_difference(stale.params, fresh.params) == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "inject", "said"),
+    [
+        ("vllm", {"staleness": 1}, "inject works with engine = exact or jax, not with vllm"),
+        ("vllm", {"logit_noise": 0.1}, "inject works with engine = exact or jax, not with vllm"),
+        ("jax", {"logit_noise": 0.1}, "inject.logit_noise works with engine = exact only"),
+        ("exact", {"weight_noise": -0.1}, "weight_noise must be finite and not negative"),
+        ("exact", {"staleness": -1}, "staleness must not be negative"),
+    ],
+)
+def test_what_cannot_be_injected_is_refused(engine, inject, said):
+    with pytest.raises(ValueError, match=said):
+        RolloutConfig(engine=engine, urls=("http://127.0.0.1:1",), inject=InjectConfig(**inject))
+
+
+def test_only_what_changes_weights_is_wrapped():
+    changed = {"weight_noise": 0.1, "quantize": "fp8", "dtype": "float16", "staleness": 1}
+    assert all(InjectConfig(**{name: value}).changes_weights for name, value in changed.items())
+    assert not InjectConfig(logit_noise=0.1, seed=3).changes_weights
+    assert {field.name for field in dataclasses.fields(InjectConfig)} == {*changed, "logit_noise", "seed"}

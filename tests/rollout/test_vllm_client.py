@@ -1,0 +1,211 @@
+"""The client alone, against a stand-in server."""
+
+import time
+
+import numpy as np
+import pytest
+from vllm_fake import FakeVllm
+
+from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
+from rljax.rollout.served.client import ClientLimits, VllmClient
+from rljax.rollout.types import SamplingParams
+from rljax.rollout.vllm.wire import COMPLETIONS, GENERATE, Request, body, completion
+
+PROMPT = np.array([3, 4, 5], np.int32)
+FAST = ClientLimits(backoff_s=0.01, max_backoff_s=0.02)
+
+
+@pytest.fixture
+def fake():
+    server = FakeVllm()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(fake):
+    made = VllmClient([fake.url], FAST)
+    made.open(fake.url, "")
+    yield made
+    made.close()
+    made.close()
+
+
+def drawn(client, requests):
+    return [item for item in client.stream(requests) if item is not None]
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_both_routes_carry_tokens_and_logprobs(fake, client, route):
+    client.set_route(fake.url, route)
+    ((index, reply),) = drawn(client, [Request(PROMPT, SamplingParams(3), seed=1)])
+    assert index == 0
+    assert reply.token_ids.tolist() == [5, 6, 7]
+    assert reply.token_ids.dtype == np.int32
+    assert reply.logprobs.tolist() == [-1.0, -1.0, -1.0]
+    assert reply.spans == ((("default", 0, 3),) if route == GENERATE else None)
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_prompt_logprobs_come_only_when_asked_for(fake, client, route):
+    client.set_route(fake.url, route)
+    asked, not_asked = client.sample(
+        fake.url, [Request(PROMPT, SamplingParams(1), prompt_logprobs=ask) for ask in (True, False)]
+    )
+    assert asked.prompt_logprobs == ({}, {4: -0.125}, {5: -0.25})
+    assert not_asked.prompt_logprobs == ()
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_a_server_may_call_its_model_otherwise(fake, client, route):
+    fake.model = "org/name"
+    client.set_route(fake.url, route)
+    with pytest.raises(ServerRefusedError, match="no model policy"):
+        client.sample(fake.url, [Request(PROMPT, SamplingParams(1))])
+    client.set_model(fake.url, "org/name")
+    (reply,) = client.sample(fake.url, [Request(PROMPT, SamplingParams(1))])
+    assert reply.token_ids.tolist() == [5]
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_body_leaves_no_default_to_the_server(route):
+    sent = body(route, Request(PROMPT, SamplingParams(7, temperature=0.5, stop_token_ids=(1, 2)), seed=9))
+    sampling = sent.get("sampling_params", sent)
+    assert (sampling["top_p"], sampling["top_k"], sampling["min_p"], sampling["repetition_penalty"]) == (1, 0, 0, 1)
+    assert sampling["max_tokens"] == 7
+    assert sampling["ignore_eos"] is True
+    assert sampling["stop_token_ids"] == [1, 2]
+    assert sampling["seed"] == 9
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        {"choices": []},
+        {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": None}]},
+        {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": {"content": [{"logprob": 0.0}]}}]},
+    ],
+)
+def test_replies_that_are_none(reply):
+    with pytest.raises(ReplyError):
+        completion(GENERATE, reply)
+
+
+def test_server_errors_are_retried_and_counted(fake, client):
+    fake.fail_next = [500, 429, 500]
+    assert len(drawn(client, [Request(PROMPT, SamplingParams(1))])) == 1
+    assert client.take_counts() == {"requests": 4, "retries": 3, "server_losses": 0}
+    assert client.take_counts() == {"requests": 0, "retries": 0, "server_losses": 0}
+
+
+def test_retries_are_bounded(fake, client):
+    fake.fail_next = [500] * 50
+    with pytest.raises(RuntimeError, match=r"failed 6 times; the last: .* answered 500: told to fail with 500"):
+        drawn(client, [Request(PROMPT, SamplingParams(1))])
+
+
+def test_a_refusal_is_not_retried(fake, client):
+    fake.fail_next = [400]
+    with pytest.raises(ServerRefusedError, match="answered 400"):
+        drawn(client, [Request(PROMPT, SamplingParams(1))])
+    assert client.take_counts()["requests"] == 1
+
+
+def test_aborted_responses_are_drawn_again(fake, client):
+    fake.finish = "abort"
+    with pytest.raises(RuntimeError, match="ended a response with 'abort'"):
+        drawn(client, [Request(PROMPT, SamplingParams(1))])
+
+
+def test_a_thousand_responses_land_as_they_come(fake, client):
+    """1,024 responses of 8,192 tokens' worth of requests: none times out, at most max_outstanding at once."""
+    fake.delay_s = 0.2
+    requests = [Request(np.array([i % 64], np.int32), SamplingParams(8)) for i in range(1024)]
+    began = time.monotonic()
+    first = None
+    landed = set()
+    for item in client.stream(requests):
+        if item is not None:
+            first = first or time.monotonic() - began
+            landed.add(item[0])
+            assert item[1].token_ids[0] == item[0] % 64
+    assert landed == set(range(1024))
+    assert first < 0.8 * (time.monotonic() - began)
+    assert 256 < fake.most_running <= 512
+
+
+def test_the_idler_server_draws_more():
+    slow, fast = FakeVllm(), FakeVllm()
+    slow.delay_s, fast.delay_s = 0.2, 0.02
+    client = VllmClient([slow.url, fast.url], ClientLimits(max_outstanding=4))
+    try:
+        for fake in (slow, fast):
+            client.open(fake.url, "")
+        drawn(client, [Request(PROMPT, SamplingParams(1)) for _ in range(80)])
+    finally:
+        client.close()
+        slow.stop()
+        fast.stop()
+    assert fast.seen[GENERATE] > 3 * slow.seen[GENERATE] > 0
+    assert max(fast.most_running, slow.most_running) <= 4
+
+
+def test_a_lost_servers_work_goes_to_the_others():
+    good, bad = FakeVllm(), FakeVllm()
+    client = VllmClient([good.url, bad.url], FAST)
+    try:
+        for fake in (good, bad):
+            client.open(fake.url, "")
+        bad.stop()
+        assert len(drawn(client, [Request(PROMPT, SamplingParams(1)) for _ in range(20)])) == 20
+        assert list(client.lost()) == [bad.url]
+        assert client.opened() == [good.url]
+    finally:
+        client.close()
+        good.stop()
+
+
+def test_replies_of_other_weights_are_not_handed_on(fake):
+    client = VllmClient([fake.url], FAST)
+    try:
+        client.open(fake.url, "run.")
+        stream = client.stream([Request(PROMPT, SamplingParams(1))])
+        assert next(stream) is None
+        assert "draws from weights 'default'" in client.lost()[fake.url]
+        fake.version = "run.1"
+        client.open(fake.url, "run.")
+        (item,) = [item for item in stream if item is not None]
+        assert item[1].spans == (("run.1", 0, 1),)
+    finally:
+        client.close()
+
+
+def test_held_back_until_opened(fake):
+    client = VllmClient([fake.url], FAST)
+    try:
+        stream = client.stream([Request(PROMPT, SamplingParams(1))])
+        assert next(stream) is None
+        assert fake.seen[GENERATE] == 0
+        client.open(fake.url, "")
+        assert [item for item in stream if item is not None]
+    finally:
+        client.close()
+
+
+def test_control_plane_errors(fake, client):
+    fake.routes.discard("/weight_info")
+    with pytest.raises(ServerRefusedError, match="answered 404") as refused:
+        client.call(fake.url, "GET", "/weight_info")
+    assert refused.value.status == 404
+    fake.stop()
+    with pytest.raises(ServerGoneError):
+        client.call(fake.url, "GET", "/weight_info")
+    assert not client.answers(fake.url)
+
+
+def test_urls_must_be_distinct():
+    with pytest.raises(ValueError, match="distinct"):
+        VllmClient(["http://a:1", "http://a:1"])
+    with pytest.raises(ValueError, match="at least one"):
+        VllmClient([])

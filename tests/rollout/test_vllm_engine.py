@@ -1,0 +1,286 @@
+"""The engine's order of things, against stand-in servers whose log-probability is always -1."""
+
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+from vllm_fake import SHAPE, FakeVllm
+
+from rljax.errors import HandshakeError, StoppedWaitingError, VerificationError
+from rljax.rollout.served.client import ClientLimits
+from rljax.rollout.served.engine import VllmConfig, VllmEngine
+from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.rollout.vllm.handshake import Expectation
+from rljax.rollout.vllm.wire import COMPLETIONS
+
+PROMPTS = [np.array([1, 2], np.int32), np.array([9], np.int32)]
+PARAMS = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
+
+
+@pytest.fixture
+def fake():
+    server = FakeVllm()
+    yield server
+    server.stop()
+
+
+def make(
+    *urls,
+    score_shift=lambda: 0.0,
+    tmp_path=None,
+    tensors=dict.items,
+    dtype="float32",
+    should_stop=lambda: False,
+    **config,
+):
+    def score(params, sequences):
+        return [np.full(len(s), -1.0 + score_shift(), np.float32) for s in sequences]
+
+    config = {"server_wait_s": 10.0, "limits": ClientLimits(backoff_s=0.01, max_backoff_s=0.02), **config}
+    return VllmEngine(
+        urls,
+        Expectation(dtype, SHAPE, 100),
+        tensors=tensors,
+        score=score,
+        config=VllmConfig(transfer_dir=None if tmp_path is None else str(tmp_path), **config),
+        should_stop=should_stop,
+    )
+
+
+def test_publish_keeps_its_order(fake):
+    """Probes are cached before the pause; nothing is drawn between pause and resume; verification comes last."""
+    engine = make(fake.url)
+    try:
+        fake.events.clear()
+        engine.publish(PARAMS, 4)
+        order = [event for i, event in enumerate(fake.events) if i == 0 or event != fake.events[i - 1]]
+        update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+        assert order == ["draw", "/pause", *update, "/reset_prefix_cache", "/resume", "draw"]
+        assert fake.version == engine._files.tag(4)
+        responses = list(engine.generate(PROMPTS, 3, SamplingParams(5), seed=0))
+        assert sorted((r.prompt_index, r.sample_index) for r in responses) == [
+            (i, j) for i in range(2) for j in range(3)
+        ]
+        assert all(r.versions == (VersionSpan(4, 0, 5),) for r in responses)
+    finally:
+        engine.close()
+
+
+def test_nothing_is_drawn_before_a_publish(fake):
+    engine = make(fake.url)
+    try:
+        with pytest.raises(RuntimeError, match="publish first"):
+            engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)
+    finally:
+        engine.close()
+        engine.close()
+
+
+def test_out_of_band_stops_and_stays_stopped(fake):
+    shift = [0.0]
+    engine = make(fake.url, score_shift=lambda: shift[0])
+    try:
+        engine.publish(PARAMS, 0)
+        shift[0] = 0.01
+        with pytest.raises(VerificationError, match=r"is 0\.01 nats .* the band for float32 is 1e-05"):
+            engine.publish(PARAMS, 1)
+        with pytest.raises(RuntimeError, match="publish first"):
+            engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)
+    finally:
+        engine.close()
+
+
+def test_a_server_restarted_between_rollouts_is_brought_up_first(fake, caplog):
+    engine = make(fake.url)
+    try:
+        engine.publish(PARAMS, 2)
+        port = fake.port
+        fake.stop()
+        again = FakeVllm(port)
+        responses = list(engine.generate(PROMPTS, 2, SamplingParams(3), seed=0))
+        metrics = engine.take_metrics()
+    finally:
+        engine.close()
+        again.stop()
+    assert all(r.versions == (VersionSpan(2, 0, 3),) for r in responses)
+    assert metrics["rollout/servers_brought_back"] == 1
+    assert again.version == engine._files.tag(2)
+    assert "is back with policy version 2, verified" in caplog.text
+
+
+def test_a_server_gone_at_publish_is_waited_for(fake, caplog):
+    caplog.set_level(logging.WARNING)
+    engine = make(fake.url)
+    started = []
+    try:
+        engine.publish(PARAMS, 0)
+        port = fake.port
+        fake.stop()
+        timer = threading.Timer(1.5, lambda: started.append(FakeVllm(port)))
+        timer.start()
+        engine.publish(PARAMS, 1)
+        timer.join()
+        assert started[0].version == engine._files.tag(1)
+    finally:
+        engine.close()
+        started[0].stop()
+    assert "waiting for a vLLM server, 0 s of at most 10 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda engine: list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)),
+        lambda engine: engine.publish(PARAMS, 1),
+    ],
+    ids=["generate", "publish"],
+)
+def test_a_request_to_stop_ends_the_wait(fake, act):
+    asked = threading.Event()
+    engine = make(fake.url, server_wait_s=60.0, should_stop=asked.is_set)
+    try:
+        engine.publish(PARAMS, 0)
+        fake.stop()
+        timer = threading.Timer(1.0, asked.set)
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(StoppedWaitingError, match="asked to stop, and no vLLM server answers"):
+            act(engine)
+        assert 0.9 < time.monotonic() - began < 8
+    finally:
+        timer.cancel()
+        engine.close()
+
+
+def test_a_server_that_stays_away_ends_the_run(fake):
+    engine = make(fake.url, server_wait_s=1.0)
+    try:
+        engine.publish(PARAMS, 0)
+        fake.stop()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="no vLLM server came back within 1 s"):
+            list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
+        assert time.monotonic() - began < 8
+    finally:
+        engine.close()
+
+
+def test_a_server_that_came_back_as_another_is_refused(fake):
+    engine = make(fake.url)
+    again = None
+    try:
+        engine.publish(PARAMS, 0)
+        port = fake.port
+        fake.stop()
+        again = FakeVllm(port)
+        again.dtype = "bfloat16"
+        with pytest.raises(RuntimeError, match=r"does not fit any more: .* the dtype is bfloat16, expected float32"):
+            list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
+    finally:
+        engine.close()
+        again.stop()
+
+
+def test_a_broken_connection_alone_needs_no_update(fake):
+    """A server that kept its weights is verified and opened again, not updated."""
+    engine = make(fake.url)
+    try:
+        engine.publish(PARAMS, 0)
+        engine._client.lose(fake.url, "a reset connection")
+        assert len(list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))) == 2
+        assert fake.seen["/update_weights"] == 1
+    finally:
+        engine.close()
+
+
+def test_two_servers_are_both_published_to_and_used(fake):
+    other = FakeVllm()
+    engine = make(fake.url, other.url)
+    try:
+        engine.publish(PARAMS, 0)
+        list(engine.generate(PROMPTS, 20, SamplingParams(2), seed=0))
+        assert fake.version == other.version == engine._files.tag(0)
+        assert fake.seen["/update_weights"] == other.seen["/update_weights"] == 1
+    finally:
+        engine.close()
+        other.stop()
+
+
+def test_older_servers_are_served_by_the_fallback(fake):
+    fake.routes -= {"/inference/v1/generate", "/weight_info"}
+    engine = make(fake.url)
+    try:
+        engine.publish(PARAMS, 6)
+        responses = list(engine.generate(PROMPTS, 1, SamplingParams(2), seed=0))
+        assert fake.seen[COMPLETIONS] > 0
+        assert all(r.versions == (VersionSpan(6, 0, 2),) for r in responses)
+    finally:
+        engine.close()
+
+
+def test_seeds_differ_by_place_and_repeat_by_call(fake):
+    seeds = []
+    answer = fake.answer
+
+    def record(method, path, body):
+        if path.endswith("/generate"):
+            seeds.append(body["sampling_params"]["seed"])
+        return answer(method, path, body)
+
+    engine = make(fake.url)
+    try:
+        engine.publish(PARAMS, 0)
+        fake.answer = record
+        list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=5))
+        list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=5))
+        list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=6))
+    finally:
+        engine.close()
+    assert sorted(seeds[:8]) == sorted(seeds[8:16])
+    assert len(set(seeds)) == 16
+
+
+def test_wrong_dtypes(fake):
+    engine = make(fake.url, tensors=lambda params: [("a", np.ones(2, np.float16))])
+    try:
+        with pytest.raises(ValueError, match="published tensors are float16, the rollout dtype is float32"):
+            engine.publish(PARAMS, 0)
+    finally:
+        engine.close()
+    with pytest.raises(HandshakeError, match="the dtype is float32, expected float16"):
+        make(fake.url, dtype="float16")
+
+
+def test_servers_without_what_is_needed(fake):
+    fake.refuse = {"/collective_rpc": 500}
+    with pytest.raises(HandshakeError, match="rljax's plugin is not in this server"):
+        make(fake.url)
+    fake.refuse = {"/is_paused": 404}
+    with pytest.raises(HandshakeError, match="start the server with VLLM_SERVER_DEV_MODE=1"):
+        make(fake.url)
+    fake.refuse = {"/init_weight_transfer_engine": 500}
+    with pytest.raises(HandshakeError, match="set transfer_dir to one that both see"):
+        make(fake.url)
+    fake.refuse = {}
+    fake.routes.clear()
+    with pytest.raises(HandshakeError, match="neither /inference/v1/generate nor /v1/completions"):
+        make(fake.url)
+
+
+def test_an_update_that_the_server_refuses_ends_the_run(fake):
+    engine = make(fake.url)
+    try:
+        fake.refuse = {"/update_weights": 500}
+        with pytest.raises(RuntimeError, match="/update_weights answered 500: no such thing"):
+            engine.publish(PARAMS, 0)
+        assert "/resume" not in fake.events
+    finally:
+        engine.close()
+
+
+def test_a_failed_start_leaves_no_directory(fake, tmp_path):
+    with pytest.raises(HandshakeError):
+        make(fake.url, dtype="float16", tmp_path=tmp_path)
+    assert list(tmp_path.iterdir()) == []

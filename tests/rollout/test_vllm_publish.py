@@ -1,0 +1,87 @@
+"""Weight files: what is written, what is kept, what is cleaned."""
+
+import json
+import os
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from rljax.rollout.weights.files import WeightFiles
+
+
+@pytest.fixture
+def files(tmp_path):
+    made = WeightFiles(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_tensors_come_back_bit_for_bit(files, dtype):
+    tensors = {"x.weight": np.linspace(-3, 3, 40).reshape(8, 5).astype(dtype), "y": np.ones(3, dtype)}
+    version = files.write(tensors.items(), 3)
+    manifest = json.loads((version.path / "manifest.json").read_text())
+    assert manifest["tag"] == version.tag == files.tag(3)
+    assert files.policy_version(version.tag) == 3
+    read = {}
+    for file in manifest["files"]:
+        read.update(load_file(version.path / file))
+    assert list(read) == list(tensors)
+    for name, array in tensors.items():
+        assert read[name].tobytes() == array.tobytes()
+        assert read[name].shape == array.shape
+    assert version.dtype == np.dtype(dtype).name
+    assert version.num_bytes == 43 * np.dtype(dtype).itemsize
+
+
+def test_every_version_has_a_new_path_and_one_is_kept(files):
+    tensors = {"x": np.zeros(4, np.float32)}
+    versions = [files.write(tensors.items(), number) for number in (0, 1, 1)]
+    assert len({v.path for v in versions}) == 3
+    files.keep_only(versions[2])
+    assert [p for p in files.root.iterdir() if p.is_dir()] == [versions[2].path]
+
+
+def test_changed_fraction(files):
+    large, small = np.zeros(1_000_000, np.float32), np.zeros(10, np.float32)
+    assert np.isnan(files.write({"l": large, "s": small}.items(), 0).changed_fraction)
+    assert files.write({"l": large, "s": small}.items(), 1).changed_fraction == 0.0
+    large[:500_000] = 1.0
+    assert files.write({"l": large, "s": small}.items(), 2).changed_fraction == pytest.approx(0.5, abs=1e-3)
+    assert files.write({"s": small + 1}.items(), 3).changed_fraction == 1.0
+
+
+def test_one_dtype(files):
+    with pytest.raises(ValueError, match=r"one dtype, got \['float16', 'float32'\]"):
+        files.write([("a", np.ones(1, np.float16)), ("b", np.ones(1, np.float32))], 0)
+    with pytest.raises(ValueError, match="no tensors"):
+        files.write([], 0)
+
+
+def test_values_that_are_not_finite(files):
+    with pytest.raises(RuntimeError, match="tensor 'x' holds values that are not finite"):
+        files.write([("x", np.array([1.0, np.nan], np.float16))], 0)
+
+
+def test_directories_of_the_dead_are_removed_and_those_of_the_living_kept(tmp_path):
+    living, dead = WeightFiles(tmp_path), WeightFiles(tmp_path)
+    dead._lock.close()
+    long_ago = time.time() - 3600
+    for files in (living, dead):
+        os.utime(files.root / "owner.lock", (long_ago, long_ago))
+    newcomer = WeightFiles(tmp_path)
+    assert living.root.exists()
+    assert not dead.root.exists()
+    for files in (living, newcomer):
+        files.close()
+        files.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match="cannot write weights under"):
+        WeightFiles(tmp_path / "file")

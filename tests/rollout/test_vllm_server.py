@@ -1,0 +1,135 @@
+"""Processes: a server's group ends with it, whatever ends it. The interpreter here is a script in vLLM's place."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from rljax.errors import ServerFailedError
+from rljax.rollout.vllm.server import ServerConfig, VllmServer, command, serving, start, vllm_python
+
+HEALTHY = """
+    import http.server, subprocess, sys
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("helper", child.pid, flush=True)
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        def log_message(self, *args):
+            pass
+    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a stand-in interpreter that runs the given Python text."""
+
+    def make(text: str) -> str:
+        program = tmp_path / "program.py"
+        program.write_text(textwrap.dedent(text))
+        path = tmp_path / "python"
+        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+def gone(pid: int, within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z"):
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def helper_of(log: Path) -> int:
+    return int(log.read_text().split("helper ")[1].split()[0])
+
+
+def test_stop_ends_the_whole_group(script, tmp_path):
+    log = tmp_path / "log"
+    with serving(ServerConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30) as server:
+        assert server.healthy()
+        helper = helper_of(log)
+        assert not gone(helper, 0.2)
+    assert gone(helper)
+    assert not server.alive()
+    server.stop()
+
+
+def test_kill_ends_it_at_once(script, tmp_path):
+    log = tmp_path / "log"
+    server = start(ServerConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30)
+    helper = helper_of(log)
+    server.kill()
+    assert gone(helper)
+    assert not server.healthy()
+
+
+def test_a_server_that_ends_shows_its_log(script, tmp_path):
+    text = "import sys; print('CUDA is on fire'); sys.exit(3)"
+    with pytest.raises(ServerFailedError, match=r"ended after(.|\n)*CUDA is on fire(.|\n)*status 3"):
+        start(ServerConfig("m", python=script(text), log_path=tmp_path / "log"), timeout_s=30)
+
+
+def test_the_wait_is_bounded(script, tmp_path):
+    log = tmp_path / "log"
+    text = "import os, time; print('helper', os.getpid(), flush=True); time.sleep(600)"
+    with pytest.raises(ServerFailedError, match="did not become healthy within 2 s"):
+        start(ServerConfig("m", python=script(text), log_path=log), timeout_s=2)
+    assert gone(helper_of(log))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path, number):
+    log = tmp_path / "log"
+    arguments = ["m", "--python", script(HEALTHY), "--log", str(log), "--timeout", "30"]
+    caller = subprocess.Popen(
+        [sys.executable, "-m", "rljax.rollout.vllm.server", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert caller.stdout.readline().startswith("http://127.0.0.1:")
+    helper = helper_of(log)
+    os.kill(caller.pid, number)
+    caller.wait()
+    assert gone(helper, 25)
+
+
+def test_command_line():
+    config = ServerConfig("m", dtype="float16", max_model_len=99, extra_args=("--x",))
+    args = command(config, 7, gpu=False)
+    assert args[args.index("--dtype") + 1] == "float16"
+    assert args[args.index("--host") + 1] == "127.0.0.1"
+    assert args[args.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert "--enforce-eager" in args
+    assert args[-1] == "--x"
+    assert "--enforce-eager" not in command(config, 7, gpu=True)
+
+
+def test_what_makes_no_sense_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        ServerConfig("m", dtype="int8")
+    with pytest.raises(ValueError, match="port must be in"):
+        ServerConfig("m", port=70000)
+    with pytest.raises(RuntimeError, match="no vLLM environment"):
+        vllm_python(tmp_path)
+
+
+def test_log_tail(script, tmp_path):
+    server = VllmServer(ServerConfig("m", python=script("print(*range(100), sep='\\n')"), log_path=tmp_path / "log"))
+    while server.alive():
+        time.sleep(0.05)
+    assert server.log_tail(3).splitlines()[:2] == ["98", "99"]

@@ -1,0 +1,78 @@
+"""The band: measured at the start, between a floor and a hard ceiling."""
+
+import numpy as np
+import pytest
+
+from rljax.errors import VerificationError
+from rljax.rollout.served.verify import Verifier, VerifyConfig, probe_length
+from rljax.rollout.vllm.wire import Completion
+
+
+class Server:
+    """A client of one server whose log-probabilities are off by ``gap``."""
+
+    def __init__(self, gap: float) -> None:
+        self.gap = gap
+        self.prompts: list[np.ndarray] = []
+
+    def sample(self, url, requests):
+        self.prompts += [request.prompt for request in requests]
+        counts = [request.sampling.max_response_tokens for request in requests]
+        return [
+            Completion(np.zeros(n, np.int32), np.full(n, -2.0 - self.gap, np.float32), "length", None) for n in counts
+        ]
+
+
+def verifier(dtype="float32", **config) -> Verifier:
+    def score(params, sequences):
+        return [np.full(len(s), -2.0, np.float32) for s in sequences]
+
+    return Verifier(VerifyConfig(**config), score, dtype=dtype, vocab_size=50, block_size=128)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "band"),
+    [
+        ("float32", 1e-7, 1e-5),  # the floor
+        ("float32", 1e-4, 4e-4),  # four times what was measured
+        ("float32", 9e-4, 1e-3),  # the ceiling
+        ("float16", 1e-3, 4e-3),
+        ("bfloat16", 1e-2, 4e-2),
+    ],
+)
+def test_band(dtype, gap, band):
+    made = verifier(dtype)
+    made.check(Server(gap), "url", None)
+    assert made.band == pytest.approx(band, rel=1e-2)
+    assert made.check(Server(0.9 * band), "url", None).mean == pytest.approx(0.9 * band, rel=1e-2)
+    with pytest.raises(VerificationError, match=f"the band for {dtype} is"):
+        made.check(Server(1.1 * band), "url", None)
+
+
+@pytest.mark.parametrize("gap", [1.1e-3, np.nan, np.inf])
+def test_calibration_refuses_more_than_the_ceiling(gap):
+    made = verifier()
+    with pytest.raises(VerificationError, match=r"the ceiling for float32 is 0\.001"):
+        made.check(Server(gap), "url", None)
+    assert made.band is None
+
+
+def test_not_a_number_is_out_of_band():
+    made = verifier()
+    made.check(Server(0.0), "url", None)
+    with pytest.raises(VerificationError):
+        made.check(Server(np.nan), "url", None)
+
+
+def test_probes_are_longer_than_two_blocks_and_always_the_same():
+    assert probe_length(128) > 256
+    first, second = Server(0.0), Server(0.0)
+    verifier().warm(first, "url")
+    verifier().warm(second, "url")
+    assert all(len(p) == probe_length(128) and p.max() < 50 for p in first.prompts)
+    assert all(np.array_equal(a, b) for a, b in zip(first.prompts, second.prompts, strict=True))
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        VerifyConfig(prompts=0)

@@ -1,0 +1,70 @@
+"""The best checkpoint is kept beside the newest ones, also over a run that is taken up again from an earlier step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from rljax.run.checkpoint import ACCURACY, BEST, Checkpointer
+
+
+def state(step):
+    return {"x": jnp.full((3,), float(step))}
+
+
+def best_of(run):
+    kept = Checkpointer(run / BEST, read_only=True)
+    (step,) = kept.all_steps()
+    restored, host = kept.restore(step, jax.eval_shape(lambda: state(0)))
+    kept.close()
+    np.testing.assert_array_equal(restored["x"], np.full(3, float(step), np.float32))
+    return step, host[ACCURACY]
+
+
+def test_the_best_step_is_kept_and_ties_keep_the_first(tmp_path):
+    checkpointer = Checkpointer(tmp_path / "checkpoints", keep=1)
+    saved = []
+    for step, accuracy in enumerate([0.2, 0.5, 0.4, 0.5], 1):
+        checkpointer.save(step, state(step), {})
+        saved.append(checkpointer.save_best(step, accuracy, state(step), {"step": step}))
+    checkpointer.close()
+    assert saved == [True, True, False, False]
+    assert best_of(tmp_path) == (2, 0.5)
+    assert Checkpointer(tmp_path / "checkpoints", read_only=True).all_steps() == [4]
+
+
+@pytest.mark.parametrize(("again", "expected"), [(0.5, (4, 0.5)), (0.6, (2, 0.6))])
+def test_a_run_taken_up_from_before_its_best_step(tmp_path, again, expected):
+    checkpointer = Checkpointer(tmp_path / "checkpoints", keep=1)
+    checkpointer.save_best(4, 0.5, state(4), {})
+    checkpointer.close()
+    resumed = Checkpointer(tmp_path / "checkpoints", keep=1)
+    resumed.save_best(2, again, state(2), {})
+    resumed.save_best(3, 0.1, state(3), {})
+    # The step of the best again, with the same accuracy as an exact repetition gives.
+    resumed.save_best(4, 0.5, state(4), {})
+    resumed.close()
+    assert best_of(tmp_path) == expected
+
+
+def test_a_save_that_was_cut_short_is_cleared_away_before_the_next(tmp_path):
+    directory = tmp_path / "checkpoints"
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, state(1), {})
+    checkpointer.close()
+    cut_short = directory / f"2{ocp.utils.TMP_DIR_SUFFIX}-1700000000"
+    (cut_short / "state").mkdir(parents=True)
+    Checkpointer(directory, read_only=True).close()
+    assert cut_short.exists()
+    checkpointer = Checkpointer(directory)
+    assert checkpointer.all_steps() == [1]
+    assert not cut_short.exists()
+    checkpointer.close()
+
+
+def test_nothing_is_made_when_no_best_is_asked_for(tmp_path):
+    checkpointer = Checkpointer(tmp_path / "checkpoints")
+    checkpointer.save(1, state(1), {})
+    checkpointer.close()
+    assert not (tmp_path / BEST).exists()

@@ -1,0 +1,197 @@
+"""avg@n and pass@k by hand, whatever order responses land in; and what may be asked for."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from rljax.data.toy import AdditionProblems, build_tokenizer
+from rljax.errors import ConfigError
+from rljax.evaluate import Arguments, find_policy, in_batches, write_responses
+from rljax.rewards.pool import RewardPool
+from rljax.rollout.types import Response, SamplingParams
+from rljax.run.config import Config, EvalConfig
+from rljax.run.config_file import load_config
+from rljax.run.evaluation import Evaluation, Scored, mean_accuracy, pass_at_k, score_responses, summarize_scores
+
+SAMPLING = SamplingParams(8, 1.0)
+PROBLEMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}]
+# Of the first problem two of three are right, one of them cut off; of the second none.
+DRAWN = {(0, 0): "2", (0, 1): "3", (0, 2): "2", (1, 0): "4", (1, 1): "44", (1, 2): "444"}
+CUT = {(0, 2)}
+
+
+class ScriptedEngine:
+    """Yields the responses above in a given order."""
+
+    def __init__(self, tokenizer, order):
+        self.tokenizer, self.order, self.asked = tokenizer, order, []
+
+    def generate(self, prompts, n, sampling, *, seed):
+        self.asked.append(([self.tokenizer.decode(p) for p in prompts], n, sampling, seed))
+        for i, j in self.order:
+            ids = self.tokenizer.encode(DRAWN[i, j])
+            yield Response(i, j, ids, np.zeros(len(ids), np.float32), (i, j) in CUT, ())
+
+
+@pytest.fixture
+def tokenizer():
+    return build_tokenizer()
+
+
+def scored(rewards):
+    return [
+        Scored(i, j, "", reward, 4 * i + j + 1, j == 2) for i, row in enumerate(rewards) for j, reward in enumerate(row)
+    ]
+
+
+def test_scores_by_hand():
+    responses = scored([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
+    result = summarize_scores(responses, n=4, pass_k=(1, 2, 4))
+    by_sample = sorted(responses, key=lambda one: one.sample_index)
+    assert summarize_scores(by_sample, n=4, pass_k=(1, 2, 4)) == result
+    assert result == {
+        "accuracy": 0.5,
+        "response_length": 6.5,
+        "truncated_fraction": 0.25,
+        "pass@1": pytest.approx(0.5),
+        # 2 of 4 solved: one of six pairs has none, so 5/6.
+        "pass@2": pytest.approx((5 / 6 + 0 + 1) / 3),
+        "pass@4": pytest.approx(2 / 3),
+    }
+
+
+def test_a_partial_reward_counts_in_the_mean_and_solves_above_a_half():
+    result = summarize_scores(scored([[0.5, 0.6], [-1.0, 0.1]]), n=2, pass_k=(1, 2))
+    assert result["accuracy"] == pytest.approx(0.05)
+    assert result["pass@1"] == pytest.approx(0.25)
+    assert result["pass@2"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("n", [1, 4, 7])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k(n):
+    for solved, k in itertools.product(range(n + 1), range(1, n + 1)):
+        outcomes = [1] * solved + [0] * (n - solved)
+        choices = [max(choice) for choice in itertools.combinations(outcomes, k)]
+        assert pass_at_k(n, solved, k) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "solved", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1)])
+def test_pass_at_k_of_impossible_numbers_is_refused(n, solved, k):
+    with pytest.raises(ValueError, match="pass@k needs 1 <= k <= n"):
+        pass_at_k(n, solved, k)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_order_of_landing_changes_nothing(seed, workers, tokenizer):
+    order = [list(DRAWN)[i] for i in np.random.default_rng(seed).permutation(len(DRAWN))]
+    engine = ScriptedEngine(tokenizer, order)
+    with RewardPool("addition", workers) as pool:
+        drawn = list(score_responses(engine, tokenizer, PROBLEMS, pool, SAMPLING, n=3, seed=5))
+    assert engine.asked == [(["1+1=", "2+3="], 3, SAMPLING, 5)]
+    assert {(one.problem_index, one.sample_index): one.text for one in drawn} == DRAWN
+    result = summarize_scores(drawn, n=3, pass_k=(2,))
+    assert result == {
+        "accuracy": 1 / 6,
+        "response_length": 9 / 6,
+        "truncated_fraction": 1 / 6,
+        "pass@2": pytest.approx(1 / 3),
+    }
+
+
+def test_an_evaluation_names_its_datasets_and_counts_its_own_errors(tokenizer):
+    engine = ScriptedEngine(tokenizer, list(DRAWN))
+
+    def breaks(problem, response, truncated):
+        if response == "44":
+            raise ValueError("no")
+        return float(problem["answer"] == response)
+
+    with RewardPool(breaks, 0) as pool:
+        pool.submit(PROBLEMS[0], "44", False)
+        pool.take_metrics()
+        evaluate = Evaluation(engine, tokenizer, {"a": PROBLEMS, "b": PROBLEMS}, pool, SAMPLING, 3, (1,), seed=9)
+        row = evaluate()
+        assert pool.take_metrics()["reward/errors"] == 0
+        assert evaluate() == row
+    assert {asked[3] for asked in engine.asked} == {9}
+    assert row["eval/a/reward_errors"] == row["eval/b/reward_errors"] == 1
+    assert row["eval/a/accuracy"] == row["eval/b/accuracy"] == pytest.approx(1 / 3)
+    assert row["eval/b/pass@1"] == pytest.approx(1 / 3)
+    assert set(row) == {
+        f"eval/{name}/{key}"
+        for name in "ab"
+        for key in ("accuracy", "pass@1", "response_length", "truncated_fraction", "reward_errors")
+    }
+
+
+def test_the_mean_accuracy_is_over_datasets_and_leaves_the_start_out():
+    row = {"eval/a/accuracy": 0.25, "eval/b/accuracy": 0.75, "eval/a/accuracy_at_start": 0.9, "eval/a/pass@1": 1.0}
+    assert mean_accuracy(row) == 0.5
+    assert mean_accuracy({"eval/a/accuracy_at_start": 0.9, "reward/mean": 1.0}) is None
+
+
+@pytest.mark.parametrize("kind", [EvalConfig, Arguments])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"n": 0}, "n must be at least 1, got 0"),
+        ({"n": 4}, "temperature = 0 draws the same response each time, but n = 4"),
+        ({"n": 4, "temperature": 1.0, "pass_k": (1, 5)}, r"pass_k = \[1, 5\] must be from 1 to n = 4"),
+        ({"pass_k": (0,)}, r"pass_k = \[0\] must be from 1 to n = 1"),
+        ({"temperature": -0.5}, "temperature must be finite and not negative, got -0.5"),
+    ],
+)
+def test_draws_that_make_no_sense_are_refused(kind, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**wrong)
+
+
+def test_the_run_asks_its_engine_for_the_longer_of_both_responses():
+    arguments = ["--data.max-prompt-tokens", "10", "--rollout.max-response-tokens", "20"]
+    assert load_config(Config, arguments, prog="", description="").max_engine_tokens == 30
+    longer = [*arguments, "--eval.max-response-tokens", "50"]
+    config = load_config(Config, longer, prog="", description="")
+    assert (config.max_engine_tokens, config.max_sequence_tokens) == (60, 30)
+
+
+def test_lists_are_read_from_the_command_line():
+    words = "--eval.n 8 --eval.temperature 0.6 --eval.pass-k 1 4 8 --eval.datasets a.parquet b=c.jsonl"
+    config = load_config(Config, words.split(), prog="", description="").eval
+    assert (config.pass_k, config.datasets) == ((1, 4, 8), ("a.parquet", "b=c.jsonl"))
+    with pytest.raises(ConfigError, match=r"eval\.n must be at least 1"):
+        load_config(Config, ["--eval.n", "0"], prog="", description="")
+
+
+def test_a_policy_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="no model at"):
+        find_policy(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"nowhere is not a run directory: it has no config\.yaml"):
+        find_policy(tmp_path / "nowhere", best=True)
+    (tmp_path / "config.yaml").write_text("run:\n  steps: 3\n")
+    with pytest.raises(ValueError, match="has no checkpoints"):
+        find_policy(tmp_path)
+    with pytest.raises(ValueError, match=r"has no best checkpoint; was it run with checkpoint\.keep_best"):
+        find_policy(tmp_path, best=True)
+
+
+def test_every_response_is_written_in_order(tmp_path):
+    responses = scored([[1, 0], [0, 1]])
+    write_responses(tmp_path / "new" / "out.jsonl", PROBLEMS, responses[::-1])
+    lines = [json.loads(line) for line in (tmp_path / "new" / "out.jsonl").read_text().splitlines()]
+    assert [(line["problem"], line["sample"], line["reward"]) for line in lines] == [
+        (0, 0, 1),
+        (0, 1, 0),
+        (1, 0, 0),
+        (1, 1, 1),
+    ]
+    assert lines[2]["prompt"] == "2+3="
+    assert lines[2]["answer"] == "5"
+
+
+def test_batches_cover_the_problems_in_order():
+    problems = AdditionProblems("held", 5)
+    assert [(start, len(part)) for start, part in in_batches(problems, 2)] == [(0, 2), (2, 2), (4, 1)]
+    assert [problem for _, part in in_batches(problems, 2) for problem in part] == list(problems)

@@ -1,0 +1,78 @@
+"""A step's rewards stand where their responses do, whatever lands first and whatever is scored first."""
+
+import dataclasses
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rljax.data.prompts import PromptStream
+from rljax.data.toy import build_tokenizer
+from rljax.rewards.pool import RewardPool
+from rljax.rollout.types import Response, VersionSpan
+from rljax.run.config import Config
+from rljax.run.loop import roll_out
+
+# The longer the response, the sooner it is scored.
+REWARD = """
+import time
+
+def reward(problem, response, truncated):
+    time.sleep(0.05 / len(response))
+    return float(problem["answer"]) * len(response)
+"""
+PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(1, 5)]
+
+
+class Landing:
+    """An engine whose response j to any prompt has j + 1 tokens; they land in the order of a seed."""
+
+    def __init__(self, seed, missing=0):
+        self.seed, self.missing, self.prompts = seed, missing, None
+
+    def generate(self, prompts, n, sampling, *, seed):
+        self.prompts = prompts
+        places = [(i, j) for i in range(len(prompts)) for j in range(n)]
+        for k in np.random.default_rng(self.seed).permutation(len(places))[self.missing :]:
+            i, j = places[k]
+            tokens = np.full(j + 1, 3, np.int32)
+            yield Response(i, j, tokens, np.zeros(j + 1, np.float32), False, (VersionSpan(0, 0, j + 1),))
+
+
+@pytest.fixture
+def pool(tmp_path, monkeypatch):
+    (tmp_path / "slow_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    with RewardPool("slow_reward:reward", 3) as made:
+        yield made
+    sys.modules.pop("slow_reward", None)
+
+
+def parts(engine, pool):
+    config = Config()
+    rollout = dataclasses.replace(config.rollout, group_size=3, max_response_tokens=8)
+    return SimpleNamespace(
+        config=dataclasses.replace(config, rollout=rollout),
+        stop_token_ids=(14,),
+        stream=PromptStream(PROBLEMS, 4, seed=0),
+        tokenizer=build_tokenizer(),
+        engine=engine,
+        rewards=pool,
+    )
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rewards_stand_where_their_responses_do(seed, pool):
+    engine = Landing(seed)
+    rollouts = roll_out(parts(engine, pool), 1)
+    answers = [int(build_tokenizer().decode(prompt)[0]) for prompt in engine.prompts]
+    assert sorted(answers) == [1, 2, 3, 4]
+    np.testing.assert_array_equal(rollouts.rewards, np.outer(answers, [1, 2, 3]).astype(np.float32))
+    assert rollouts.rewards.dtype == np.float32
+    assert [[r.length for r in group] for group in rollouts.responses] == [[1, 2, 3]] * 4
+
+
+def test_a_response_that_never_lands_is_an_error(pool):
+    with pytest.raises(RuntimeError, match="the engine returned 11 responses, expected 12"):
+        roll_out(parts(Landing(0, missing=1), pool), 1)

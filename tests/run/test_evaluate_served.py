@@ -1,0 +1,78 @@
+"""Drawing from servers as they stand, against a stand-in server."""
+
+import numpy as np
+import pytest
+from vllm_fake import FakeVllm
+
+from rljax.rollout.served.client import ClientLimits
+from rljax.rollout.types import SamplingParams
+from rljax.rollout.vllm.served_model import ServedModel
+
+FAST = ClientLimits(backoff_s=0.01, max_backoff_s=0.02, connect_timeout_s=0.5)
+PROMPTS = [np.array([3, 4, 5], np.int32), np.array([9], np.int32)]
+
+
+@pytest.fixture
+def fakes():
+    servers = [FakeVllm(), FakeVllm()]
+    for server in servers:
+        server.model = server.root = "org/name"
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+def drawn(model, tokens=2, n=3):
+    return list(model.generate(PROMPTS, n, SamplingParams(tokens, 0.7), seed=1))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_responses_of_all_servers_come_back_to_their_prompts(fakes, old):
+    for fake in fakes:
+        fake.delay_s = 0.02
+        if old:
+            fake.routes.discard("/inference/v1/generate")
+    model = ServedModel([fake.url for fake in fakes], limits=FAST)
+    assert (model.model, model.max_model_len) == ("org/name", 128)
+    responses = drawn(model)
+    assert sorted((r.prompt_index, r.sample_index) for r in responses) == [(i, j) for i in range(2) for j in range(3)]
+    for response in responses:
+        assert response.token_ids.tolist() == ([5, 6] if response.prompt_index == 0 else [9, 10])
+        assert response.truncated
+    assert all("draw" in fake.events for fake in fakes)
+    assert model.take_metrics()["rollout/requests"] == 6
+    with pytest.raises(RuntimeError, match="weights cannot be published to a served model"):
+        model.publish({}, 1)
+    model.close()
+    model.close()
+
+
+def test_a_server_that_goes_away_loses_nothing(fakes):
+    model = ServedModel([fake.url for fake in fakes], limits=FAST)
+    fakes[0].stop()
+    assert len(drawn(model)) == 6
+    model.close()
+
+
+def test_no_server_left_ends_the_evaluation_in_bounded_time(fakes):
+    model = ServedModel([fakes[0].url], wait_s=0.5, limits=ClientLimits(backoff_s=0.01, max_attempts=50))
+    fakes[0].stop()
+    with pytest.raises(RuntimeError, match=r"no server answered for|failed 50 times"):
+        drawn(model)
+    model.close()
+
+
+def test_what_does_not_fit_is_refused_before_the_server_would_cut_it(fakes):
+    model = ServedModel([fakes[0].url], limits=FAST)
+    with pytest.raises(ValueError, match=r"prompt 0 has 3 tokens; with 126 of response it must have 1 to 2"):
+        drawn(model, tokens=126)
+    model.close()
+
+
+def test_servers_of_different_models_and_no_servers_are_named(fakes):
+    fakes[1].root = "another"
+    with pytest.raises(ValueError, match="the servers hold different models: org/name and another"):
+        ServedModel([fake.url for fake in fakes], limits=FAST)
+    fakes[0].stop()
+    with pytest.raises(ValueError, match="does not answer as a vLLM server does"):
+        ServedModel([fakes[0].url], limits=FAST)

@@ -1,0 +1,71 @@
+"""Rules on metrics: how they are read, when they warn, when they stop, and that a resume does not forget."""
+
+import math
+
+import pytest
+
+from rljax.run.guard import Guard, GuardConfig, parse_rule
+
+
+def rows(values, metric="mismatch/k3_kl"):
+    return [{"step": i, metric: value} for i, value in enumerate(values, 1)]
+
+
+def test_a_rule_is_read():
+    rule = parse_rule("mismatch/k3_kl > 1e-3 for 5")
+    assert (rule.metric, rule.above, rule.bound, rule.steps) == ("mismatch/k3_kl", True, 1e-3, 5)
+    rule = parse_rule("policy/entropy<0.1")
+    assert (rule.metric, rule.above, rule.bound, rule.steps) == ("policy/entropy", False, 0.1, 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "mismatch/k3_kl", "a > b", "a > 1 for 0", "a > 1 for", "a >= 1", "a > nan", "> 1"]
+)
+def test_what_is_no_rule_is_one_line(text):
+    with pytest.raises(ValueError, match="a guard reads 'METRIC > NUMBER'"):
+        GuardConfig(warn=(text,))
+    with pytest.raises(ValueError, match="a guard reads"):
+        GuardConfig(stop=(text,))
+
+
+def test_a_warning_comes_once_when_a_rule_begins_to_hold():
+    guard = Guard(GuardConfig(warn=("mismatch/k3_kl > 0.1 for 2",)))
+    seen = [guard.check(row) for row in rows([0.2, 0.05, 0.2, 0.3, 0.4, 0.0, 0.2, 0.2])]
+    assert [len(warnings) for warnings, _ in seen] == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert seen[3][0] == ["step 4: mismatch/k3_kl = 0.3 (mismatch/k3_kl > 0.1 for 2)"]
+    assert all(stops == [] for _, stops in seen)
+
+
+def test_a_stop_needs_its_rows_in_a_row_and_survives_a_resume():
+    config = GuardConfig(stop=("mismatch/k3_kl > 0.1 for 3",))
+    first = Guard(config)
+    assert [first.check(row)[1] for row in rows([0.2, 0.2])] == [[], []]
+    second = Guard(config)
+    second.load_state_dict(first.state_dict())
+    assert second.check({"step": 3, "mismatch/k3_kl": 0.2})[1] != []
+    assert Guard(config).check({"step": 3, "mismatch/k3_kl": 0.2})[1] == []
+
+
+@pytest.mark.parametrize("value", [math.nan, None, math.inf])
+def test_a_value_that_is_no_number_is_beyond_every_bound(value):
+    guard = Guard(GuardConfig(stop=("mismatch/k3_kl > 10",)))
+    assert guard.check({"step": 1, "mismatch/k3_kl": value})[1] != []
+
+
+def test_the_bound_itself_is_allowed():
+    guard = Guard(GuardConfig(stop=("a > 1", "a < 1")))
+    assert guard.check({"step": 1, "a": 1.0}) == ([], [])
+    assert len(guard.check({"step": 2, "a": 1.5})[1]) == 1
+    assert len(guard.check({"step": 3, "a": 0.5})[1]) == 1
+
+
+def test_an_unknown_metric_is_named_with_the_nearest():
+    guard = Guard(GuardConfig(warn=("mismatch/k3 > 1",)))
+    with pytest.raises(ValueError, match=r"no row has a metric 'mismatch/k3'; did you mean mismatch/k3_kl\?"):
+        guard.check({"step": 1, "mismatch/k3_kl": 0.0})
+
+
+def test_a_metric_of_some_rows_keeps_its_streak_between_them():
+    guard = Guard(GuardConfig(stop=("eval/toy/accuracy < 0.5 for 2",)))
+    given = [{"step": 1, "eval/toy/accuracy": 0.1}, {"step": 2}, {"step": 3, "eval/toy/accuracy": 0.2}]
+    assert [bool(guard.check(row)[1]) for row in given] == [False, False, True]

@@ -1,0 +1,66 @@
+"""The host's side of a step: what it counts, what it watches, what it seeds."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rljax.errors import ConfigError
+from rljax.rollout.types import Response, VersionSpan
+from rljax.run.config import Config
+from rljax.run.loop import Rollouts, rollout_row, step_seed, training_sequences, watched_value
+
+
+def response(i, j, tokens, truncated=False, versions=((3, 0, None),)):
+    spans = tuple(VersionSpan(v, start, len(tokens) if end is None else end) for v, start, end in versions)
+    ids = np.asarray(tokens, np.int32)
+    return Response(i, j, ids, -0.5 * np.ones(len(tokens), np.float32), truncated, spans)
+
+
+@pytest.fixture
+def rollouts():
+    responses = [
+        [response(0, 0, [5, 1]), response(0, 1, [5, 6, 7, 8], truncated=True)],
+        [response(1, 0, [1]), response(1, 1, [2, 2, 1], versions=((2, 0, 1), (3, 1, None)))],
+    ]
+    prompts = [np.array([9, 9], np.int32), np.array([8], np.int32)]
+    return Rollouts(prompts, responses, np.array([[1, 0], [1, 1]], np.float32))
+
+
+def test_rollout_row_by_hand(rollouts):
+    assert rollout_row(rollouts, policy_version=3) == {
+        "reward/mean": 0.75,
+        "reward/std": pytest.approx(math.sqrt(0.1875)),
+        "reward/groups_with_signal": 0.5,
+        "response_length/mean": 2.5,
+        "response_length/max": 4.0,
+        "response_length/truncated_fraction": 0.25,
+        "rollout/policy_version": 2,
+        "rollout/staleness": 0.25,
+    }
+
+
+def test_groups_without_signal_are_measured_but_carry_no_loss(rollouts):
+    sequences = training_sequences(rollouts, Config(), policy_version=4)
+    assert [s.in_loss for s in sequences] == [True, True, False, False]
+    assert [s.advantage for s in sequences] == [1.0, -1.0, 0.0, 0.0]
+    assert [s.response.tolist() for s in sequences] == [[5, 1], [5, 6, 7, 8], [1], [2, 2, 1]]
+    assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [8], [8]]
+    assert [s.staleness.tolist() for s in sequences] == [[1, 1], [1, 1, 1, 1], [1], [2, 1, 1]]
+
+
+def test_any_recorded_metric_can_be_watched():
+    row, last = {"response_length/mean": 7.0}, {"response_length/mean": 6.0, "mismatch/k3_kl": 1e-3, "gap": None}
+    assert watched_value("response_length/mean", row, last) == 7.0
+    assert watched_value("mismatch/k3_kl", row, last) == 1e-3
+    assert math.isnan(watched_value("gap", row, last))
+    assert math.isnan(watched_value("mismatch/k3_kl", row, {}))
+    with pytest.raises(ConfigError, match=r"no row has a metric 'mismatch/k3_lk'; did you mean mismatch/k3_kl\?"):
+        watched_value("mismatch/k3_lk", row, last)
+
+
+def test_steps_and_runs_have_seeds_of_their_own():
+    seeds = {step_seed(run, step) for run in range(20) for step in range(500)}
+    assert len(seeds) == 20 * 500
+    assert step_seed(3, 7) == step_seed(3, 7)
+    assert all(0 <= seed < 2**32 for seed in seeds)

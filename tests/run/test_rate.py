@@ -1,0 +1,75 @@
+"""The rate of each kind of schedule, step by step, and across a resume."""
+
+import numpy as np
+import pytest
+
+from rljax.run.rate import ScheduleConfig, make_rate_controller
+from rljax.schedule import SurgeConfig
+
+LENGTHS = [10.0] * 12 + [40.0] * 28
+SURGE = SurgeConfig(warmup=8, window=30)
+EXPECTED = {
+    "constant": [1e-3] * 40,
+    "linear": [1e-3 - 9e-4 * i / 39 for i in range(40)],
+    "cosine": [1e-3 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * i / 39))) for i in range(40)],
+    "length_decay": [max(1e-3 * 0.5 ** (t // 15), 1e-4) for t in range(1, 41)],
+}
+
+
+def controller(kind):
+    period = 15 if kind == "length_decay" else None
+    return make_rate_controller(ScheduleConfig(kind=kind, decay_period=period, surge=SURGE), 1e-3, 40)
+
+
+@pytest.mark.parametrize("kind", sorted(EXPECTED))
+def test_rates_by_hand(kind):
+    built = controller(kind)
+    rates = [built.step(length, 0.0) for length in LENGTHS]
+    np.testing.assert_allclose(rates, EXPECTED[kind], rtol=1e-6)
+    metrics = built.metrics()
+    assert metrics["schedule/decay_period"] == (15 if kind == "length_decay" else None)
+    # Every kind records the surge, whether or not it acts on it.
+    assert 13 <= metrics["schedule/surge_step"] <= 20
+
+
+def test_triggered_rate_follows_the_call():
+    built = controller("length_triggered")
+    rates = [built.step(length, 0.0) for length in LENGTHS]
+    metrics = built.metrics()
+    surge, period = metrics["schedule/surge_step"], metrics["schedule/decay_period"]
+    assert period == int(1.8 * surge + 0.5)
+    expected = [1e-3 * 0.5 ** (t // period) if t >= surge else 1e-3 for t in range(1, 41)]
+    np.testing.assert_allclose(rates, expected, rtol=1e-6)
+    assert rates[-1] < 1e-3
+
+
+@pytest.mark.parametrize("kind", [*sorted(EXPECTED), "length_triggered"])
+@pytest.mark.parametrize("at", [5, 14, 30])
+def test_a_resumed_controller_goes_on_alike(kind, at):
+    whole, first, second = controller(kind), controller(kind), controller(kind)
+    rates = [whole.step(length, 0.0) for length in LENGTHS]
+    for length in LENGTHS[:at]:
+        first.step(length, 0.0)
+    second.load_state_dict(first.state_dict())
+    assert [second.step(length, 0.0) for length in LENGTHS[at:]] == rates[at:]
+    assert second.metrics() == whole.metrics()
+
+
+def test_states_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match="not the state of a scheduled rate"):
+        controller("constant").load_state_dict(controller("length_triggered").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "length_decay"}, "decay_period goes with kind = length_decay, got None and length_decay"),
+        ({"kind": "constant", "decay_period": 5}, "decay_period goes with kind = length_decay, got 5 and constant"),
+        ({"multiplier": 0.5}, "multiplier"),
+        ({"decay_factor": 1.5}, "decay_factor"),
+        ({"floor_ratio": -0.1}, "floor_ratio"),
+    ],
+)
+def test_bad_settings_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        ScheduleConfig(**values)

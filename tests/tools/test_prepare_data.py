@@ -1,0 +1,178 @@
+"""tools/prepare_data.py: what is dropped, counted and noted, and that scoring goes on where it was interrupted."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from vllm_fake import FakeVllm
+
+from rljax.data.files import read_problems, read_provenance, read_rows
+from rljax.data.toy import build_tokenizer, policy_config
+from rljax.errors import run_cli
+from rljax.policy.config import config_to_hf
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests/data"
+sys.path.insert(0, str(ROOT / "tools"))
+
+from prepare_data import main  # noqa: E402
+
+# Solves the first problem["extra_info"]["solved"] of each problem's responses; interrupts as told.
+REWARD = """
+from collections import Counter
+
+CALLS, STOP_AFTER = Counter(), [None]
+
+def reward(problem, response, truncated):
+    if STOP_AFTER[0] is not None and CALLS.total() >= STOP_AFTER[0]:
+        raise KeyboardInterrupt
+    CALLS[problem["prompt"]] += 1
+    return float(CALLS[problem["prompt"]] <= problem["extra_info"]["solved"])
+"""
+SOLVED = [0, 1, 2, 3, 4]
+
+
+@pytest.fixture
+def model(tmp_path):
+    directory = tmp_path / "model"
+    build_tokenizer().save(directory)
+    (directory / "config.json").write_text(json.dumps(config_to_hf(policy_config(), "float32")))
+    return str(directory)
+
+
+@pytest.fixture
+def fake():
+    server = FakeVllm()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def scoring(tmp_path, monkeypatch, model, fake):
+    """(arguments, module of the reward) of a pass-rate run over five problems against the stand-in server."""
+    (tmp_path / "counting_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"prompt": f"{i}+1=", "answer": "0", "extra_info": {"solved": solved}} for i, solved in enumerate(SOLVED)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [str(tmp_path / "in.jsonl"), str(tmp_path / "out.parquet"), "--model", model, "--urls", fake.url]
+    words += ["--samples", "4", "--max-response-tokens", "4", "--reward", "counting_reward:reward"]
+    words += ["--reward-workers", "0", "--batch-size", "2"]
+    import counting_reward
+
+    yield words, counting_reward
+    sys.modules.pop("counting_reward")
+
+
+def test_repeats_and_long_prompts_are_dropped_and_counted(tmp_path, model, capsys):
+    rows = [
+        {"prompt": "1+1=", "answer": "2", "note": "first"},
+        {"prompt": " 1+1=\n", "answer": "2"},
+        {"prompt": [{"role": "user", "content": "1+1="}], "answer": "3"},
+        {"prompt": "100+100=", "answer": "200"},
+        {"prompt": "1000+100=", "answer": "1100"},
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out.parquet"
+    words = [str(source), str(out), "--model", model, "--max-prompt-tokens", "8"]
+    assert run_cli(main, words) == 0
+    assert [(problem["prompt"], problem["answer"]) for problem in read_problems(out)] == [
+        ("1+1=", "2"),
+        ("100+100=", "200"),
+    ]
+    noted = read_provenance(out)
+    assert noted["steps"] == [
+        {"step": "repeats", "dropped": 2, "kept": 3, "read": 5, "repeats_with_another_answer": 1},
+        {"step": "prompt length", "dropped": 1, "kept": 2, "max_prompt_tokens": 8, "longest": 9},
+    ]
+    assert noted["source"] == str(source)
+    assert noted["source_sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert noted["command"].startswith("python tools/prepare_data.py ")
+    assert noted["command"].endswith("--max-prompt-tokens 8")
+    assert "repeats: 2 dropped, 3 kept, read 5, repeats with another answer 1" in capsys.readouterr().out
+
+
+def test_a_file_of_verls_form_keeps_every_column_and_splits(tmp_path):
+    source, out = DATA / "additions_chat.parquet", tmp_path / "out.parquet"
+    assert run_cli(main, [str(source), str(out), "--hold-out", "6", "--seed", "1"]) == 0
+    kept, held = ([row for _, row in read_rows(path)] for path in (out, tmp_path / "out-held.parquet"))
+    assert (len(kept), len(held)) == (18, 6)
+    texts = [row["prompt"][0]["content"] for row in kept + held]
+    assert len(set(texts)) == 24
+    firsts = {}
+    for _, row in read_rows(source):
+        firsts.setdefault(row["prompt"][0]["content"], row)
+    assert all(row == firsts[row["prompt"][0]["content"]] for row in kept + held)
+    # What was prepared is prepared again: the record of the first time is carried on.
+    assert run_cli(main, [str(out), str(tmp_path / "twice.parquet")]) == 0
+    twice = read_provenance(tmp_path / "twice.parquet")
+    assert twice["source_provenance"] == read_provenance(out)
+    assert twice["steps"][0]["dropped"] == 0
+
+
+def test_problems_solved_sometimes_are_kept_with_their_rate(scoring, tmp_path):
+    words, reward = scoring
+    assert run_cli(main, words) == 0
+    assert dict(reward.CALLS) == {f"{i}+1=": 4 for i in range(5)}
+    rows = [row for _, row in read_rows(tmp_path / "out.parquet")]
+    assert [(row["prompt"], row["pass_rate"]) for row in rows] == [("1+1=", 0.25), ("2+1=", 0.5), ("3+1=", 0.75)]
+    step = read_provenance(tmp_path / "out.parquet")["steps"][-1]
+    assert (step["never_solved"], step["always_solved"], step["samples"], step["kept"]) == (1, 1, 4, 3)
+    # Other bounds need no new responses.
+    assert run_cli(main, [*words, "--min-pass-rate", "0.5", "--max-pass-rate", "0.7"]) == 0
+    assert reward.CALLS.total() == 20
+    assert [problem["prompt"] for problem in read_problems(tmp_path / "out.parquet")] == ["2+1="]
+
+
+def test_an_interrupted_scoring_goes_on_with_what_is_missing(scoring, tmp_path, fake, capsys):
+    words, reward = scoring
+    reward.STOP_AFTER[0] = 13  # within the second batch, of problems 2 and 3
+    assert run_cli(main, words) == 130
+    assert not (tmp_path / "out.parquet").exists()
+    path = tmp_path / "out.parquet.scores.jsonl"
+    done = len(path.read_text().splitlines()) - 1
+    assert 2 <= done <= 3
+    with path.open("a") as out:
+        out.write('{"key": "cut sho')
+    reward.STOP_AFTER[0] = None
+    reward.CALLS.clear()
+    assert run_cli(main, words) == 0
+    assert reward.CALLS.total() == 4 * (5 - done)
+    assert [row["pass_rate"] for _, row in read_rows(tmp_path / "out.parquet")] == [0.25, 0.5, 0.75]
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 6
+    # Scores of another temperature are not mixed in.
+    capsys.readouterr()
+    assert run_cli(main, [*words, "--temperature", "0.5"]) == 2
+    assert "was scored with other settings: temperature (1.0 there, 0.5 now)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.parquet", "out.parquet"], "no problems at nowhere.parquet: there is no such file"),
+        (["{bad}", "out.parquet"], "bad.jsonl: row 2: no right answer (reward_model.ground_truth, or answer)"),
+        (["{plain}", "out.csv"], "OUT must end in .parquet, got out.csv"),
+        (["{plain}", "out.parquet", "--max-prompt-tokens", "5"], "--model is needed"),
+        (["{plain}", "out.parquet", "--samples", "8"], "--model is needed"),
+        (["{plain}", "out.parquet", "--min-pass-rate", "0.2"], "pass rates are bounded but not measured"),
+        (["{plain}", "out.parquet", "--model", "{model}", "--samples", "1"], "at least 2 samples"),
+        (["{plain}", "out.parquet", "--model", "{model}", "--max-prompt-tokens", "2"], "no problem is left after the"),
+        (["{plain}", "out.parquet", "--hold-out", "12"], "--hold-out 12 leaves nothing of 12 problems"),
+        (["{plain}", "out.parquet", "--chat-template", "true"], "chat_template = true, but the tokenizer has none"),
+        (["{plain}", "out.parquet", "--engine", "vllm"], "--urls are needed with --engine vllm"),
+        (["owner/name", "out.parquet"], "owner/name is no file here and cannot be had from the Hugging Face hub: "),
+        (["owner/name:x.parquet", "out.parquet"], "cannot be had from the Hugging Face hub: "),
+    ],
+)
+def test_a_mistake_is_one_line(words, message, tmp_path, model, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2="}\n')
+    places = {"bad": tmp_path / "bad.jsonl", "plain": DATA / "plain.jsonl", "model": model}
+    assert run_cli(main, [word.format(**places) for word in words]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+    assert not (tmp_path / "out.parquet").exists()

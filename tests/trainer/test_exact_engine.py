@@ -1,0 +1,272 @@
+"""The engine that draws from the trainer's executable: what it draws, what it keeps, and that the mismatch is 0."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import init_params
+from rljax.policy.score import make_scorer
+from rljax.rollout.exact_engine import ExactEngine
+from rljax.rollout.types import RolloutConfig, SamplingParams
+from rljax.run.config import Config
+from rljax.schedule import inject_learning_rate
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.exact_pass import ExactPass
+from rljax.trainer.exact_step import ExactUpdate, lay_out
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
+from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
+from rljax.trainer.state import create_state
+from rljax.trainer.step import PrecisionConfig, TrainStep
+
+CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
+ROWS, ROW_TOKENS, LIMIT = 4, 16, 10
+N, STOPS = 3, (0, 1)
+PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
+COUNT = len(PROMPTS) * N
+ZERO = ("kl", "k3_kl", "slope_per_1k")
+ZERO_PREFIXES = ("log_ppl_diff", "log_ppl_abs_diff", "chi2_", "logprob_abs_diff_", "prob_abs_diff_")
+
+
+class Recording:
+    """An executable that keeps what it was asked and what it said."""
+
+    def __init__(self, exact):
+        self.exact, self.calls = exact, []
+        self.rows, self.row_tokens, self.mesh = exact.rows, exact.row_tokens, exact.mesh
+
+    def log_softmax(self, params, tokens, lengths, temperature):
+        said = self.exact.log_softmax(params, tokens, lengths, temperature)
+        self.calls.append((tokens.copy(), lengths.copy(), np.asarray(said)))
+        return said
+
+
+def make(dtype="bfloat16", *, mesh=(1, 1), loss=None, tx=None, temperature=0.8):
+    """(the pass, the update around it, a fresh state, the optimizer)."""
+    mesh, precision = make_mesh(MeshConfig(*mesh)), PrecisionConfig(compute_dtype=dtype)
+    objective = Objective(loss or LossConfig(), CorrectionConfig(), COUNT, LIMIT)
+    rows = max(ROWS, mesh.shape["fsdp"])
+    exact = ExactPass(CONFIG, mesh, precision=precision, objective=objective, rows=rows, row_tokens=ROW_TOKENS)
+    tx = tx or make_optimizer(OptimizerConfig(learning_rate=1e-2))
+    reference = None if objective.loss.kl == "none" else init_params(CONFIG, 0)
+    update = ExactUpdate(
+        exact,
+        CONFIG,
+        tx,
+        precision=precision,
+        temperature=temperature,
+        diagnosis=DiagnosisConfig(),
+        reference=reference,
+    )
+    state = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=dtype == "float16")
+    return exact, update, state
+
+
+def draw(engine, n=N, *, seed=0, temperature=0.8, limit=LIMIT, stops=STOPS):
+    responses = list(engine.generate(PROMPTS, n, SamplingParams(limit, temperature, stops), seed=seed))
+    return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
+
+
+def to_train(responses, seed=0):
+    draws = np.random.default_rng(seed).normal(size=len(responses))
+    return [
+        TrainSequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, float(a), i % 5 != 4)
+        for i, (r, a) in enumerate(zip(responses, draws, strict=True))
+    ]
+
+
+def not_exact(row):
+    """The metrics that are not what they must be without mismatch."""
+    names = {k.removeprefix("mismatch/"): v for k, v in row.items() if k.startswith("mismatch/")}
+    wrong = {k: v for k, v in names.items() if (k in ZERO or k.startswith(ZERO_PREFIXES)) and v != 0.0}
+    assert set(ZERO) <= names.keys()
+    return wrong | ({} if names["ppl_ratio"] == 1.0 else {"ppl_ratio": names["ppl_ratio"]})
+
+
+def trained(dtype, steps, mesh=(1, 1), loss=None):
+    """Rows of some steps of drawing and training."""
+    exact, update, state = make(dtype, mesh=mesh, loss=loss)
+    engine, rows = ExactEngine(exact), []
+    for step in range(steps):
+        engine.publish(state.params, step)
+        sequences = to_train(draw(engine, seed=step), step)
+        state, row, _, logprobs = update(state, sequences, 1e-2, seed=0, noise=step == 0)
+        for sequence, trainer in zip(sequences, logprobs(), strict=True):
+            np.testing.assert_array_equal(trainer, sequence.rollout_logprobs)
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype):
+    rows = trained(dtype, 6)
+    for row in rows:
+        assert not_exact(row) == {}
+        assert row["optimizer/grad_norm"] > 0
+        assert row["optimizer/skipped_updates"] == 0
+        assert row["precision/loss_scale"] == (2.0**15 if dtype == "float16" else 1.0)
+    assert len({row["mismatch/training_log_ppl"] for row in rows}) == 6
+    assert rows[0]["optimizer/grad_noise"] > 0
+    assert "optimizer/grad_noise" not in rows[1]
+
+
+def test_the_mismatch_is_exactly_zero_on_a_mesh():
+    assert [not_exact(row) for row in trained("bfloat16", 2, mesh=(4, 2))] == [{}, {}]
+
+
+def test_a_reference_is_scored_by_the_same_executable():
+    rows = trained("bfloat16", 2, loss=LossConfig(kl="k3", kl_coefficient=0.1))
+    assert rows[0]["policy/reference_kl"] == 0.0
+    assert rows[1]["policy/reference_kl"] > 0.0
+
+
+def test_each_token_follows_from_the_kept_rows_and_the_seed():
+    exact, _, state = make()
+    recording = Recording(exact)
+    engine = ExactEngine(recording)
+    engine.publish(state.params, 7)
+    responses, calls = draw(engine, seed=11), iter(recording.calls)
+    for first in range(0, COUNT, ROWS):
+        batch = responses[first : first + ROWS]
+        for position in range(max(r.length for r in batch)):
+            tokens, lengths, said = next(calls)
+            for row, r in enumerate(batch):
+                if position >= r.length:
+                    continue
+                before = np.concatenate([PROMPTS[r.prompt_index], r.token_ids[:position]])
+                assert lengths[row] == len(before)
+                np.testing.assert_array_equal(tokens[row, : len(before)], before)
+                assert not tokens[row, len(before) :].any()
+                key = jax.random.key(11)
+                for number in (r.prompt_index, r.sample_index, position):
+                    key = jax.random.fold_in(key, number)
+                kept = said[row, len(before) - 1]
+                # A draw from a categorical distribution: the largest of log-probability plus Gumbel noise.
+                assert int(np.argmax(kept + np.asarray(jax.random.gumbel(key, kept.shape)))) == r.token_ids[position]
+                assert kept[r.token_ids[position]] == r.logprobs[position]
+                assert np.exp(kept, dtype=np.float64).sum() == pytest.approx(1.0, abs=1e-5)
+    assert next(calls, None) is None
+    assert {span.version for r in responses for span in r.versions} == {7}
+
+
+def test_responses_end_with_the_first_stop_token_or_at_the_limit():
+    exact, _, state = make()
+    engine = ExactEngine(exact)
+    engine.publish(state.params, 0)
+    responses = draw(engine, 12)
+    assert {r.truncated for r in responses} == {True, False}
+    for r in responses:
+        assert not set(r.token_ids[:-1]) & set(STOPS)
+        assert r.truncated == (r.token_ids[-1] not in STOPS)
+        assert not r.truncated or r.length == LIMIT
+        assert r.versions[0].end == r.length
+    again = draw(engine, 12)
+    for r, s in zip(responses, again, strict=True):
+        np.testing.assert_array_equal(r.token_ids, s.token_ids)
+        np.testing.assert_array_equal(r.logprobs, s.logprobs)
+    # A draw depends on its own prompt and sample, not on how many there are.
+    for r in draw(engine):
+        np.testing.assert_array_equal(r.token_ids, responses[12 * r.prompt_index + r.sample_index].token_ids)
+    other = draw(engine, 12, seed=1)
+    assert any(list(r.token_ids) != list(s.token_ids) for r, s in zip(responses, other, strict=True))
+
+
+def test_greedy_takes_the_argmax_and_scores_it_at_temperature_1():
+    exact, _, state = make("float32")
+    engine = ExactEngine(exact)
+    engine.publish(state.params, 0)
+    score = make_scorer(CONFIG, jnp.float32, multiple=16)
+    for r in draw(engine, 1, temperature=0.0, stops=(), limit=3):
+        prompt = PROMPTS[r.prompt_index]
+        for i, token in enumerate(r.token_ids):
+            context = np.concatenate([prompt, r.token_ids[:i]])
+            every = [values[-1] for values in score(state.params, [np.append(context, t) for t in range(24)])]
+            assert int(np.argmax(every)) == token
+            assert r.logprobs[i] == pytest.approx(every[token], abs=2e-5)
+
+
+def keep_gradient():
+    return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
+
+
+def test_the_gradient_is_that_of_the_packed_step():
+    tx, temperature = keep_gradient(), 0.8
+    exact, update, state = make("float32", tx=tx, temperature=temperature)
+    engine = ExactEngine(exact)
+    engine.publish(state.params, 0)
+    sequences = to_train(draw(engine))
+    shape = (max_micro_batches(COUNT, 16, 32, 2), 2, 32)
+    step = TrainStep(
+        CONFIG,
+        tx,
+        exact.mesh,
+        precision=PrecisionConfig("float32"),
+        objective=exact.objective,
+        batch_shape=shape,
+        temperature=temperature,
+        diagnosis=DiagnosisConfig(),
+    )
+    packed = pack(sequences, row_tokens=32, rows_per_micro_batch=2, micro_batches=shape[0])
+    fresh = create_state(init_params(CONFIG, 0), CONFIG, tx, exact.mesh, dynamic_scale=False)
+    expected, metrics, _ = step(fresh, packed, 1e-2, True)
+    found = update(state, sequences, 1e-2, seed=0, noise=False)
+    for g, wanted in zip(
+        *(jax.tree.leaves(s.opt_state.inner_state.trace) for s in (found.state, expected)), strict=True
+    ):
+        assert np.abs(g - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    for name in ("policy/loss", "policy/entropy", "optimizer/grad_norm", "precision/activation_max"):
+        assert found.row[name] == pytest.approx(float(metrics[name]), rel=1e-4, abs=1e-6), name
+
+
+def test_sequences_lie_where_they_were_drawn():
+    lengths = [3, 1, 2, 4, 2]
+    sequences = [
+        TrainSequence(np.full(2, 9, np.int32), np.full(n, i, np.int32), np.full(n, -1.0, np.float32), 0.5, True)
+        for i, n in enumerate(lengths)
+    ]
+    batch = lay_out(sequences, 2, 8)
+    assert batch.tokens.shape == (3, 2, 8)
+    assert int(batch.used) == 3
+    for i, n in enumerate(lengths):
+        row = i // 2, i % 2
+        assert batch.tokens[row].tolist() == [9, 9] + [i] * n + [0] * (6 - n)
+        assert batch.sequence_ids[row].tolist() == [i] * (2 + n) + [0] * (6 - n)
+        assert batch.response_mask[row].tolist() == [False] * 2 + [True] * n + [False] * (6 - n)
+    assert not batch.segment_ids[2, 1].any()
+
+
+def test_what_does_not_fit_is_refused():
+    exact, _, state = make()
+    engine = ExactEngine(exact)
+    with pytest.raises(RuntimeError, match="no policy was published"):
+        draw(engine)
+    engine.publish(state.params, 0)
+    with pytest.raises(ValueError, match=r"a prompt has 6 tokens, expected 1 to 5: rows of 16 .*= 11"):
+        draw(engine, limit=11)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rollout": RolloutConfig(engine="exact", dtype="float16")}, "float16 must be precision.compute_dtype = bf"),
+        ({"rollout": RolloutConfig(engine="exact"), "loss": LossConfig(epochs=2)}, "makes one update a step"),
+        ({"rollout": RolloutConfig(engine="exact"), "loss": LossConfig(mini_batches=2)}, "makes one update a step"),
+        (
+            {
+                "rollout": RolloutConfig(engine="exact"),
+                "loss": LossConfig(kl="k3", kl_coefficient=0.1),
+                "correction": CorrectionConfig(level="token", normalize=True),
+            },
+            "correction.normalize must be false",
+        ),
+    ],
+)
+def test_one_executable_means_one_dtype_and_one_update(settings, said):
+    with pytest.raises(ValueError, match=said.replace("bf", "bfloat16")):
+        Config(**settings)

@@ -1,0 +1,148 @@
+"""Where a step's mismatch comes from: buckets in the row, the split of a rise, and the noise of the gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.mismatch import mismatch_metrics
+from rljax.mismatch.histogram import NUM_BINS
+from rljax.run.loop import sum_rise
+from rljax.trainer.measure import (
+    HISTOGRAM,
+    DiagnosisConfig,
+    finalize_measured,
+    measure,
+    merge_measured,
+    nothing_measured,
+    without_empty_buckets,
+)
+from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.step import gradient_noise
+
+DIAGNOSIS = DiagnosisConfig(position_edges=(3, 6), entropy_edges=(0.5,), staleness_buckets=3, is_threshold=1.5)
+
+
+def batch_of(lengths, gaps, staleness, advantages=None):
+    """Sequences whose rollout log-probabilities are -1 and whose trainer's are -1 + gap."""
+    sequences = [
+        TrainSequence(
+            np.zeros(2, np.int32),
+            np.zeros(n, np.int32),
+            np.full(n, -1.0, np.float32),
+            0.0 if advantages is None else advantages[i],
+            True,
+            np.full(n, staleness[i], np.int32),
+        )
+        for i, n in enumerate(lengths)
+    ]
+    batch = pack(sequences, row_tokens=12, rows_per_micro_batch=2, micro_batches=2)
+    logprobs = np.where(batch.response_mask, -1.0 + np.asarray(gaps, np.float32)[batch.sequence_ids], 0.0)
+    return batch, logprobs.astype(np.float32)
+
+
+def row_of(batch, logprobs, entropy, count):
+    total = nothing_measured(batch, count, DIAGNOSIS)
+    for i in range(int(batch.used)):
+        micro = jax.tree.map(lambda array, i=i: jnp.asarray(array[i]), batch._replace(used=None))
+        total = merge_measured(total, measure(jnp.asarray(logprobs[i]), entropy[i], micro, count, DIAGNOSIS))
+    return {k: np.asarray(v) for k, v in finalize_measured(total, DIAGNOSIS).items()}
+
+
+def test_buckets_of_a_step_by_hand():
+    lengths, gaps, staleness = [7, 4, 2], [0.1, -0.3, 0.2], [0, 1, 2]
+    batch, logprobs = batch_of(lengths, gaps, staleness, [1.0, -1.0, 0.0])
+    entropy = jnp.where(jnp.asarray(batch.sequence_ids) == 0, 0.25, 1.0)
+    row = row_of(batch, logprobs, entropy, 3)
+    # Positions 1-2 | 3-5 | 6-: sequence 0 gives 2, 3, 2 tokens, sequence 1 gives 2, 2, 0, sequence 2 gives 2, 0, 0.
+    assert [int(row[f"mismatch_position/{b}/token_count"]) for b in ("lt_3", "3_to_6", "ge_6")] == [6, 5, 2]
+    assert row["mismatch_position/lt_3/logprob_abs_diff_mean"] == pytest.approx((0.1 + 0.3 + 0.2) / 3, rel=1e-5)
+    assert row["mismatch_position/3_to_6/kl"] == pytest.approx(-(3 * 0.1 - 2 * 0.3) / 5, rel=1e-5)
+    assert row["mismatch_position/ge_6/logprob_abs_diff_mean"] == pytest.approx(0.1, rel=1e-5)
+    assert row["mismatch_entropy/lt_0.5/logprob_abs_diff_max"] == pytest.approx(0.1, rel=1e-5)
+    assert int(row["mismatch_entropy/ge_0.5/token_count"]) == 6
+    found = [row[f"mismatch_staleness/{b}/logprob_abs_diff_mean"] for b in ("0", "1", "ge_2")]
+    assert found == pytest.approx([0.1, 0.3, 0.2], rel=1e-5)
+    # Advantages +1 on 7 tokens with lr 0.1 and -1 on 4 tokens with lr -0.3, over 11.
+    assert row["mismatch_sign/log_ratio_skew"] == pytest.approx((7 * 0.1 + 4 * 0.3) / 11, rel=1e-5)
+    assert row["mismatch_sign/sign_skew"] == pytest.approx(1.0)
+    assert row["is/token_fraction_above"] == 0.0
+    assert row[HISTOGRAM].shape == (NUM_BINS,)
+    assert row[HISTOGRAM].sum() == 13
+
+
+def test_the_row_is_that_of_the_unpacked_arrays():
+    batch, logprobs = batch_of([5, 3], [0.05, -0.02], [0, 0])
+    row = row_of(batch, logprobs, jnp.ones(batch.tokens.shape), 2)
+    trainer = np.array([[-0.95] * 5, [-1.02] * 3 + [0.0] * 2])
+    mask = np.array([[1] * 5, [1] * 3 + [0] * 2])
+    expected = mismatch_metrics(trainer, np.full((2, 5), -1.0), mask)
+    for name in ("k3_kl", "log_ppl_abs_diff", "log_ppl_abs_diff_sum", "slope_per_1k"):
+        assert row[f"mismatch/{name}"] == pytest.approx(expected[name], rel=1e-3), name
+
+
+def test_buckets_without_tokens_leave_the_row():
+    row = {
+        "mismatch_position/lt_3/token_count": 2,
+        "mismatch_position/lt_3/kl": 0.0,
+        "mismatch_position/ge_3/token_count": 0,
+        "mismatch_position/ge_3/kl": 0.0,
+        "mismatch/token_count": 0,
+        "mismatch/kl": 0.0,
+    }
+    kept = ["mismatch_position/lt_3/token_count", "mismatch_position/lt_3/kl", "mismatch/token_count", "mismatch/kl"]
+    assert list(without_empty_buckets(row)) == kept
+
+
+def step_row(tokens, sequences, summed):
+    return {
+        "mismatch/token_count": tokens,
+        "mismatch/sequence_count": sequences,
+        "mismatch/log_ppl_abs_diff_sum": summed,
+    }
+
+
+def test_a_rise_is_split_against_the_first_steps():
+    """Reference: 10 sequences, 100 tokens, summed gap 0.4 a sequence: 10 tokens long, 0.04 a token."""
+    reference = {}
+    assert sum_rise(step_row(60, 4, 0.5), reference, 2) == {}
+    assert sum_rise(step_row(40, 6, 2.0 / 6), reference, 2) == {}
+    assert reference == {"steps": 2, "token_count": 100, "sequence_count": 10, "gap": pytest.approx(4.0)}
+    # Thirty tokens long and 0.05 a token: 1.5; length alone would have given 1.2.
+    split = sum_rise(step_row(300, 10, 1.5), reference, 2)
+    assert split == {
+        "mismatch/sum_rise": pytest.approx(1.1),
+        "mismatch/sum_length_explained": pytest.approx(0.8),
+        "mismatch/sum_per_token": pytest.approx(0.3),
+    }
+
+
+def test_gradient_noise_is_the_variance_of_the_sum():
+    """Three gradients of which one is told the squared norms: the sample variance, times their number."""
+    g = np.array([[1.0, 0.0], [0.0, 2.0], [2.0, 1.0]])
+    expected = 3 * np.var(g, axis=0, ddof=1).sum()
+    found = gradient_noise(jnp.float32((g**2).sum()), jnp.float32((g.sum(0) ** 2).sum()), jnp.int32(3))
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+    assert np.isnan(float(gradient_noise(jnp.float32(5.0), jnp.float32(5.0), jnp.int32(1))))
+
+
+def test_gradient_noise_is_unbiased():
+    rng = np.random.default_rng(0)
+    g = rng.normal([3.0, -1.0], [1.0, 0.5], (20_000, 4, 2))
+    found = jax.vmap(gradient_noise, (0, 0, None))((g**2).sum((1, 2)), (g.sum(1) ** 2).sum(1), jnp.int32(4))
+    assert float(jnp.mean(found)) == pytest.approx(4 * 1.25, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("position_edges", (4, 4), r"position_edges must be increasing and at least one, got \[4, 4\]"),
+        ("entropy_edges", (), "entropy_edges must be increasing"),
+        ("staleness_buckets", 0, "staleness_buckets must be at least 1, got 0"),
+        ("is_threshold", 0.5, "is_threshold must be at least 1, got 0.5"),
+        ("grad_noise_every", -1, "grad_noise_every must not be negative, got -1"),
+    ],
+)
+def test_settings_that_make_no_sense(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        DiagnosisConfig(**{field: value})

@@ -1,0 +1,142 @@
+"""First-fit packing: nothing lost, nothing leaked, and always room."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import init_params
+from rljax.policy.score import make_scorer, packed_logprobs
+from rljax.trainer.packing import (
+    PackingConfig,
+    TrainSequence,
+    first_fit_decreasing,
+    max_micro_batches,
+    pack,
+    unpack,
+    useful_fraction,
+)
+
+
+def sequence(rng, prompt, response, in_loss=True):
+    return TrainSequence(
+        rng.integers(0, 32, prompt).astype(np.int32),
+        rng.integers(0, 32, response).astype(np.int32),
+        rng.normal(-2, 1, response).astype(np.float32),
+        float(rng.normal()),
+        in_loss,
+    )
+
+
+def test_first_fit_decreasing_by_hand():
+    # 7 opens row 0; 5 opens row 1; 4 and 4 do not fit row 0 (3 left): 4 goes to row 1 (5 left); the next 4 opens row 2.
+    assert first_fit_decreasing([4, 5, 7, 4, 3], 10) == [[2, 4], [1, 0], [3]]
+
+
+def test_item_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="11 tokens does not fit a row of 10"):
+        first_fit_decreasing([3, 11], 10)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=80),
+    row=st.integers(20, 100),
+    rows=st.sampled_from([1, 2, 8]),
+)
+def test_declared_micro_batches_always_suffice(lengths, row, rows):
+    placed = first_fit_decreasing(lengths, row)
+    assert sorted(i for members in placed for i in members) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in members) <= row for members in placed)
+    assert len(placed) <= max_micro_batches(len(lengths), 20, row, rows) * rows
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 1000), count=st.integers(1, 40))
+def test_every_sequence_comes_back_out(seed, count):
+    rng = np.random.default_rng(seed)
+    sequences = [sequence(rng, int(rng.integers(1, 6)), int(rng.integers(0, 15)), bool(i % 3)) for i in range(count)]
+    micro = max_micro_batches(count, 20, 50, 2)
+    batch = pack(sequences, row_tokens=50, rows_per_micro_batch=2, micro_batches=micro)
+    flat = {name: np.asarray(array).reshape(-1, 50) for name, array in batch._asdict().items() if np.ndim(array)}
+    for i, s in enumerate(sequences):
+        row, places = 0, np.array([], int)
+        for row in range(len(flat["tokens"])):
+            places = np.flatnonzero((flat["sequence_ids"][row] == i) & (flat["segment_ids"][row] > 0))
+            if len(places):
+                break
+        np.testing.assert_array_equal(flat["tokens"][row, places], np.concatenate([s.prompt, s.response]))
+        np.testing.assert_array_equal(flat["positions"][row, places], np.arange(len(places)))
+        mask = flat["response_mask"][row, places]
+        np.testing.assert_array_equal(mask, np.arange(len(places)) >= len(s.prompt))
+        np.testing.assert_array_equal(flat["loss_mask"][row, places], mask & s.in_loss)
+        np.testing.assert_array_equal(flat["rollout_logprobs"][row, places][mask], s.rollout_logprobs)
+        np.testing.assert_array_equal(flat["advantages"][row, places][mask], np.float32(s.advantage))
+    for values, s in zip(unpack(batch.rollout_logprobs, batch, sequences), sequences, strict=True):
+        np.testing.assert_array_equal(values, s.rollout_logprobs)
+    used = int(batch.used) * 2
+    assert not flat["segment_ids"][used:].any()
+    assert flat["segment_ids"][used - 2 : used].any()
+    total = sum(len(s.prompt) + len(s.response) for s in sequences)
+    assert useful_fraction(sequences, batch) == total / (used * 50)
+
+
+def test_rows_are_dealt_in_turn_and_given_arrays_are_carried():
+    """Lengths 10, 9, 8, 7, 6 in rows of 10: micro-batches of two rows get 10 8 6 | 9 7 with three rows each."""
+    rng = np.random.default_rng(0)
+    sequences = [
+        sequence(rng, 1, n - 1)._replace(
+            staleness=np.full(n - 1, n, np.int32), old_logprobs=np.full(n - 1, -float(n), np.float32)
+        )
+        for n in (6, 10, 8, 9, 7)
+    ]
+    batch = pack(sequences, row_tokens=10, rows_per_micro_batch=3, micro_batches=4)
+    assert int(batch.used) == 2
+    assert (batch.segment_ids > 0).sum(axis=2).tolist() == [[10, 8, 6], [9, 7, 0], [0, 0, 0], [0, 0, 0]]
+    for name, sign in (("staleness", 1), ("old_logprobs", -1)):
+        expected = [[sign * len(s.response) + sign] * len(s.response) for s in sequences]
+        assert [values.tolist() for values in unpack(getattr(batch, name), batch, sequences)] == expected
+    assert batch.reference_logprobs is None
+    with pytest.raises(ValueError, match="old_logprobs must be given for all sequences or for none, got 4 of 5"):
+        pack(
+            [sequences[0]._replace(old_logprobs=None), *sequences[1:]],
+            row_tokens=10,
+            rows_per_micro_batch=3,
+            micro_batches=4,
+        )
+
+
+def test_packed_scores_equal_lone_scores_and_nothing_leaks():
+    config = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.3)
+    params = init_params(config, 0)
+    rng = np.random.default_rng(0)
+    sequences = [sequence(rng, 3, int(rng.integers(1, 12))) for _ in range(9)]
+    batch = pack(sequences, row_tokens=40, rows_per_micro_batch=4, micro_batches=1)
+
+    @jax.jit
+    def score(tokens):
+        arrays = (tokens, batch.segment_ids[0], batch.positions[0])
+        return packed_logprobs(params, config, *(jnp.asarray(a) for a in arrays)).logprobs
+
+    packed = np.asarray(score(batch.tokens[0]))
+    alone = make_scorer(config, jnp.float32)(params, [np.concatenate([s.prompt, s.response]) for s in sequences])
+    for i, logprobs in enumerate(alone):
+        places = (batch.sequence_ids[0] == i) & (batch.segment_ids[0] > 0)
+        np.testing.assert_allclose(packed[places], logprobs, atol=5e-6, rtol=0)
+
+    # Change every token of the first segment of each row: not one bit of any other segment may move.
+    changed = np.where(batch.segment_ids[0] == 1, (batch.tokens[0] + 7) % 32, batch.tokens[0])
+    other = batch.segment_ids[0] > 1
+    assert other.any()
+    np.testing.assert_array_equal(np.asarray(score(changed))[other], packed[other])
+    assert not np.array_equal(np.asarray(score(changed)), packed)
+
+
+def test_row_length_is_checked_and_defaults_to_the_longest():
+    assert PackingConfig(0).resolve_row_tokens(44) == 64
+    assert PackingConfig(128).resolve_row_tokens(44) == 128
+    with pytest.raises(ValueError, match="row_tokens = 32 is shorter than the longest possible sequence, 44"):
+        PackingConfig(32).resolve_row_tokens(44)

@@ -1,0 +1,146 @@
+"""float16 with dynamic loss scaling: overflows planted, underflow rescued, and how far activations are from the end."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import embed_tokens, init_params
+from rljax.policy.score import packed_logprobs
+from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, inject_learning_rate
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.objective import Objective
+from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
+from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.state import create_state
+from rljax.trainer.step import PrecisionConfig, TrainStep
+
+CONFIG = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
+COUNT = 4
+MESH = make_mesh(MeshConfig(1, 1))
+
+
+def batch(advantage=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    sequences = [
+        TrainSequence(
+            rng.integers(0, 24, 3).astype(np.int32),
+            rng.integers(0, 24, 9).astype(np.int32),
+            np.full(9, -3.0, np.float32),
+            advantage * (-1.0) ** i,
+            True,
+        )
+        for i in range(COUNT)
+    ]
+    return pack(sequences, row_tokens=12, rows_per_micro_batch=2, micro_batches=2)
+
+
+def make_step(tx, dtype):
+    return TrainStep(
+        CONFIG,
+        tx,
+        MESH,
+        precision=PrecisionConfig(compute_dtype=dtype),
+        objective=Objective(LossConfig(kind="policy_gradient"), CorrectionConfig(), COUNT, 9),
+        batch_shape=(2, 2, 12),
+        diagnosis=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Eight steps in float16 with overflows planted at steps 2, 3 and 6: advantages that no scale can hold."""
+    tx = make_optimizer(OptimizerConfig(learning_rate=1e-2))
+    step = make_step(tx, "float16")
+    state = create_state(init_params(CONFIG, 0), CONFIG, tx, MESH, dynamic_scale=True)
+    tracker = SurgeTracker(SurgeConfig(smooth=1, persistence=1, warmup=2))
+    controller = LengthTriggeredLR(1e-2, tracker=tracker, multiplier=1.0)
+    rows = []
+    for t in range(1, 9):
+        rate = controller.step(10.0 if t < 3 else 90.0)
+        state, metrics, _ = step(state, batch(1e9 if t in (2, 3, 6) else 1.0, seed=t), rate, True)
+        rows.append((jax.device_get(metrics), jax.device_get(state.params), rate))
+    return rows
+
+
+def test_planted_overflows_are_skipped_counted_and_halve_the_scale(trained):
+    scales = [metrics["precision/loss_scale"] / 2.0**15 for metrics, _, _ in trained]
+    assert scales == [1.0, 0.5, 0.25, 0.25, 0.25, 0.125, 0.125, 0.125]
+    assert [int(metrics["precision/overflows"]) for metrics, _, _ in trained] == [0, 1, 2, 2, 2, 3, 3, 3]
+    assert [int(metrics["optimizer/skipped_updates"]) for metrics, _, _ in trained] == [0, 1, 2, 2, 2, 3, 3, 3]
+    assert [bool(np.isfinite(metrics["optimizer/grad_norm"])) for metrics, _, _ in trained] == [
+        t not in (2, 3, 6) for t in range(1, 9)
+    ]
+
+
+def test_no_value_that_is_not_finite_reaches_the_weights_and_training_goes_on(trained):
+    moved = []
+    for (_, before, _), (_, after, _) in itertools.pairwise(trained):
+        leaves = list(zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+        assert all(np.isfinite(leaf).all() for _, leaf in leaves)
+        moved.append(any((a != b).any() for a, b in leaves))
+    assert moved == [False, False, True, True, False, True, True]
+
+
+def test_a_surge_observed_on_a_skipped_step_sets_the_rate_of_the_next(trained):
+    """Lengths 10 10 90 90 ...: the call comes at step 3, whose update is skipped, with period 3."""
+    assert [rate for _, _, rate in trained] == pytest.approx([1e-2] * 2 + [5e-3] * 3 + [2.5e-3] * 3)
+    assert [metrics["schedule/learning_rate"] for metrics, _, _ in trained] == [
+        np.float32(rate) for _, _, rate in trained
+    ]
+
+
+def gradient_with(dtype, scale, advantage):
+    tx = inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
+    state = create_state(init_params(CONFIG, 0), CONFIG, tx, MESH, dynamic_scale=dtype == "float16")
+    state = state._replace(loss_scale=state.loss_scale._replace(scale=jnp.float32(scale)))
+    state, metrics, _ = make_step(tx, dtype)(state, batch(advantage), 1.0, True)
+    return jax.device_get(state.opt_state.inner_state.trace), float(metrics["optimizer/grad_norm"])
+
+
+def test_gradients_below_float16s_range_survive_by_scaling_alone():
+    """Advantages of 1e-8 give gradients near 1e-9, under float16's smallest number, 6e-8."""
+    exact, norm = gradient_with("float32", 1.0, 1e-8)
+    assert 0 < norm < 1e-7
+    scaled, _ = gradient_with("float16", 2.0**24, 1e-8)
+    gap = optax.tree.norm(jax.tree.map(lambda a, b: a - b, scaled, exact))
+    assert float(gap) / norm < 2e-2
+    lost, lost_norm = gradient_with("float16", 1.0, 1e-8)
+    zeros = sum(int((leaf == 0).sum()) for leaf in jax.tree.leaves(lost))
+    assert zeros > 0.9 * sum(leaf.size for leaf in jax.tree.leaves(lost))
+    assert lost_norm < 0.5 * norm
+
+
+def test_unscaled_gradients_do_not_depend_on_the_scale():
+    exact, norm = gradient_with("float32", 1.0, 1.0)
+    for scale in (2.0**6, 2.0**12):
+        scaled, _ = gradient_with("float16", scale, 1.0)
+        gap = optax.tree.norm(jax.tree.map(lambda a, b: a - b, scaled, exact))
+        assert float(gap) / norm < 5e-3
+
+
+def test_activation_max_is_that_of_the_residual_stream_and_the_mlps():
+    """One block written out for a lone token: attention returns its own value vector."""
+    params = init_params(CONFIG, 3)
+    params["embed"] = params["embed"] * 40.0
+    token = jnp.array([[7]])
+    found = packed_logprobs(params, CONFIG, token, jnp.ones_like(token), jnp.zeros_like(token)).activation_max
+    layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+
+    def norm(x, scale):
+        return x / jnp.sqrt(jnp.mean(x**2) + CONFIG.rms_norm_eps) * scale
+
+    x = embed_tokens(params, token)[0, 0]
+    value = jnp.einsum("d,dgk->gk", norm(x, layer["attention_norm"]["scale"]), layer["attention"]["value"])
+    x = x + jnp.einsum("hk,hkd->d", jnp.repeat(value, 2, axis=0), layer["attention"]["output"])
+    inner = norm(x, layer["mlp_norm"]["scale"])
+    product = jax.nn.silu(inner @ layer["mlp"]["gate"]) * (inner @ layer["mlp"]["up"])
+    x = x + product @ layer["mlp"]["down"]
+    expected = max(float(jnp.abs(product).max()), float(jnp.abs(x).max()))
+    assert float(found) == pytest.approx(expected, rel=1e-5)

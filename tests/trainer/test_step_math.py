@@ -1,0 +1,176 @@
+"""The step's arithmetic: its gradient is that of the declared loss, however it is cut up; skips change nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.mismatch import mismatch_metrics
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import hidden_states, init_params, lm_head_table
+from rljax.schedule import inject_learning_rate
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.loss_scale import GROWTH_INTERVAL, adjust_loss_scale, initial_loss_scale
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
+from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
+from rljax.trainer.state import create_state
+from rljax.trainer.step import PrecisionConfig, TrainStep
+
+CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
+COUNT, LONGEST = 12, 19
+
+
+def sequences(in_loss=lambda i: i % 4 != 0):
+    rng = np.random.default_rng(2)
+    result = []
+    for i in range(COUNT):
+        p, r = int(rng.integers(1, 6)), int(rng.integers(1, 14))
+        prompt, response = (rng.integers(0, 24, n).astype(np.int32) for n in (p, r))
+        noise = rng.normal(-3.0, 0.4, r).astype(np.float32)
+        result.append(TrainSequence(prompt, response, noise, float(rng.normal()), in_loss(i)))
+    return result
+
+
+def run(tx, batch_sequences, *, row=20, rows=2, dtype="float32", apply=True, params=None, rate=1e-2, remat=False):
+    mesh = make_mesh(MeshConfig(1, 1))
+    shape = (max_micro_batches(COUNT, LONGEST, row, rows), rows, row)
+    step = TrainStep(
+        CONFIG,
+        tx,
+        mesh,
+        precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
+        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
+        batch_shape=shape,
+        diagnosis=DiagnosisConfig(),
+    )
+    params = init_params(CONFIG, 0) if params is None else params
+    state = create_state(params, CONFIG, tx, mesh, dynamic_scale=dtype == "float16")
+    batch = pack(batch_sequences, row_tokens=row, rows_per_micro_batch=rows, micro_batches=shape[0])
+    before = jax.device_get(state)
+    state, metrics, logprobs = jax.device_get(step(state, batch, rate, apply))
+    return before, state, metrics, (batch, logprobs)
+
+
+def keep_gradient():
+    return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
+
+
+def expected_gradient(batch_sequences):
+    """Equation 3 written out: -sum_i A_i sum_t grad log pi(token) / tokens in the loss, one sequence at a time."""
+    total = sum(len(s.response) for s in batch_sequences if s.in_loss)
+
+    @jax.jit
+    def token_logprobs(params, tokens, segments):
+        hidden, _ = hidden_states(params, CONFIG, tokens, segments, jnp.arange(LONGEST)[None])
+        logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))
+        return jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[0, :, 0]
+
+    def loss(params):
+        value = 0.0
+        for s in batch_sequences:
+            if not s.in_loss:
+                continue
+            tokens = np.concatenate([s.prompt, s.response])
+            padding = (0, LONGEST - len(tokens))
+            picked = token_logprobs(params, *(np.pad(x, padding)[None] for x in (tokens, np.ones_like(tokens))))
+            value -= s.advantage * jnp.sum(picked[len(s.prompt) - 1 : len(tokens) - 1])
+        return value / total
+
+    with jax.default_matmul_precision("highest"):
+        return jax.grad(loss)(init_params(CONFIG, 0))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return jax.device_get(expected_gradient(sequences()))
+
+
+@pytest.mark.parametrize(("row", "rows", "remat"), [(20, 2, False), (20, 12, False), (64, 1, True), (100, 3, False)])
+def test_gradient_is_that_of_the_loss_however_it_is_cut(row, rows, remat, reference):
+    _, state, metrics, _ = run(keep_gradient(), sequences(), row=row, rows=rows, remat=remat)
+    trace = state.opt_state.inner_state.trace
+    for g, expected in zip(jax.tree.leaves(trace), jax.tree.leaves(reference), strict=True):
+        assert np.abs(g - expected).max() / np.abs(expected).max() < 1e-5
+    assert metrics["optimizer/grad_norm"] == pytest.approx(float(optax.tree.norm(reference)), rel=1e-5)
+    assert metrics["policy/clip_fraction"] == 0.0
+
+
+def test_mismatch_rows_are_those_of_unpacked_arrays():
+    batch_sequences = sequences()
+    _, _, metrics, (batch, logprobs) = run(keep_gradient(), batch_sequences)
+    width = max(len(s.response) for s in batch_sequences)
+    trainer, rollout, mask = (np.zeros((COUNT, width)) for _ in range(3))
+    for i, s in enumerate(batch_sequences):
+        places = batch.response_mask & (batch.sequence_ids == i)
+        trainer[i, : len(s.response)] = logprobs[places]
+        rollout[i, : len(s.response)] = s.rollout_logprobs
+        mask[i, : len(s.response)] = 1
+    expected = mismatch_metrics(trainer, rollout, mask)
+    for name, value in expected.items():
+        # On the device a quantile is known to one bin of its histogram, 2% wide.
+        rel = 2e-2 if name.endswith(("_p99", "_p999")) else 1e-4
+        assert metrics[f"mismatch/{name}"] == pytest.approx(value, rel=rel, abs=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_gradients_are_near_the_float32_ones(dtype, reference):
+    _, state, _, _ = run(keep_gradient(), sequences(), dtype=dtype)
+    got, expected = optax.tree.norm(state.opt_state.inner_state.trace), optax.tree.norm(reference)
+    gap = optax.tree.norm(jax.tree.map(lambda a, b: a - b, state.opt_state.inner_state.trace, reference))
+    assert float(got) > 0
+    assert float(gap / expected) < {"bfloat16": 3e-2, "float16": 5e-3}[dtype]
+
+
+def test_skipped_update_leaves_weights_and_moments_alone_but_sets_the_rate():
+    tx = make_optimizer(OptimizerConfig(learning_rate=1e-2, weight_decay=0.5))
+    before, state, metrics, _ = run(tx, sequences(lambda i: False), apply=False, rate=5e-3)
+    jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
+    for moment in ("mu", "nu"):
+        assert not any(leaf.any() for leaf in jax.tree.leaves(optax.tree.get(state.opt_state, moment)))
+    assert metrics["optimizer/skipped_updates"] == 1
+    assert metrics["schedule/learning_rate"] == np.float32(5e-3)
+    assert metrics["mismatch/token_count"] == sum(len(s.response) for s in sequences())
+
+
+def test_not_finite_gradients_are_skipped_and_counted():
+    params = init_params(CONFIG, 0)
+    params["final_norm"]["scale"] = params["final_norm"]["scale"].at[0].set(jnp.nan)
+    tx = make_optimizer(OptimizerConfig(learning_rate=1e-2))
+    before, state, metrics, _ = run(tx, sequences(), params=params)
+    jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
+    assert metrics["optimizer/skipped_updates"] == 1
+    assert metrics["precision/overflows"] == 1
+    assert metrics["mismatch/nonfinite_count"] > 0
+
+
+def test_update_is_adamw_with_clipping_by_hand(reference):
+    """First step of AdamW: m = (1-b1) g, v = (1-b2) g^2, so the step is lr * (g / (|g| + eps) + wd * p), g clipped."""
+    tx = make_optimizer(OptimizerConfig(learning_rate=1.0, weight_decay=0.1, clip_norm=0.05))
+    before, state, metrics, _ = run(tx, sequences(), rate=3e-3)
+    norm = float(optax.tree.norm(reference))
+    assert norm > 0.05
+    assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for p, q, g in zip(*(jax.tree.leaves(t) for t in (before.params, state.params, reference)), strict=True):
+        clipped = g * (0.05 / norm)
+        expected = p - 3e-3 * (clipped / (np.abs(clipped) + 1e-8) + 0.1 * p)
+        sure = np.abs(clipped) > 1e-5
+        np.testing.assert_allclose(q[sure], expected[sure], atol=1e-5, rtol=0)
+
+
+def test_loss_scale_halves_at_once_and_doubles_after_the_interval():
+    state = initial_loss_scale(dynamic=True)
+    assert float(state.scale) == 2.0**15
+    state = adjust_loss_scale(state, jnp.bool_(False), dynamic=True)
+    assert (float(state.scale), int(state.good_steps), int(state.overflows)) == (2.0**14, 0, 1)
+    for _ in range(GROWTH_INTERVAL - 1):
+        state = adjust_loss_scale(state, jnp.bool_(True), dynamic=True)
+    assert float(state.scale) == 2.0**14
+    state = adjust_loss_scale(state, jnp.bool_(True), dynamic=True)
+    assert (float(state.scale), int(state.good_steps), int(state.overflows)) == (2.0**15, 0, 1)
+    fixed = adjust_loss_scale(initial_loss_scale(dynamic=False), jnp.bool_(False), dynamic=False)
+    assert (float(fixed.scale), int(fixed.overflows)) == (1.0, 1)

@@ -1,0 +1,353 @@
+"""Every objective in the step: cutting changes no gradient, one mini-batch is the fused step, a reference is frozen."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.data.prompts import DataConfig
+from rljax.mismatch import importance_weights, mismatch_metrics
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import save_params
+from rljax.policy.qwen3 import init_params
+from rljax.policy.score import make_scorer
+from rljax.rollout.types import RolloutConfig
+from rljax.run.build import make_update
+from rljax.run.config import Config, ModelConfig
+from rljax.schedule import inject_learning_rate
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.forward import ForwardPass
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.packing import PackingConfig, TrainSequence, max_micro_batches, pack
+from rljax.trainer.state import create_state
+from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.update import MultipleUpdates, Reference, SingleUpdate
+
+CONFIG = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
+COUNT, LONGEST, LIMIT = 12, 19, 14
+PRECISION = PrecisionConfig(compute_dtype="float32")
+MESH = make_mesh(MeshConfig(1, 1))
+
+
+@functools.cache
+def on_policy_logprobs():
+    """What the policy says of the responses, so that ratios are near 1."""
+    score = make_scorer(CONFIG, jnp.float32)
+    return [values[len(s.prompt) :] for s, values in zip(drawn(), scored(score), strict=True)]
+
+
+def scored(score):
+    return score(init_params(CONFIG, 0), [np.concatenate([s.prompt, s.response]) for s in drawn()])
+
+
+@functools.cache
+def drawn():
+    rng = np.random.default_rng(5)
+    result = []
+    for i in range(COUNT):
+        prompt, response = (
+            rng.integers(0, 24, n).astype(np.int32) for n in (rng.integers(1, 6), rng.integers(1, LIMIT))
+        )
+        result.append(TrainSequence(prompt, response, np.zeros(0), float(rng.normal()), i % 4 != 3))
+    return result
+
+
+def sequences(old_noise=None):
+    """Rollout log-probabilities off by up to 0.5; old ones, when asked for, off by ``old_noise``."""
+    rng = np.random.default_rng(6)
+    result = []
+    for s, own in zip(drawn(), on_policy_logprobs(), strict=True):
+        rollout = (own + rng.normal(0, 0.3, len(own))).astype(np.float32)
+        old = None if old_noise is None else (own + rng.normal(0, old_noise, len(own))).astype(np.float32)
+        result.append(s._replace(rollout_logprobs=rollout, old_logprobs=old))
+    return result
+
+
+def packer(row, rows, count=COUNT):
+    micro = max_micro_batches(count, LONGEST, row, rows)
+    return functools.partial(pack, row_tokens=row, rows_per_micro_batch=rows, micro_batches=micro), (micro, rows, row)
+
+
+def keep_gradient():
+    return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
+
+
+def make_step(loss, correction, row, rows, *, tx=None, count=COUNT, precision=PRECISION, diagnosis=None):
+    return TrainStep(
+        CONFIG,
+        tx or keep_gradient(),
+        MESH,
+        precision=precision,
+        objective=Objective(loss, correction.resolved(), count, LIMIT),
+        batch_shape=packer(row, rows, count)[1],
+        diagnosis=diagnosis,
+    )
+
+
+def fresh_state(tx=None, dynamic=False):
+    return create_state(init_params(CONFIG, 0), CONFIG, tx or keep_gradient(), MESH, dynamic_scale=dynamic)
+
+
+def gradient(loss, correction, batch_sequences, row, rows):
+    step = make_step(loss, correction, row, rows)
+    state, metrics, _ = jax.device_get(step(fresh_state(), packer(row, rows)[0](batch_sequences), 0.1, True, True))
+    return state.opt_state.inner_state.trace, metrics
+
+
+OBJECTIVES = {
+    "gspo, sequence mean, vexact": (
+        LossConfig(kind="gspo", clip_low=0.05, clip_high=0.05, aggregation="sequence_mean"),
+        CorrectionConfig(level="token", mode="truncate", threshold=1.2, reject_k3=0.06),
+        0.1,
+    ),
+    "cispo, sequence sum, normalised sequence TIS": (
+        LossConfig(kind="cispo", aggregation="sequence_sum"),
+        CorrectionConfig(level="sequence", mode="truncate", threshold=2.0, normalize=True),
+        0.2,
+    ),
+    "ppo, token mean, geometric rejection, one update": (
+        LossConfig(),
+        CorrectionConfig(reject_geometric_low=0.93, reject_geometric_high=1.07),
+        None,
+    ),
+    "policy gradient, token mean, bypass": (
+        LossConfig(kind="ppo_clip", old_logprobs="rollout"),
+        CorrectionConfig(),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_cut_changes_the_gradient_of_any_objective(name):
+    loss, correction, old_noise = OBJECTIVES[name]
+    batch_sequences = sequences(old_noise)
+    expected, whole = gradient(loss, correction, batch_sequences, 240, 1)
+    found, cut = gradient(loss, correction, batch_sequences, 20, 2)
+    for g, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(e).max() > 0
+        assert np.abs(g - e).max() / np.abs(e).max() < 1e-5
+    for key in ("policy/loss", "policy/clip_fraction", *(k for k in whole if k.startswith("correction/"))):
+        assert cut[key] == pytest.approx(whole[key], rel=1e-5, abs=1e-7), key
+    if correction.rejects:
+        assert 0 < whole["correction/rejected_sequence_fraction"] < 1
+    assert np.isnan(whole["optimizer/grad_noise"])
+    assert cut["optimizer/grad_noise"] > 0
+
+
+def test_normalised_weights_leave_the_kl_penalty_as_it_is():
+    """The gradient is that of the normalised policy loss plus that of a penalty which no weight touches."""
+    penalty = LossConfig(kl="k2", kl_coefficient=0.7)
+    weights = CorrectionConfig(level="token", mode="truncate", threshold=1.2, normalize=True)
+    rng = np.random.default_rng(7)
+    given = [
+        s._replace(reference_logprobs=(s.old_logprobs + rng.normal(0, 0.5, len(s.old_logprobs))).astype(np.float32))
+        for s in sequences(0.1)
+    ]
+    both, metrics = gradient(penalty, weights, given, 20, 2)
+    policy, _ = gradient(LossConfig(), weights, given, 20, 2)
+    unweighted, pure = gradient(penalty, CorrectionConfig(), given, 20, 2)
+    without, _ = gradient(LossConfig(), CorrectionConfig(), given, 20, 2)
+    assert metrics["correction/weight_mean"] < 0.97
+    for found, p, u, w in zip(*map(jax.tree.leaves, (both, policy, unweighted, without)), strict=True):
+        assert np.abs(u - w).max() > 0.02 * np.abs(p).max()
+        assert np.abs(found - (p + u - w)).max() / np.abs(found).max() < 2.4e-6
+    assert metrics["policy/reference_kl"] == pytest.approx(pure["policy/reference_kl"], rel=1.2e-7)
+
+
+def test_token_weights_multiply_the_gradient_of_each_token():
+    """The corrected gradient written out: equation 3 with each token's advantage times its truncated ratio."""
+    correction = CorrectionConfig(preset="token_tis")
+    batch_sequences = sequences()
+    found, metrics = gradient(LossConfig(), correction, batch_sequences, 240, 1)
+    width = max(len(s.response) for s in batch_sequences)
+    trainer, rollout, mask = (np.zeros((COUNT, width)) for _ in range(3))
+    for i, (s, own) in enumerate(zip(batch_sequences, on_policy_logprobs(), strict=True)):
+        n = len(s.response) if s.in_loss else 0
+        trainer[i, :n], rollout[i, :n], mask[i, :n] = own[:n], s.rollout_logprobs[:n], 1
+    weights, _ = importance_weights(trainer, rollout, mask, level="token", mode="truncate", threshold=2.0)
+    assert weights.max() > 1.5
+    total = mask.sum()
+    score = make_logprob_function()
+
+    def loss(params):
+        value = 0.0
+        for i, s in enumerate(batch_sequences):
+            if s.in_loss:
+                value -= s.advantage * jnp.sum(weights[i, : len(s.response)] * score(params, s))
+        return value / total
+
+    with jax.default_matmul_precision("highest"):
+        expected = jax.grad(loss)(init_params(CONFIG, 0))
+    for g, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(g - e).max() / np.abs(e).max() < 2e-5
+    assert metrics["correction/weight_max"] == pytest.approx(weights.max(), rel=1e-4)
+
+
+def make_logprob_function():
+    """(params, sequence) -> its response's log-probabilities, of the sequence alone in a row of one length."""
+    from rljax.policy.score import packed_logprobs
+
+    @jax.jit
+    def row(params, tokens, segments):
+        return packed_logprobs(params, CONFIG, tokens, segments, jnp.arange(LONGEST)[None]).logprobs[0]
+
+    def score(params, s):
+        tokens = np.concatenate([s.prompt, s.response])
+        padding = (0, LONGEST - len(tokens))
+        alone = (np.pad(array, padding)[None] for array in (tokens, np.ones_like(tokens)))
+        return row(params, *alone)[len(s.prompt) : len(tokens)]
+
+    return score
+
+
+def test_when_every_sequence_is_rejected_nothing_moves():
+    tx = inject_learning_rate(lambda rate: optax.adamw(rate, weight_decay=0.5), 1.0)
+    step = make_step(LossConfig(), CorrectionConfig(veto=0.999), 20, 2, tx=tx)
+    before = jax.device_get(fresh_state(tx))
+    state, metrics, _ = jax.device_get(step(fresh_state(tx), packer(20, 2)[0](sequences()), 0.1, True))
+    assert metrics["correction/rejected_sequence_fraction"] == 1.0
+    jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
+    assert metrics["optimizer/skipped_updates"] == 1
+    assert metrics["policy/loss"] == 0.0
+    assert metrics["precision/overflows"] == 0
+
+
+def make_forward(row, rows):
+    return ForwardPass(
+        CONFIG,
+        MESH,
+        precision=PRECISION,
+        batch_shape=packer(row, rows)[1],
+        num_sequences=COUNT,
+        temperature=1.0,
+        diagnosis=DiagnosisConfig(),
+    )
+
+
+def test_one_mini_batch_is_the_fused_step():
+    loss, correction = LossConfig(), CorrectionConfig(preset="token_mis")
+    single = SingleUpdate(make_step(loss, correction, 20, 2, diagnosis=DiagnosisConfig()), packer(20, 2)[0])
+    several = MultipleUpdates(
+        make_step(loss, correction, 20, 2),
+        make_forward(20, 2),
+        packer(20, 2)[0],
+        packer(20, 2)[0],
+        mini_batches=1,
+        epochs=1,
+        group_size=3,
+    )
+    a = single(fresh_state(), sequences(), 0.1, seed=0, noise=True)
+    b = several(fresh_state(), sequences(), 0.1, seed=0, noise=True)
+    for x, y in zip(*(jax.tree.leaves(u.state.opt_state.inner_state.trace) for u in (a, b)), strict=True):
+        # Sequences come in another order, and the old log-probabilities from another graph.
+        np.testing.assert_allclose(x, y, atol=2e-6 * float(jnp.abs(x).max()) + 1e-9, rtol=1e-4)
+    assert a.row.keys() == b.row.keys()
+    for key in a.row.keys() - {"time/pack_s", "time/train_s", "optimizer/grad_noise"}:
+        assert b.row[key] == pytest.approx(a.row[key], rel=2e-4, abs=1e-6), key
+    for x, y in zip(a.trainer_logprobs(), b.trainer_logprobs(), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+def test_epochs_and_mini_batches_train_on_every_group_against_the_first_log_probabilities():
+    tx = inject_learning_rate(lambda rate: optax.sgd(rate), 1.0)
+    taken = []
+
+    class Watched(TrainStep):
+        def __call__(self, state, batch, *rest):
+            taken.append(batch)
+            return super().__call__(state, batch, *rest)
+
+    step = Watched(
+        CONFIG,
+        tx,
+        MESH,
+        precision=PRECISION,
+        objective=Objective(LossConfig(), CorrectionConfig(), 6, LIMIT),
+        batch_shape=packer(20, 2, 6)[1],
+        diagnosis=None,
+    )
+    update = MultipleUpdates(
+        step, make_forward(20, 2), packer(20, 2)[0], packer(20, 2, 6)[0], mini_batches=2, epochs=2, group_size=3
+    )
+    given = sequences()
+    updated = update(fresh_state(tx), given, 0.5, seed=3, noise=True)
+    assert len(taken) == 4
+    for first in (0, 2):
+        tokens = sorted(t for batch in taken[first : first + 2] for t in batch.tokens[batch.response_mask].tolist())
+        assert tokens == sorted(t for s in given for t in s.response.tolist())
+    old = np.concatenate(on_policy_logprobs())
+    assert np.allclose(
+        np.sort(np.concatenate([taken[i].old_logprobs[taken[i].response_mask] for i in (2, 3)])),
+        np.sort(old),
+        atol=2e-6,
+    )
+    # Only the very first mini-batch sees a ratio of 1.
+    assert updated.row["policy/clip_fraction"] > 0
+    assert updated.row["optimizer/skipped_updates"] == 0
+    assert step.compilations == 1
+    trainer = [np.zeros((COUNT, LIMIT)) for _ in range(3)]
+    for i, (s, own) in enumerate(zip(given, on_policy_logprobs(), strict=True)):
+        for array, values in zip(trainer, (own, s.rollout_logprobs, np.ones(len(own))), strict=True):
+            array[i, : len(own)] = values
+    assert updated.row["mismatch/k3_kl"] == pytest.approx(mismatch_metrics(*trainer)["k3_kl"], rel=1e-3)
+    again = update(fresh_state(tx), given, 0.5, seed=3, noise=True)
+    jax.tree.map(np.testing.assert_array_equal, again.state.params, updated.state.params)
+
+
+def test_a_kl_penalty_pulls_towards_the_frozen_reference():
+    """At the reference itself the k2 penalty and its gradient are 0; away from it the gradient is coef (lp - ref)."""
+    loss = LossConfig(kl="k2", kl_coefficient=0.7)
+    silent = [s._replace(advantage=0.0) for s in sequences()]
+    step = make_step(loss, CorrectionConfig(), 240, 1)
+    pack_all = packer(240, 1)[0]
+    here = SingleUpdate(step, pack_all, Reference(make_forward(240, 1), init_params(CONFIG, 0)))
+    assert here(fresh_state(), silent, 0.1, seed=0, noise=False).row["optimizer/grad_norm"] < 1e-6
+    reference = init_params(CONFIG, 1)
+    updated = SingleUpdate(step, pack_all, Reference(make_forward(240, 1), reference))(
+        fresh_state(), silent, 0.1, seed=0, noise=False
+    )
+    score = make_logprob_function()
+    in_loss = [s for s in silent if s.in_loss]
+    total = sum(len(s.response) for s in in_loss)
+
+    def penalty(params):
+        gaps = [score(params, s) - jax.lax.stop_gradient(score(reference, s)) for s in in_loss]
+        return sum(jnp.sum(0.5 * gap**2) for gap in gaps) / total
+
+    with jax.default_matmul_precision("highest"):
+        value, expected = jax.value_and_grad(penalty)(init_params(CONFIG, 0))
+    assert updated.row["policy/reference_kl"] == pytest.approx(float(value), rel=1e-4)
+    assert updated.row["policy/loss"] == pytest.approx(0.7 * float(value), rel=1e-4)
+    found = updated.state.opt_state.inner_state.trace
+    for g, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(g - 0.7 * e).max() / np.abs(e).max() < 1e-4
+
+
+def test_one_update_a_batch_normalises_beside_a_penalty_by_a_forward_of_its_own(tmp_path):
+    save_params(tmp_path, init_params(CONFIG, 1), CONFIG)
+    fused = Config(
+        model=ModelConfig(path=str(tmp_path)),
+        data=DataConfig(batch_size=4, max_prompt_tokens=LONGEST - LIMIT),
+        rollout=RolloutConfig(group_size=3, max_response_tokens=LIMIT),
+        loss=LossConfig(kl="k3", kl_coefficient=0.7),
+        precision=PRECISION,
+        packing=PackingConfig(row_tokens=20, rows_per_micro_batch=2),
+        mesh=MeshConfig(1, 1),
+    )
+    normalised = dataclasses.replace(fused, correction=CorrectionConfig(level="token", threshold=1.2, normalize=True))
+    rows = []
+    for config, kind in ((fused, SingleUpdate), (normalised, MultipleUpdates)):
+        update = make_update(config, CONFIG, keep_gradient(), MESH)
+        assert isinstance(update, kind)
+        rows.append(update(fresh_state(), sequences(), 0.1, seed=0, noise=False).row)
+    assert rows[1]["correction/weight_mean"] < 0.97
+    assert rows[0]["policy/reference_kl"] > 0.01
+    assert rows[1]["policy/reference_kl"] == pytest.approx(rows[0]["policy/reference_kl"], rel=1.2e-7)
