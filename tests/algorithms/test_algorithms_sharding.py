@@ -10,6 +10,8 @@ from rljax.algorithms.aggregation import aggregation_weights
 from rljax.algorithms.correction import CorrectionConfig, correct, finalize_correction, gradient_divisor
 from rljax.algorithms.losses import LossConfig, policy_loss
 
+pytestmark = pytest.mark.mesh
+
 
 @pytest.mark.parametrize(
     ("loss", "correction"),

@@ -4,18 +4,18 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import make_toy_base
 import numpy as np
 import pytest
+from toy_runs import outcome
 
-from rljax.data.toy import ToyBaseConfig, build_tokenizer, policy_config
 from rljax.policy.config import PolicyConfig, read_config
-from rljax.policy.hf import hf_tensors, load_params, save_params
+from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.served.engine import VllmConfig, VllmEngine
 from rljax.rollout.vllm.handshake import Expectation
@@ -149,7 +149,11 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer
             max_num_seqs=64,
             log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
             extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage"),
-            extra_env={"PYTHONPATH": os.pathsep.join([str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])])},
+            extra_env={
+                "PYTHONPATH": os.pathsep.join(
+                    [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+                )
+            },
         )
         return start(config, timeout_s=240)
 
@@ -191,28 +195,10 @@ def prompts() -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    """Compiled programs, shared by the runs of the session."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-def _fit_base(out: Path, config: ToyBaseConfig) -> Path:
-    sys.path.insert(0, str(HERE.parents[1] / "tools"))
-    from make_toy_base import fit
-
-    save_params(out, fit(config), policy_config())
-    build_tokenizer().save(out)
-    return out
-
-
-@pytest.fixture(scope="session")
 def toy_base(tmp_path_factory) -> Path:
     """A toy base fitted for a moment on half scratchpads: about one response in five earns its reward."""
-    config = ToyBaseConfig(steps=400, settle_steps=0, batch_size=64, seed=1)
-    return _fit_base(tmp_path_factory.mktemp("base"), config)
-
-
-@pytest.fixture(scope="session")
-def quickstart_base(tmp_path_factory) -> Path:
-    """The base of the quickstart, with another seed."""
-    return _fit_base(tmp_path_factory.mktemp("quickstart_base"), ToyBaseConfig(seed=1))
+    out = tmp_path_factory.mktemp("base") / "base"
+    words = ["--steps", "400", "--settle-steps", "0", "--batch-size", "64", "--seed", "1"]
+    status, _, err = outcome(make_toy_base.main, [out, *words])
+    assert status == 0, err
+    return out

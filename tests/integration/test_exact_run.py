@@ -17,17 +17,17 @@ ZERO = {
 }
 
 
-def run(base, run_dir, cache, dtype, *options):
+def run(base, run_dir, dtype, *options):
     code, output = complete(
-        command(base, run_dir, *SMALL, "--rollout.dtype", dtype, "--precision.compute-dtype", dtype, *options), cache
+        command(base, run_dir, *SMALL, "--rollout.dtype", dtype, "--precision.compute-dtype", dtype, *options)
     )
     assert code == 0, output
     return comparable(run_dir)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_mismatch_is_exactly_zero_at_every_step(dtype, toy_base, cache, tmp_path):
-    rows = run(toy_base, tmp_path / "run", cache, dtype)
+def test_the_mismatch_is_exactly_zero_at_every_step(dtype, toy_base, tmp_path):
+    rows = run(toy_base, tmp_path / "run", dtype)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
         names = {k.removeprefix("mismatch/"): v for k, v in row.items() if k.startswith("mismatch/")}
@@ -44,9 +44,9 @@ def test_the_mismatch_is_exactly_zero_at_every_step(dtype, toy_base, cache, tmp_
     assert all(row["optimizer/grad_norm"] > 0 for row in rows if row["reward/groups_with_signal"])
 
 
-def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, cache, tmp_path):
+def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, tmp_path):
     options = ["--rollout.inject.weight-noise", "0.01", "--rollout.inject.logit-noise", "0.02"]
-    rows = run(toy_base, tmp_path / "run", cache, "bfloat16", *options, "--rollout.inject.staleness", "2")
+    rows = run(toy_base, tmp_path / "run", "bfloat16", *options, "--rollout.inject.staleness", "2")
     assert all(0.01 < row["mismatch/logprob_abs_diff_mean"] < 0.3 for row in rows)
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 2, 2, 2, 2]
     assert [row["rollout/policy_version"] for row in rows] == [0, 0, 0, 1, 2, 3]
@@ -55,9 +55,9 @@ def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, cache,
         assert buckets == {str(behind)}
 
 
-def test_evaluation_goes_through_the_same_engine(toy_base, cache, tmp_path):
+def test_evaluation_goes_through_the_same_engine(toy_base, tmp_path):
     options = ["--run.steps", "1", "--eval.every", "1", "--eval.max-response-tokens", "6"]
-    (row,) = run(toy_base, tmp_path / "run", cache, "float32", *options)
+    (row,) = run(toy_base, tmp_path / "run", "float32", *options)
     assert 0.0 <= row["eval/toy/accuracy"] <= 1.0
     assert 1.0 <= row["eval/toy/response_length"] <= 6.0
     assert row["mismatch/logprob_abs_diff_max"] == 0.0
@@ -72,8 +72,8 @@ def test_evaluation_goes_through_the_same_engine(toy_base, cache, tmp_path):
         (["--loss.mini-batches", "2"], "loss.mini_batches and loss.epochs must be 1"),
     ],
 )
-def test_what_makes_no_sense_with_it_is_one_line(options, message, toy_base, cache, tmp_path):
-    code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options), cache)
+def test_what_makes_no_sense_with_it_is_one_line(options, message, toy_base, tmp_path):
+    code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options))
     assert code == 2
     assert message in output
     assert len(output.strip().splitlines()) == 1

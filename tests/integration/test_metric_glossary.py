@@ -26,8 +26,8 @@ def glossary() -> dict[str, re.Pattern[str]]:
     return {key: re.compile(re.sub(r"<[a-z]+>", "[^/]+", key)) for key in keys}
 
 
-def test_every_key_of_a_row_is_explained_and_every_explained_key_occurs(toy_base, cache, tmp_path):
-    code, output = complete(command(toy_base, tmp_path / "run", *SMALL), cache)
+def test_every_key_of_a_row_is_explained_and_every_explained_key_occurs(toy_base, tmp_path):
+    code, output = complete(command(toy_base, tmp_path / "run", *SMALL))
     assert code == 0, output
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     seen = {key.removesuffix("_at_start") for line in lines for key in json.loads(line)}

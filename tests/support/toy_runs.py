@@ -1,5 +1,7 @@
-"""How the tests run ``python -m rljax.train``: as a process, as a person does, on one device."""
+"""How the tests run ``python -m rljax.train`` on the toy task: in this process, or as one where it is to be killed."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -8,43 +10,49 @@ from pathlib import Path
 
 import pytest
 
+from rljax import train
+from rljax.errors import run_cli
 from rljax.report.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
+TOY_BASE = ROOT / "configs/toy-base"
 TIMEOUT = 600
 
 
-def environment(cache):
-    """The many devices of the test session are not passed on; compiled programs are shared between the runs."""
-    settings = {
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-        "XLA_FLAGS": "",
-        "PYTHONPATH": str(ROOT),
-    }
-    return os.environ | settings
+def environment(**settings):
+    """For a child process: this checkout's modules; the settings of tests/conftest.py are inherited."""
+    return os.environ | {"PYTHONPATH": str(ROOT)} | settings
 
 
 def command(base, run_dir, *options):
-    config = str(ROOT / "configs/quickstart.yaml")
-    where = ["--model.path", str(base), "--run.dir", str(run_dir)]
-    return [sys.executable, "-m", "rljax.train", config, *where, *options]
+    """What stands after ``python -m rljax.train``."""
+    return [str(ROOT / "configs/quickstart.yaml"), "--model.path", str(base), "--run.dir", str(run_dir), *options]
 
 
-def start(arguments, cache):
+def start(words, **settings):
+    """The run as a process of its own, with environment variables ``settings``."""
     return subprocess.Popen(
-        arguments, env=environment(cache), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "rljax.train", *words],
+        env=environment(**settings),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
-def complete(arguments, cache):
-    """Runs to the end. Returns (exit status, output)."""
-    process = start(arguments, cache)
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    finally:
-        process.kill()
-    return process.returncode, output
+def outcome(main, words):
+    """A program's ``main``, run in this process. Returns (exit status, standard output, standard error)."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = run_cli(main, [str(word) for word in words])
+    return status, out.getvalue(), err.getvalue()
+
+
+def complete(words):
+    """Trains to the end in this process. Returns (exit status, what it printed, standard error first)."""
+    status, out, err = outcome(train.main, words)
+    return status, err + out
 
 
 def wait_for_rows(process, run_dir, count):

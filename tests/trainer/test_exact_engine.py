@@ -116,6 +116,7 @@ def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype):
     assert "optimizer/grad_noise" not in rows[1]
 
 
+@pytest.mark.mesh
 def test_the_mismatch_is_exactly_zero_on_a_mesh():
     assert [not_exact(row) for row in trained("bfloat16", 2, mesh=(4, 2))] == [{}, {}]
 
