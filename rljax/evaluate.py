@@ -70,7 +70,7 @@ class Arguments:
       out: JSONL file for every response, its reward and length; None: none.
     """
 
-    path: str = "runs/toy-base"
+    path: str = "configs/toy-base"
     step: int | None = None
     best: bool = False
     dataset: str = "toy"

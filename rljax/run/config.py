@@ -60,7 +60,7 @@ class ModelConfig:
         fetched once; the run's config.yaml then names the directory that it was fetched to.
     """
 
-    path: str = "runs/toy-base"
+    path: str = "configs/toy-base"
 
 
 @dataclass(frozen=True)

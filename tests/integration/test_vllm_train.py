@@ -11,6 +11,7 @@ from toy_runs import start as start_run
 from rljax.rollout.vllm.server import ServerConfig, start
 from rljax.run.checkpoint import Checkpointer
 
+pytestmark = pytest.mark.vllm
 FLOAT32 = ["--rollout.dtype", "float32", "--precision.compute-dtype", "float32"]
 
 
