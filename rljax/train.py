@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import signal
 import sys
@@ -31,12 +32,8 @@ from rljax.report.figure import draw_report
 from rljax.report.rows import read_rows
 from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rewards.pool import RewardPool, make_pool
-from rljax.rollout.build import serve_policy
+from rljax.rollout.build import check_engine, make_engine
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.exact_engine import ExactEngine, LogitNoise
-from rljax.rollout.inject import InjectedEngine
-from rljax.rollout.jax_engine import JaxEngine
-from rljax.rollout.served.engine import VllmConfig
 from rljax.rollout.types import SamplingParams
 from rljax.run.build import make_exact_pass, make_update
 from rljax.run.checkpoint import Checkpointer
@@ -63,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(Config, [word for word in argv if word != DRY_RUN], prog=PROG, description=__doc__ or "")
     run_dir = Path(config.run.dir)
     with caller_errors():
+        check_engine(config.rollout)
         if DRY_RUN in argv:
             print(dry_run(config))
             return 0
@@ -75,7 +73,15 @@ def main(argv: Sequence[str]) -> int:
         problems = load_problems(config, tokenizer)
         prepare_directory(config, run_dir)
         stop = StopRequest()
-        engine = make_engine(config, policy, mesh, stop.requested)
+        engine = make_engine(
+            config.rollout,
+            policy,
+            mesh,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_tokens=config.max_engine_tokens,
+            make_executable=functools.partial(make_exact_pass, config, policy, mesh),
+            should_stop=stop.requested,
+        )
     with contextlib.ExitStack() as stack:
         stack.callback(engine.close)
         checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
@@ -137,28 +143,6 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     if not datasets:
         print("warning: nothing is evaluated: eval.datasets is empty", file=sys.stderr)
     return Problems(stream, datasets)
-
-
-def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh, should_stop: Callable[[], bool]) -> RolloutEngine:
-    """The engine that ``rollout.engine`` names.
-
-    Raises:
-      ValueError: a server does not fit the run, or none answers.
-    """
-    rollout, inject = config.rollout, config.rollout.inject
-    if rollout.engine != "vllm":
-        engine: RolloutEngine
-        if rollout.engine == "jax":
-            engine = JaxEngine(policy, rollout.dtype, config.data.max_prompt_tokens, mesh=mesh)
-        else:
-            noise = LogitNoise(inject.logit_noise, inject.seed) if inject.logit_noise else None
-            engine = ExactEngine(make_exact_pass(config, policy, mesh), noise=noise)
-        return InjectedEngine(engine, inject, policy, mesh) if inject.changes_weights else engine
-    try:
-        settings = VllmConfig(transfer_dir=rollout.transfer_dir, server_wait_s=rollout.server_wait_s)
-        return serve_policy(rollout.urls, policy, rollout.dtype, config.max_engine_tokens, settings, should_stop)
-    except RuntimeError as error:
-        raise ConfigError(error) from error
 
 
 def build(

@@ -43,7 +43,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """What happened since the last call (``time/*_s``, ``publish/*``, ``rollout/*``), for the step's row."""
         ...
 

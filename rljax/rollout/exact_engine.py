@@ -191,7 +191,7 @@ class ExactEngine:
             if all(row.stopped for row in rows):
                 return
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
         metrics, self._metrics = self._metrics, {}
         return metrics

@@ -265,7 +265,7 @@ class JaxEngine:
         logprobs = jax.device_get(result[1])
         return [row[: len(response)] for row, response in zip(logprobs, responses, strict=True)]
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
         metrics, self._metrics = self._metrics, {}
         return metrics

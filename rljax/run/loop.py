@@ -258,7 +258,7 @@ def evaluate_at_start(parts: Parts, timers: Timers) -> Row:
         return {}
     with timers.phase("eval_at_start"):
         row = {f"{key}_at_start": value for key, value in parts.evaluate().items()}
-    parts.engine.take_metrics()
+    parts.engine.pop_metrics()
     return row
 
 
@@ -271,7 +271,7 @@ def one_step(
     at_start = evaluate_at_start(parts, timers) if step == 1 else {}
     with timers.phase("rollout"):
         rollouts = roll_out(parts, step)
-    row: Row = {"step": step} | at_start | rollout_row(rollouts, version) | parts.rewards.take_metrics()
+    row: Row = {"step": step} | at_start | rollout_row(rollouts, version) | parts.rewards.pop_metrics()
     watched = watched_value(config.schedule.metric, row, last_row)
     rate = parts.controller.step(watched, row["response_length/truncated_fraction"])
     sequences = training_sequences(rollouts, config, version)
@@ -289,14 +289,14 @@ def one_step(
     row |= without_empty_buckets(updated.row)
     row |= sum_rise(row, progress.reference, config.diagnosis.reference_steps)
     row |= parts.controller.metrics() | {"optimizer/grad_norm_ema": progress.grad_norm_ema}
-    row |= parts.engine.take_metrics()
+    row |= parts.engine.pop_metrics()
     write_rollouts(parts, step, version, rollouts, updated, sequences)
     due = (config.eval.every > 0 and step == config.run.steps) or _is_due(config.eval.every, step)
     if parts.evaluate is not None and due and is_published:
         with timers.phase("eval"), contextlib.suppress(StoppedWaitingError):
             row |= parts.evaluate()
         # What the engine spent on it is in time/eval_s; the engine's own figures are of the rollouts.
-        parts.engine.take_metrics()
+        parts.engine.pop_metrics()
     response_tokens = sum(response.length for response in rollouts.all())
     row |= timers.row
     row["time/step_s"] = timers.total()
@@ -383,7 +383,7 @@ def train(
     row = last_row or {}
     if not published(parts, state, progress.policy_version):
         return state
-    parts.engine.take_metrics()
+    parts.engine.pop_metrics()
     with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
         while progress.step < config.run.steps:
             drawn_before = parts.stream.state_dict()

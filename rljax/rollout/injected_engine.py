@@ -143,9 +143,9 @@ class InjectedEngine:
         """See RolloutEngine."""
         return self._engine.generate(prompts, n, sampling, seed=seed)
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
-        return self._engine.take_metrics()
+        return self._engine.pop_metrics()
 
     def close(self) -> None:
         """See RolloutEngine."""
