@@ -42,7 +42,7 @@ class _Shape:
     forced: bool = False
 
 
-def _cache_mixer(
+def _cached_attention(
     mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
 ) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
     """Writes this call's keys and values into the layer's cache and attends to all of it that ``mask`` allows."""
@@ -71,11 +71,13 @@ def _prefill(
     valid_cache = jnp.pad(valid, ((0, 0), (0, cache_tokens - width)))
     causal = index[:, None] >= jnp.arange(cache_tokens)[None, :]
     mask = causal[None] & valid_cache[:, None, :]
-    hidden, cache, _ = run_blocks(params, config, embed_tokens(params, tokens), positions, _cache_mixer(mask, 0), cache)
+    hidden, cache, _ = run_blocks(
+        params, config, embed_tokens(params, tokens), positions, _cached_attention(mask, 0), cache
+    )
     return hidden[:, -1], cache, valid_cache
 
 
-def _draw(
+def _next_tokens(
     params: Params,
     hidden: Float[Array, "b d"],
     keys: Array,
@@ -83,9 +85,9 @@ def _draw(
     greedy: bool,
     given: Int[Array, " b"] | None,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
-    """Next tokens and their log-probabilities under the distribution drawn from (temperature 1 when greedy).
+    """Next tokens and their log-probabilities under the distribution sampled from (temperature 1 when greedy).
 
-    ``given`` tokens are taken in the place of a draw.
+    Where ``given`` are tokens, they are taken and none is sampled.
     """
     table = lm_head_table(params)
     logits = jnp.einsum("bd,vd->bv", hidden, table, preferred_element_type=jnp.float32)
@@ -114,7 +116,7 @@ def _decode(
 ) -> tuple[Int[Array, "b r"], Float[Array, "b r"], Int[Array, " b"], Bool[Array, " b"]]:
     """(tokens, log-probabilities, lengths, stopped) of b = prompts * n responses of at most r tokens.
 
-    Where ``forced`` gives the responses, each step takes its token from there and draws none.
+    Where ``forced`` gives the responses, each step takes its token from there and samples none.
     """
     width, limit = shape.prompt_tokens, shape.max_response_tokens
     rows = shape.prompts * shape.n
@@ -127,10 +129,10 @@ def _decode(
     cache = (repeat(cache[0], 1), repeat(cache[1], 1))
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
 
-    def draw(step: Array, hidden: Array) -> tuple[Array, Array]:
+    def sample(step: Array, hidden: Array) -> tuple[Array, Array]:
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
         given = None if forced is None else jax.lax.dynamic_index_in_dim(forced, step, 1, keepdims=False)
-        return _draw(params, hidden, keys, temperature, shape.greedy, given)
+        return _next_tokens(params, hidden, keys, temperature, shape.greedy, given)
 
     def unfinished(state: tuple[Any, ...]) -> Array:
         step, done = state[0], state[1]
@@ -138,7 +140,7 @@ def _decode(
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
         step, done, tokens, logprobs, counts, hidden, cache = state
-        token, logprob = draw(step, hidden)
+        token, logprob = sample(step, hidden)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, jnp.where(done, 0, token), step, 1)
         logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, jnp.where(done, 0.0, logprob), step, 1)
         counts = counts + jnp.where(done, 0, 1)
@@ -147,7 +149,9 @@ def _decode(
         mask = valid | ((jnp.arange(width + limit) >= width) & (jnp.arange(width + limit) <= at))[None]
         embedded = constrain(embed_tokens(params, token[:, None]), "rows", "tokens", "act_embed")
         positions = (lengths + step)[:, None]
-        new_hidden, cache, _ = run_blocks(params, config, embedded, positions, _cache_mixer(mask[:, None], at), cache)
+        new_hidden, cache, _ = run_blocks(
+            params, config, embedded, positions, _cached_attention(mask[:, None], at), cache
+        )
         return step + 1, done, tokens, logprobs, counts, new_hidden[:, 0], cache
 
     start = (
@@ -204,7 +208,7 @@ class JaxEngine:
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
     ) -> Iterator[Response]:
-        """See RolloutEngine. All responses land together."""
+        """See RolloutEngine. All responses complete together."""
         return self._responses(self._checked(prompts), prompts, n, sampling, seed)
 
     def _responses(
@@ -241,7 +245,7 @@ class JaxEngine:
         temperature: float = 1.0,
         max_response_tokens: int | None = None,
     ) -> list[np.ndarray]:
-        """Log-probabilities of given responses, by the loop that ``generate`` draws with, one token at a time.
+        """Log-probabilities of given responses, by the loop that ``generate`` samples with, one token at a time.
 
         Args:
           prompts: int32 [s] token ids; 1 to ``max_prompt_tokens`` of them.

@@ -208,6 +208,29 @@ def test_two_servers_are_both_published_to_and_used(fake):
         other.stop()
 
 
+def test_a_publish_goes_on_with_the_others_and_recovers_the_one_that_was_gone(fake):
+    other = FakeVllm()
+    engine = make(fake.url, other.url, server_wait_s=60.0)
+    again = None
+    try:
+        engine.publish(PARAMS, 0)
+        port = other.port
+        other.stop()
+        began = time.monotonic()
+        engine.publish(PARAMS, 1)
+        assert time.monotonic() - began < 30
+        assert engine._client.opened() == [fake.url]
+        again = FakeVllm(port)
+        engine.publish(PARAMS, 2)
+        assert fake.version == again.version == engine._files.tag(2)
+        assert sorted(engine._client.opened()) == sorted([fake.url, again.url])
+        metrics = engine.pop_metrics()
+    finally:
+        engine.close()
+        again.stop()
+    assert metrics["rollout/server_losses"] == metrics["rollout/servers_brought_back"] == 1
+
+
 def test_older_servers_are_served_by_the_fallback(fake):
     fake.routes -= {"/inference/v1/generate", "/weight_info"}
     engine = make(fake.url)
