@@ -11,7 +11,7 @@ import numpy as np
 
 from rljax.compare.dump import ColumnSource, TokenDump, dump_of_responses, make_dump
 from rljax.compare.report import SECOND_RUN
-from rljax.compare.scorers import DTYPES, open_server, server_label, server_source
+from rljax.compare.scorers import DTYPES, counted, open_server, server_label, server_source
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import AdditionProblems
 from rljax.policy.config import read_config
@@ -139,11 +139,8 @@ def _sample_from_server(
     progress: Callable[[int], object],
 ) -> TokenDump:
     def run(batch_size: int) -> list[Response]:
-        responses = []
-        for response in server.generate(prompts, how.responses, sampling, seed=how.seed, at_once=batch_size):
-            responses.append(response)
-            progress(1)
-        return sorted(responses, key=lambda response: (response.prompt_index, response.sample_index))
+        responses = server.generate(prompts, how.responses, sampling, seed=how.seed, at_once=batch_size)
+        return sorted(counted(responses, progress), key=lambda response: (response.prompt_index, response.sample_index))
 
     source = server_source(server.info, "decode", server.logprobs_temperature(how.temperature))
     column, first = f"vllm-decode:{server_label(server.info)}", run(how.batch_size)

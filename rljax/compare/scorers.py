@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +22,8 @@ from rljax.rollout.served.model import ServedModel
 from rljax.rollout.served.wire import ServerInfo
 from rljax.rollout.types import ClientLimits
 from rljax.rollout.weights.hash import weights_hash
+
+T = TypeVar("T")
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -77,11 +80,8 @@ def score_column(
     if kind == "vllm":
         if temperature != 1.0:
             raise ValueError(f"a server's prompt log-probabilities are at temperature 1, {temperature:g} was asked for")
-        vectors = []
         with open_server(argument) as server:
-            for vector in server.score(dump.token_ids, at_once=batch_size):
-                vectors.append(vector)
-                progress(1)
+            vectors = list(counted(server.score(dump.token_ids, at_once=batch_size), progress))
             return vectors, server_source(server.info, "", 1.0)
     if model is None:
         raise ValueError(f"scorer {spec!r} needs a model directory")
@@ -100,6 +100,13 @@ def open_server(url: str) -> contextlib.closing[ServedModel]:
       ValueError: it is no server of one model.
     """
     return contextlib.closing(connect([url], _SERVER_LIMITS))
+
+
+def counted(items: Iterable[T], progress: Callable[[int], object]) -> Iterator[T]:
+    """``items``, and after each a call of ``progress(1)``."""
+    for item in items:
+        yield item
+        progress(1)
 
 
 def server_label(info: ServerInfo) -> str:

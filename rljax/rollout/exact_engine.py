@@ -8,6 +8,7 @@ again. Sequence i of a request stands in row i % b, as it does when it is traine
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -113,7 +114,7 @@ class ExactEngine:
         self._sample = jax.jit(sample, static_argnames="greedy", out_shardings=replicated(executable.mesh))
         self._params: Params | None = None
         self._version = 0
-        self._metrics: dict[str, float] = {}
+        self._metrics: defaultdict[str, float] = defaultdict(float)
 
     def publish(self, params: Params, policy_version: int) -> None:
         """See RolloutEngine. The masters are kept as they are: publish again once a training step took them over."""
@@ -142,7 +143,7 @@ class ExactEngine:
             start = time.perf_counter()
             rows = [_Row(i, j, [], []) for i, j in wanted[first : first + self._executable.rows]]
             self._fill(params, prompts, rows, sampling, seed)
-            self._add("time/generate_s", time.perf_counter() - start)
+            self._metrics["time/generate_s"] += time.perf_counter() - start
             for row in rows:
                 yield Response(
                     prompt_index=row.prompt_index,
@@ -167,7 +168,7 @@ class ExactEngine:
             lengths[i], prompt_index[i], sample_index[i] = len(prompt), row.prompt_index, row.sample_index
         for position in range(sampling.max_response_tokens):
             log_softmax = executable.log_softmax(params, tokens, lengths, temperature)
-            self._add("rollout/executable_runs", 1)
+            self._metrics["rollout/executable_runs"] += 1
             with jax.set_mesh(executable.mesh):
                 sampled = self._sample(
                     log_softmax,
@@ -192,12 +193,9 @@ class ExactEngine:
 
     def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
+        metrics, self._metrics = self._metrics, defaultdict(float)
+        return dict(metrics)
 
     def close(self) -> None:
         """See RolloutEngine."""
         self._params = None
-
-    def _add(self, name: str, value: float) -> None:
-        self._metrics[name] = self._metrics.get(name, 0.0) + value

@@ -9,6 +9,7 @@ index; a prompt is prefilled once and its cache repeated for its ``n`` responses
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class _Shape:
     forced: bool = False
 
 
-def _cached_attention(
+def _with_cache(
     mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
 ) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
     """Writes this call's keys and values into the layer's cache and attends to all of it that ``mask`` allows."""
@@ -71,9 +72,7 @@ def _prefill(
     valid_cache = jnp.pad(valid, ((0, 0), (0, cache_tokens - width)))
     causal = index[:, None] >= jnp.arange(cache_tokens)[None, :]
     mask = causal[None] & valid_cache[:, None, :]
-    hidden, cache, _ = run_blocks(
-        params, config, embed_tokens(params, tokens), positions, _cached_attention(mask, 0), cache
-    )
+    hidden, cache, _ = run_blocks(params, config, embed_tokens(params, tokens), positions, _with_cache(mask, 0), cache)
     return hidden[:, -1], cache, valid_cache
 
 
@@ -149,9 +148,7 @@ def _decode(
         mask = valid | ((jnp.arange(width + limit) >= width) & (jnp.arange(width + limit) <= at))[None]
         embedded = constrain(embed_tokens(params, token[:, None]), "rows", "tokens", "act_embed")
         positions = (lengths + step)[:, None]
-        new_hidden, cache, _ = run_blocks(
-            params, config, embedded, positions, _cached_attention(mask[:, None], at), cache
-        )
+        new_hidden, cache, _ = run_blocks(params, config, embedded, positions, _with_cache(mask[:, None], at), cache)
         return step + 1, done, tokens, logprobs, counts, new_hidden[:, 0], cache
 
     start = (
@@ -190,7 +187,7 @@ class JaxEngine:
         self._compiled: dict[_Shape, Any] = {}
         self._params: Params | None = None
         self._version = 0
-        self._metrics: dict[str, float] = {}
+        self._metrics: defaultdict[str, float] = defaultdict(float)
 
     @property
     def compilations(self) -> int:
@@ -203,7 +200,7 @@ class JaxEngine:
         with jax.set_mesh(self._mesh):
             self._params = jax.block_until_ready(self._cast(params))
         self._version = policy_version
-        self._add("time/publish_s", time.perf_counter() - start)
+        self._metrics["time/publish_s"] += time.perf_counter() - start
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
@@ -226,7 +223,7 @@ class JaxEngine:
         with jax.set_mesh(self._mesh):
             result = self._function(shape)(params, padded, lengths, stops, temperature, np.uint32(seed))
         tokens, logprobs, counts, done = jax.device_get(result)
-        self._add("time/generate_s", time.perf_counter() - start)
+        self._metrics["time/generate_s"] += time.perf_counter() - start
         for row, count in enumerate(counts):
             yield Response(
                 prompt_index=row // n,
@@ -271,8 +268,8 @@ class JaxEngine:
 
     def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
+        metrics, self._metrics = self._metrics, defaultdict(float)
+        return dict(metrics)
 
     def close(self) -> None:
         """See RolloutEngine."""
@@ -294,9 +291,6 @@ class JaxEngine:
         for i, prompt in enumerate(prompts):
             padded[i, self._width - len(prompt) :] = prompt
         return padded, np.asarray([len(prompt) for prompt in prompts], np.int32)
-
-    def _add(self, name: str, seconds: float) -> None:
-        self._metrics[name] = self._metrics.get(name, 0.0) + seconds
 
     def _function(self, shape: _Shape) -> Any:
         if shape not in self._compiled:

@@ -30,12 +30,13 @@ class Expectation:
 
 
 class Backend(Wire, Protocol):
-    """One kind of server: its wire, and how weights come into it."""
+    """One kind of server: its wire, and how weights come into it.
 
-    @property
-    def start_command(self) -> str:
-        """The command that starts a server, for messages."""
-        ...
+    Attributes:
+      start_command: the command that starts a server, for messages.
+    """
+
+    start_command: str
 
     def describe(self, client: ServerClient, url: str) -> ServerInfo:
         """What the server says of itself; sets the client to its model's name and its route.

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _Results = queue.SimpleQueue["tuple[int, Completion] | RuntimeError"]
+State = Literal["paused", "open", "down"]
 _TICK_S = 0.25
 
 
@@ -36,7 +37,7 @@ class _Server:
     route: str
     model: str
     reason: str
-    state: Literal["paused", "open", "down"] = "down"
+    state: State = "down"
     outstanding: int = 0
     prefix: str = ""
 
@@ -127,33 +128,18 @@ class ServerClient:
 
         return self._await(run())
 
-    def pause(self, urls: Sequence[str]) -> None:
-        """Sends no further rollout to ``urls`` until :meth:`open`; those under way go on."""
-
-        async def run() -> None:
-            for url in urls:
-                self._servers[url].state = "paused"
-
-        self._await(run())
+    def pause(self, url: str) -> None:
+        """Sends no further rollout to ``url`` until :meth:`open`; those under way go on."""
+        self._await(self._set(self._servers[url], "paused"))
 
     def open(self, url: str, prefix: str) -> None:
         """Admits rollouts to ``url``; a reply sampled under a weight version without ``prefix`` marks it down."""
-
-        async def run() -> None:
-            async with self._changed:
-                server = self._servers[url]
-                server.state, server.prefix = "open", prefix
-                self._changed.notify_all()
-
-        self._await(run())
+        self._servers[url].prefix = prefix
+        self._await(self._set(self._servers[url], "open"))
 
     def mark_down(self, url: str, reason: str) -> None:
         """Sends no further rollout to ``url`` until it is opened again."""
-
-        async def run() -> None:
-            self._mark_down(self._servers[url], reason)
-
-        self._await(run())
+        self._await(self._set(self._servers[url], "down", reason))
 
     def down(self) -> dict[str, str]:
         """Each server that is down, and why."""
@@ -273,7 +259,7 @@ class ServerClient:
                 completion = await self._sample(server, request)
             except ServerGoneError as error:
                 failure = str(error)
-                self._mark_down(server, failure)
+                await self._set(server, "down", failure)
                 continue
             except ServerRefusedError as error:
                 if error.status < 500 and error.status not in (408, 429):
@@ -289,7 +275,7 @@ class ServerClient:
             foreign = [tag for tag, _, _ in completion.spans or () if not tag.startswith(server.prefix)]
             if foreign:
                 failure = f"{server.url} samples from weights {foreign[0]!r}, not from this run's"
-                self._mark_down(server, failure)
+                await self._set(server, "down", failure)
             elif completion.finish_reason not in ("stop", "length"):
                 failure = f"{server.url} ended a response with {completion.finish_reason!r}"
             else:
@@ -317,11 +303,13 @@ class ServerClient:
             server.outstanding -= 1
             self._changed.notify()
 
-    def _mark_down(self, server: _Server, reason: str) -> None:
-        if server.state != "down":
-            log.warning("a %s server is down: %s", self._wire.name, reason)
-            self._counts["server_losses"] += 1
-            server.state, server.reason = "down", reason
+    async def _set(self, server: _Server, state: State, reason: str = "") -> None:
+        async with self._changed:
+            if state == "down" != server.state:
+                log.warning("a %s server is down: %s", self._wire.name, reason)
+                self._counts["server_losses"] += 1
+            server.state, server.reason = state, reason
+            self._changed.notify_all()
 
 
 def _gone(url: str, error: httpx.TransportError) -> ServerGoneError:

@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class ServedEngine:
         )
         self._current: _Current | None = None
         self._verified = False
-        self._metrics: dict[str, float] = {}
+        self._metrics: defaultdict[str, float] = defaultdict(float)
         self._files = WeightFiles(config.transfer_dir)
         self._info: ServerInfo | None = None  # of the server that takes the shortest sequences
         try:
@@ -94,7 +95,8 @@ class ServedEngine:
         if version.dtype != self._config.dtype:
             raise ValueError(f"published tensors are {version.dtype}, the rollout dtype is {self._config.dtype}")
         paused = time.monotonic()
-        self._client.pause(self._client.opened())
+        for url in self._client.opened():
+            self._client.pause(url)
         self._verified = False
         self._current = _Current(version, policy_version, params)
         with ThreadPoolExecutor(len(self._client.urls)) as pool:
@@ -108,10 +110,10 @@ class ServedEngine:
         self._verified = True
         ended = time.monotonic()
         self._files.keep_only(version)
-        self._add("publish/seconds", ended - began)
-        self._add("publish/stall_s", ended - paused)
-        self._add("publish/bytes", float(version.num_bytes))
-        self._add("time/publish_s", ended - began)
+        self._metrics["publish/seconds"] += ended - began
+        self._metrics["publish/stall_s"] += ended - paused
+        self._metrics["publish/bytes"] += version.num_bytes
+        self._metrics["time/publish_s"] += ended - began
         if not math.isnan(version.changed_fraction):
             self._metrics["publish/changed_fraction"] = version.changed_fraction
 
@@ -130,9 +132,9 @@ class ServedEngine:
     def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
         for name, count in self._client.pop_counts().items():
-            self._add(f"rollout/{name}", float(count))
-        metrics, self._metrics = self._metrics, {}
-        return metrics
+            self._metrics[f"rollout/{name}"] += count
+        metrics, self._metrics = self._metrics, defaultdict(float)
+        return dict(metrics)
 
     def close(self) -> None:
         """See RolloutEngine. The servers keep running, with the last weights."""
@@ -150,7 +152,7 @@ class ServedEngine:
                 yield self._response(index, n, completion)
         finally:
             stream.close()
-            self._add("time/generate_s", time.monotonic() - began)
+            self._metrics["time/generate_s"] += time.monotonic() - began
 
     def _response(self, index: int, n: int, completion: Completion) -> Response:
         assert self._current is not None
@@ -214,7 +216,7 @@ class ServedEngine:
         """
         if self._current is None:
             self._shake_hands(url)
-            self._client.pause([url])
+            self._client.pause(url)
         elif self._backend.serves(self._client, url, self._current.version):
             self._verify(url)
         else:
@@ -224,8 +226,5 @@ class ServedEngine:
                 raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
             self._update(url)
             self._verify(url)
-            self._add("rollout/servers_brought_back", 1.0)
+            self._metrics["rollout/servers_brought_back"] += 1.0
             log.warning("%s is back with policy version %d, verified", url, self._current.policy_version)
-
-    def _add(self, name: str, value: float) -> None:
-        self._metrics[name] = self._metrics.get(name, 0.0) + value

@@ -52,13 +52,7 @@ class ServedModel:
             self._open(url)
 
     def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        n: int,
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        at_once: int | None = None,
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int, at_once: int | None = None
     ) -> Iterator[Response]:
         """See RolloutEngine; ``at_once`` requests are sent at a time, None: all.
 
@@ -140,11 +134,9 @@ class ServedModel:
 
     def _logprobs_of(self, ids: np.ndarray, reply: Completion) -> np.ndarray:
         """The log-probability of each token among those reported at its place."""
-        url, reported = self.info.url, reply.prompt_logprobs
-        if len(reported) != len(ids):
-            raise ReplyError(f"{url} gave {len(reported)} prompt log-probabilities for {len(ids)} tokens")
-        for t, token in enumerate(ids.tolist()[1:], 1):
-            if token not in reported[t]:
-                raise ReplyError(f"{url} scored other tokens: {sorted(reported[t])} at {t}, expected {token}")
-        scored = [reported[t][token] for t, token in enumerate(ids.tolist()[1:], 1)]
-        return np.asarray([np.nan, *scored], np.float32)
+        pairs = list(zip(ids.tolist(), reply.prompt_logprobs, strict=False))[1:]
+        other = [f"{sorted(top)}, expected {token}" for token, top in pairs if token not in top]
+        if other or len(reply.prompt_logprobs) != len(ids):
+            said = other[0] if other else f"{len(reply.prompt_logprobs)}, expected {len(ids)}"
+            raise ReplyError(f"{self.info.url} scored other tokens: {said}")
+        return np.asarray([np.nan, *(top[token] for token, top in pairs)], np.float32)

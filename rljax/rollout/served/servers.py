@@ -89,13 +89,7 @@ class Servers:
         now = time.monotonic()
         if now - self._last_said >= _SAY_EVERY_S:
             self._last_said = now
-            log.warning(
-                "waiting for a %s server, %.0f s of at most %g s (%s); restart it on the same port (%s) and the run "
-                "goes on",
-                name,
-                waited,
-                self._wait_s,
-                reason,
-                self._backend.start_command,
-            )
+            so_far = f"{waited:.0f} s of at most {self._wait_s:g} s ({reason})"
+            restart = f"restart it on the same port ({self._backend.start_command})"
+            log.warning("waiting for a %s server, %s; %s and the run goes on", name, so_far, restart)
         time.sleep(_POLL_S)

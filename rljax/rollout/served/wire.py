@@ -81,22 +81,17 @@ class ServerInfo:
 
 
 class Wire(Protocol):
-    """How one kind of server is spoken to; no I/O."""
+    """How one kind of server is spoken to; no I/O.
 
-    @property
-    def name(self) -> str:
-        """Of the kind, for messages."""
-        ...
+    Attributes:
+      name: of the kind, for messages.
+      routes: paths that may sample a response, the best first; a server has at least one of them.
+      model: what the servers that rljax starts call their model.
+    """
 
-    @property
-    def routes(self) -> Sequence[str]:
-        """Paths that may sample a response, the best first; a server has at least one of them."""
-        ...
-
-    @property
-    def model(self) -> str:
-        """What the servers that rljax starts call their model."""
-        ...
+    name: str
+    routes: Sequence[str]
+    model: str
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
         """The JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""

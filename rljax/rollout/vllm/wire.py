@@ -22,7 +22,7 @@ class VllmWire:
     """See served.wire.Wire."""
 
     name = "vLLM"
-    routes = (GENERATE, COMPLETIONS)
+    routes: Sequence[str] = (GENERATE, COMPLETIONS)
     model = "policy"
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
