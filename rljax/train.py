@@ -60,7 +60,8 @@ GUARD_STATUS = 3
 
 def main(argv: Sequence[str]) -> int:
     """Runs training; returns the exit status."""
-    config = load_config(Config, [word for word in argv if word != DRY_RUN], prog=PROG, description=__doc__ or "")
+    words = [word for word in argv if word != DRY_RUN]
+    config = load_config(Config, words, prog=PROG, description=__doc__ or "", example="configs/quickstart.yaml")
     run_dir = Path(config.run.dir)
     with caller_errors():
         if DRY_RUN in argv:

@@ -27,6 +27,7 @@ DOORS = {
     "tqdm": {"run.record", "evaluate"},
     "jinja2": {"data.tokenizer"},
     "tyro": {"run.config_file"},
+    "pydantic": {"run.config_file"},
     "yaml": {"run.config_file"},
     "matplotlib": {"report.panels", "report.lengths"},
     "math_verify": {"rewards.math_answer"},
