@@ -27,7 +27,6 @@ from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import load_params
 from rljax.policy.hub import model_directory
 from rljax.policy.qwen3 import param_shardings
-from rljax.report.figure import draw_report
 from rljax.report.rows import read_rows
 from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rewards.pool import RewardPool, make_pool
@@ -77,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
         prepare_directory(config, run_dir)
         stop = StopRequest()
         engine = make_engine(config, policy, mesh, stop.requested)
+    print(f"training {config.model.path} for {config.run.steps} steps into {run_dir}", file=sys.stderr)
     with contextlib.ExitStack() as stack:
         stack.callback(engine.close)
         checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
@@ -243,6 +243,8 @@ def last_row(run_dir: Path) -> dict[str, Any]:
 
 def finish(run_dir: Path) -> None:
     """Writes summary.json and report.png and prints the summary."""
+    from rljax.report.figure import draw_report  # matplotlib, which only the end needs
+
     rows = read_rows(run_dir / "metrics.jsonl")
     if not rows:
         return
