@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 BEST = "best"  # folder of the run directory
 ACCURACY = "best_accuracy"  # in the host state of what is there
@@ -17,18 +16,15 @@ ACCURACY = "best_accuracy"  # in the host state of what is there
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a run is saved.
-
-    Attributes:
-      every: steps between checkpoints; 0: only the last step and where the run is stopped.
-      keep: newest checkpoints kept.
-      keep_best: also keep, in ``best/`` of the run directory, the step of the best mean accuracy over the evaluated
-        datasets (``eval``).
-    """
+    """When a run is saved."""
 
     every: int = 20
+    """Steps between checkpoints. 0: save only the last step, and the step at which the run is stopped."""
     keep: int = 2
+    """Number of newest checkpoints to keep."""
     keep_best: bool = False
+    """Also keep the step with the best mean accuracy over the evaluation datasets (``eval``), in ``best/`` of the run
+    directory."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -45,7 +41,9 @@ class Checkpointer:
 
         With ``read_only`` nothing in it is changed; ``save`` must not be called.
         """
-        self._directory = Path(directory).absolute()
+        import orbax.checkpoint as ocp  # a third of a second, which the start of a command does not wait for
+
+        self._ocp, self._directory = ocp, Path(directory).absolute()
         self._best: Checkpointer | None = None
         if not read_only and jax.process_index() == 0:
             # Orbax would do so in a thread that its close() does not wait for, and that fails when the process ends.
@@ -78,9 +76,8 @@ class Checkpointer:
         """
         # The copy outlives the donation of the originals to the next step; orbax may read the buffers in place.
         frozen = jax.tree.map(jnp.copy, state)
-        self._manager.save(
-            step, args=ocp.args.Composite(state=ocp.args.StandardSave(frozen), host=ocp.args.JsonSave(host))
-        )
+        args = self._ocp.args
+        self._manager.save(step, args=args.Composite(state=args.StandardSave(frozen), host=args.JsonSave(host)))
 
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
         """Saves into ``best/`` beside this directory if no accuracy there is as high; returns whether it did.
@@ -104,7 +101,7 @@ class Checkpointer:
 
     def restore_host(self, step: int) -> dict[str, Any]:
         """The host state alone."""
-        wanted = ocp.args.Composite(host=ocp.args.JsonRestore())
+        wanted = self._ocp.args.Composite(host=self._ocp.args.JsonRestore())
         return dict(self._manager.restore(step, args=wanted)["host"])
 
     def delete_from(self, step: int) -> None:
@@ -119,7 +116,8 @@ class Checkpointer:
         Raises:
           RuntimeError: it cannot be read as a state of this form; the message says which step.
         """
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state), host=ocp.args.JsonRestore())
+        args = self._ocp.args
+        wanted = args.Composite(state=args.StandardRestore(abstract_state), host=args.JsonRestore())
         try:
             restored = self._manager.restore(step, args=wanted)
         except (ValueError, KeyError, FileNotFoundError) as error:

@@ -54,7 +54,7 @@ class ScriptedEngine:
         self._check()
         self.published.append(policy_version)
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         taken, self.metrics = self.metrics, {"rollout/requests": 0}
         return taken
 
