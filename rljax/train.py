@@ -27,7 +27,7 @@ from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import load_params
 from rljax.policy.hub import model_directory
 from rljax.policy.qwen3 import param_shardings
-from rljax.report.figure import draw_report
+from rljax.report.figure import plot_report
 from rljax.report.rows import read_rows
 from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rewards.pool import RewardPool, make_pool
@@ -247,7 +247,7 @@ def finish(run_dir: Path) -> None:
         return
     summary = summarize(rows)
     write_summary(run_dir, summary)
-    draw_report([run_dir], run_dir / "report.png")
+    plot_report([run_dir], run_dir / "report.png")
     print(format_summary(summary))
     print(json.dumps({"run_dir": str(run_dir), "report": str(run_dir / "report.png")}))
 
