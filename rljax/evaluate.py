@@ -45,49 +45,47 @@ LONGEST_RESPONSE = 8192
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to evaluate, on what, and how.
-
-    Attributes:
-      path: HF directory or OWNER/NAME on the hub; run directory; or one checkpoint of it, as runs/x/checkpoints/120.
-      step: of a run directory, the checkpoint to take; None: the newest.
-      best: of a run directory, the best one (``checkpoint.keep_best``).
-      dataset: toy or toy_swaps (held problems), or a Parquet or JSONL file of problems.
-      n: responses a problem: the accuracy is avg@n.
-      pass_k: which pass@k to estimate from them.
-      temperature: of the draws; 0: greedy.
-      max_response_tokens: longest response (tokens); None: what the toy needs; of a file 8192, or what the model has
-        positions for.
-      engine: jax, in this process; or vllm: an HF directory's servers are asked as they stand, a run's weights are
-        published to them first.
-      urls: base URLs of the vLLM servers.
-      dtype: of the embedded engine, and of what is published.
-      batch_size: problems that the embedded engine decodes at a time.
-      reward: as ``data.reward``; None: the toy's own, of a file math.
-      reward_workers: as ``data.reward_workers``.
-      reward_timeout_s: as ``data.reward_timeout_s``.
-      chat_template: as ``data.chat_template``.
-      seed: of the toy's held problems (``data.seed`` of the run) and of the draws.
-      out: JSONL file for every response, its reward and length; None: none.
-    """
+    """What to evaluate, on what, and how."""
 
     path: str = "runs/toy-base"
+    """A Hugging Face directory or OWNER/NAME on the hub; a run directory; or one of its checkpoints, as
+    runs/x/checkpoints/120."""
     step: int | None = None
+    """The checkpoint to load from a run directory. None: the newest."""
     best: bool = False
+    """Load the best checkpoint of a run directory (``checkpoint.keep_best``)."""
     dataset: str = "toy"
+    """toy or toy_swaps for the evaluation split of that task, or a Parquet or JSONL file of problems."""
     n: int = 1
+    """Responses per problem. The accuracy is their mean (avg@n)."""
     pass_k: tuple[int, ...] = ()
+    """Values of k for which pass@k is estimated from the n responses. Each is at most n."""
     temperature: float = 0.0
+    """Sampling temperature. 0: greedy."""
     max_response_tokens: int | None = None
+    """Longest response (tokens). None: what the toy task needs; for a file 8192, or less if the model has fewer
+    positions."""
     engine: Literal["jax", "vllm"] = "jax"
+    """jax: sample in this process. vllm: sample from servers; those of a Hugging Face directory are used as they are,
+    and the weights of a run are published to them first."""
     urls: tuple[str, ...] = ()
+    """Base URLs of the vLLM servers."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the embedded engine and of the published weights."""
     batch_size: int = 256
+    """Problems that the embedded engine decodes at the same time."""
     reward: str | None = None
+    """As ``data.reward``. None: the reward of the toy task; math for a file."""
     reward_workers: int | None = None
+    """As ``data.reward_workers``."""
     reward_timeout_s: float = 10.0
+    """As ``data.reward_timeout_s``."""
     chat_template: bool | Literal["auto"] = "auto"
+    """As ``data.chat_template``."""
     seed: int = 0
+    """Seed of the toy problems (``data.seed`` of the run) and of the sampling."""
     out: str | None = None
+    """JSONL file for every response with its reward and length. None: no file."""
 
     def __post_init__(self) -> None:
         check_draws(self.n, self.pass_k, self.temperature)

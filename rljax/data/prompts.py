@@ -53,33 +53,32 @@ FILE_REWARD = "math"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on, and what scores it.
-
-    Attributes:
-      task: toy, three-digit addition; toy_swaps, letters that trade places; or file, the problems of ``path``.
-      path: Parquet in verl's form or JSONL with prompt and answer (docs/data.md says which columns).
-      reward: what scores a response: addition, swaps or math, or ``package.module:function``; None: the toy's own, of a
-        file math.
-      reward_workers: processes that score; 0: the trainer's own; None: 0 for the toys, else by the number of cores.
-      reward_timeout_s: longest that one response's scoring may take (seconds); then it earns 0, counted apart.
-      chat_template: auto: prompts that are chats go through the tokenizer's template if it has one; true: texts too, as
-        one message of the user; false: the bare text, for base models.
-      fraction: share of the problems that is trained on, drawn with ``seed``; a smaller one is part of a larger.
-      batch_size: prompts a step.
-      max_prompt_tokens: longest prompt (tokens).
-      seed: of the toys' problems, their order and the fraction's draw.
-    """
+    """What is trained on, and what scores it."""
 
     task: Literal["toy", "toy_swaps", "file"] = "toy"
+    """toy: three-digit addition. toy_swaps: letters that change places. file: the problems in ``path``."""
     path: str | None = None
+    """Parquet file in verl's format, or JSONL file with prompt and answer (docs/data.md lists the columns)."""
     reward: str | None = None
+    """The function that scores a response: addition, swaps or math, or your own as ``package.module:function``. None:
+    the reward of the toy task; math if ``task`` is file."""
     reward_workers: int | None = None
+    """Processes that score responses. 0: score in the trainer's process. None: 0 for the toy tasks, otherwise chosen by
+    the number of CPU cores."""
     reward_timeout_s: float = 10.0
+    """Longest time to score one response (seconds). A response that takes longer gets reward 0 and is counted
+    separately."""
     chat_template: bool | Literal["auto"] = "auto"
+    """auto: apply the tokenizer's chat template, if it has one, to prompts that are lists of messages. true: also to
+    plain texts, each as one user message. false: use the bare text, as base models need."""
     fraction: float = 1.0
+    """Fraction of the problems to train on, chosen with ``seed``. A smaller fraction is a subset of a larger one."""
     batch_size: int = 64
+    """Prompts per step."""
     max_prompt_tokens: int = 1024
+    """Longest prompt (tokens)."""
     seed: int = 0
+    """Seed of the toy problems, of their order, and of the choice that ``fraction`` makes."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_prompt_tokens"):

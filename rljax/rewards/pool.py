@@ -20,21 +20,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """What scores a response, and where.
-
-    Attributes:
-      function: addition, swaps or math; or ``package.module:function``, a function of
-        ``(problem: dict, response: str, truncated: bool)`` that returns a finite float.
-      workers: processes; 0: in the trainer's own, without a bound in time; None: 0 for the toys, else one for each
-        core but one, 8 at most.
-      timeout_s: longest that one response may take (seconds); then its worker is replaced and it earns 0.
-      memory_gib: most memory of a worker (GiB); None: no limit.
-    """
+    """What scores a response, and where."""
 
     function: str = "addition"
+    """addition, swaps or math, or ``package.module:function``: a function of ``(problem: dict, response: str,
+    truncated: bool)`` that returns a finite float."""
     workers: int | None = None
+    """Number of processes. 0: score in the trainer's process, without a time limit. None: 0 for the toy tasks,
+    otherwise one less than the number of CPU cores, at most 8."""
     timeout_s: float = 10.0
+    """Longest time to score one response (seconds). After it the worker is replaced and the response gets reward 0."""
     memory_gib: float | None = 4.0
+    """Memory limit of each worker (GiB). None: no limit."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 0:

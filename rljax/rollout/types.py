@@ -10,23 +10,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class InjectConfig:
-    """Mismatch put into the rollouts on purpose; everything off at its default, and free to combine.
-
-    Attributes:
-      weight_noise: Gaussian noise on every weight tensor, its size relative to the tensor's root mean square.
-      quantize: the blocks' matrices as an engine would store them, each output channel with a scale of its own.
-      dtype: weights rounded to it; "same": as published.
-      logit_noise: standard deviation of Gaussian noise on every logit drawn from; engine exact only.
-      staleness: policy versions that the rollouts' weights are behind those published.
-      seed: of the noise; the same for a version, or a token, whenever it is drawn.
-    """
+    """Mismatch put into the rollouts on purpose; everything off at its default, and free to combine."""
 
     weight_noise: float = 0.0
+    """Standard deviation of the Gaussian noise on each weight tensor, relative to the tensor's root mean square."""
     quantize: Literal["none", "int8", "fp8"] = "none"
+    """Rounds the matrices of the transformer blocks as a quantized engine stores them, with one scale for each output
+    channel."""
     dtype: Literal["same", "bfloat16", "float16"] = "same"
+    """Rounds the weights to this dtype. same: the weights stay as published."""
     logit_noise: float = 0.0
+    """Standard deviation of the Gaussian noise on each logit before sampling. Only for the exact engine."""
     staleness: int = 0
+    """Number of policy versions by which the weights that sample are older than the published ones."""
     seed: int = 0
+    """Seed of the noise. A version, or a token, gets the same noise each time it is sampled."""
 
     def __post_init__(self) -> None:
         for name in ("weight_noise", "logit_noise"):
@@ -44,33 +42,32 @@ class InjectConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How a step's responses are sampled.
-
-    Attributes:
-      engine: jax, the embedded engine; vllm, over HTTP; or exact, the trainer's own executable (zero mismatch, slow).
-      urls: base URLs of the vLLM servers.
-      dtype: dtype the engine computes in; asserted equal to what is published to it.
-      group_size: responses a prompt.
-      max_response_tokens: most tokens of a response, end-of-sequence included.
-      temperature: of sampling; positive.
-      transfer_dir: directory for weights that trainer and vLLM servers both see; None: memory-backed on this machine.
-      server_wait_s: longest the run waits while no vLLM server answers (seconds).
-      dump_every: steps between token dumps (``rollouts/step_*.parquet``, for tools/compare_mismatch.py); 0: none.
-      transcript_every: steps between readable transcripts (``rollouts/step_*.jsonl``); 0: none.
-      inject: mismatch put in on purpose.
-    """
+    """How a step's responses are sampled."""
 
     engine: Literal["jax", "vllm", "exact"] = "jax"
+    """jax: the embedded engine. vllm: vLLM servers over HTTP. exact: the trainer's own executable, with zero mismatch
+    but slow."""
     urls: tuple[str, ...] = ()
+    """Base URLs of the vLLM servers."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype that the engine computes in. It must be the dtype of the weights published to it."""
     group_size: int = 16
+    """Responses per prompt."""
     max_response_tokens: int = 8192
+    """Longest response (tokens), the end-of-sequence token included."""
     temperature: float = 1.0
+    """Sampling temperature. It must be positive."""
     transfer_dir: str | None = None
+    """Directory for weights that the trainer and the vLLM servers can both read. None: a memory-backed directory on
+    this machine."""
     server_wait_s: float = 900.0
+    """Longest time the run waits while no vLLM server answers (seconds)."""
     dump_every: int = 0
+    """Steps between token dumps (``rollouts/step_*.parquet``, which tools/compare_mismatch.py reads). 0: no dumps."""
     transcript_every: int = 0
+    """Steps between readable transcripts (``rollouts/step_*.jsonl``). 0: no transcripts."""
     inject: InjectConfig = field(default_factory=InjectConfig)
+    """Mismatch that is put into the rollouts on purpose."""
 
     def __post_init__(self) -> None:
         if self.group_size < 2:

@@ -17,18 +17,15 @@ ACCURACY = "best_accuracy"  # in the host state of what is there
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a run is saved.
-
-    Attributes:
-      every: steps between checkpoints; 0: only the last step and where the run is stopped.
-      keep: newest checkpoints kept.
-      keep_best: also keep, in ``best/`` of the run directory, the step of the best mean accuracy over the evaluated
-        datasets (``eval``).
-    """
+    """When a run is saved."""
 
     every: int = 20
+    """Steps between checkpoints. 0: save only the last step, and the step at which the run is stopped."""
     keep: int = 2
+    """Number of newest checkpoints to keep."""
     keep_best: bool = False
+    """Also keep the step with the best mean accuracy over the evaluation datasets (``eval``), in ``best/`` of the run
+    directory."""
 
     def __post_init__(self) -> None:
         if self.every < 0:

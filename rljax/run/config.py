@@ -23,22 +23,19 @@ from rljax.trainer.step import PrecisionConfig
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run itself.
-
-    Attributes:
-      dir: run directory: config.yaml, metrics.jsonl, tb/, checkpoints/, summary.json, report.png.
-      steps: rollout batches, one update each at most.
-      seed: of the rollouts and of the order of the prompts.
-      resume: auto: go on from the newest checkpoint in ``dir`` if there is one; never: refuse a ``dir`` that holds a
-        run; or the path of another run directory to go on from.
-      profile_steps: first and last step (from 1) of a JAX profile, written into ``dir``/profile; none: no profile.
-    """
+    """The run itself."""
 
     dir: str = "runs/run"
+    """Run directory. It receives config.yaml, metrics.jsonl, tb/, checkpoints/, summary.json and report.png."""
     steps: int = 100
+    """Number of steps. A step is one rollout batch and at most one scheduled learning rate."""
     seed: int = 0
+    """Seed of the rollouts and of the order of the prompts."""
     resume: str = "auto"
+    """auto: continue from the newest checkpoint in ``dir`` if there is one. never: refuse a ``dir`` that already holds
+    a run. Otherwise the path of another run directory to continue from."""
     profile_steps: tuple[int, ...] = ()
+    """First and last step (counted from 1) of a JAX profile, which is written to ``dir``/profile. Empty: no profile."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -53,40 +50,34 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The policy to start from.
-
-    Attributes:
-      path: an HF directory (config.json, safetensors, tokenizer.json), or OWNER/NAME of a model on the hub, which is
-        fetched once; the run's config.yaml then names the directory that it was fetched to.
-    """
+    """The policy to start from."""
 
     path: str = "runs/toy-base"
+    """A Hugging Face directory (config.json, safetensors, tokenizer.json), or OWNER/NAME of a model on the hub. A model
+    of the hub is downloaded once, and the run's config.yaml then names the local directory."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Accuracy through the engine that the run trains with, in the step's own row.
-
-    Attributes:
-      every: steps between evaluations, the last step included; 0: never.
-      at_start: also evaluate the policy that the run starts from; in the first row, as ``eval/.../..._at_start``.
-      datasets: each a Parquet or JSONL file, ``NAME=FILE``, or toy or toy_swaps for its held problems; none: the toy's
-        held problems, of a file task nothing.
-      n: responses a problem: the accuracy is avg@n.
-      pass_k: which pass@k to estimate from them; each at most n.
-      temperature: of the draws; 0: greedy.
-      max_response_tokens: longest response (tokens); None: as in the rollouts.
-      seed: of the draws, the same at each evaluation.
-    """
+    """Accuracy through the engine that the run trains with, in the step's own row."""
 
     every: int = 20
+    """Steps between evaluations. The last step is evaluated, too. 0: no evaluation."""
     at_start: bool = False
+    """Also evaluate the policy that the run starts from. The first row records it as ``eval/.../..._at_start``."""
     datasets: tuple[str, ...] = ()
+    """Each one is a Parquet or JSONL file, ``NAME=FILE``, or toy or toy_swaps for the evaluation split of that task.
+    Empty: the evaluation split of the toy task; nothing if ``data.task`` is file."""
     n: int = 1
+    """Responses per problem. The accuracy is their mean (avg@n)."""
     pass_k: tuple[int, ...] = ()
+    """Values of k for which pass@k is estimated from the n responses. Each is at most n."""
     temperature: float = 0.0
+    """Sampling temperature. 0: greedy."""
     max_response_tokens: int | None = None
+    """Longest response (tokens). None: the same as in the rollouts."""
     seed: int = 0
+    """Seed of the sampling, the same at each evaluation."""
 
     def __post_init__(self) -> None:
         if self.every < 0:

@@ -46,15 +46,12 @@ def parse_rule(text: str) -> Rule:
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What is watched while a run trains. A value that is not a number counts as beyond every bound.
-
-    Attributes:
-      warn: rules ("METRIC > NUMBER [for STEPS]") that print a line when they begin to hold.
-      stop: rules that end the run after that step, saved, with exit status 3.
-    """
+    """What is watched while a run trains. A value that is not a number counts as beyond every bound."""
 
     warn: tuple[str, ...] = ()
+    """Rules of the form "METRIC > NUMBER [for STEPS]" (or <). A line is printed when a rule begins to be true."""
     stop: tuple[str, ...] = ()
+    """Rules that end the run after the step, with the state saved and exit status 3."""
 
     def __post_init__(self) -> None:
         for rule in (*self.warn, *self.stop):
