@@ -50,7 +50,7 @@ def _loss(params: Params, config: PolicyConfig, tokens: jax.Array, lengths: jax.
 def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
     """Fits from scratch; the same config gives the same weights on the same machine."""
     module = TASKS[task]
-    tokenizer, policy = module.build_tokenizer(), module.policy_config()
+    policy = module.policy_config()
     params = init_params(policy, config.seed)
     rate = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, 50, config.steps, config.learning_rate * 0.05)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
@@ -66,7 +66,7 @@ def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
     bar = tqdm(range(config.steps), desc="fitting the toy base", mininterval=2.0)
     for i in bar:
         settled = i >= config.steps - config.settle_steps
-        tokens, lengths = module.demonstration_batch(rng, config, tokenizer, settled=settled)
+        tokens, lengths = module.demonstration_batch(rng, config, settled=settled)
         params, opt_state, loss = step(params, opt_state, tokens, lengths)
         if i % 50 == 0:
             bar.set_postfix(loss=f"{float(loss):.3f}")

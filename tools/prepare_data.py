@@ -33,7 +33,7 @@ from rljax.data.prompts import FILE_REWARD, render_prompt
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
-from rljax.rewards.pool import RewardConfig, make_pool
+from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import SamplingParams
 from rljax.run.evaluation import SOLVED, score_responses
 
@@ -238,7 +238,7 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
     """Draws and scores ``samples`` responses to each problem that is not scored yet."""
     with caller_errors():
         policy = find_policy(str(arguments.model))
-        pool = make_pool(RewardConfig(arguments.reward, arguments.reward_workers, arguments.reward_timeout_s))
+        pool = RewardPool(arguments.reward, arguments.reward_workers, arguments.reward_timeout_s)
         prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
         limit = response_limit(arguments.max_response_tokens, policy.config, prompt_tokens)
     names = ("model", "samples", "temperature", "reward", "seed", "chat_template")

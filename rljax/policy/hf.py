@@ -1,7 +1,7 @@
 """Hugging Face safetensors directories to the policy's pytree and back.
 
 One table says which HF tensor each leaf comes from and how it is laid out. Loading reads only the slices that this
-process' devices hold; publishing walks the tensors one at a time, saving holds one file's worth.
+process' devices hold; publishing yields one tensor at a time, saving keeps the tensors of one file in memory.
 """
 
 from __future__ import annotations
