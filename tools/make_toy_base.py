@@ -75,12 +75,12 @@ def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to fit, and where to.
+    """What to fit, and where to write it.
 
     Attributes:
       out: HF directory to write; one that holds a model is kept unless ``overwrite`` is set.
       config: what the base is fitted on.
-      task: what it is to do; each has problems and a reward of its own.
+      task: the toy task; each has its own problems and reward.
       overwrite: fit again over a model that is there.
     """
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     params = fit(arguments.config, arguments.task)
     module = TASKS[arguments.task]
     policy = module.policy_config()
-    # Whole or not at all: what is interrupted leaves no directory that looks like a model.
+    # Renamed at the end: an interrupted run leaves no directory that looks like a model.
     partial = out.with_name(out.name + ".partial")
     save_params(partial, params, policy)
     module.build_tokenizer().save(partial)
