@@ -78,7 +78,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def follows_algorithm_1(rows: list[dict[str, Any]]) -> bool:
-    """Whether the rate is constant before the call, then halved exactly at multiples of the period down to the floor."""
+    """Whether the rate is constant before the call, then halved at multiples of the period down to the floor."""
     initial = rows[0]["schedule/learning_rate"]
     for row in rows:
         surge, step = row["schedule/surge_step"], row["step"]
