@@ -169,7 +169,7 @@ def find_source(source: str) -> Path:
         return Path(hf_hub_download(repository, name, repo_type="dataset"))
     except ConfigError:
         raise
-    except Exception as error:  # the hub's client, httpx and the system raise errors of many types
+    except Exception as error:  # the client raises errors of many types
         raise ConfigError(f"{source} is no file here and cannot be had from the Hugging Face hub: {error}") from error
 
 
