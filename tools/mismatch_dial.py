@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from rljax.algorithms.correction import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.data.prompts import DataConfig, held_problems
 from rljax.data.tokenizer import load_tokenizer
+from rljax.data.toy import addition_problems
 from rljax.errors import caller_errors, run_cli
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig, read_config
@@ -44,7 +44,7 @@ class Arguments:
     Attributes:
       path: HF directory of a policy of the toy task.
       dtype: compute dtype of both sides.
-      problems: of the held ones, as prompts.
+      problems: of the eval split, as prompts.
       group_size: responses a prompt.
       max_response_tokens: longest response (tokens).
       rows: of the executable.
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
         policy, tokenizer = read_config(arguments.path), load_tokenizer(arguments.path)
         mesh = make_mesh(MeshConfig())
         params = load_params(arguments.path, policy, param_shardings(policy, mesh))
-    prompts = [tokenizer.encode(p["prompt"]) for p in list(held_problems(DataConfig()))[: arguments.problems]]
+    prompts = [tokenizer.encode(p["prompt"]) for p in addition_problems("eval", arguments.problems)]
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
     exact = make_exact(arguments, policy, mesh, max(map(len, prompts)))
     print(
