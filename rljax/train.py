@@ -280,5 +280,10 @@ class StopRequest:
             signal.signal(number, handler)
 
 
+def cli() -> int:
+    """The command ``rljax-train``: ``main`` on the words of the command line; returns the exit status."""
+    return run_cli(main)
+
+
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    sys.exit(cli())

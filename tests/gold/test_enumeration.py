@@ -22,10 +22,10 @@ from tabular import (
 from rljax.mismatch import importance_weights, rejection_mask
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "experiments"))
 import correction_bias  # noqa: E402
 
-sys.path.remove(str(ROOT / "tools"))
+sys.path.remove(str(ROOT / "experiments"))
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
 

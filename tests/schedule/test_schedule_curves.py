@@ -1,4 +1,4 @@
-"""The tracker on the curves of tools/study_surge.py: a few hundred seeds of what the tool runs by thousands."""
+"""The tracker on the curves of experiments/study_surge.py: a few hundred seeds of what the tool runs by thousands."""
 
 import dataclasses
 import json
@@ -11,10 +11,10 @@ import pytest
 from rljax.schedule import SurgeConfig
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "experiments"))
 import study_surge  # noqa: E402
 
-sys.path.remove(str(ROOT / "tools"))
+sys.path.remove(str(ROOT / "experiments"))
 
 SURGE_SEEDS, QUIET_SEEDS = 300, 60
 

@@ -8,7 +8,7 @@ import pytest
 
 from rljax.errors import ConfigError
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 from study import main, read_study, run_command
 
 STUDY = """
