@@ -4,8 +4,8 @@
 
 Needs jax, optax and numpy alone. The policy is one number: the logit of going on after each token. A response earns 1
 when it has 24 tokens or more and did not hit the limit of 64, so REINFORCE makes responses longer. The tracker calls
-the surge, sets the decay period to 1.8 times that step, and the rate is halved at every multiple of it. Of the loop only
-the four lines marked with an arrow belong to the schedule.
+the surge, sets the decay period to 1.8 times that step, and the rate is halved at every multiple of it. Four lines of
+the loop, marked with an arrow, belong to the schedule.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def train(steps: int = 240, learning_rate: float = 0.03, seed: int = 0) -> list[
         going_on = float(jax.nn.sigmoid(logit))
         lengths = np.minimum(rng.geometric(1.0 - going_on, BATCH), LIMIT)
         rewards = ((lengths >= ENOUGH) & (lengths < LIMIT)).astype(np.float32)
-        rate = controller.step(lengths.mean(), truncated_fraction=np.mean(lengths == LIMIT))
+        rate = controller.step(lengths.mean(), truncated_fraction=np.mean(lengths == LIMIT))  # <-- before the update
         opt_state = set_learning_rate(opt_state, rate)  # <-- for this very update; nothing is traced again
         logit, opt_state = update(logit, opt_state, lengths.astype(np.float32), rewards - rewards.mean())
         rows.append(
