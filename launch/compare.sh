@@ -6,12 +6,11 @@
 #   bash launch/compare.sh --model DIR                # a Hugging Face directory of your own, on the toy's prompts
 #   bash launch/compare.sh --scorer hf:bfloat16       # transformers as well; needs torch in the environment
 #
-# Without --model it takes the quickstart's base model, which it fits when it is not there (about 2 minutes). Prints the
-# pairwise mismatch, each scorer's noise floor and a verdict, and writes runs/comparison. Status 0: every pair passes.
+# Without --model it takes the quickstart's base model. Prints the pairwise mismatch, each scorer's noise floor and a
+# verdict, and writes runs/comparison. Status 0: every pair passes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-base=runs/toy-base
 case "${1:-}" in
   -h | --help)
     sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
@@ -21,9 +20,6 @@ esac
 
 source launch/environment.sh
 prepare_environment train
-if [[ " $* " != *" --model "* && ! -e "$base/model.safetensors" ]]; then
-  echo "== fitting the toy base model into $base (about 2 minutes)"
-  "$RLJAX_BIN/python" tools/make_toy_base.py "$base"
-fi
-exec "$RLJAX_BIN/python" tools/compare_mismatch.py --toy-prompts 64 --max-response-tokens 36 --model "$base" \
-  --sample jax-decode:bfloat16 --scorer jax:bfloat16 --scorer jax:float32 --out runs/comparison "$@"
+exec "$RLJAX_BIN/python" tools/compare_mismatch.py --toy-prompts 64 --max-response-tokens 36 \
+  --model configs/toy-base --sample jax-decode:bfloat16 --scorer jax:bfloat16 --scorer jax:float32 \
+  --out runs/comparison "$@"

@@ -45,16 +45,18 @@ prepare_environment() {
   export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="${JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES:--1}"
 }
 
-# prepare_trainer_environment: the one that RLJAX_VENV names, as it is, where it exists; else one made with the extra gpu
-# where nvidia-smi finds a GPU, and with the extra train elsewhere.
+# trainer_extra: the extra that trains here, gpu where nvidia-smi finds a GPU, else train.
+trainer_extra() {
+  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo train; fi
+}
+
+# prepare_trainer_environment: the one that RLJAX_VENV names, as it is, where it exists; else one with trainer_extra.
 prepare_trainer_environment() {
-  local extra=train
   if [ -n "${RLJAX_VENV:-}" ] && [ -x "$RLJAX_VENV/bin/python" ]; then
     RLJAX_BIN="$(cd "$RLJAX_VENV/bin" && pwd)"
-    return
+  else
+    prepare_environment "$(trainer_extra)"
   fi
-  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then extra=gpu; fi
-  prepare_environment "$extra"
 }
 
 # The parity tests compare with torch. 2.13.0 exists as a CPU build for Python 3.11; elsewhere the index decides, and

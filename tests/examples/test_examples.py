@@ -1,8 +1,9 @@
 """Each program of examples/ does what it says."""
 
-import sys
-
+import custom_reward
 import numpy as np
+import offline_comparison
+import optax_loop
 import pytest
 from toy_runs import ROOT
 
@@ -11,11 +12,6 @@ from rljax.data.prompts import DataConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.rewards.pool import make_pool
 from rljax.run.config import Config
-
-sys.path.insert(0, str(ROOT))
-from examples import custom_reward, offline_comparison, optax_loop
-
-sys.path.remove(str(ROOT))
 
 
 def test_the_optax_loop_follows_algorithm_1_after_the_surge():

@@ -2,19 +2,15 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import study_surge
 
 from rljax.schedule import SurgeConfig
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "experiments"))
-import study_surge  # noqa: E402
-
-sys.path.remove(str(ROOT / "experiments"))
 
 SURGE_SEEDS, QUIET_SEEDS = 300, 60
 
