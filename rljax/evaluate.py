@@ -271,5 +271,10 @@ def _checkpoints(run: Path, best: bool) -> Path:
     return run / (BEST if best else "checkpoints")
 
 
+def cli() -> int:
+    """The command ``rljax-evaluate``: ``main`` on the words of the command line; returns the exit status."""
+    return run_cli(main)
+
+
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    sys.exit(cli())

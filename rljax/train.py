@@ -123,5 +123,10 @@ def finish(run_dir: Path) -> None:
     print(json.dumps({"run_dir": str(run_dir), "report": str(run_dir / "report.png")}))
 
 
+def cli() -> int:
+    """The command ``rljax-train``: ``main`` on the words of the command line; returns the exit status."""
+    return run_cli(main)
+
+
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    sys.exit(cli())

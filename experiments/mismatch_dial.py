@@ -1,6 +1,6 @@
 """The mismatch that each kind of injection makes of a policy, the exact engine being the zero.
 
-    python tools/mismatch_dial.py --path runs/toy-base
+    python experiments/mismatch_dial.py --path runs/toy-base
 
 Prints a Markdown table: what was drawn is scored by the executable that would train on it.
 """
@@ -120,7 +120,7 @@ def make_exact(arguments: Arguments, policy: PolicyConfig, mesh: Mesh, prompt_to
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table; returns the exit status."""
-    arguments = load_config(Arguments, argv, prog="python tools/mismatch_dial.py", description=__doc__ or "")
+    arguments = load_config(Arguments, argv, prog="python experiments/mismatch_dial.py", description=__doc__ or "")
     with caller_errors():
         policy, tokenizer = read_config(arguments.path), load_tokenizer(arguments.path)
         mesh = make_mesh(MeshConfig())
