@@ -1,7 +1,7 @@
 """Accuracy of a policy on one dataset: ``python -m rljax.evaluate --path PATH [--dataset FILE] [--a value ...]``.
 
 PATH is an HF directory, a run directory, or one of its checkpoints. Prints one JSON object: accuracy (avg@n), pass@k,
-response length. The training loop asks the same of the engine it trains with, at its own times (``eval.*``).
+response length. A training run does the same with its own engine (``eval.*``).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import load_params
 from rljax.policy.hub import model_directory
 from rljax.policy.qwen3 import param_shardings
-from rljax.rewards.pool import RewardConfig, make_pool
+from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
-from rljax.run.config import Config, check_draws
+from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
 from rljax.run.evaluation import Scored, score_responses, summarize_scores
 from rljax.sharding import MeshConfig, make_mesh
@@ -86,7 +86,7 @@ class Arguments:
     """JSONL file for every response with its reward and length. None: no file."""
 
     def __post_init__(self) -> None:
-        check_draws(self.n, self.pass_k, self.temperature)
+        check_sampling(self.n, self.pass_k, self.temperature)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         if (self.engine == "vllm") != bool(self.urls):
@@ -221,7 +221,7 @@ def main(argv: Sequence[str]) -> int:
             wanted = toy.max_response_tokens
         limit = response_limit(wanted, policy.config, prompt_tokens)
         function = arguments.reward or (toy.reward if toy else FILE_REWARD)
-        pool = make_pool(RewardConfig(function, arguments.reward_workers, arguments.reward_timeout_s))
+        pool = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
     stops = policy.config.stop_token_ids or (tokenizer.eos_token_id,)
     sampling = SamplingParams(limit, arguments.temperature, stops)
     rollout = RolloutConfig(engine=arguments.engine, urls=arguments.urls, dtype=arguments.dtype)
@@ -271,5 +271,10 @@ def _checkpoints(run: Path, best: bool) -> Path:
     return run / (BEST if best else "checkpoints")
 
 
+def cli() -> int:
+    """The command ``rljax-evaluate``: ``main`` on the words of the command line; returns the exit status."""
+    return run_cli(main)
+
+
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    sys.exit(cli())

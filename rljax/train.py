@@ -111,17 +111,22 @@ def last_row(run_dir: Path) -> dict[str, Any]:
 
 def finish(run_dir: Path) -> None:
     """Writes summary.json and report.png and prints the summary."""
-    from rljax.report.figure import draw_report  # matplotlib, which only the end needs
+    from rljax.report.figure import plot_report  # matplotlib, which only the end needs
 
     rows = read_rows(run_dir / "metrics.jsonl")
     if not rows:
         return
     summary = summarize(rows)
     write_summary(run_dir, summary)
-    draw_report([run_dir], run_dir / "report.png")
+    plot_report([run_dir], run_dir / "report.png")
     print(format_summary(summary))
     print(json.dumps({"run_dir": str(run_dir), "report": str(run_dir / "report.png")}))
 
 
+def cli() -> int:
+    """The command ``rljax-train``: ``main`` on the words of the command line; returns the exit status."""
+    return run_cli(main)
+
+
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    sys.exit(cli())

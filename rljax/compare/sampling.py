@@ -13,7 +13,7 @@ from rljax.compare.dump import ColumnSource, TokenDump, dump_of_responses, make_
 from rljax.compare.report import SECOND_RUN
 from rljax.compare.scorers import DTYPES, counted, open_server, server_label, server_source
 from rljax.data.tokenizer import load_tokenizer
-from rljax.data.toy import AdditionProblems
+from rljax.data.toy import addition_problems
 from rljax.policy.config import read_config
 from rljax.rollout.build import load_jax_engine
 from rljax.rollout.served.model import ServedModel
@@ -111,14 +111,14 @@ def split_sampler(spec: str) -> tuple[str, str]:
 
 
 def toy_prompts(count: int, model: str | Path) -> TokenDump:
-    """The first held-back problems of the toy task in the tokens of ``model``'s tokenizer, and no responses.
+    """The first problems of the toy task's eval split in the tokens of ``model``'s tokenizer, and no responses.
 
     Raises:
       ValueError: there is no tokenizer, or there are fewer problems.
     """
     if count < 1:
         raise ValueError(f"the number of toy prompts must be at least 1, got {count}")
-    tokenizer, problems = load_tokenizer(model), AdditionProblems("held", count)
+    tokenizer, problems = load_tokenizer(model), addition_problems("eval", count)
     prompts = [tokenizer.encode(problem["prompt"]).tolist() for problem in problems]
     return make_dump([f"held/{i}" for i in range(count)], prompts, [[False] * len(ids) for ids in prompts], {})
 

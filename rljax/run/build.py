@@ -17,7 +17,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import Params, param_shardings
 from rljax.report.rows import Row
-from rljax.rewards.pool import RewardPool, make_pool
+from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import SamplingParams
@@ -98,7 +98,7 @@ def build(
     """
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
     with caller_errors():
-        rewards = make_pool(config.reward)
+        rewards = RewardPool(config.data.reward_name, config.data.reward_workers, config.data.reward_timeout_s)
     return Components(
         config=config,
         policy=policy,
@@ -143,7 +143,7 @@ def make_evaluation(
     stops: tuple[int, ...],
     datasets: dict[str, Sequence[Problem]],
 ) -> Callable[[], Row] | None:
-    """``eval/<dataset>/...`` of the published policy, or None when never asked for or on nothing."""
+    """``eval/<dataset>/...`` of the published policy, or None if evaluation is off or has no datasets."""
     wanted = config.eval
     limit = wanted.max_response_tokens or config.rollout.max_response_tokens
     sampling = SamplingParams(limit, wanted.temperature, stops)
@@ -206,7 +206,7 @@ def load_reference(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
 
 @functools.lru_cache(maxsize=1)
 def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPass:
-    """The executable of ``rollout.engine: exact``: one for a run, whoever asks, the engine or the update."""
+    """The executable of ``rollout.engine: exact``: one for a run, shared by the engine and the update."""
     return ExactPass(
         policy,
         mesh,

@@ -34,12 +34,12 @@ class CheckpointConfig:
 
 
 class Checkpointer:
-    """Saves and restores the device state and a small JSON of host state, both or neither."""
+    """Saves and restores the device state and a small JSON of host state; a checkpoint has both."""
 
     def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False):
-        """Opens ``directory``; unless ``read_only`` it is made when missing and rid of saves that were cut short.
+        """Opens ``directory``. Unless ``read_only``, makes it if missing and deletes incomplete checkpoints in it.
 
-        With ``read_only`` nothing in it is changed; ``save`` must not be called.
+        With ``read_only`` nothing in it changes, and ``save`` must not be called.
         """
         import orbax.checkpoint as ocp  # a third of a second, which the start of a command does not wait for
 
@@ -74,7 +74,7 @@ class Checkpointer:
           state: pytree of arrays on the devices.
           host: JSON-serialisable.
         """
-        # The copy outlives the donation of the originals to the next step; orbax may read the buffers in place.
+        # A copy, because the next step gets the originals donated while orbax may still read the buffers.
         frozen = jax.tree.map(jnp.copy, state)
         args = self._ocp.args
         self._manager.save(step, args=args.Composite(state=args.StandardSave(frozen), host=args.JsonSave(host)))
@@ -82,7 +82,7 @@ class Checkpointer:
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
         """Saves into ``best/`` beside this directory if no accuracy there is as high; returns whether it did.
 
-        A run that goes on from an earlier step than the best one's leaves that one alone until it is surpassed.
+        A run that continues from an earlier step than that of the best checkpoint keeps it until a better one is found.
 
         Args:
           step, state, host: as for ``save``.

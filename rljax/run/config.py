@@ -9,7 +9,6 @@ from rljax.algorithms.advantages import AdvantageConfig
 from rljax.algorithms.correction import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.data.prompts import DataConfig
-from rljax.rewards.pool import RewardConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.guard import GuardConfig
@@ -82,7 +81,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(f"every must not be negative, got {self.every}")
-        check_draws(self.n, self.pass_k, self.temperature)
+        check_sampling(self.n, self.pass_k, self.temperature)
         if self.max_response_tokens is not None and self.max_response_tokens < 1:
             raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
         if self.seed < 0:
@@ -94,14 +93,14 @@ class EvalConfig:
         return self.every > 0 or self.at_start
 
 
-def check_draws(n: int, pass_k: Sequence[int], temperature: float) -> None:
+def check_sampling(n: int, pass_k: Sequence[int], temperature: float) -> None:
     """Raises ValueError, opening with the field's name, for numbers of responses that make no sense together."""
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be finite and not negative, got {temperature}")
     if temperature == 0.0 and n > 1:
-        raise ValueError(f"temperature = 0 draws the same response each time, but n = {n}: set a temperature")
+        raise ValueError(f"temperature = 0 samples the same response each time, but n = {n}: set a temperature")
     if any(not 1 <= k <= n for k in pass_k):
         raise ValueError(f"pass_k = {list(pass_k)} must be from 1 to n = {n}")
 
@@ -168,11 +167,6 @@ class Config:
         """Longest prompt plus longest response (tokens) that the engine is asked for, evaluations included."""
         longest = max(self.rollout.max_response_tokens, self.eval.max_response_tokens or 0)
         return self.data.max_prompt_tokens + longest
-
-    @property
-    def reward(self) -> RewardConfig:
-        """What scores responses, and where."""
-        return RewardConfig(self.data.reward_name, self.data.reward_workers, self.data.reward_timeout_s)
 
     @property
     def num_sequences(self) -> int:

@@ -77,7 +77,7 @@ def test_an_unknown_sampler_is_refused(spec):
         split_sampler(spec)
 
 
-def test_toy_prompts_are_held_problems_in_the_models_tokens(tmp_path):
+def test_toy_prompts_are_the_eval_split_in_the_models_tokens(tmp_path):
     build_tokenizer().save(tmp_path)
     dump = toy_prompts(5, tmp_path)
     assert dump.sequence_ids == ("held/0", "held/1", "held/2", "held/3", "held/4")
@@ -85,5 +85,5 @@ def test_toy_prompts_are_held_problems_in_the_models_tokens(tmp_path):
     texts = ["".join(ALPHABET[token] for token in ids) for ids in dump.token_ids]
     assert all(len(text) == 8 and text[3] == "+" and text[-1] == "=" for text in texts)
     assert len(set(texts)) == 5
-    with pytest.raises(ValueError, match="held split has 200 problems"):
+    with pytest.raises(ValueError, match="eval split has 200 problems"):
         toy_prompts(201, tmp_path)

@@ -10,7 +10,6 @@ from rljax.data.prompts import (
     PromptStream,
     check_lengths,
     evaluation_datasets,
-    held_problems,
     render_prompt,
     training_problems,
 )
@@ -75,10 +74,9 @@ def test_a_file_of_verls_form_becomes_problems(bare):
         assert problem["answer"] == str(int(a) + int(b))
         assert problem["data_source"] == "additions"
         assert set(problem["extra_info"]) == {"index"}
-    assert held_problems(file_config()) == []
 
 
-def test_smaller_fractions_are_part_of_larger_ones_and_drawn_by_the_seed(bare):
+def test_smaller_fractions_are_part_of_larger_ones_and_chosen_by_the_seed(bare):
     def drawn(fraction, seed=0):
         problems = training_problems(file_config(fraction=fraction, seed=seed), bare)
         return [problem["extra_info"]["index"] for problem in problems]

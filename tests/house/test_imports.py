@@ -29,7 +29,7 @@ DOORS = {
     "tyro": {"run.config_file"},
     "pydantic": {"run.config_file"},
     "yaml": {"run.config_file"},
-    "matplotlib": {"report.panels", "report.lengths"},
+    "matplotlib": {"report.panels", "report.figure"},
     "math_verify": {"rewards.math_answer"},
     "latex2sympy2_extended": {"rewards.math_answer"},
 }

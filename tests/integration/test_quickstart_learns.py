@@ -10,9 +10,8 @@ import pytest
 from toy_runs import TOY_BASE, command, outcome, start
 
 from rljax import evaluate
-from rljax.data.prompts import DataConfig, held_problems
+from rljax.data.toy import addition_problems, addition_reward
 from rljax.report.rows import read_rows
-from rljax.rewards.toy import addition_reward
 from rljax.schedule import decay_period_from_surge
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -93,7 +92,7 @@ def test_exported_policy_answers_as_the_evaluation_says(finished, rows, tmp_path
     assert outcome(convert_checkpoint.main, [finished, tmp_path])[0] == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    problems = held_problems(DataConfig())
+    problems = addition_problems("eval")
     ids = torch.tensor([tokenizer.encode(p["prompt"], add_special_tokens=False) for p in problems])
     with torch.no_grad():
         answers = model.generate(ids, do_sample=False, max_new_tokens=36)[:, ids.shape[1] :]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rljax.rewards.pool import RewardConfig, RewardPool, make_pool
-from rljax.rewards.toy import addition_reward
+from rljax.data.toy import addition_reward
+from rljax.rewards.pool import RewardPool
 
 # What a person's reward may do; the response says which.
 REWARDS = """
@@ -228,12 +228,15 @@ def test_a_function_may_stand_for_its_name():
         RewardPool(lambda problem, response, truncated: 0.25, 1)
 
 
-def test_the_toys_run_inline_and_mathematics_in_processes():
-    assert RewardConfig().worker_count() == 0
-    assert RewardConfig("swaps").worker_count() == 0
-    assert 1 <= RewardConfig("math").worker_count() <= 8
-    assert RewardConfig("math", workers=3).worker_count() == 3
-    with make_pool(RewardConfig("swaps")) as pool:
+def test_the_toys_run_in_this_process_and_mathematics_in_workers():
+    def workers(*arguments):
+        with RewardPool(*arguments) as pool:
+            return len(pool._workers)
+
+    assert workers("addition") == workers("swaps") == 0
+    assert workers("math") == max(1, min(8, os.cpu_count() - 1))
+    assert workers("math", 2) == 2
+    with RewardPool("swaps") as pool:
         assert pool.submit({"answer": "abc"}, "ab:abc", False).result() == 1.0
 
 
@@ -246,6 +249,6 @@ def test_the_toys_run_inline_and_mathematics_in_processes():
         ({"memory_gib": 0.0}, "memory_gib must be positive, got 0.0"),
     ],
 )
-def test_a_configuration_that_cannot_be(wrong, message):
+def test_arguments_out_of_range(wrong, message):
     with pytest.raises(ValueError, match=message):
-        RewardConfig(**wrong)
+        RewardPool("addition", **wrong)
