@@ -14,14 +14,14 @@ from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import init_params
 from rljax.policy.score import make_scorer
 
-SHORT = ["--steps", "40", "--batch-size", "16", "--learning-rate", "5e-3"]
+SHORT = ["--steps", "80", "--settle-steps", "0", "--batch-size", "8", "--learning-rate", "5e-3"]
 
 
 def demonstration_loss(module, params, seed=9):
     """Mean negative log-probability of the response tokens of 64 demonstrations (nats)."""
     config = ToyBaseConfig(batch_size=64, scratchpad_rate=0.5, wrong_direct_rate=0.0, wrong_digit_rate=0.0)
     rng = np.random.default_rng(seed)
-    tokens, lengths = module.demonstration_batch(rng, config, module.build_tokenizer(), settled=True)
+    tokens, lengths = module.demonstration_batch(rng, config, settled=True)
     score = make_scorer(module.policy_config(), jnp.float32)
     scored = score(params, [row[:n] for row, n in zip(tokens, lengths, strict=True)])
     return -float(np.concatenate([values[module.PROMPT_TOKENS :] for values in scored]).mean())
