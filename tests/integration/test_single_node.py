@@ -119,6 +119,25 @@ def test_ctrl_c_saves_the_step_and_leaves_no_process(launch):
 
 
 @pytest.mark.vllm
+def test_the_death_of_its_server_ends_the_run_at_once(launch):
+    """The worker dies of SIGILL, as where AMX is used without permission: status 1, the steps saved, nothing left."""
+    process, mark, run_dir = launch("--run.steps", "1000", "--checkpoint.every", "0")
+    wait_for_rows(process, run_dir, 2)
+    (worker,) = (pid for pid, line in marked(mark).items() if line.startswith("VLLM::Worker"))
+    os.kill(int(worker), signal.SIGILL)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert time.monotonic() - began < 90
+    assert process.returncode == 1, output
+    log = Path(f"{run_dir}-servers/0.log")
+    assert f"single_node: server 0 ended, 0 of 1 left; the whole log is {log}\n" in output
+    assert "single_node: no vLLM server is left; stopping the training\n" in output
+    assert log.read_text().splitlines()[-1] in output
+    assert saved_steps(run_dir) == [len(comparable(run_dir))]
+    assert marked(mark) == {}
+
+
+@pytest.mark.vllm
 def test_a_signal_before_the_server_is_healthy_ends_it(launch):
     process, mark, run_dir = launch("--run.steps", "1")
     deadline = time.monotonic() + 60

@@ -37,14 +37,22 @@ def start(arguments, cache):
     )
 
 
-def complete(arguments, cache):
-    """Runs to the end. Returns (exit status, output)."""
+def complete(arguments, cache, server=None):
+    """Runs to the end. Returns (exit status, output). When ``server`` dies, the test fails at once."""
     process = start(arguments, cache)
+    deadline = time.monotonic() + TIMEOUT
     try:
-        output, _ = process.communicate(timeout=TIMEOUT)
+        while True:
+            try:
+                output, _ = process.communicate(timeout=1)
+                return process.returncode, output
+            except subprocess.TimeoutExpired:
+                if server is not None and not server.alive():
+                    pytest.fail(f"the vLLM server ended; the end of {server.log_path}:\n{server.log_tail()}")
+                if time.monotonic() > deadline:
+                    raise
     finally:
         process.kill()
-    return process.returncode, output
 
 
 def wait_for_rows(process, run_dir, count):
