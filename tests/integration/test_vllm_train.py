@@ -67,7 +67,7 @@ def test_asked_to_stop_while_the_server_is_gone_it_saves_the_last_step(server, t
         server.kill()
         time.sleep(3)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
     finally:
         process.kill()
     done = len(comparable(run_dir))

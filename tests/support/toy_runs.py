@@ -16,10 +16,11 @@ TIMEOUT = 600
 
 def environment(cache):
     """The many devices of the test session are not passed on; compiled programs are shared between the runs."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
     settings = {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": " ".join(flag for flag in flags if "device_count" not in flag),
         "PYTHONPATH": str(ROOT),
     }
     return os.environ | settings
@@ -37,10 +38,10 @@ def start(arguments, cache):
     )
 
 
-def complete(arguments, cache, server=None):
+def complete(arguments, cache, server=None, timeout=TIMEOUT):
     """Runs to the end. Returns (exit status, output). When ``server`` dies, the test fails at once."""
     process = start(arguments, cache)
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + timeout
     try:
         while True:
             try:
