@@ -126,9 +126,7 @@ def test_the_death_of_its_server_ends_the_run_at_once(launch):
     wait_for_rows(process, run_dir, 2)
     (group,) = (int(pid) for pid, line in marked(mark).items() if "--guard" in line)
     kill_worker(group)
-    began = time.monotonic()
-    output, _ = process.communicate(timeout=LIMIT_S)
-    assert time.monotonic() - began < 90
+    output, _ = process.communicate(timeout=LIMIT_S)  # by itself the trainer would wait for 900 s
     assert process.returncode == 1, output
     log = Path(f"{run_dir}-servers/0.log")
     assert f"single_node: server 0 ended, 0 of 1 left; the whole log is {log}\n" in output

@@ -100,7 +100,7 @@ def test_the_death_of_a_server_of_ours_ends_the_wait(make_model, start_server, f
             began = time.monotonic()
             with pytest.raises(StoppedWaitingError, match="no vLLM server answers"):
                 list(stream)
-            assert time.monotonic() - began < 60
+            assert time.monotonic() - began < 240
         finally:
             engine.close()
         assert not server.alive()
