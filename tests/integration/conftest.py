@@ -22,6 +22,7 @@ from rljax.rollout.vllm.handshake import Expectation
 from rljax.rollout.vllm.server import ServerConfig, VllmServer, start, vllm_python
 
 HERE = Path(__file__).parent
+SUPPORT = str(HERE.parent / "support")
 MAX_LEN = 512
 TIED = {"bfloat16": True, "float16": False, "float32": True}
 
