@@ -14,12 +14,15 @@ from rljax.report.rows import read_rows
 from rljax.schedule import decay_period_from_surge
 
 RATE = 1.5e-4
+# The base takes two minutes and the run five on two cores of their own: room for three times that.
+RUN_S, SETUP_S = 900, 360
+pytestmark = pytest.mark.timeout(RUN_S + SETUP_S)
 
 
 @pytest.fixture(scope="module")
 def finished(quickstart_base, cache, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("quickstart") / "run"
-    code, output = complete(command(quickstart_base, run_dir, "--run.seed", "1"), cache)
+    code, output = complete(command(quickstart_base, run_dir, "--run.seed", "1"), cache, timeout=RUN_S)
     assert code == 0, output
     return run_dir
 
