@@ -111,6 +111,7 @@ class Served:
             max_tokens=max_tokens,
             tensors=tensors or self.model.tensors(self.dtype),
             score=self.score,
+            should_stop=lambda: not self.server.alive(),
         )
 
 
@@ -157,6 +158,7 @@ def make_model(tmp_path_factory) -> Callable[[bool], Model]:
 @pytest.fixture(scope="session")
 def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer]:
     def run(model: Model, dtype: str, *, port: int = 0) -> VllmServer:
+        path = [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
         config = ServerConfig(
             model=str(model.path),
             python=vllm_interpreter,
@@ -166,13 +168,9 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer
             max_num_seqs=64,
             log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
             extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage"),
-            extra_env={
-                "PYTHONPATH": os.pathsep.join(
-                    [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-                )
-            },
+            extra_env={"PYTHONPATH": os.pathsep.join(path)},
         )
-        return start(config, timeout_s=240)
+        return start(config, timeout_s=480)
 
     return run
 

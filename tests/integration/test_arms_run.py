@@ -9,6 +9,8 @@ from toy_runs import command, comparable, complete
 from rljax.compare.dump import read_dump
 from rljax.mismatch import mismatch_metrics
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     *("--data.batch-size", "8", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "2", "--run.steps", "3"),
     *("--eval.every", "0", "--optimizer.learning-rate", "3e-4", "--diagnosis.reference-steps", "1"),

@@ -3,8 +3,11 @@
 import json
 import re
 
+import pytest
 from glossary import glossary
 from toy_runs import command, complete
+
+pytestmark = pytest.mark.slow
 
 # What the toy's run on the embedded engine cannot show: tests/rollout/test_vllm_engine.py and
 # test_exact_run.py show it.

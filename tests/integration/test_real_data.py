@@ -14,6 +14,8 @@ from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.train import load_problems
 
+pytestmark = pytest.mark.slow
+
 DATA = ROOT / "tests/data"
 STEPS = 10
 DRAWS = ["--n", "4", "--temperature", "1.0", "--pass-k", "1", "2", "4"]

@@ -55,6 +55,24 @@ def complete(words):
     return status, err + out
 
 
+def complete_beside(server, words, timeout=TIMEOUT):
+    """Trains to the end in a process of its own. Returns (exit status, output). The test fails when ``server`` dies."""
+    process = start(words)
+    deadline = time.monotonic() + timeout
+    try:
+        while True:
+            try:
+                output, _ = process.communicate(timeout=1)
+                return process.returncode, output
+            except subprocess.TimeoutExpired:
+                if not server.alive():
+                    pytest.fail(f"the vLLM server ended; the end of {server.log_path}:\n{server.log_tail()}")
+                if time.monotonic() > deadline:
+                    raise
+    finally:
+        process.kill()
+
+
 def wait_for_rows(process, run_dir, count):
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:

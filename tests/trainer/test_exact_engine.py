@@ -25,6 +25,8 @@ from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
 from rljax.trainer.state import create_state
 from rljax.trainer.step import PrecisionConfig, TrainStep
 
+pytestmark = pytest.mark.slow
+
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 ROWS, ROW_TOKENS, LIMIT = 4, 16, 10
 N, STOPS = 3, (0, 1)
