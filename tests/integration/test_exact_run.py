@@ -14,11 +14,11 @@ from rljax.policy.score import make_scorer
 
 pytestmark = pytest.mark.slow
 
-STEPS = 6
+STEPS = 4
 TEMPERATURE = 0.9
 VOCAB = 16
 SMALL = [
-    *("--rollout.engine", "exact", "--data.batch-size", "6", "--rollout.group-size", "4"),
+    *("--rollout.engine", "exact", "--data.batch-size", "4", "--rollout.group-size", "4"),
     *("--packing.rows-per-micro-batch", "8", "--packing.row-tokens", "44"),
     *("--run.steps", str(STEPS), "--eval.every", "0", "--checkpoint.every", "0"),
     *("--optimizer.learning-rate", "3e-4", "--rollout.temperature", str(TEMPERATURE)),
@@ -46,12 +46,12 @@ def test_the_mismatch_is_exactly_zero_at_every_step(dtype, toy_base, tmp_path):
         names = {k.removeprefix("mismatch/"): v for k, v in row.items() if k.startswith("mismatch/")}
         assert {name: names[name] for name in ZERO} == dict.fromkeys(ZERO, 0.0)
         assert names["ppl_ratio"] == 1.0
-        assert names["token_count"] > 100
+        assert names["token_count"] > 60
         assert row["is/token_ratio_max"] == row["is/token_ratio_min"] == 1.0
         assert row["precision/loss_scale"] == (2.0**15 if dtype == "float16" else 1.0)
         assert row["precision/overflows"] == 0
-        # Three lots of eight sequences, each as long as its longest.
-        assert 3 * row["response_length/mean"] <= row["rollout/executable_runs"] <= 3 * row["response_length/max"]
+        # Two lots of eight sequences, each as long as its longest.
+        assert 2 * row["response_length/mean"] <= row["rollout/executable_runs"] <= 2 * row["response_length/max"]
     # The policy moved in between: else nothing was shown.
     assert rows[-1]["optimizer/skipped_updates"] <= 1
     assert all(row["optimizer/grad_norm"] > 0 for row in rows if row["reward/groups_with_signal"])
@@ -106,9 +106,9 @@ def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, tmp_pa
     low, high, error = noise_bounds(columns["trainer"], 0.02 / TEMPERATURE)
     assert low - 4 * error < np.abs(expected - columns["rollout"]).mean() < high + 4 * error
     assert np.abs(columns["trainer"] - columns["rollout"]).mean() > high + 4 * error
-    assert [row["rollout/staleness"] for row in rows] == [0, 1, 2, 2, 2, 2]
-    assert [row["rollout/policy_version"] for row in rows] == [0, 0, 0, 1, 2, 3]
-    for row, behind in zip(rows, [0, 1, 2, 2, 2, 2], strict=True):
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 2, 2]
+    assert [row["rollout/policy_version"] for row in rows] == [0, 0, 0, 1]
+    for row, behind in zip(rows, [0, 1, 2, 2], strict=True):
         buckets = {key.split("/")[1] for key in row if key.startswith("mismatch_staleness/")}
         assert buckets == {str(behind)}
 
@@ -123,7 +123,7 @@ def test_evaluation_goes_through_the_same_engine(toy_base, tmp_path):
     assert 2.0 < row["eval/toy/response_length"] < 6.0
     assert row["mismatch/logprob_abs_diff_max"] == 0.0
     # Its runs are not those of the rollouts.
-    assert row["rollout/executable_runs"] <= 3 * row["response_length/max"]
+    assert row["rollout/executable_runs"] <= 2 * row["response_length/max"]
 
 
 @pytest.mark.parametrize(

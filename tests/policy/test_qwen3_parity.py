@@ -141,6 +141,7 @@ def test_logprobs_are_of_the_token_itself_and_start_at_zero(tmp_path):
         np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_long_rows_keep_their_positions(tmp_path):
     """4096 tokens: rotary frequencies must be transformers' to the last bit."""
     model = hf_model(SHAPES[0])
