@@ -17,18 +17,15 @@ from jax.sharding import Mesh
 
 from rljax.algorithms.correction import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.data.prompts import DataConfig, held_problems
 from rljax.data.tokenizer import load_tokenizer
+from rljax.data.toy import addition_problems
 from rljax.errors import caller_errors, run_cli
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import Params, param_shardings
-from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.exact_engine import ExactEngine, LogitNoise
-from rljax.rollout.inject import InjectedEngine
-from rljax.rollout.jax_engine import JaxEngine
-from rljax.rollout.types import InjectConfig, SamplingParams
+from rljax.rollout.build import make_engine
+from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
 from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact_pass import ExactPass, micro_of
@@ -47,7 +44,7 @@ class Arguments:
     Attributes:
       path: HF directory of a policy of the toy task.
       dtype: compute dtype of both sides.
-      problems: of the held ones, as prompts.
+      problems: of the eval split, as prompts.
       group_size: responses a prompt.
       max_response_tokens: longest response (tokens).
       rows: of the executable.
@@ -77,14 +74,25 @@ def settings(seed: int) -> Iterator[tuple[str, str, InjectConfig]]:
 
 
 def measure(
-    engine: RolloutEngine,
+    config: RolloutConfig,
     exact: ExactPass,
+    policy: PolicyConfig,
+    mesh: Mesh,
     params: Params,
     prompts: Sequence[np.ndarray],
     arguments: Arguments,
     stops: tuple[int, ...],
 ) -> dict[str, Any]:
-    """Mismatch metrics between what ``engine`` says of its draws and the executable's word on them."""
+    """Mismatch metrics between the log-probabilities of an engine's samples and the executable's of the same tokens."""
+    longest = max(map(len, prompts))
+    engine = make_engine(
+        config,
+        policy,
+        mesh,
+        max_prompt_tokens=longest,
+        max_tokens=longest + arguments.max_response_tokens,
+        make_executable=lambda: exact,
+    )
     engine.publish(params, 0)
     sampling = SamplingParams(arguments.max_response_tokens, 1.0, stops)
     responses = list(engine.generate(prompts, arguments.group_size, sampling, seed=arguments.seed))
@@ -117,24 +125,22 @@ def main(argv: Sequence[str]) -> int:
         policy, tokenizer = read_config(arguments.path), load_tokenizer(arguments.path)
         mesh = make_mesh(MeshConfig())
         params = load_params(arguments.path, policy, param_shardings(policy, mesh))
-    prompts = [tokenizer.encode(p["prompt"]) for p in list(held_problems(DataConfig()))[: arguments.problems]]
+    prompts = [tokenizer.encode(p["prompt"]) for p in addition_problems("eval", arguments.problems)]
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
-    longest = max(map(len, prompts))
-    exact = make_exact(arguments, policy, mesh, longest)
+    exact = make_exact(arguments, policy, mesh, max(map(len, prompts)))
     print(
         "| kind | size | logprob_abs_diff_mean | k3_kl | largest abs(log-ratio) | tokens |\n|---|---|---|---|---|---|"
     )
 
-    def show(kind: str, size: str, engine: RolloutEngine) -> None:
-        found = measure(engine, exact, params, prompts, arguments, stops)
+    def show(kind: str, size: str, config: RolloutConfig) -> None:
+        found = measure(config, exact, policy, mesh, params, prompts, arguments, stops)
         names = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max")
         values = " | ".join(f"{found[name]:.2e}" if found[name] else "0" for name in names)
         print(f"| {kind} | {size} | {values} | {found['token_count']:.0f} |", flush=True)
 
     for kind, size, inject in settings(arguments.seed):
-        noise = LogitNoise(inject.logit_noise, inject.seed) if inject.logit_noise else None
-        show(kind, size, InjectedEngine(ExactEngine(exact, noise=noise), inject, policy, mesh))
-    show("none, engine jax", arguments.dtype, JaxEngine(policy, arguments.dtype, longest, mesh=mesh))
+        show(kind, size, RolloutConfig(engine="exact", dtype=arguments.dtype, inject=inject))
+    show("none, engine jax", arguments.dtype, RolloutConfig(engine="jax", dtype=arguments.dtype))
     return 0
 
 

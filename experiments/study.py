@@ -28,9 +28,9 @@ import yaml
 from tqdm import tqdm
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.report.figure import draw_report
-from rljax.report.outcome import Outcome, outcome_of
+from rljax.report.figure import plot_report
 from rljax.report.rows import read_rows
+from rljax.report.summary import Outcome, outcome_of
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def write_report(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[i
             there = [arm for arm in members if seed in outcomes.get(arm, {})]
             if there:
                 drawn.append(f"{name}-{seed}")
-                draw_report([out / f"{arm}-{seed}" for arm in there], out / f"{drawn[-1]}.png", labels=there)
+                plot_report([out / f"{arm}-{seed}" for arm in there], out / f"{drawn[-1]}.png", labels=there)
     tables = {arm: {str(seed): dataclasses.asdict(o) for seed, o in found.items()} for arm, found in outcomes.items()}
     (out / "outcomes.json").write_text(json.dumps({"command": command, "arms": tables}, indent=1) + "\n")
     path = out / "report.md"
