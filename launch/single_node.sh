@@ -20,8 +20,8 @@
 # and the lengths are those of the configuration. The same command goes on with a run that was stopped (run.resume auto).
 # Ctrl-C or SIGTERM lets the trainer finish its step and save; a second one ends it at once. When the last server has
 # ended, the trainer saves its last finished step and this script ends with status 1. Servers write their logs beside the
-# run, in RUN-servers. The trainer's environment is made on the first start, with CUDA where nvidia-smi finds a
-# GPU (.venv-gpu, else .venv); the servers' comes from launch/install_vllm.sh. RLJAX_VENV and RLJAX_VLLM_VENV name others,
+# run, in RUN-servers. The trainer's environment is made on the first start, with CUDA where nvidia-smi finds a GPU
+# (.venv-gpu, else .venv); the servers' comes from launch/install_vllm.sh. RLJAX_VENV and RLJAX_VLLM_VENV name others,
 # which are used as they are.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
