@@ -50,8 +50,7 @@ from rljax.run.loop import Parts, Progress, load_host_state, train
 from rljax.run.rate import make_rate_controller
 from rljax.run.record import Recorder
 from rljax.sharding import make_mesh
-from rljax.trainer.optimizer import make_optimizer
-from rljax.trainer.state import TrainState, abstract_state, create_state
+from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 
 PROG = "python -m rljax.train"
 DRY_RUN = "--dry-run"

@@ -11,8 +11,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import Params, param_shardings
 from rljax.run.config import Config
-from rljax.trainer.exact_pass import ExactPass
-from rljax.trainer.exact_step import ExactUpdate
+from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.forward import ForwardPass
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import max_micro_batches, pack

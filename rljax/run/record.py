@@ -16,7 +16,7 @@ import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from rljax.mismatch.histogram import GROWTH, bin_edges
+from rljax.mismatch import bin_edges
 from rljax.report.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
 
 PLAIN_EVERY_STEPS = 10
@@ -111,7 +111,7 @@ def _make_tensorboard(directory: Path, first_step: int) -> SummaryWriter:
 def _add_histogram(writer: SummaryWriter, name: str, counts: np.ndarray, step: int) -> None:
     """One histogram of log-spaced bins; the values themselves are gone, so moments are taken at the bins' middles."""
     edges = bin_edges()
-    uppers = np.append(edges, edges[-1] * GROWTH)
+    uppers = np.append(edges, edges[-1] ** 2 / edges[-2])
     middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), edges[-1:]])
     held = np.flatnonzero(counts)
     if not len(held):
