@@ -49,7 +49,7 @@ def aggregation_weights(
     if aggregation == "token_mean":
         return ones, jnp.sum(mask, dtype=np.int32).astype(jnp.float32)
     sequences = read_sequences(mask, sequence_ids, num_sequences)
-    number = jnp.sum(sequences.slot_valid, dtype=np.int32).astype(jnp.float32)
+    number = jnp.sum(sequences.present, dtype=np.int32).astype(jnp.float32)
     if aggregation == "sequence_sum":
         return ones / constant, number
     return jnp.where(mask, 1.0 / jnp.maximum(sequences.length, 1).astype(jnp.float32), 0.0), number

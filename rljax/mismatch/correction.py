@@ -101,7 +101,7 @@ def rejection_mask(
     tokens = read_tokens(
         trainer_logprobs, rollout_logprobs, response_mask, sequence_ids=sequence_ids, num_sequences=num_sequences
     )
-    xp, given, counted = tokens.xp, tokens.xp.asarray(response_mask), tokens.sequences.slot_valid
+    xp, given, counted = tokens.xp, tokens.xp.asarray(response_mask), tokens.sequences.present
     keep, passed = _reject(tokens, statistic, threshold)
     kept = tokens.mask & tokens.mask_sequences.spread(passed)
     stats = {
@@ -134,15 +134,15 @@ def correct_tokens(
         counted, changed = valid, xp.zeros_like(valid)
     else:
         weights, each, counted, changed = _weigh(tokens, *weighting)
-    standing = passed = tokens.mask_sequences.slot_valid
+    present = passed = tokens.mask_sequences.present
     for statistic, threshold in rejections:
         passed = passed & _reject(tokens, statistic, threshold)[1]
     kept = tokens.mask & tokens.mask_sequences.spread(passed) if rejections else tokens.mask
     flags = {
         "weight_count": counted,
         "changed_count": changed,
-        "sequence_count": standing,
-        "rejected_sequence_count": standing & ~passed,
+        "sequence_count": present,
+        "rejected_sequence_count": present & ~passed,
         "token_count": tokens.mask,
         "rejected_token_count": tokens.mask & ~kept,
         "nonfinite_count": tokens.nonfinite,
@@ -179,14 +179,14 @@ def finalize_correction(statistics: Statistics) -> dict[str, Any]:
 def _weigh(
     tokens: Tokens, level: Level, mode: Mode, threshold: float | tuple[float, float]
 ) -> tuple[Any, Any, Any, Any]:
-    """Weights [b, t]; one a token, or one a sequence at its slot; where these count; where the ratio was changed."""
+    """Weights [b, t]; one a token, or one a sequence [b, s]; where these count; where the ratio was changed."""
     _check_choice("level", level, Level)
     _check_choice("mode", mode, Mode)
     lowest, highest = _bounds(mode == "band", threshold)
     xp, sequences = tokens.xp, tokens.sequences
     log_ratio, counted = tokens.log_ratio, tokens.valid
     if level != "token":
-        sums, counted = sequences.sums(log_ratio), sequences.slot_valid
+        sums, counted = sequences.sums(log_ratio), sequences.present
         log_ratio = sequences.per_token(sums) if level == "geometric" else sums
     ratio = xp.exp(xp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
     inside = (ratio >= lowest) & (ratio <= highest)
@@ -197,7 +197,7 @@ def _weigh(
 
 
 def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float, float]) -> tuple[Any, Any]:
-    """Which sequences pass, bool at the slots of ``sequences`` (those with a valid token) and of ``mask_sequences``."""
+    """Which sequences pass, [b, s] bool: of ``sequences`` (those with a valid token) and of ``mask_sequences``."""
     _check_choice("statistic", statistic, Rejection)
     lowest, highest = _bounds(statistic == "geometric", threshold)
     xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences
@@ -210,7 +210,7 @@ def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float
         below = tokens.valid & (xp.exp(xp.clip(lr, -RATIO_BOUND, RATIO_BOUND)) < highest)
         keep = sequences.means(below.astype(lr.dtype)) == 0
     # The valid tokens of a sequence share its verdict; those that are not finite follow them, wherever they stand.
-    kept = tokens.valid & sequences.spread(keep & sequences.slot_valid)
+    kept = tokens.valid & sequences.spread(keep & sequences.present)
     return keep, tokens.mask_sequences.sums(kept.astype(lr.dtype)) > 0
 
 

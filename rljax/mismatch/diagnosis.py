@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x
+from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x, total_over
 from rljax.mismatch.arrays import ArrayLike, as_float, check_shape, count, namespace_of, scalars
 from rljax.mismatch.metrics import EXTREME_LOG_RATIO
 from rljax.mismatch.statistics import Statistics
@@ -101,13 +101,14 @@ def _digitize(values: Any, edges: Sequence[float]) -> Any:
 
 def _buckets(tokens: Tokens, index: Any, num_buckets: int) -> Statistics:
     xp, lr = tokens.xp, tokens.log_ratio
-    size = xp.abs(lr)
-    inside = tokens.valid & (index == xp.arange(num_buckets, dtype=np.int32)[:, None, None])
-    terms = {"log_ratio": lr, "log_ratio_abs": size, "k3": exp_minus_one_minus_x(xp, lr)}
+    size = xp.abs(lr)[None]
+    inside = tokens.valid[None] & (index[None] == xp.arange(num_buckets, dtype=np.int32)[:, None, None])
+    terms = {"log_ratio_abs": size, "k3": exp_minus_one_minus_x(xp, lr)[None]}
     flags = {"token_count": inside, "extreme_count": inside & (size > EXTREME_LOG_RATIO)}
     return Statistics(
         sums={name: count(xp, flag, (1, 2)) for name, flag in flags.items()}
         | {name: xp.sum(xp.where(inside, term, 0), axis=(1, 2)) for name, term in terms.items()},
+        totals={"log_ratio": total_over(xp, xp.where(inside, lr[None], 0), (1, 2))},
         maxima={"largest": xp.max(xp.where(inside, size, 0), axis=(1, 2), initial=0)},
     )
 
@@ -130,15 +131,20 @@ def sign_skew(tokens: Tokens, advantages: ArrayLike) -> Statistics:
     values = as_float(xp, advantages)
     advantage = xp.where(tokens.valid & xp.isfinite(values), values, 0)
     terms = {
-        "advantage_abs": xp.abs(advantage),
         "weighted_log_ratio": advantage * lr,
         "weighted_ratio": advantage * xp.expm1(xp.clip(lr, -RATIO_BOUND, RATIO_BOUND)),
         "weighted_sign": advantage * xp.sign(lr),
         "positive": xp.where(advantage > 0, lr, 0),
         "negative": xp.where(advantage < 0, lr, 0),
     }
-    counts = {"positive_count": count(xp, advantage > 0), "negative_count": count(xp, advantage < 0)}
-    return Statistics(counts | {name: xp.sum(term) for name, term in terms.items()})
+    return Statistics(
+        sums={
+            "positive_count": count(xp, advantage > 0),
+            "negative_count": count(xp, advantage < 0),
+            "advantage_abs": xp.sum(xp.abs(advantage)),
+        },
+        totals={name: total_over(xp, term, (0, 1)) for name, term in terms.items()},
+    )
 
 
 def finalize_sign_skew(statistics: Statistics) -> dict[str, Any]:

@@ -27,9 +27,9 @@ def importance_statistics(tokens: Tokens, threshold: float = 2.0) -> Statistics:
     """
     if not threshold >= 1:
         raise ValueError(f"threshold must be at least 1, got {threshold}")
-    xp, standing = tokens.xp, tokens.sequences.slot_valid
+    xp, present = tokens.xp, tokens.sequences.present
     sums = tokens.sequences.sums(tokens.log_ratio)
-    levels = ((tokens.log_ratio, tokens.valid), (sums, standing), (tokens.sequences.per_token(sums), standing))
+    levels = ((tokens.log_ratio, tokens.valid), (sums, present), (tokens.sequences.per_token(sums), present))
     each = [_level(xp, log_ratio, counted, threshold) for log_ratio, counted in levels]
 
     def stacked(kind: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x, exponent_limit, probability_limit
+from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x, exponent_limit, probability_limit, total_over
 from rljax.mismatch.arrays import ArrayLike, as_float, check_shape, count, scalars
 from rljax.mismatch.histogram import histogram_quantile, magnitude_histogram
 from rljax.mismatch.statistics import Statistics, moments_of
@@ -29,6 +29,16 @@ SAME_LOG_RATIO = 1e-6
 """A token differs when abs(log_ratio) is above this (nats)."""
 FLIP_HIGH, FLIP_LOW = 0.9, 0.1
 """A token flips when one engine gives it more than the first and the other less than the second probability."""
+SIGNED = (
+    "log_ratio",
+    "ratio_squared_minus_one",
+    "ratio_minus_one",
+    "slope_numerator",
+    "log_ppl_diff",
+    "ppl_ratio_minus_one",
+    "sequence_ratio_squared_minus_one",
+)
+"""Terms of either sign, whose sums cancel and are therefore carried as two floats."""
 SMALLEST_ENTROPY = 1e-8
 """Floor of the entropy (nats) in kl_entropy_ratio, so that a deterministic policy gives a finite number."""
 
@@ -77,7 +87,8 @@ def mismatch_statistics(tokens: Tokens, entropy: ArrayLike | None = None) -> Sta
     xp, valid, lr = tokens.xp, tokens.valid, tokens.log_ratio
     trainer_prob, rollout_prob, prob_abs_diff = _probabilities(tokens)
     high, low = xp.maximum(trainer_prob, rollout_prob), xp.minimum(trainer_prob, rollout_prob)
-    of_tokens, of_sequences, diff = _token_terms(tokens, prob_abs_diff), *_sequence_terms(tokens)
+    of_tokens, of_sequences = _token_terms(tokens, prob_abs_diff), _sequence_terms(tokens)
+    diff = of_sequences["log_ppl_diff"]
     flags = {
         "token_count": valid,
         "nonfinite_count": tokens.nonfinite,
@@ -86,27 +97,28 @@ def mismatch_statistics(tokens: Tokens, entropy: ArrayLike | None = None) -> Sta
         "extreme_count": xp.abs(lr) > EXTREME_LOG_RATIO,
         "different_count": xp.abs(lr) > SAME_LOG_RATIO,
         "flip_count": valid & (high > FLIP_HIGH) & (low < FLIP_LOW),
-        "sequence_count": tokens.sequences.slot_valid,
+        "sequence_count": tokens.sequences.present,
     }
     if entropy is not None:
         check_shape("entropy", entropy, valid.shape)
         values = as_float(xp, entropy)
         flags["entropy_count"] = valid & xp.isfinite(values)
         of_tokens["entropy"] = xp.where(flags["entropy_count"], values, 0)
-    standing = tokens.sequences.slot_valid
+    present = tokens.sequences.present
+    terms = of_tokens | {name: xp.where(present, term, 0) for name, term in of_sequences.items()}
     return Statistics(
         sums={name: count(xp, flag) for name, flag in flags.items()}
-        | {name: xp.sum(term) for name, term in of_tokens.items()}
-        | {name: xp.sum(xp.where(standing, term, 0)) for name, term in of_sequences.items()}
+        | {name: xp.sum(term) for name, term in terms.items() if name not in SIGNED}
         | {"histogram": magnitude_histogram(xp, xp.abs(lr), valid)},
+        totals={name: total_over(xp, terms[name], (0, 1)) for name in SIGNED},
         maxima={
             "log_ratio_max": xp.max(xp.where(valid, lr, -np.inf), initial=-np.inf),
             "prob_abs_diff_max": xp.max(prob_abs_diff, initial=0),
-            "log_ppl_diff_max": xp.max(xp.where(standing, diff, -np.inf), initial=-np.inf),
+            "log_ppl_diff_max": xp.max(xp.where(present, diff, -np.inf), initial=-np.inf),
         },
         minima={
             "log_ratio_min": xp.min(xp.where(valid, lr, np.inf), initial=np.inf),
-            "log_ppl_diff_min": xp.min(xp.where(standing, diff, np.inf), initial=np.inf),
+            "log_ppl_diff_min": xp.min(xp.where(present, diff, np.inf), initial=np.inf),
         },
         moments={"probabilities": moments_of(xp, xp.stack([trainer_prob, rollout_prob]), valid)},
     )
@@ -145,14 +157,14 @@ def _token_terms(tokens: Tokens, prob_abs_diff: Any) -> dict[str, Any]:
     }
 
 
-def _sequence_terms(tokens: Tokens) -> tuple[dict[str, Any], Any]:
-    """What is summed over sequences, [b, s] each; and d_i, [b, s]."""
+def _sequence_terms(tokens: Tokens) -> dict[str, Any]:
+    """What is summed over sequences, [b, s] each."""
     xp, lr, limit = tokens.xp, tokens.log_ratio, exponent_limit(tokens.log_ratio.dtype)
-    lanes = [lr, tokens.trainer, tokens.rollout, xp.abs(lr), exp_minus_one_minus_x(xp, lr)]
-    sums = tokens.sequences.sums(xp.stack(lanes))
+    values = [lr, tokens.trainer, tokens.rollout, xp.abs(lr), exp_minus_one_minus_x(xp, lr)]
+    sums = tokens.sequences.sums(xp.stack(values))
     means = tokens.sequences.per_token(sums)
     diff, trainer_log_ppl, rollout_log_ppl = 0 - means[0], 0 - means[1], 0 - means[2]  # never -0.0
-    n = tokens.sequences.slot_length.astype(sums.dtype)
+    n = tokens.sequences.present_length.astype(sums.dtype)
     return {
         "trainer_ppl": xp.exp(xp.minimum(trainer_log_ppl, limit)),
         "rollout_ppl": xp.exp(xp.minimum(rollout_log_ppl, limit)),
@@ -166,7 +178,7 @@ def _sequence_terms(tokens: Tokens) -> tuple[dict[str, Any], Any]:
         "ppl_ratio_minus_one": xp.expm1(xp.minimum(diff, limit)),
         "sequence_ratio_squared_minus_one": xp.expm1(2 * xp.clip(sums[0], -RATIO_BOUND, RATIO_BOUND)),
         "slope_denominator": n * (n + 1) * (2 * n + 1) / 6e6,  # sum of (position in thousands)^2
-    }, diff
+    }
 
 
 def finalize_mismatch(statistics: Statistics) -> dict[str, Any]:

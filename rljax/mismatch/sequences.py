@@ -1,8 +1,8 @@
-"""Which tokens make one sequence: a whole row, or one of several packed into a row.
+"""Which tokens make one sequence: a complete row, or one of several packed into a row.
 
-A *slot* is a place where the numbers of one sequence stand. Unpacked rows have one slot each (arrays ``[b, 1]``).
-Packed rows have their slots at the last valid token of each sequence (arrays ``[b, t]``, meaningless elsewhere).
-Nothing crosses rows and nothing is scattered, so rows may be sharded, and a rerun gives the same bits.
+Arrays with one number a sequence are ``[b, s]``: ``[b, 1]`` when rows are sequences; in packed rows ``[b, t]`` with the
+number at the sequence's last valid token, and meaningless elsewhere. Nothing crosses rows and nothing is scattered, so
+rows may be sharded, and a rerun gives the same bits.
 """
 
 from __future__ import annotations
@@ -31,50 +31,51 @@ class Sequences:
     end: Any  # [b, t] int32: index of the last valid token of the token's sequence; None when rows are sequences
     position: Any  # [b, t] int32: 1..n over the valid tokens of a sequence
     length: Any  # [b, t] int32: n, the valid tokens of the token's sequence
-    slot_valid: Any  # [b, 1] or [b, t] bool: a sequence with at least one valid token stands here
-    slot_length: Any  # [b, 1] or [b, t] int32: its number of valid tokens
+    present: Any  # [b, s] bool: the place of a sequence with at least one valid token
+    present_length: Any  # [b, s] int32: its number of valid tokens
 
-    def sums(self, lanes: Any) -> Any:
+    def sums(self, values: Any) -> Any:
         """Sums over each sequence.
 
         Args:
-          lanes: [..., b, t] float, 0 outside the valid tokens.
+          values: [..., b, t] float, 0 outside the valid tokens.
 
         Returns:
-          [..., b, s] float, the sum of each lane over the sequence of slot s.
+          [..., b, s] float, the sums over each sequence.
         """
-        xp, t = self.xp, lanes.shape[-1]
+        xp, t = self.xp, values.shape[-1]
         if self.end is None:
-            return value_of(total_over(xp, lanes, (lanes.ndim - 1,)))[..., None]
-        index, zeros = xp.arange(t, dtype=np.int32)[None], xp.zeros_like(lanes)
+            return value_of(total_over(xp, values, (values.ndim - 1,)))[..., None]
+        index, zeros = xp.arange(t, dtype=np.int32)[None], xp.zeros_like(values)
 
         def double(step: Any, total: Total) -> Total:
             """From sums over windows of 2^step tokens, cut at the sequence's first token, to windows twice as long."""
             shift = 2**step
-            inside = index - shift >= self.start
+            inside = xp.broadcast_to(index - shift >= self.start, values.shape)
             return add_totals(total, Total(*(xp.where(inside, _shifted(xp, part, zeros, shift), 0) for part in total)))
 
         steps = max(t - 1, 0).bit_length()
         if xp is np:
-            total = Total(lanes, zeros)
+            total = Total(values, zeros)
             for step in range(steps):
                 total = double(step, total)
             return value_of(total)
-        return value_of(lax.fori_loop(0, steps, double, Total(lanes, zeros)))
+        return value_of(lax.fori_loop(0, steps, double, Total(values, zeros)))
 
-    def means(self, lanes: Any) -> Any:
+    def means(self, values: Any) -> Any:
         """Sums over each sequence over its number of valid tokens (empty ones: over 1), [..., b, s]."""
-        return self.per_token(self.sums(lanes))
+        return self.per_token(self.sums(values))
 
     def per_token(self, sums: Any) -> Any:
         """Sums [..., b, s] over each sequence's number of valid tokens (empty ones: over 1)."""
-        return sums / self.xp.maximum(self.slot_length, 1).astype(sums.dtype)
+        length = self.xp.maximum(self.present_length, 1).astype(sums.dtype)
+        return sums / self.xp.broadcast_to(length, sums.shape)
 
-    def spread(self, slots: Any) -> Any:
+    def spread(self, numbers: Any) -> Any:
         """A sequence's number [b, s] repeated over its tokens, [b, t]; meaningless outside the valid tokens."""
         if self.end is None:
-            return self.xp.broadcast_to(slots, self.position.shape)
-        return self.xp.take_along_axis(slots, self.end, axis=1)
+            return self.xp.broadcast_to(numbers, self.position.shape)
+        return self.xp.take_along_axis(numbers, self.end, axis=1)
 
 
 def read_sequences(valid: Any, sequence_ids: ArrayLike | None, num_sequences: int | None) -> Sequences:
@@ -144,9 +145,9 @@ def _check_ids(opening: np.ndarray, all_ids: np.ndarray, num_sequences: int | No
         raise ValueError(f"each sequence must be whole inside one row, got pieces of {torn[0][torn[1] > 1].tolist()}")
 
 
-def _shifted(xp: ModuleType, lanes: Any, zeros: Any, shift: Any) -> Any:
+def _shifted(xp: ModuleType, values: Any, zeros: Any, shift: Any) -> Any:
     """Lanes moved ``shift`` places along the row, zeros moving in."""
     if xp is np:
-        return np.concatenate([zeros[..., :shift], lanes[..., :-shift]], axis=-1)
-    padded = xp.concatenate([zeros, lanes], axis=-1)
-    return lax.dynamic_slice_in_dim(padded, lanes.shape[-1] - shift, lanes.shape[-1], axis=-1)
+        return np.concatenate([zeros[..., :shift], values[..., :-shift]], axis=-1)
+    padded = xp.concatenate([zeros, values], axis=-1)
+    return lax.dynamic_slice_in_dim(padded, values.shape[-1] - shift, values.shape[-1], axis=-1)

@@ -2,8 +2,8 @@
 
 A measurement is a function from tokens to ``Statistics`` and a function from ``Statistics`` to metrics. Micro-batches,
 packed rows, shards and processes each give their own; merged, they say what one call on all tokens would have said, up
-to rounding. Sums are plain float32 on the device: XLA reduces pairwise, and docs/mismatch.md has the error on 2 million
-tokens.
+to rounding. Sums are plain float32 on the device, where XLA reduces pairwise, but for those whose terms cancel;
+docs/mismatch.md has the errors on 2 million tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Statistics:
       sums: counts (int32 on the device, else int64) and sums (float32 or float64); they are added.
       maxima: the larger one is kept; -inf or the smallest possible value without tokens.
       minima: the smaller one is kept; inf without tokens.
-      totals: sums carried as two floats, for what the gradient is divided by.
+      totals: sums carried as two floats: of terms that cancel, and of what the gradient is divided by.
       moments: merged by Chan's rule.
     """
 
@@ -106,7 +106,7 @@ def moments_of(xp: ModuleType, quantities: Any, valid: Any) -> Moments:
     """Moments over the valid tokens of ``quantities``, [k, b, t] float, 0 elsewhere."""
     number = count(xp, valid)
     mean = xp.sum(quantities, axis=(1, 2)) / xp.maximum(number, 1)
-    centred = xp.where(valid, quantities - mean[:, None, None], 0)
+    centred = xp.where(valid[None], quantities - mean[:, None, None], 0)
     return Moments(number, mean, xp.sum(centred[:, None] * centred[None], axis=(2, 3)))
 
 

@@ -122,8 +122,8 @@ class ExactPass:
         self._abstract_params = abstract_params(config)
         self._by_param = param_shardings(config, mesh)
         self._by_rows = named_sharding(mesh, ("rows", "tokens"), (rows, row_tokens))
-        self._whole = replicated(mesh)
-        self._one = jax.device_put(np.float32(1.0), self._whole)
+        self._everywhere = replicated(mesh)
+        self._one = jax.device_put(np.float32(1.0), self._everywhere)
 
     @functools.cached_property
     def output_shapes(self) -> ExactOutput:
@@ -136,11 +136,11 @@ class ExactPass:
         by_micro = jax.tree.map(lambda _: self._by_rows, self._empty)
         vocabulary = self.output_shapes.scores.log_softmax.shape
         by_vocabulary = named_sharding(self.mesh, ("rows", "tokens", "vocab"), vocabulary)
-        out = jax.tree.map(lambda _: self._whole, self.output_shapes)
-        scores: Any = (by_vocabulary, self._by_rows, self._by_rows, self._whole)
+        out = jax.tree.map(lambda _: self._everywhere, self.output_shapes)
+        scores: Any = (by_vocabulary, self._by_rows, self._by_rows, self._everywhere)
         jitted = jax.jit(
             self._run,
-            in_shardings=(self._by_param, by_micro, *[self._whole] * 3),
+            in_shardings=(self._by_param, by_micro, *[self._everywhere] * 3),
             out_shardings=out._replace(grads=self._by_param, scores=FullScores(*scores)),
         )
         with jax.set_mesh(self.mesh):
@@ -158,7 +158,7 @@ class ExactPass:
 
     def scalar(self, value: Any) -> jax.Array:
         """A float32 scalar on every device."""
-        return jax.device_put(value if isinstance(value, jax.Array) else np.float32(value), self._whole)
+        return jax.device_put(value if isinstance(value, jax.Array) else np.float32(value), self._everywhere)
 
     def __call__(
         self, params: Params, micro: PackedBatch, scale: jax.Array, provisional: jax.Array, temperature: jax.Array
@@ -217,9 +217,9 @@ def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> P
     used = np.asarray(count, np.int32)
 
     def join(*parts: np.ndarray) -> np.ndarray:
-        whole = np.zeros((count * rows, row_tokens), parts[0].dtype)
-        whole[: len(parts)] = np.concatenate([part[0] for part in parts])
-        return whole.reshape(count, rows, row_tokens)
+        joined = np.zeros((count * rows, row_tokens), parts[0].dtype)
+        joined[: len(parts)] = np.concatenate([part[0] for part in parts])
+        return joined.reshape(count, rows, row_tokens)
 
     batch = jax.tree.map(join, *(part._replace(used=None) for part in single))
     index = np.arange(count * rows, dtype=np.int32).reshape(count, rows, 1)
@@ -254,11 +254,11 @@ class ExactUpdate:
         dynamic, objective = precision.compute_dtype == "float16", exact.objective
         self._exact, self._reference = exact, reference
         self._temperature = exact.scalar(temperature)
-        self._whole = replicated(exact.mesh)
+        self._everywhere = replicated(exact.mesh)
         by_state = jax.tree.map(
             lambda leaf: leaf.sharding, abstract_state(config, tx, exact.mesh, dynamic_scale=dynamic)
         )
-        shardings: Any = (by_state.params, *[self._whole] * 3)
+        shardings: Any = (by_state.params, *[self._everywhere] * 3)
         totals = Totals(*shardings)
 
         def measured(output: ExactOutput, micro: PackedBatch) -> dict[str, Statistics]:
@@ -286,7 +286,7 @@ class ExactUpdate:
 
         self._start = jax.jit(start, out_shardings=totals)
         self._add = jax.jit(add, out_shardings=totals, donate_argnums=0)
-        self._finish = jax.jit(finish, out_shardings=(by_state, self._whole), donate_argnums=0)
+        self._finish = jax.jit(finish, out_shardings=(by_state, self._everywhere), donate_argnums=0)
 
     def __call__(
         self, state: TrainState, sequences: Sequence[TrainSequence], learning_rate: float, *, seed: int, noise: bool
@@ -302,7 +302,7 @@ class ExactUpdate:
         noise = noise and int(batch.used) > 1
         scale, provisional = exact.scalar(state.loss_scale.scale), exact.scalar(exact.objective.provisional(batch))
         values = (np.float32(learning_rate), np.bool_(any(s.in_loss for s in sequences)), np.bool_(noise))
-        rate, apply_update, measure_noise = jax.device_put(values, self._whole)
+        rate, apply_update, measure_noise = jax.device_put(values, self._everywhere)
         logprobs = []
         with jax.set_mesh(exact.mesh):
             totals = self._start()

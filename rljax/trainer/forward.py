@@ -57,9 +57,9 @@ class ForwardPass:
             return finalize_measured(measured, diagnosis), logprobs
 
         self._mesh = mesh
-        self._whole = replicated(mesh)
+        self._everywhere = replicated(mesh)
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
-        self._jitted = jax.jit(forward, out_shardings=(self._whole, self._by_rows))
+        self._jitted = jax.jit(forward, out_shardings=(self._everywhere, self._by_rows))
 
     @property
     def compilations(self) -> int:
@@ -68,6 +68,6 @@ class ForwardPass:
 
     def __call__(self, params: Params, batch: PackedBatch) -> tuple[dict[str, jax.Array], jax.Array]:
         """The mismatch of the batch under ``params`` (float32 masters), and their log-probabilities [m, b, t]."""
-        placed = place_batch(batch, self._by_rows, self._whole)
+        placed = place_batch(batch, self._by_rows, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._jitted(params, placed)

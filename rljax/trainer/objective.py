@@ -64,13 +64,13 @@ class Objective:
           provisional: from ``provisional``.
           mean_weight: from ``mean_weight``.
         """
-        whole: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
+        where: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
         before = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
-        weights, kept, correction = correct(self.correction, before, micro.rollout_logprobs, micro.loss_mask, **whole)
+        weights, kept, correction = correct(self.correction, before, micro.rollout_logprobs, micro.loss_mask, **where)
         old = micro.rollout_logprobs if self.loss.old_logprobs == "rollout" else before
-        losses, clipped = policy_loss(self.loss, logprobs, old, micro.advantages, kept, **whole)
+        losses, clipped = policy_loss(self.loss, logprobs, old, micro.advantages, kept, **where)
         constant = self.loss.sequence_divisor(self.max_response_tokens)
-        share, denominator = aggregation_weights(self.loss.aggregation, kept, constant=constant, **whole)
+        share, denominator = aggregation_weights(self.loss.aggregation, kept, constant=constant, **where)
         policy = jnp.sum(jnp.where(kept, share * weights * losses, 0.0)) / provisional
         kl = jnp.float32(0.0)
         if self.loss.kl != "none":

@@ -110,11 +110,11 @@ def abstract_state(
     """``jax.ShapeDtypeStruct`` with a sharding at each leaf: what a checkpoint is restored into."""
     shapes = jax.eval_shape(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), abstract_params(config))
     by_param = param_shardings(config, mesh)
-    whole = replicated(mesh)
+    everywhere = replicated(mesh)
     opt_shardings = optax.tree.map_params(
-        tx, lambda _, sharding: sharding, shapes.opt_state, by_param, transform_non_params=lambda _: whole
+        tx, lambda _, sharding: sharding, shapes.opt_state, by_param, transform_non_params=lambda _: everywhere
     )
-    shardings = jax.tree.map(lambda _: whole, shapes)._replace(params=by_param, opt_state=opt_shardings)
+    shardings = jax.tree.map(lambda _: everywhere, shapes)._replace(params=by_param, opt_state=opt_shardings)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )

@@ -96,7 +96,7 @@ def micro_gradients(
 
 
 def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: float) -> Any:
-    """``score(compute, micro) -> Scores`` of packed rows, a token's numbers whole on every device."""
+    """``score(compute, micro) -> Scores`` of packed rows, a token's numbers on every device."""
 
     def score(compute: Params, micro: PackedBatch) -> Scores:
         scores = packed_logprobs(
@@ -166,14 +166,14 @@ def _accumulate(
     return jax.lax.fori_loop(0, batch.used, body, start)
 
 
-def place_batch(batch: PackedBatch, by_rows: NamedSharding, whole: NamedSharding) -> PackedBatch:
-    """The batch on the devices: what the policy reads split by rows, the rest whole on each of them.
+def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
+    """The batch on the devices: what the policy reads split by rows, the rest complete on each of them.
 
     Losses, corrections and measurements are a few operations a token with many sums. Done by every device for all
     tokens they take no collective of their own; on simulated CPU devices, whose order of independent collectives is
     not fixed, many of them can wait for each other for good.
     """
-    shardings = jax.tree.map(lambda _: whole, batch)
+    shardings = jax.tree.map(lambda _: everywhere, batch)
     return jax.device_put(batch, shardings._replace(tokens=by_rows, segment_ids=by_rows, positions=by_rows))
 
 
@@ -225,12 +225,12 @@ class TrainStep:
 
         abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic)
         self._mesh = mesh
-        self._whole = replicated(mesh)
+        self._everywhere = replicated(mesh)
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
         self._jitted = jax.jit(
             train_step,
-            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, *[self._whole] * 3),
-            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._whole, self._by_rows),
+            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, *[self._everywhere] * 3),
+            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._everywhere, self._by_rows),
             donate_argnums=(0,),
         )
 
@@ -260,10 +260,10 @@ class TrainStep:
         Returns:
           The new state, the row's metrics on the device (scalars, and the histogram), ``trainer_logprobs`` [m, b, t].
         """
-        placed = place_batch(batch, self._by_rows, self._whole)
+        placed = place_batch(batch, self._by_rows, self._everywhere)
         values = (np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
-            return self._jitted(state, placed, *jax.device_put(values, self._whole))
+            return self._jitted(state, placed, *jax.device_put(values, self._everywhere))
 
 
 def update_state(

@@ -123,9 +123,9 @@ class MultipleUpdates:
             has_loss = any(s.in_loss for s in mini)
             state, metrics, _ = self._step(state, mini_batch, learning_rate, has_loss, wanted)
             taken.append((metrics, wanted))
-        whole, histograms = fetch(measured, noise=False)
+        of_batch, histograms = fetch(measured, noise=False)
         minis = [fetch(metrics, noise=wanted)[0] for metrics, wanted in taken]
-        row = _combine(minis) | whole | costs(start, packed, useful_fraction(sequences, batch))
+        row = _combine(minis) | of_batch | costs(start, packed, useful_fraction(sequences, batch))
         return Updated(state, row, histograms, lambda: old)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
