@@ -10,7 +10,6 @@ executables.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,10 +27,10 @@ from rljax.policy.score import matmul_precision
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import PackedBatch, TrainSequence, pack, unpack, useful_fraction
+from rljax.trainer.packing import PackedBatch, TrainSequence, pack, unpack
 from rljax.trainer.state import TrainState, abstract_state
 from rljax.trainer.step import PrecisionConfig, Totals, add_micro_batch, micro_gradients, update_state, zero_totals
-from rljax.trainer.update import Updated, costs, fetch
+from rljax.trainer.update import Updated, fetch
 
 
 class FullScores(NamedTuple):
@@ -288,15 +287,23 @@ class ExactUpdate:
         self._add = jax.jit(add, out_shardings=totals, donate_argnums=0)
         self._finish = jax.jit(finish, out_shardings=(by_state, self._everywhere), donate_argnums=0)
 
+    def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
+        """See ``Update``; sequences stay where the engine sampled them."""
+        return lay_out(sequences, self._exact.rows, self._exact.row_tokens)
+
     def __call__(
-        self, state: TrainState, sequences: Sequence[TrainSequence], learning_rate: float, *, seed: int, noise: bool
+        self,
+        state: TrainState,
+        batch: PackedBatch,
+        sequences: Sequence[TrainSequence],
+        learning_rate: float,
+        *,
+        seed: int,
+        noise: bool,
     ) -> Updated:
         """See ``Update``."""
         del seed
-        start = time.perf_counter()
         exact = self._exact
-        batch = lay_out(sequences, exact.rows, exact.row_tokens)
-        packed = time.perf_counter()
         if self._reference is not None:
             batch = self._with_reference(batch, self._reference)
         noise = noise and int(batch.used) > 1
@@ -313,7 +320,6 @@ class ExactUpdate:
                 totals = self._add(totals, output, micro, measure_noise)
             state, metrics = self._finish(state, totals, batch, rate, apply_update, measure_noise)
         row, histograms = fetch(metrics, noise=noise)
-        row |= costs(start, packed, useful_fraction(sequences, batch))
         return Updated(state, row, histograms, lambda: unpack(np.stack(jax.device_get(logprobs)), batch, sequences))
 
     def _with_reference(self, batch: PackedBatch, reference: Params) -> PackedBatch:
