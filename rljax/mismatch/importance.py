@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from rljax.mismatch.accurate import RATIO_BOUND
@@ -31,11 +32,7 @@ def importance_statistics(tokens: Tokens, threshold: float = 2.0) -> Statistics:
     sums = tokens.sequences.sums(tokens.log_ratio)
     levels = ((tokens.log_ratio, tokens.valid), (sums, present), (tokens.sequences.per_token(sums), present))
     each = [_level(xp, log_ratio, counted, threshold) for log_ratio, counted in levels]
-
-    def stacked(kind: str) -> dict[str, Any]:
-        return {name: xp.stack([getattr(level, kind)[name] for level in each]) for name in getattr(each[0], kind)}
-
-    return Statistics(stacked("sums"), stacked("maxima"), stacked("minima"))
+    return jax.tree.map(lambda *numbers: xp.stack(numbers), *each)
 
 
 def _level(xp: Any, log_ratio: Any, counted: Any, threshold: float) -> Statistics:

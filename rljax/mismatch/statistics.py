@@ -115,8 +115,8 @@ def _is_statistics(node: Any) -> bool:
 
 
 def _merge(a: Statistics, b: Statistics) -> Statistics:
-    if jax.tree.structure(a) != jax.tree.structure(b):
-        names = [sorted(name for kind in fields(s) for name in getattr(s, kind.name)) for s in (a, b)]
+    names = [sorted(name for kind in fields(s) for name in getattr(s, kind.name)) for s in (a, b)]
+    if names[0] != names[1]:
         raise ValueError(f"statistics that merge must hold the same names, got {names[0]} and {names[1]}")
     xp = namespace_of(*jax.tree.leaves((a, b)))
     combine: dict[str, Callable[[Any, Any], Any]] = {
