@@ -54,7 +54,7 @@ def exp_minus_one_minus_x(xp: ModuleType, x: Any) -> Any:
 
 
 class Total(NamedTuple):
-    """A sum held as the unevaluated sum of two floats, about twice the digits of one."""
+    """A sum kept as the unevaluated sum of two floats, about twice the digits of one."""
 
     high: Any  # the sum rounded to its dtype; shape and dtype of what was summed
     low: Any  # what the rounding left over

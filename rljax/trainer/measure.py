@@ -137,7 +137,7 @@ def finalize_measured(measured: dict[str, Statistics], config: DiagnosisConfig |
 
 
 def without_empty_buckets(row: dict[str, Any]) -> dict[str, Any]:
-    """A row on the host less the keys of buckets that held no token: their zeros would read as agreement."""
+    """A row on the host without the keys of buckets that have no token: their zeros would look like agreement."""
     count = "/token_count"
     empty = [key.removesuffix(count) + "/" for key, value in row.items() if key.endswith(count) and not value]
     bucketed = ("mismatch_position/", "mismatch_entropy/", "mismatch_staleness/")

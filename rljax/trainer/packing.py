@@ -106,8 +106,9 @@ def pack(
 ) -> PackedBatch:
     """Packs a batch into ``[micro_batches, rows_per_micro_batch, row_tokens]``.
 
-    The result depends only on the sequences, not on the order in which responses landed. Rows, longest sequences first,
-    are dealt to the used micro-batches in turn, so that these are alike and the spread of their gradients is noise.
+    The result depends only on the sequences, not on the order in which responses arrived. Rows, longest sequences
+    first, are dealt to the used micro-batches in turn, so that these are alike and the spread of their gradients is
+    noise.
 
     Raises:
       ValueError: the sequences do not fit, or only some of them have old or reference log-probabilities.
