@@ -20,8 +20,7 @@ from rljax.policy.qwen3 import cast_params
 from rljax.run.build import batch_shape, make_update
 from rljax.run.config import Config
 from rljax.sharding import MESH_AXES, MeshConfig
-from rljax.trainer.optimizer import make_optimizer
-from rljax.trainer.state import abstract_state
+from rljax.trainer.state import abstract_state, make_optimizer
 
 Lines = dict[str, str]
 
@@ -176,7 +175,7 @@ def describe_recipe(config: Config) -> Lines:
     if correction.level != "none":
         low = f"{correction.threshold_low:g} to " if correction.mode == "band" else ""
         weights = f"{correction.level} level, {correction.mode} at {low}{correction.threshold:g}"
-    if correction.rejects:
+    if correction.rejections:
         weights += ", with rejection of responses"
     wanted = config.eval
     evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
