@@ -174,7 +174,7 @@ def find_source(source: str) -> Path:
 
 
 def read_distinct(path: Path) -> Selection:
-    """The rows of a file, the first of each prompt. Prompts are compared in Unicode's NFC form, with runs of spaces as one."""
+    """The rows of a file, the first of each prompt. Prompts are compared in NFC form, with runs of spaces as one."""
     seen: dict[bytes, str] = {}
     selection, count, contradicting = Selection([], []), 0, 0
     for number, row in tqdm(read_rows(path), desc="reading", unit="row", mininterval=1.0):
