@@ -18,8 +18,10 @@
 #
 # Without GPU options one server starts where vLLM puts it: on a machine without GPUs, on the CPU. The model, the dtype
 # and the lengths are those of the configuration. The same command goes on with a run that was stopped (run.resume auto).
-# Ctrl-C or SIGTERM lets the trainer finish its step and save; a second one ends it at once. RLJAX_VENV and
-# RLJAX_VLLM_VENV name the two environments; servers write their logs beside the run, in RUN-servers.
+# Ctrl-C or SIGTERM lets the trainer finish its step and save; a second one ends it at once. Servers write their logs
+# beside the run, in RUN-servers. The trainer's environment is made on the first start, with CUDA where nvidia-smi finds a
+# GPU (.venv-gpu, else .venv); the servers' comes from launch/install_vllm.sh. RLJAX_VENV and RLJAX_VLLM_VENV name others,
+# which are used as they are.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -103,8 +105,9 @@ if [[ -n "$server_gpus" && -z "$memory" ]]; then
   done
 fi
 
-python="${RLJAX_VENV:-$here/.venv}/bin/python"
-[[ -x "$python" ]] || die "no environment at ${RLJAX_VENV:-$here/.venv} (launch/quickstart.sh makes one; RLJAX_VENV names another)"
+source "$here/launch/environment.sh"
+prepare_trainer_environment
+python="$RLJAX_BIN/python"
 given=("$config" "$@" --rollout.engine vllm)
 pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and vllm wants a URL
 settings="$("$python" "$here/tools/show_config.py" model.path,rollout.dtype,run.dir,max_engine_tokens "${pending[@]}")" || exit 2

@@ -27,11 +27,9 @@ from rljax.policy.hf import load_params
 from rljax.policy.hub import model_directory
 from rljax.policy.qwen3 import param_shardings
 from rljax.rewards.pool import RewardPool
-from rljax.rollout.build import serve_policy
+from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.jax_engine import JaxEngine
-from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.served_model import ServedModel
+from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
 from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
@@ -160,29 +158,30 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
 
 @contextlib.contextmanager
 def open_engine(
-    policy: Policy, engine: str, urls: Sequence[str], dtype: str, *, prompt_tokens: int, response_tokens: int
+    policy: Policy, rollout: RolloutConfig, *, prompt_tokens: int, response_tokens: int
 ) -> Iterator[RolloutEngine]:
     """An engine that holds the policy: embedded; servers as they stand (HF directory); or published to (a run).
 
     Args:
       policy: what it samples from.
-      engine: jax or vllm.
-      urls: of the servers.
-      dtype: of the embedded engine, and of what is published.
+      rollout: names the engine, jax or vllm, and its servers and dtype.
       prompt_tokens: longest prompt.
       response_tokens: longest response.
     """
     made: RolloutEngine
     with caller_errors():
-        if engine == "vllm" and policy.run is None:
-            made = ServedModel(urls)
+        if rollout.engine == "vllm" and policy.run is None:
+            made = connect(rollout.urls)
         else:
-            mesh = make_mesh(MeshConfig(), jax.devices()[:1] if engine == "vllm" else None)
+            mesh = make_mesh(MeshConfig(), jax.devices()[:1] if rollout.engine == "vllm" else None)
             params = policy.load(mesh)
-            if engine == "jax":
-                made = JaxEngine(policy.config, dtype, prompt_tokens, mesh=mesh)
-            else:
-                made = serve_policy(urls, policy.config, dtype, prompt_tokens + response_tokens)
+            made = make_engine(
+                rollout,
+                policy.config,
+                mesh,
+                max_prompt_tokens=prompt_tokens,
+                max_tokens=prompt_tokens + response_tokens,
+            )
             made.publish(params, policy.step or 0)
     with contextlib.closing(made):
         yield made
@@ -225,19 +224,13 @@ def main(argv: Sequence[str]) -> int:
         pool = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
     stops = policy.config.stop_token_ids or (tokenizer.eos_token_id,)
     sampling = SamplingParams(limit, arguments.temperature, stops)
+    rollout = RolloutConfig(engine=arguments.engine, urls=arguments.urls, dtype=arguments.dtype)
     at_once = arguments.batch_size if arguments.engine == "jax" else len(problems)
     scored: list[Scored] = []
     total = len(problems) * arguments.n
     with (
         pool,
-        open_engine(
-            policy,
-            arguments.engine,
-            arguments.urls,
-            arguments.dtype,
-            prompt_tokens=prompt_tokens,
-            response_tokens=limit,
-        ) as engine,
+        open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=total, desc=name, unit="response", file=sys.stderr) as bar,
     ):
         for start, part in in_batches(problems, at_once):
@@ -245,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
             for one in score_responses(engine, tokenizer, part, pool, sampling, n=arguments.n, seed=seed):
                 scored.append(dataclasses.replace(one, problem_index=one.problem_index + start))
                 bar.update()
-        errors = pool.take_metrics()["reward/errors"]
+        errors = pool.pop_metrics()["reward/errors"]
     if arguments.out is not None:
         write_responses(Path(arguments.out), problems, scored)
     where = {"step": policy.step} if policy.run is not None else {}
@@ -278,5 +271,10 @@ def _checkpoints(run: Path, best: bool) -> Path:
     return run / (BEST if best else "checkpoints")
 
 
+def cli() -> int:
+    """The command ``rljax-evaluate``: ``main`` on the words of the command line; returns the exit status."""
+    return run_cli(main)
+
+
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    sys.exit(cli())

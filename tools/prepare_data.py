@@ -34,7 +34,7 @@ from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.rewards.pool import RewardPool
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.evaluation import SOLVED, score_responses
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
@@ -174,7 +174,7 @@ def find_source(source: str) -> Path:
 
 
 def read_distinct(path: Path) -> Selection:
-    """The rows of a file, the first of each prompt. Prompts are compared in NFC form, with runs of spaces as one."""
+    """The rows of a file, the first of each prompt; prompts are compared in Unicode NFC, runs of spaces as one."""
     seen: dict[bytes, str] = {}
     selection, count, contradicting = Selection([], []), 0, 0
     for number, row in tqdm(read_rows(path), desc="reading", unit="row", mininterval=1.0):
@@ -251,16 +251,10 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
     sampling = SamplingParams(limit, arguments.temperature, policy.config.stop_token_ids or (tokenizer.eos_token_id,))
     at_once = arguments.batch_size or (64 if arguments.engine_name == "jax" else 1024)
     n = arguments.samples
+    rollout = RolloutConfig(engine=arguments.engine_name, urls=arguments.urls, dtype=arguments.dtype)
     with (
         pool,
-        open_engine(
-            policy,
-            arguments.engine_name,
-            arguments.urls,
-            arguments.dtype,
-            prompt_tokens=prompt_tokens,
-            response_tokens=limit,
-        ) as engine,
+        open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=len(problems), initial=done, desc="scoring", unit="problem") as bar,
     ):
         for start, batch in in_batches(problems, at_once):
@@ -274,7 +268,7 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
                 if len(rewards) == n:
                     scores.add(problem_key(waiting[one.problem_index]), [rewards[j] for j in range(n)])
                     bar.update()
-        counts = pool.take_metrics()
+        counts = pool.pop_metrics()
     if counts["reward/errors"]:
         print(f"warning: {counts['reward/errors']} responses could not be scored and count as wrong", file=sys.stderr)
     return scores

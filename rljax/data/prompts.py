@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import grain
 import numpy as np
 
 from rljax.data import toy, toy_swaps
@@ -194,6 +193,8 @@ class PromptStream:
             raise ValueError(f"a batch takes {batch_size} problems, but there are only {len(problems)}")
         if batch_size % process_count or not 0 <= process < process_count:
             raise ValueError(f"process {process} of {process_count} has no even share of batch_size = {batch_size}")
+        import grain  # with orbax half a second, which the start of a command does not wait for
+
         self._dataset: Any = grain.MapDataset.source(problems).seed(seed).shuffle().repeat()
         self._batch_size = batch_size
         self._share = range(process, batch_size, process_count)

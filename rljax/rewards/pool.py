@@ -102,7 +102,7 @@ class RewardPool:
             self._tasks.put(task)
         return task.future
 
-    def take_metrics(self) -> dict[str, int]:
+    def pop_metrics(self) -> dict[str, int]:
         """Counts since the last call: ``reward/errors``, responses that could not be scored; ``reward/timeouts``,
         those of them that took too long.
         """

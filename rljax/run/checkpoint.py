@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 BEST = "best"  # folder of the run directory
 ACCURACY = "best_accuracy"  # in the host state of what is there
@@ -42,7 +41,9 @@ class Checkpointer:
 
         With ``read_only`` nothing in it changes, and ``save`` must not be called.
         """
-        self._directory = Path(directory).absolute()
+        import orbax.checkpoint as ocp  # a third of a second, which the start of a command does not wait for
+
+        self._ocp, self._directory = ocp, Path(directory).absolute()
         self._best: Checkpointer | None = None
         if not read_only and jax.process_index() == 0:
             # Orbax would do so in a thread that its close() does not wait for, and that fails when the process ends.
@@ -75,9 +76,8 @@ class Checkpointer:
         """
         # A copy, because the next step gets the originals donated while orbax may still read the buffers.
         frozen = jax.tree.map(jnp.copy, state)
-        self._manager.save(
-            step, args=ocp.args.Composite(state=ocp.args.StandardSave(frozen), host=ocp.args.JsonSave(host))
-        )
+        args = self._ocp.args
+        self._manager.save(step, args=args.Composite(state=args.StandardSave(frozen), host=args.JsonSave(host)))
 
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
         """Saves into ``best/`` beside this directory if no accuracy there is as high; returns whether it did.
@@ -101,7 +101,7 @@ class Checkpointer:
 
     def restore_host(self, step: int) -> dict[str, Any]:
         """The host state alone."""
-        wanted = ocp.args.Composite(host=ocp.args.JsonRestore())
+        wanted = self._ocp.args.Composite(host=self._ocp.args.JsonRestore())
         return dict(self._manager.restore(step, args=wanted)["host"])
 
     def delete_from(self, step: int) -> None:
@@ -116,7 +116,8 @@ class Checkpointer:
         Raises:
           RuntimeError: it cannot be read as a state of this form; the message says which step.
         """
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state), host=ocp.args.JsonRestore())
+        args = self._ocp.args
+        wanted = args.Composite(state=args.StandardRestore(abstract_state), host=args.JsonRestore())
         try:
             restored = self._manager.restore(step, args=wanted)
         except (ValueError, KeyError, FileNotFoundError) as error:

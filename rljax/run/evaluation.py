@@ -138,7 +138,7 @@ class Evaluation:
                 self.engine, self.tokenizer, problems, self.rewards, self.sampling, n=self.n, seed=self.seed
             )
             result = summarize_scores(list(scored), n=self.n, pass_k=self.pass_k)
-            result["reward_errors"] = self.rewards.take_metrics()["reward/errors"]
+            result["reward_errors"] = self.rewards.pop_metrics()["reward/errors"]
             row |= {f"eval/{name}/{key}": value for key, value in result.items()}
         return row
 

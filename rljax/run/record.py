@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from rljax.mismatch.histogram import GROWTH, bin_edges
 from rljax.report.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 PLAIN_EVERY_STEPS = 10
 PLAIN_EVERY_SECONDS = 30.0
@@ -105,6 +107,8 @@ class Recorder:
 
 def _make_tensorboard(directory: Path, first_step: int) -> SummaryWriter:
     # Event files are named by the second: without the suffix, a resume within it would overwrite the file before.
+    from tensorboardX import SummaryWriter  # imports torch where there is one: seconds
+
     return SummaryWriter(str(directory), purge_step=first_step, filename_suffix=f".{first_step:08d}")
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from rljax.compare.dump import make_dump
 from rljax.compare.report import compare_columns
-from rljax.compare.sampling import DrawConfig, sample_responses, split_sampler, toy_prompts
+from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import score_column
 from rljax.data.toy import ALPHABET, build_tokenizer
 from rljax.policy.config import PolicyConfig
@@ -26,7 +26,7 @@ PROMPTS = make_dump(["p", "q"], [[1, 2, 5, 9], [4, 5]], [[False, False, True, Fa
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_drawn_responses_score_as_they_were_drawn(model, temperature):
-    config = DrawConfig(responses=4, max_response_tokens=12, temperature=temperature, seed=3)
+    config = SampleConfig(responses=4, max_response_tokens=12, temperature=temperature, seed=3)
     dump = sample_responses(PROMPTS, model, "jax-decode:float32", config)
     assert dump.sequence_ids == ("p/0", "p/1", "p/2", "p/3", "q/0", "q/1", "q/2", "q/3")
     for name, ids, mask in zip(dump.sequence_ids, dump.token_ids, dump.response_mask, strict=True):
@@ -68,7 +68,7 @@ def test_what_cannot_be_drawn_is_refused(model, ids, mask, message):
 
 def test_a_draw_of_nothing_is_refused():
     with pytest.raises(ValueError, match="must be positive, got 0, 8 and 1"):
-        DrawConfig(responses=0)
+        SampleConfig(responses=0)
 
 
 @pytest.mark.parametrize("spec", ["float32", "jax:float32", "jax-decode:int8", "vllm-decode:localhost:80", "x"])

@@ -4,7 +4,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from rljax.data.prompts import (
     DataConfig,
@@ -14,7 +13,7 @@ from rljax.data.prompts import (
     render_prompt,
     training_problems,
 )
-from rljax.data.tokenizer import Tokenizer
+from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import build_tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
@@ -32,9 +31,8 @@ def bare():
 @pytest.fixture
 def chatty(tmp_path):
     build_tokenizer().save(tmp_path)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    tokenizer.chat_template = TEMPLATE
-    return Tokenizer(tokenizer)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return load_tokenizer(tmp_path)
 
 
 def file_config(name="additions_chat.parquet", **changes):
@@ -61,7 +59,7 @@ def test_the_chat_template_is_applied_as_configured(prompt, template, with_templ
 
 
 def test_a_template_may_refuse_and_says_so(chatty):
-    chatty._tokenizer.chat_template = "{{ raise_exception('no system message') }}"
+    chatty._chat_template = "{{ raise_exception('no system message') }}"
     with pytest.raises(ValueError, match="the chat template refuses a prompt: no system message"):
         render_prompt(CHAT, chatty, "auto")
 

@@ -17,8 +17,9 @@ from rljax.data.toy import ToyBaseConfig, build_tokenizer, policy_config
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import hf_tensors, load_params, save_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.served.engine import VllmConfig, VllmEngine
-from rljax.rollout.vllm.handshake import Expectation
+from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.types import RolloutConfig
+from rljax.rollout.vllm.backend import VllmBackend
 from rljax.rollout.vllm.server import ServerConfig, VllmServer, start, vllm_python
 
 HERE = Path(__file__).parent
@@ -85,16 +86,22 @@ class Served:
     def url(self) -> str:
         return self.server.url
 
-    def expected(self, **changes) -> Expectation:
-        return dataclasses.replace(Expectation(self.dtype, self.model.hf_config, MAX_LEN), **changes)
-
-    def engine(self, *, tensors: Callable | None = None, expected: Expectation | None = None, **config) -> VllmEngine:
-        return VllmEngine(
-            [self.url],
-            expected or self.expected(),
+    def engine(
+        self,
+        *,
+        tensors: Callable | None = None,
+        hf_config: dict | None = None,
+        max_tokens: int = MAX_LEN,
+        **config,
+    ) -> ServedEngine:
+        """``config`` are fields of RolloutConfig."""
+        return ServedEngine(
+            RolloutConfig(engine="vllm", urls=(self.url,), **{"dtype": self.dtype, **config}),
+            VllmBackend(),
+            hf_config=hf_config or self.model.hf_config,
+            max_tokens=max_tokens,
             tensors=tensors or self.model.tensors(self.dtype),
             score=self.score,
-            config=VllmConfig(**config),
         )
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rljax.rollout.served.engine import VllmConfig, VllmEngine
-from rljax.rollout.types import SamplingParams, VersionSpan
-from rljax.rollout.vllm.handshake import Expectation
+from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.types import RolloutConfig, SamplingParams, VersionSpan
+from rljax.rollout.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
 REPO = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def test_weights_changed_behind_our_back(float32, prompts):
         engine.publish(params, 3)
         engine._client.call(float32.url, "POST", "/update_weight_version", json={"new_version": "default"})
         responses = list(engine.generate(prompts, 2, SamplingParams(8), seed=0))
-        metrics = engine.take_metrics()
+        metrics = engine.pop_metrics()
     finally:
         engine.close()
     assert all(r.versions == (VersionSpan(3, 0, 8),) for r in responses)
@@ -46,12 +46,13 @@ def test_killed_in_mid_rollout_and_restarted(make_model, start_server, float32, 
     model = make_model(True)
     servers = [start_server(model, "float32")]
     port = servers[0].port
-    engine = VllmEngine(
-        [servers[0].url],
-        Expectation("float32", model.hf_config, 512),
+    engine = ServedEngine(
+        RolloutConfig(engine="vllm", urls=(servers[0].url,), dtype="float32", server_wait_s=300.0),
+        VllmBackend(),
+        hf_config=model.hf_config,
+        max_tokens=512,
         tensors=model.tensors("float32"),
         score=float32.score,
-        config=VllmConfig(server_wait_s=300),
     )
     params = model.moved(9)
 
@@ -68,7 +69,7 @@ def test_killed_in_mid_rollout_and_restarted(make_model, start_server, float32, 
         responses = [next(stream)]
         thread.start()
         responses += stream
-        metrics = engine.take_metrics()
+        metrics = engine.pop_metrics()
     finally:
         thread.join()
         engine.close()

@@ -111,10 +111,10 @@ def test_an_evaluation_names_its_datasets_and_counts_its_own_errors(tokenizer):
 
     with RewardPool(breaks, 0) as pool:
         pool.submit(PROBLEMS[0], "44", False)
-        pool.take_metrics()
+        pool.pop_metrics()
         evaluate = Evaluation(engine, tokenizer, {"a": PROBLEMS, "b": PROBLEMS}, pool, SAMPLING, 3, (1,), seed=9)
         row = evaluate()
-        assert pool.take_metrics()["reward/errors"] == 0
+        assert pool.pop_metrics()["reward/errors"] == 0
         assert evaluate() == row
     assert {asked[3] for asked in engine.asked} == {9}
     assert row["eval/a/reward_errors"] == row["eval/b/reward_errors"] == 1

@@ -1,6 +1,6 @@
 """The mismatch that each kind of injection makes of a policy, the exact engine being the zero.
 
-    python tools/mismatch_dial.py --path runs/toy-base
+    python experiments/mismatch_dial.py --path runs/toy-base
 
 Prints a Markdown table: what was drawn is scored by the executable that would train on it.
 """
@@ -24,11 +24,8 @@ from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import Params, param_shardings
-from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.exact_engine import ExactEngine, LogitNoise
-from rljax.rollout.inject import InjectedEngine
-from rljax.rollout.jax_engine import JaxEngine
-from rljax.rollout.types import InjectConfig, SamplingParams
+from rljax.rollout.build import make_engine
+from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
 from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact_pass import ExactPass, micro_of
@@ -77,14 +74,25 @@ def settings(seed: int) -> Iterator[tuple[str, str, InjectConfig]]:
 
 
 def measure(
-    engine: RolloutEngine,
+    config: RolloutConfig,
     exact: ExactPass,
+    policy: PolicyConfig,
+    mesh: Mesh,
     params: Params,
     prompts: Sequence[np.ndarray],
     arguments: Arguments,
     stops: tuple[int, ...],
 ) -> dict[str, Any]:
-    """Mismatch metrics between what ``engine`` says of its draws and the executable's word on them."""
+    """Mismatch metrics between the log-probabilities of an engine's samples and the executable's of the same tokens."""
+    longest = max(map(len, prompts))
+    engine = make_engine(
+        config,
+        policy,
+        mesh,
+        max_prompt_tokens=longest,
+        max_tokens=longest + arguments.max_response_tokens,
+        make_executable=lambda: exact,
+    )
     engine.publish(params, 0)
     sampling = SamplingParams(arguments.max_response_tokens, 1.0, stops)
     responses = list(engine.generate(prompts, arguments.group_size, sampling, seed=arguments.seed))
@@ -112,29 +120,27 @@ def make_exact(arguments: Arguments, policy: PolicyConfig, mesh: Mesh, prompt_to
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table; returns the exit status."""
-    arguments = load_config(Arguments, argv, prog="python tools/mismatch_dial.py", description=__doc__ or "")
+    arguments = load_config(Arguments, argv, prog="python experiments/mismatch_dial.py", description=__doc__ or "")
     with caller_errors():
         policy, tokenizer = read_config(arguments.path), load_tokenizer(arguments.path)
         mesh = make_mesh(MeshConfig())
         params = load_params(arguments.path, policy, param_shardings(policy, mesh))
     prompts = [tokenizer.encode(p["prompt"]) for p in addition_problems("eval", arguments.problems)]
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
-    longest = max(map(len, prompts))
-    exact = make_exact(arguments, policy, mesh, longest)
+    exact = make_exact(arguments, policy, mesh, max(map(len, prompts)))
     print(
         "| kind | size | logprob_abs_diff_mean | k3_kl | largest abs(log-ratio) | tokens |\n|---|---|---|---|---|---|"
     )
 
-    def show(kind: str, size: str, engine: RolloutEngine) -> None:
-        found = measure(engine, exact, params, prompts, arguments, stops)
+    def show(kind: str, size: str, config: RolloutConfig) -> None:
+        found = measure(config, exact, policy, mesh, params, prompts, arguments, stops)
         names = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max")
         values = " | ".join(f"{found[name]:.2e}" if found[name] else "0" for name in names)
         print(f"| {kind} | {size} | {values} | {found['token_count']:.0f} |", flush=True)
 
     for kind, size, inject in settings(arguments.seed):
-        noise = LogitNoise(inject.logit_noise, inject.seed) if inject.logit_noise else None
-        show(kind, size, InjectedEngine(ExactEngine(exact, noise=noise), inject, policy, mesh))
-    show("none, engine jax", arguments.dtype, JaxEngine(policy, arguments.dtype, longest, mesh=mesh))
+        show(kind, size, RolloutConfig(engine="exact", dtype=arguments.dtype, inject=inject))
+    show("none, engine jax", arguments.dtype, RolloutConfig(engine="jax", dtype=arguments.dtype))
     return 0
 
 

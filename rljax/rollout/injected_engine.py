@@ -1,4 +1,4 @@
-"""Mismatch as a dial: an engine that draws with other weights than those published to it.
+"""Mismatch put in on purpose: an engine that samples with other weights than those published to it.
 
 Each change is seeded and repeatable, and none at size 0. With the exact engine inside, what is measured is the change
 alone; with another engine it comes on top of that engine's own mismatch.
@@ -101,8 +101,8 @@ def restore(params: Params) -> Params:
 class InjectedEngine:
     """RolloutEngine around another, which is given changed weights; its responses name the version they were made of.
 
-    With ``staleness`` k it draws with the weights published k versions ago, or with the oldest that it was given while
-    there are fewer: a resumed run is as stale as before only after k steps. Each of them is kept on the devices.
+    With ``staleness`` k it samples with the weights published k versions ago, or with the oldest that it was given
+    while there are fewer: a resumed run is as stale as before only after k steps. Each of them is kept on the devices.
     """
 
     def __init__(self, engine: RolloutEngine, inject: InjectConfig, config: PolicyConfig, mesh: Mesh):
@@ -143,9 +143,9 @@ class InjectedEngine:
         """See RolloutEngine."""
         return self._engine.generate(prompts, n, sampling, seed=seed)
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
-        return self._engine.take_metrics()
+        return self._engine.pop_metrics()
 
     def close(self) -> None:
         """See RolloutEngine."""

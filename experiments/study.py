@@ -1,4 +1,4 @@
-"""Runs the arms of a study and reports what became of each: ``python tools/study.py configs/study/toy.yaml``.
+"""Runs the arms of a study and reports what became of each: ``python experiments/study.py configs/study/toy.yaml``.
 
 A study is a YAML file: ``config`` (a run's YAML), ``settings`` for every arm, ``seeds``, and ``arms``, each a name with
 settings of its own (``{schedule.kind: constant}``). Each arm and seed is one run of ``python -m rljax.train`` in
@@ -233,7 +233,7 @@ def write_report(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[i
 
 def main(argv: Sequence[str]) -> int:
     """Runs a study; exit status 1 when a run failed."""
-    arguments = tyro.cli(Arguments, args=list(argv), prog="python tools/study.py", description=__doc__)
+    arguments = tyro.cli(Arguments, args=list(argv), prog="python experiments/study.py", description=__doc__)
     study = read_study(arguments.study)
     out = arguments.out or Path("runs") / f"study-{arguments.study.stem}"
     if unknown := set(arguments.arms) - set(study.arms):
@@ -242,7 +242,7 @@ def main(argv: Sequence[str]) -> int:
     failed = [] if arguments.report_only else run_arms(study, out, arms, seeds, arguments.jobs)
     for name in failed:
         print(f"failed: {name}", file=sys.stderr)
-    path = write_report(study, out, arms, seeds, f"python tools/study.py {arguments.study}")
+    path = write_report(study, out, arms, seeds, f"python experiments/study.py {arguments.study}")
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path}")
     return 1 if failed else 0

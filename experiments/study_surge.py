@@ -1,6 +1,6 @@
 """Judges the surge tracker on families of synthetic curves with known truth; prints the table of docs/schedule.md.
 
-    python tools/study_surge.py --seeds 2000 --json benchmarks/surge_study.json
+    python experiments/study_surge.py --seeds 2000 --json benchmarks/surge_study.json
 
 About 7 minutes on one core with 2000 seeds. A seed is one curve of each family. Levels are in units of the level
 before the surge; "crossing" is the first step at which the noise-free curve, without its early dip, reaches 3.

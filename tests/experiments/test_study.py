@@ -2,14 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from study import main, read_study, run_command
 
 from rljax.errors import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-from study import main, read_study, run_command
 
 STUDY = """
 config: configs/quickstart.yaml

@@ -1,7 +1,7 @@
 """What each correction leaves of the bias and costs in variance, summed exactly on a tabular policy.
 
-    python tools/correction_bias.py                                       # the table of docs/theory.md
-    python tools/correction_bias.py --json benchmarks/correction_bias.json
+    python experiments/correction_bias.py                                       # the table of docs/theory.md
+    python experiments/correction_bias.py --json benchmarks/correction_bias.json
 
 Vocabulary 3, three tokens: 27 responses, 39 logits. The trainer's logits are normal with deviation 1, the rollout
 policy's differ from them by normal noise of deviation ``size``; rewards are 0 or 1, the baseline their mean under the
