@@ -83,7 +83,8 @@ def score_column(
     vectors = _in_batches(make(Path(model), argument, temperature, dump), dump, batch_size, progress)
     hf = version("transformers") if kind == "hf" else ""
     engine = _ENGINES[kind].format(jax=jax.__version__, hf=hf)
-    return vectors, ColumnSource(engine, argument, weights_hash(model), temperature)
+    role = "rollout" if kind == "jax-decode" else ""
+    return vectors, ColumnSource(engine, argument, weights_hash(model), temperature, role)
 
 
 def _in_batches(score: Score, dump: TokenDump, batch_size: int, progress: Callable[[int], object]) -> list[np.ndarray]:

@@ -60,7 +60,7 @@ class ServerInfo:
     def source(self, kind: str, temperature: float | None) -> ColumnSource:
         """What a column of this server's is; ``kind`` ends the engine's name."""
         engine = f"vllm {self.version} {kind}".strip()
-        return ColumnSource(engine, self.dtype, self.weights_hash, temperature)
+        return ColumnSource(engine, self.dtype, self.weights_hash, temperature, "rollout")
 
 
 class Server:
