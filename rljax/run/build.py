@@ -1,23 +1,168 @@
-"""The parts of a run that compute, made from its configuration."""
+"""Puts a run together from its configuration: problems, engine, update, and the components of the loop."""
 
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import optax
 from jax.sharding import Mesh
 
+from rljax.data.prompts import Problem, PromptStream, check_lengths, evaluation_datasets, training_problems
+from rljax.data.tokenizer import Tokenizer
+from rljax.errors import ConfigError, caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import Params, param_shardings
+from rljax.report.rows import Row
+from rljax.rewards.pool import RewardPool, make_pool
+from rljax.rollout.build import serve_policy
+from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.exact_engine import ExactEngine, LogitNoise
+from rljax.rollout.inject import InjectedEngine
+from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.served.engine import VllmConfig
+from rljax.rollout.types import SamplingParams
+from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
+from rljax.run.evaluation import Evaluation
+from rljax.run.guard import Guard
+from rljax.run.loop import Components
+from rljax.run.progress import Progress
+from rljax.run.rate import make_rate_controller
 from rljax.trainer.exact_pass import ExactPass
 from rljax.trainer.exact_step import ExactUpdate
 from rljax.trainer.forward import ForwardPass
 from rljax.trainer.objective import Objective
+from rljax.trainer.optimizer import make_optimizer
 from rljax.trainer.packing import max_micro_batches, pack
+from rljax.trainer.state import TrainState, abstract_state, create_state
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import MultipleUpdates, Pack, Reference, SingleUpdate, Update
+
+
+@dataclass(frozen=True)
+class Problems:
+    """What is trained on, in its order, and what is evaluated on by name."""
+
+    stream: PromptStream
+    evaluation: dict[str, Sequence[Problem]]
+
+
+def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
+    """Reads the problems; warns when nothing is evaluated on.
+
+    Raises:
+      ValueError: they cannot be read, a prompt is too long, or they are fewer than a batch takes.
+    """
+    data, limit = config.data, config.data.max_prompt_tokens
+    command = f"python tools/prepare_data.py {data.path} OUT.parquet --model {config.model.path} --max-prompt-tokens"
+    remedy = f" in {data.path}; raise it, or: {command} {limit}" if data.path else ""
+    training = training_problems(data, tokenizer)
+    check_lengths(training, tokenizer, limit, remedy)
+    stream = PromptStream(training, data.batch_size, config.run.seed)
+    if not config.eval.is_wanted:
+        return Problems(stream, {})
+    datasets = evaluation_datasets(config.eval.datasets, data, tokenizer)
+    for name, problems in datasets.items():
+        check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
+    if not datasets:
+        print("warning: nothing is evaluated: eval.datasets is empty", file=sys.stderr)
+    return Problems(stream, datasets)
+
+
+def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh, should_stop: Callable[[], bool]) -> RolloutEngine:
+    """The engine that ``rollout.engine`` names.
+
+    Raises:
+      ValueError: a server does not fit the run, or none answers.
+    """
+    rollout, inject = config.rollout, config.rollout.inject
+    if rollout.engine != "vllm":
+        engine: RolloutEngine
+        if rollout.engine == "jax":
+            engine = JaxEngine(policy, rollout.dtype, config.data.max_prompt_tokens, mesh=mesh)
+        else:
+            noise = LogitNoise(inject.logit_noise, inject.seed) if inject.logit_noise else None
+            engine = ExactEngine(make_exact_pass(config, policy, mesh), noise=noise)
+        return InjectedEngine(engine, inject, policy, mesh) if inject.changes_weights else engine
+    try:
+        settings = VllmConfig(transfer_dir=rollout.transfer_dir, server_wait_s=rollout.server_wait_s)
+        return serve_policy(rollout.urls, policy, rollout.dtype, config.max_engine_tokens, settings, should_stop)
+    except RuntimeError as error:
+        raise ConfigError(error) from error
+
+
+def build(
+    config: Config,
+    policy: PolicyConfig,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    engine: RolloutEngine,
+    checkpointer: Checkpointer,
+    problems: Problems,
+) -> Components:
+    """The components of a run at its first step.
+
+    Raises:
+      ConfigError: the reward cannot be used.
+    """
+    stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
+    with caller_errors():
+        rewards = make_pool(config.reward)
+    return Components(
+        config=config,
+        policy=policy,
+        engine=engine,
+        stream=problems.stream,
+        tokenizer=tokenizer,
+        rewards=rewards,
+        sampling=SamplingParams(config.rollout.max_response_tokens, config.rollout.temperature, stops),
+        evaluate=make_evaluation(config, engine, tokenizer, rewards, stops, problems.evaluation),
+        update=make_update(config, policy, make_optimizer(config.optimizer), mesh),
+        controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
+        guard=Guard(config.guard),
+        checkpointer=checkpointer,
+    )
+
+
+def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
+    """The newest checkpoint's state, the components put where it was taken; or the model's at step 0.
+
+    Raises:
+      ConfigError: the model or the checkpoint cannot be used.
+    """
+    config, policy = run.config, run.policy
+    tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
+    latest = run.checkpointer.latest_step()
+    with caller_errors():
+        if latest is None:
+            params = load_params(config.model.path, policy, param_shardings(policy, mesh))
+            return create_state(params, policy, tx, mesh, dynamic_scale=dynamic), Progress()
+        try:
+            state, host = run.checkpointer.restore(latest, abstract_state(policy, tx, mesh, dynamic_scale=dynamic))
+        except RuntimeError as error:
+            raise ConfigError(error) from error
+        return state, run.load_state_dict(host)
+
+
+def make_evaluation(
+    config: Config,
+    engine: RolloutEngine,
+    tokenizer: Tokenizer,
+    rewards: RewardPool,
+    stops: tuple[int, ...],
+    datasets: dict[str, Sequence[Problem]],
+) -> Callable[[], Row] | None:
+    """``eval/<dataset>/...`` of the published policy, or None when never asked for or on nothing."""
+    wanted = config.eval
+    limit = wanted.max_response_tokens or config.rollout.max_response_tokens
+    sampling = SamplingParams(limit, wanted.temperature, stops)
+    if not datasets:
+        return None
+    return Evaluation(engine, tokenizer, datasets, rewards, sampling, wanted.n, wanted.pass_k, wanted.seed)
 
 
 def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:

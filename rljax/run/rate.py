@@ -8,6 +8,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import optax
 
+from rljax.errors import ConfigError
+from rljax.report.rows import Row
+from rljax.run.guard import unknown_metric
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, length_decay_schedule
 
 ScheduleKind = Literal["constant", "linear", "cosine", "length_decay", "length_triggered"]
@@ -47,14 +50,17 @@ class ScheduleConfig:
 
 
 class RateController(Protocol):
-    """Gives the rate of each step; called exactly once a step."""
+    """Gives the rate of each step; ``rljax.schedule.LengthTriggeredLR`` is one."""
 
-    def step(self, value: float, truncated_fraction: float | None = None) -> float:
-        """Observes this step's batch and returns the rate for its update."""
+    tracker: SurgeTracker
+
+    @property
+    def decay_period(self) -> int | None:
+        """Steps between decays; None until the surge sets it, and of a rate without one."""
         ...
 
-    def metrics(self) -> dict[str, float | int | None]:
-        """``schedule/surge_step``, ``schedule/crossing_step`` (None until known) and ``schedule/decay_period``."""
+    def step(self, length: float, truncated_fraction: float | None = None) -> float:
+        """Observes this step's batch and returns the rate for its update; called exactly once a step."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,79 +72,67 @@ class RateController(Protocol):
         ...
 
 
-class LengthTriggeredRate:
-    """``kind = length_triggered``: Algorithm 1 with the period that the surge sets."""
-
-    def __init__(self, config: ScheduleConfig, learning_rate: float):
-        self._controller = LengthTriggeredLR(
-            learning_rate,
-            tracker=SurgeTracker(config.surge),
-            multiplier=config.multiplier,
-            decay_factor=config.decay_factor,
-            floor_ratio=config.floor_ratio,
-        )
-
-    def step(self, value: float, truncated_fraction: float | None = None) -> float:
-        """See RateController."""
-        return self._controller.step(value, truncated_fraction)
-
-    def metrics(self) -> dict[str, float | int | None]:
-        """See RateController."""
-        return {
-            "schedule/surge_step": self._controller.surge_step,
-            "schedule/crossing_step": self._controller.tracker.crossing_step,
-            "schedule/decay_period": self._controller.decay_period,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """See RateController."""
-        return self._controller.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See RateController."""
-        self._controller.load_state_dict(state)
-
-
 class ScheduledRate:
     """A rate that is a function of the step; the surge is still watched for and recorded."""
 
     def __init__(self, schedule: optax.Schedule, decay_period: int | None, surge: SurgeConfig):
         self._schedule = schedule
-        self._decay_period = decay_period
-        self._tracker = SurgeTracker(surge)
         self._count = 0
+        self.decay_period = decay_period
+        self.tracker = SurgeTracker(surge)
 
-    def step(self, value: float, truncated_fraction: float | None = None) -> float:
+    def step(self, length: float, truncated_fraction: float | None = None) -> float:
         """See RateController."""
-        self._tracker.update(value, truncated_fraction)
+        self.tracker.update(length, truncated_fraction)
         rate = float(np.float32(self._schedule(self._count)))
         self._count += 1
         return rate
 
-    def metrics(self) -> dict[str, float | int | None]:
-        """See RateController."""
-        return {
-            "schedule/surge_step": self._tracker.surge_step,
-            "schedule/crossing_step": self._tracker.crossing_step,
-            "schedule/decay_period": self._decay_period,
-        }
-
     def state_dict(self) -> dict[str, Any]:
         """See RateController."""
-        return {"count": self._count, "tracker": self._tracker.state_dict()}
+        return {"count": self._count, "tracker": self.tracker.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See RateController."""
         if set(state) != {"count", "tracker"}:
             raise ValueError(f"not the state of a scheduled rate: {sorted(state)}")
         self._count = int(state["count"])
-        self._tracker.load_state_dict(state["tracker"])
+        self.tracker.load_state_dict(state["tracker"])
+
+
+def schedule_row(controller: RateController) -> Row:
+    """``schedule/surge_step`` and ``schedule/crossing_step``, None until known, and ``schedule/decay_period``."""
+    return {
+        "schedule/surge_step": controller.tracker.surge_step,
+        "schedule/crossing_step": controller.tracker.crossing_step,
+        "schedule/decay_period": controller.decay_period,
+    }
+
+
+def observed_value(metric: str, row: Row, last_row: Row) -> float:
+    """The value that the surge tracker observes: this step's, else the last step's.
+
+    It is not a number at step 1 for a metric that only the update yields, and where the value is missing.
+
+    Raises:
+      ConfigError: after step 1, a metric that no row has.
+    """
+    if metric not in row and last_row and metric not in last_row:
+        raise ConfigError(f"schedule.metric: {unknown_metric(metric, last_row)}")
+    value = row.get(metric, last_row.get(metric))
+    return float("nan") if value is None else float(value)
 
 
 def make_rate_controller(config: ScheduleConfig, learning_rate: float, total_steps: int) -> RateController:
     """Builds the controller of ``config.kind`` for a run of ``total_steps`` steps."""
     if config.kind == "length_triggered":
-        return LengthTriggeredRate(config, learning_rate)
+        return LengthTriggeredLR(
+            learning_rate,
+            tracker=SurgeTracker(config.surge),
+            multiplier=config.multiplier,
+            decay_factor=config.decay_factor,
+            floor_ratio=config.floor_ratio,
+        )
     floor = learning_rate * config.floor_ratio
     last = max(total_steps - 1, 1)
     schedules: dict[str, optax.Schedule] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import jax
 import numpy as np
 
 from rljax.compare.dump import ColumnSource, dump_of_responses, write_dump
+from rljax.data.tokenizer import Tokenizer
 from rljax.run.config import Config
+from rljax.run.sampling import Rollouts
 from rljax.trainer.packing import TrainSequence
 
 ROLLOUT, TRAINER = "rollout", "trainer"
@@ -40,6 +42,42 @@ class StepRollouts:
     truncated: Sequence[bool]
     trainer_logprobs: Sequence[np.ndarray]
     texts: Sequence[tuple[str, str]]
+
+
+def write_rollouts(
+    config: Config,
+    step: int,
+    policy_version: int,
+    rollouts: Rollouts,
+    sequences: Sequence[TrainSequence],
+    trainer_logprobs: Callable[[], list[np.ndarray]],
+    tokenizer: Tokenizer,
+) -> None:
+    """Token dumps and transcripts, when ``rollout.dump_every`` and ``rollout.transcript_every`` say so.
+
+    ``trainer_logprobs`` is called, which fetches them from the devices, only when something is written.
+    """
+    writers = [
+        write
+        for every, write in (
+            (config.rollout.dump_every, write_tokens),
+            (config.rollout.transcript_every, write_transcript),
+        )
+        if every > 0 and step % every == 0
+    ]
+    if not writers:
+        return
+    written = StepRollouts(
+        step=step,
+        policy_version=policy_version,
+        sequences=sequences,
+        rewards=rollouts.rewards.ravel().tolist(),
+        truncated=[response.truncated for response in rollouts.all()],
+        trainer_logprobs=trainer_logprobs(),
+        texts=[(tokenizer.decode(s.prompt), tokenizer.decode(s.response)) for s in sequences],
+    )
+    for write in writers:
+        write(config, written)
 
 
 def write_tokens(config: Config, rollouts: StepRollouts) -> Path:

@@ -6,7 +6,6 @@ was drawn with is the one that is differentiated.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +25,10 @@ from rljax.trainer.measure import (
     merge_measured,
     nothing_measured,
 )
-from rljax.trainer.packing import PackedBatch, TrainSequence, pack, unpack, useful_fraction
+from rljax.trainer.packing import PackedBatch, TrainSequence, pack, unpack
 from rljax.trainer.state import TrainState, abstract_state
 from rljax.trainer.step import PrecisionConfig, Totals, add_micro_batch, no_totals, update_state
-from rljax.trainer.update import Updated, costs, fetch
+from rljax.trainer.update import Updated, fetch
 
 
 def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> PackedBatch:
@@ -119,15 +118,23 @@ class ExactUpdate:
         self._add = jax.jit(add, out_shardings=(totals, self._whole), donate_argnums=0)
         self._finish = jax.jit(finish, out_shardings=(by_state, self._whole), donate_argnums=0)
 
+    def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
+        """See ``Update``; sequences stay where the engine sampled them."""
+        return lay_out(sequences, self._exact.rows, self._exact.row_tokens)
+
     def __call__(
-        self, state: TrainState, sequences: Sequence[TrainSequence], learning_rate: float, *, seed: int, noise: bool
+        self,
+        state: TrainState,
+        batch: PackedBatch,
+        sequences: Sequence[TrainSequence],
+        learning_rate: float,
+        *,
+        seed: int,
+        noise: bool,
     ) -> Updated:
         """See ``Update``."""
         del seed
-        start = time.perf_counter()
         exact = self._exact
-        batch = lay_out(sequences, exact.rows, exact.row_tokens)
-        packed = time.perf_counter()
         if self._reference is not None:
             batch = self._with_reference(batch, self._reference)
         noise = noise and int(batch.used) > 1
@@ -144,7 +151,6 @@ class ExactUpdate:
                 carry = self._add(carry, output, micro, measure_noise)
             state, metrics = self._finish(state, *carry, batch, rate, apply_update, measure_noise)
         row, histograms = fetch(metrics, noise=noise)
-        row |= costs(start, packed, useful_fraction(sequences, batch))
         return Updated(state, row, histograms, lambda: unpack(np.stack(jax.device_get(logprobs)), batch, sequences))
 
     def _with_reference(self, batch: PackedBatch, reference: Params) -> PackedBatch:

@@ -6,7 +6,6 @@ was taken was chosen when the parts were built.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from rljax.policy.qwen3 import Params
 from rljax.trainer.forward import ForwardPass
-from rljax.trainer.packing import PackedBatch, TrainSequence, unpack, useful_fraction
+from rljax.trainer.packing import PackedBatch, TrainSequence, unpack
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
 
@@ -38,10 +37,30 @@ class Updated(NamedTuple):
 class Update(Protocol):
     """Trains on the responses of one step."""
 
+    def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
+        """The rows that hold ``sequences``, in the shape that was compiled for."""
+        ...
+
     def __call__(
-        self, state: TrainState, sequences: Sequence[TrainSequence], learning_rate: float, *, seed: int, noise: bool
+        self,
+        state: TrainState,
+        batch: PackedBatch,
+        sequences: Sequence[TrainSequence],
+        learning_rate: float,
+        *,
+        seed: int,
+        noise: bool,
     ) -> Updated:
-        """``state`` is donated; ``seed`` orders mini-batches; ``noise`` asks for ``optimizer/grad_noise``."""
+        """Makes the updates of one rollout batch.
+
+        Args:
+          state: donated.
+          batch: ``pack(sequences)``.
+          sequences: the responses.
+          learning_rate: of every update.
+          seed: orders mini-batches.
+          noise: whether to measure ``optimizer/grad_noise``.
+        """
         ...
 
 
@@ -52,11 +71,9 @@ class Reference:
         """``params``: masters of the frozen policy, kept on the devices."""
         self._forward, self._params = forward, params
 
-    def add(self, sequences: Sequence[TrainSequence], pack: Pack) -> list[TrainSequence]:
-        """The sequences with ``reference_logprobs``."""
-        batch = pack(sequences)
-        logprobs = unpack(jax.device_get(self._forward(self._params, batch)[1]), batch, sequences)
-        return [s._replace(reference_logprobs=values) for s, values in zip(sequences, logprobs, strict=True)]
+    def logprobs(self, batch: PackedBatch) -> np.ndarray:
+        """float32 [m, b, t]: of the response tokens of ``batch``, 0 elsewhere."""
+        return np.where(batch.response_mask, jax.device_get(self._forward(self._params, batch)[1]), np.float32(0.0))
 
 
 class SingleUpdate:
@@ -64,23 +81,26 @@ class SingleUpdate:
 
     def __init__(self, step: TrainStep, pack: Pack, reference: Reference | None = None):
         """``pack`` makes batches of the step's shape."""
-        self._step, self._pack, self._reference = step, pack, reference
+        self._step, self.pack, self._reference = step, pack, reference
 
     def __call__(
-        self, state: TrainState, sequences: Sequence[TrainSequence], learning_rate: float, *, seed: int, noise: bool
+        self,
+        state: TrainState,
+        batch: PackedBatch,
+        sequences: Sequence[TrainSequence],
+        learning_rate: float,
+        *,
+        seed: int,
+        noise: bool,
     ) -> Updated:
         """See ``Update``."""
         del seed
-        start = time.perf_counter()
         if self._reference is not None:
-            sequences = self._reference.add(sequences, self._pack)
-        batch = self._pack(sequences)
-        packed = time.perf_counter()
+            batch = batch._replace(reference_logprobs=self._reference.logprobs(batch))
         noise = noise and int(batch.used) > 1
         has_loss = any(s.in_loss for s in sequences)
         state, metrics, logprobs = self._step(state, batch, learning_rate, has_loss, noise)
         row, histograms = fetch(metrics, noise=noise)
-        row |= costs(start, packed, useful_fraction(sequences, batch))
         return Updated(state, row, histograms, lambda: unpack(jax.device_get(logprobs), batch, sequences))
 
 
@@ -100,22 +120,27 @@ class MultipleUpdates:
         reference: Reference | None = None,
     ):
         """``step`` takes what ``pack_mini`` makes, ``forward`` what ``pack`` makes."""
-        self._step, self._forward, self._pack, self._pack_mini = step, forward, pack, pack_mini
+        self._step, self._forward, self.pack, self._pack_mini = step, forward, pack, pack_mini
         self._mini_batches, self._epochs, self._group_size = mini_batches, epochs, group_size
         self._reference = reference
 
     def __call__(
-        self, state: TrainState, sequences: Sequence[TrainSequence], learning_rate: float, *, seed: int, noise: bool
+        self,
+        state: TrainState,
+        batch: PackedBatch,
+        sequences: Sequence[TrainSequence],
+        learning_rate: float,
+        *,
+        seed: int,
+        noise: bool,
     ) -> Updated:
         """See ``Update``."""
-        start = time.perf_counter()
-        if self._reference is not None:
-            sequences = self._reference.add(sequences, self._pack)
-        batch = self._pack(sequences)
-        packed = time.perf_counter()
         measured, logprobs = self._forward(state.params, batch)
         old = unpack(jax.device_get(logprobs), batch, sequences)
         known = [s._replace(old_logprobs=values) for s, values in zip(sequences, old, strict=True)]
+        if self._reference is not None:
+            of_reference = unpack(self._reference.logprobs(batch), batch, sequences)
+            known = [s._replace(reference_logprobs=values) for s, values in zip(known, of_reference, strict=True)]
         taken: list[tuple[dict[str, jax.Array], bool]] = []
         for mini in self._split(known, seed):
             mini_batch = self._pack_mini(mini)
@@ -123,10 +148,9 @@ class MultipleUpdates:
             has_loss = any(s.in_loss for s in mini)
             state, metrics, _ = self._step(state, mini_batch, learning_rate, has_loss, wanted)
             taken.append((metrics, wanted))
-        whole, histograms = fetch(measured, noise=False)
+        of_batch, histograms = fetch(measured, noise=False)
         minis = [fetch(metrics, noise=wanted)[0] for metrics, wanted in taken]
-        row = _combine(minis) | whole | costs(start, packed, useful_fraction(sequences, batch))
-        return Updated(state, row, histograms, lambda: old)
+        return Updated(state, _combine(minis) | of_batch, histograms, lambda: old)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
         """Each epoch's mini-batches: whole groups, in an order of that epoch's own."""
@@ -153,9 +177,3 @@ def _combine(rows: Sequence[dict[str, float]]) -> dict[str, float]:
         values = [row[key] for row in rows if key in row]
         combined[key] = values[-1] if key.startswith(LAST_VALUES) else float(np.mean(values))
     return combined
-
-
-def costs(start: float, packed: float, useful: float) -> dict[str, float]:
-    """What an update took, from the clock at its start and after packing, and its share of useful places."""
-    now = time.perf_counter()
-    return {"time/pack_s": packed - start, "time/train_s": now - packed, "perf/useful_token_fraction": useful}

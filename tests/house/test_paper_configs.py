@@ -154,8 +154,8 @@ def test_the_papers_surge_makes_the_papers_period(name, period):
     # Lengths that hold at 1000 and jump to 3500 just so early that the call comes at the paper's step.
     jump = surge - config.schedule.surge.persistence + 1
     rates = [controller.step(1000.0 if step < jump else 3500.0, 0.0) for step in range(1, 2 * period + 1)]
-    assert controller.metrics()["schedule/surge_step"] == surge
-    assert controller.metrics()["schedule/decay_period"] == period
+    assert controller.tracker.surge_step == surge
+    assert controller.decay_period == period
     assert rates[period - 2] == pytest.approx(1e-6)
     assert rates[period - 1] == pytest.approx(5e-7)
     assert rates[2 * period - 1] == pytest.approx(2.5e-7)
@@ -217,9 +217,9 @@ def test_a_toy_sized_step_is_built_and_lowered(full):
     state = abstract_state(TINY, tx, mesh, dynamic_scale=dynamic)
     sequences = list(drawn(count))
     if isinstance(update, SingleUpdate):
-        batch = update._pack(sequences)
+        batch = update.pack(sequences)
     else:
-        batch = update._pack_mini([s._replace(old_logprobs=s.rollout_logprobs) for s in sequences])
+        batch = update.pack_mini([s._replace(old_logprobs=s.rollout_logprobs) for s in sequences])
     scalars = (jnp.float32(1e-6), jnp.bool_(True), jnp.bool_(False))
     with jax.set_mesh(mesh):
         lowered = update._step._jitted.lower(state, batch, *scalars)
@@ -239,7 +239,8 @@ def test_a_toy_sized_step_moves_the_policy(name):
     dynamic = config.precision.compute_dtype == "float16"
     state = create_state(init_params(TINY, 0), TINY, tx, mesh, dynamic_scale=dynamic)
     before = jax.device_get(state.params["embed"])
-    updated = make_update(config, TINY, tx, mesh)(state, list(drawn(config.num_sequences)), 1e-3, seed=0, noise=False)
+    update, sequences = make_update(config, TINY, tx, mesh), list(drawn(config.num_sequences))
+    updated = update(state, update.pack(sequences), sequences, 1e-3, seed=0, noise=False)
     assert np.isfinite(updated.row["optimizer/grad_norm"])
     assert updated.row["optimizer/grad_norm"] > 0
     assert updated.row["schedule/learning_rate"] == pytest.approx(1e-3)

@@ -22,6 +22,7 @@ from rljax.rollout.vllm.handshake import Expectation
 from rljax.rollout.vllm.server import ServerConfig, VllmServer, start, vllm_python
 
 HERE = Path(__file__).parent
+SUPPORT = str(HERE.parent / "support")
 MAX_LEN = 512
 TIED = {"bfloat16": True, "float16": False, "float32": True}
 
@@ -149,7 +150,11 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer
             max_num_seqs=64,
             log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
             extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage"),
-            extra_env={"PYTHONPATH": os.pathsep.join([str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])])},
+            extra_env={
+                "PYTHONPATH": os.pathsep.join(
+                    [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+                )
+            },
         )
         return start(config, timeout_s=240)
 

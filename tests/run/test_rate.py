@@ -1,9 +1,12 @@
 """The rate of each kind of schedule, step by step, and across a resume."""
 
+import math
+
 import numpy as np
 import pytest
 
-from rljax.run.rate import ScheduleConfig, make_rate_controller
+from rljax.errors import ConfigError
+from rljax.run.rate import ScheduleConfig, make_rate_controller, observed_value, schedule_row
 from rljax.schedule import SurgeConfig
 
 LENGTHS = [10.0] * 12 + [40.0] * 28
@@ -26,7 +29,7 @@ def test_rates_by_hand(kind):
     built = controller(kind)
     rates = [built.step(length, 0.0) for length in LENGTHS]
     np.testing.assert_allclose(rates, EXPECTED[kind], rtol=1e-6)
-    metrics = built.metrics()
+    metrics = schedule_row(built)
     assert metrics["schedule/decay_period"] == (15 if kind == "length_decay" else None)
     # Every kind records the surge, whether or not it acts on it.
     assert 13 <= metrics["schedule/surge_step"] <= 20
@@ -35,7 +38,7 @@ def test_rates_by_hand(kind):
 def test_triggered_rate_follows_the_call():
     built = controller("length_triggered")
     rates = [built.step(length, 0.0) for length in LENGTHS]
-    metrics = built.metrics()
+    metrics = schedule_row(built)
     surge, period = metrics["schedule/surge_step"], metrics["schedule/decay_period"]
     assert period == int(1.8 * surge + 0.5)
     expected = [1e-3 * 0.5 ** (t // period) if t >= surge else 1e-3 for t in range(1, 41)]
@@ -52,7 +55,7 @@ def test_a_resumed_controller_goes_on_alike(kind, at):
         first.step(length, 0.0)
     second.load_state_dict(first.state_dict())
     assert [second.step(length, 0.0) for length in LENGTHS[at:]] == rates[at:]
-    assert second.metrics() == whole.metrics()
+    assert schedule_row(second) == schedule_row(whole)
 
 
 def test_states_of_another_kind_are_refused():
@@ -73,3 +76,13 @@ def test_states_of_another_kind_are_refused():
 def test_bad_settings_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         ScheduleConfig(**values)
+
+
+def test_any_recorded_metric_can_be_observed():
+    row, last = {"response_length/mean": 7.0}, {"response_length/mean": 6.0, "mismatch/k3_kl": 1e-3, "gap": None}
+    assert observed_value("response_length/mean", row, last) == 7.0
+    assert observed_value("mismatch/k3_kl", row, last) == 1e-3
+    assert math.isnan(observed_value("gap", row, last))
+    assert math.isnan(observed_value("mismatch/k3_kl", row, {}))
+    with pytest.raises(ConfigError, match=r"no row has a metric 'mismatch/k3_lk'; did you mean mismatch/k3_kl\?"):
+        observed_value("mismatch/k3_lk", row, last)

@@ -7,7 +7,6 @@ import pytest
 
 from rljax.mismatch import mismatch_metrics
 from rljax.mismatch.histogram import NUM_BINS
-from rljax.run.loop import sum_rise
 from rljax.trainer.measure import (
     HISTOGRAM,
     DiagnosisConfig,
@@ -92,29 +91,6 @@ def test_buckets_without_tokens_leave_the_row():
     }
     kept = ["mismatch_position/lt_3/token_count", "mismatch_position/lt_3/kl", "mismatch/token_count", "mismatch/kl"]
     assert list(without_empty_buckets(row)) == kept
-
-
-def step_row(tokens, sequences, summed):
-    return {
-        "mismatch/token_count": tokens,
-        "mismatch/sequence_count": sequences,
-        "mismatch/log_ppl_abs_diff_sum": summed,
-    }
-
-
-def test_a_rise_is_split_against_the_first_steps():
-    """Reference: 10 sequences, 100 tokens, summed gap 0.4 a sequence: 10 tokens long, 0.04 a token."""
-    reference = {}
-    assert sum_rise(step_row(60, 4, 0.5), reference, 2) == {}
-    assert sum_rise(step_row(40, 6, 2.0 / 6), reference, 2) == {}
-    assert reference == {"steps": 2, "token_count": 100, "sequence_count": 10, "gap": pytest.approx(4.0)}
-    # Thirty tokens long and 0.05 a token: 1.5; length alone would have given 1.2.
-    split = sum_rise(step_row(300, 10, 1.5), reference, 2)
-    assert split == {
-        "mismatch/sum_rise": pytest.approx(1.1),
-        "mismatch/sum_length_explained": pytest.approx(0.8),
-        "mismatch/sum_per_token": pytest.approx(0.3),
-    }
 
 
 def test_gradient_noise_is_the_variance_of_the_sum():

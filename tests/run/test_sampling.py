@@ -5,10 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from rljax.errors import ConfigError
 from rljax.rollout.types import Response, VersionSpan
 from rljax.run.config import Config
-from rljax.run.loop import Rollouts, rollout_row, step_seed, training_sequences, watched_value
+from rljax.run.sampling import Rollouts, rollout_row, step_seed, training_sequences
 
 
 def response(i, j, tokens, truncated=False, versions=((3, 0, None),)):
@@ -47,16 +46,6 @@ def test_groups_without_signal_are_measured_but_carry_no_loss(rollouts):
     assert [s.response.tolist() for s in sequences] == [[5, 1], [5, 6, 7, 8], [1], [2, 2, 1]]
     assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [8], [8]]
     assert [s.staleness.tolist() for s in sequences] == [[1, 1], [1, 1, 1, 1], [1], [2, 1, 1]]
-
-
-def test_any_recorded_metric_can_be_watched():
-    row, last = {"response_length/mean": 7.0}, {"response_length/mean": 6.0, "mismatch/k3_kl": 1e-3, "gap": None}
-    assert watched_value("response_length/mean", row, last) == 7.0
-    assert watched_value("mismatch/k3_kl", row, last) == 1e-3
-    assert math.isnan(watched_value("gap", row, last))
-    assert math.isnan(watched_value("mismatch/k3_kl", row, {}))
-    with pytest.raises(ConfigError, match=r"no row has a metric 'mismatch/k3_lk'; did you mean mismatch/k3_kl\?"):
-        watched_value("mismatch/k3_lk", row, last)
 
 
 def test_steps_and_runs_have_seeds_of_their_own():

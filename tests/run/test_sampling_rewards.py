@@ -1,8 +1,6 @@
 """A step's rewards stand where their responses do, whatever lands first and whatever is scored first."""
 
-import dataclasses
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +8,8 @@ import pytest
 from rljax.data.prompts import PromptStream
 from rljax.data.toy import build_tokenizer
 from rljax.rewards.pool import RewardPool
-from rljax.rollout.types import Response, VersionSpan
-from rljax.run.config import Config
-from rljax.run.loop import roll_out
+from rljax.rollout.types import Response, SamplingParams, VersionSpan
+from rljax.run.sampling import sample_and_score
 
 # The longer the response, the sooner it is scored.
 REWARD = """
@@ -49,23 +46,15 @@ def pool(tmp_path, monkeypatch):
     sys.modules.pop("slow_reward", None)
 
 
-def parts(engine, pool):
-    config = Config()
-    rollout = dataclasses.replace(config.rollout, group_size=3, max_response_tokens=8)
-    return SimpleNamespace(
-        config=dataclasses.replace(config, rollout=rollout),
-        stop_token_ids=(14,),
-        stream=PromptStream(PROBLEMS, 4, seed=0),
-        tokenizer=build_tokenizer(),
-        engine=engine,
-        rewards=pool,
-    )
+def sample(engine, pool):
+    problems = PromptStream(PROBLEMS, 4, seed=0).next_batch()
+    return sample_and_score(engine, problems, 3, SamplingParams(8, 1.0, (14,)), build_tokenizer(), pool, seed=0)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_rewards_stand_where_their_responses_do(seed, pool):
     engine = Landing(seed)
-    rollouts = roll_out(parts(engine, pool), 1)
+    rollouts = sample(engine, pool)
     answers = [int(build_tokenizer().decode(prompt)[0]) for prompt in engine.prompts]
     assert sorted(answers) == [1, 2, 3, 4]
     np.testing.assert_array_equal(rollouts.rewards, np.outer(answers, [1, 2, 3]).astype(np.float32))
@@ -75,4 +64,4 @@ def test_rewards_stand_where_their_responses_do(seed, pool):
 
 def test_a_response_that_never_lands_is_an_error(pool):
     with pytest.raises(RuntimeError, match="the engine returned 11 responses, expected 12"):
-        roll_out(parts(Landing(0, missing=1), pool), 1)
+        sample(Landing(0, missing=1), pool)

@@ -1,0 +1,43 @@
+"""The host's part of a checkpoint, and what it adds up from row to row."""
+
+import json
+import math
+
+import pytest
+
+from rljax.run.progress import Progress
+
+
+def step_row(tokens, sequences, summed):
+    return {
+        "mismatch/token_count": tokens,
+        "mismatch/sequence_count": sequences,
+        "mismatch/log_ppl_abs_diff_sum": summed,
+    }
+
+
+def test_a_rise_is_split_against_the_first_steps():
+    """Reference: 10 sequences, 100 tokens, summed gap 0.4 a sequence: 10 tokens long, 0.04 a token."""
+    progress = Progress()
+    assert progress.sum_rise(step_row(60, 4, 0.5), 2) == {}
+    assert progress.sum_rise(step_row(40, 6, 2.0 / 6), 2) == {}
+    assert progress.reference == {"steps": 2, "token_count": 100, "sequence_count": 10, "gap": pytest.approx(4.0)}
+    # Thirty tokens long and 0.05 a token: 1.5; length alone would have given 1.2.
+    split = progress.sum_rise(step_row(300, 10, 1.5), 2)
+    assert split == {
+        "mismatch/sum_rise": pytest.approx(1.1),
+        "mismatch/sum_length_explained": pytest.approx(0.8),
+        "mismatch/sum_per_token": pytest.approx(0.3),
+    }
+
+
+def test_the_mean_gradient_norm_leaves_out_what_is_not_finite():
+    progress = Progress()
+    for norm in (2.0, math.nan, 4.0, math.inf):
+        progress.observe_grad_norm(norm)
+    assert progress.grad_norm_ema == pytest.approx(0.9 * 2.0 + 0.1 * 4.0)
+
+
+def test_progress_goes_through_json():
+    progress = Progress(7, 6, 0.25, {"steps": 2, "gap": 0.5})
+    assert Progress.from_state_dict(json.loads(json.dumps(progress.state_dict()))) == progress
