@@ -14,7 +14,7 @@ interpreter=${RLJAX_PEERS_PYTHON:-python3.12}
 packages() {
   case $1 in
     tunix) echo "google-tunix==0.1.7" ;;
-    skyrl_tx) echo "skyrl-tx[jax,tinker]==0.3.0 torch" ;;
+    skyrl_tx) echo "skyrl-tx==0.3.0 jax flax optax torch" ;;
     trl) echo "trl==1.16.0 transformers==5.23.0 torch" ;;
     verl) echo "verl==0.9.1 transferqueue torchdata torch" ;;
     easydel) echo "easydel==0.3.0" ;;
@@ -22,20 +22,19 @@ packages() {
   esac
 }
 
+[ $# -gt 0 ] || set -- tunix skyrl_tx trl verl easydel
 status=0
-for peer in "${@:-tunix skyrl_tx trl verl easydel}"; do
-  for name in $peer; do
-    wanted=$(packages "$name")
-    bin=$root/$name/bin
-    if [ ! -e "$root/$name/ready" ]; then
-      "$interpreter" -m venv "$root/$name"
-      # shellcheck disable=SC2086
-      "$bin/pip" install --quiet $wanted . pyarrow pytest
-      touch "$root/$name/ready"
-    fi
-    echo "== $name: $wanted"
-    HF_HUB_OFFLINE=1 JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=1 PYTHONPATH=. \
-      "$bin/python" -m pytest -p no:cacheprovider "tests/peers/test_$name.py" || status=1
-  done
+for name in "$@"; do
+  wanted=$(packages "$name")
+  bin=$root/$name/bin
+  if [ ! -e "$root/$name/ready" ]; then
+    "$interpreter" -m venv "$root/$name"
+    # shellcheck disable=SC2086
+    "$bin/pip" install --quiet $wanted . pyarrow pytest
+    touch "$root/$name/ready"
+  fi
+  echo "== $name: $wanted"
+  HF_HUB_OFFLINE=1 JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=1 PYTHONPATH=. \
+    "$bin/python" -m pytest -p no:cacheprovider "tests/peers/test_$name.py" || status=1
 done
 exit $status

@@ -3,13 +3,20 @@
 import jax
 import pytest
 
-jax.config.update("jax_numpy_rank_promotion", "allow")
-
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent.name == "peers":
             item.add_marker(pytest.mark.peers)
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion_allowed():
+    """For every thread, unlike ``jax.numpy_rank_promotion``: the packages start threads of their own."""
+    before = jax.config.jax_numpy_rank_promotion
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+    yield
+    jax.config.update("jax_numpy_rank_promotion", before)
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,25 @@ def squared(model, x):
     return jnp.square(model(x)).mean()
 
 
+def test_flax_nnx(mean_length):
+    rates, traces = [], []
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        traces.append(None)
+        optimizer.update(model, nnx.grad(squared)(model, x))
+
+    def train_step(model, optimizer, x):
+        step(model, optimizer, x)
+        rates.append(get_learning_rate(optimizer.opt_state))
+
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    batches = [jnp.ones((2, 4))] * 100
+    run("flax.nnx", nnx=nnx, model=model, train_step=train_step, mean_length=mean_length, batches=batches)
+    np.testing.assert_array_equal(rates, RATES)
+    assert len(traces) == 1
+
+
 class PeftTrainer:
     """As tunix has it: an nnx.Optimizer over the adapter, a jitted nnx step, hooks around each micro-batch."""
 
