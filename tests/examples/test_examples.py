@@ -11,6 +11,7 @@ from rljax.compare.importers import read_tokens
 from rljax.data.prompts import DataConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.rewards.pool import RewardPool
+from rljax.run.config import Config
 
 
 def test_the_optax_loop_follows_algorithm_1_after_the_surge():
@@ -69,6 +70,6 @@ def test_the_custom_reward_by_hand(response, truncated, expected):
 
 def test_data_reward_names_the_custom_reward_and_a_worker_runs_it(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    data = DataConfig(reward="examples.custom_reward:digits_right", reward_workers=1)
-    with RewardPool(data.reward_name, data.reward_workers, data.reward_timeout_s) as pool:
+    config = Config(data=DataConfig(reward="examples.custom_reward:digits_right", reward_workers=1))
+    with RewardPool(config.data.reward_name, config.data.reward_workers) as pool:
         assert pool.submit({"answer": "130"}, "1,120", truncated=False).result(60) == 2 / 3

@@ -35,6 +35,8 @@ def resolves(name):
     for count in range(len(parts), 0, -1):
         module = ROOT.joinpath(*parts[:count])
         if module.with_suffix(".py").is_file() or (module / "__init__.py").is_file():
+            if count == len(parts):
+                return True  # not imported: the plugin loads only beside vLLM
             found = importlib.import_module(".".join(parts[:count]))
             for part in parts[count:]:
                 if not hasattr(found, part):
