@@ -73,8 +73,11 @@ class VerifyFloors:
     """
 
     bfloat16: float = 2e-2
+    """Lowest band in bfloat16 (nats)."""
     float16: float = 2.5e-3
+    """Lowest band in float16 (nats)."""
     float32: float = 1e-5
+    """Lowest band in float32 (nats)."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,11 @@ class VerifyCeilings:
     """Mean |server - trainer| per token (nats) above which calibration is refused."""
 
     bfloat16: float = 8e-2
+    """Highest band in bfloat16 (nats)."""
     float16: float = 1e-2
+    """Highest band in float16 (nats)."""
     float32: float = 1e-3
+    """Highest band in float32 (nats)."""
 
 
 @dataclass(frozen=True)
