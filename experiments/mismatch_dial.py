@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
@@ -28,8 +28,7 @@ from rljax.rollout.build import make_engine
 from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
 from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.exact_pass import ExactPass, micro_of
-from rljax.trainer.exact_step import lay_out
+from rljax.trainer.exact import ExactPass, lay_out, micro_of
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.step import PrecisionConfig

@@ -35,8 +35,7 @@ from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
 from rljax.run.evaluation import Scored, score_responses, summarize_scores
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.optimizer import make_optimizer
-from rljax.trainer.state import abstract_state
+from rljax.trainer.state import abstract_state, make_optimizer
 
 LONGEST_RESPONSE = 8192
 

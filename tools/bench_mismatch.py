@@ -23,7 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.mismatch import importance_totals, mismatch_statistics
+from rljax.mismatch import mismatch_statistics, read_tokens
+from rljax.mismatch.importance import importance_statistics
+from rljax.policy.score import Scores
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.measure import measure as measure_step
 from rljax.trainer.packing import PackedBatch
@@ -99,19 +101,18 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Any], tu
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
+    def read(a: Any, b: Any, mask: Any, ids: Any) -> Any:
+        return read_tokens(a, b, mask, sequence_ids=ids, num_sequences=number)
+
     return {
         "head_log_softmax": (head, (hidden, table, targets)),
-        "statistics_rows": (mismatch_statistics, logprobs),
-        "statistics_packed": (
-            lambda a, b, mask, ids: mismatch_statistics(a, b, mask, sequence_ids=ids, num_sequences=number),
-            packed,
-        ),
-        "importance_packed": (
-            lambda a, b, mask, ids: importance_totals(a, b, mask, sequence_ids=ids, num_sequences=number),
-            packed,
-        ),
+        "statistics_rows": (lambda *rows: mismatch_statistics(read_tokens(*rows)), logprobs),
+        "statistics_packed": (lambda *rows: mismatch_statistics(read(*rows)), packed),
+        "importance_packed": (lambda *rows: importance_statistics(read(*rows)), packed),
         "whole_step_packed": (
-            lambda a, b, mask, ids: measure_step(a, jnp.abs(a), _micro(b, mask, ids), number, DiagnosisConfig()),
+            lambda a, b, mask, ids: measure_step(
+                Scores(a, jnp.abs(a), jnp.float32(1.0)), _micro(b, mask, ids), number, DiagnosisConfig()
+            ),
             packed,
         ),
     }

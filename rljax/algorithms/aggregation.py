@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.mismatch.sequences import Sequences, mean_over_tokens, read_sequences, sequence_sums, spread
-from rljax.mismatch.tokens import read_tokens
+from rljax.mismatch import read_sequences
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 
@@ -49,17 +48,11 @@ def aggregation_weights(
     ones = mask.astype(jnp.float32)
     if aggregation == "token_mean":
         return ones, jnp.sum(mask, dtype=np.int32).astype(jnp.float32)
-    sequences = sequences_of(mask, sequence_ids, num_sequences)
-    number = jnp.sum(sequences.slot_valid, dtype=np.int32).astype(jnp.float32)
+    sequences = read_sequences(mask, sequence_ids, num_sequences)
+    number = jnp.sum(sequences.present, dtype=np.int32).astype(jnp.float32)
     if aggregation == "sequence_sum":
         return ones / constant, number
     return jnp.where(mask, 1.0 / jnp.maximum(sequences.length, 1).astype(jnp.float32), 0.0), number
-
-
-def sequences_of(mask: Bool[Array, "b t"], sequence_ids: Int[Array, "b t"], num_sequences: int) -> Sequences:
-    """The sequences as the mask cuts them, whatever the log-probabilities are."""
-    zeros = jnp.zeros(mask.shape, jnp.float32)
-    return read_sequences(read_tokens(zeros, zeros, mask), sequence_ids, num_sequences)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -67,10 +60,9 @@ def mean_over_sequence(
     values: Float[Array, "b t"], mask: Bool[Array, "b t"], sequence_ids: Int[Array, "b t"], num_sequences: int
 ) -> Float[Array, "b t"]:
     """Each sequence's mean over its tokens in the mask, repeated over them; 0 elsewhere. Differentiable in reverse."""
-    sequences = sequences_of(mask, sequence_ids, num_sequences)
-    lanes = jnp.where(mask, values, 0)[None]
-    mean = mean_over_tokens(sequences, sequence_sums(sequences, lanes))[0]
-    return jnp.where(mask, spread(sequences, mean), 0)
+    mask = jnp.asarray(mask)
+    sequences = read_sequences(mask, sequence_ids, num_sequences)
+    return jnp.where(mask, sequences.spread(sequences.means(jnp.where(mask, values, 0))), 0)
 
 
 def _forward(values: Any, mask: Any, sequence_ids: Any, num_sequences: int) -> tuple[Any, Any]:

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.algorithms.aggregation import Aggregation, mean_over_sequence
-from rljax.mismatch.accurate import exp_minus_one_minus_x
-from rljax.mismatch.statistics import RATIO_BOUND
-from rljax.mismatch.tokens import LARGEST_LOGPROB
+from rljax.mismatch import RATIO_BOUND, exp_minus_one_minus_x
 
 LossKind = Literal["policy_gradient", "ppo_clip", "gspo", "cispo"]
 Estimate = Literal["k1", "k2", "k3"]
+
+LARGEST_LOG_RATIO = 1e8
+"""Bound of a token's log-ratio (nats) before it enters its sequence's mean: an infinite one would turn it into NaN."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,7 @@ def policy_loss(
         return -advantages * logprobs, jnp.zeros(mask.shape, jnp.float32)
     log_ratio = logprobs - old_logprobs
     if config.kind == "gspo":
-        # The bound keeps an infinite log-ratio from turning its sequence's compensated sum into NaN.
-        log_ratio = jnp.clip(log_ratio, -LARGEST_LOGPROB, LARGEST_LOGPROB)
+        log_ratio = jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         log_ratio = mean_over_sequence(log_ratio, mask, sequence_ids, num_sequences)
     ratio = jnp.exp(jnp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
     if config.kind == "cispo":

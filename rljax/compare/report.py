@@ -12,7 +12,8 @@ import numpy as np
 
 from rljax.compare.dump import ColumnSource, TokenDump
 from rljax.compare.verdict import Verdict, judge
-from rljax.mismatch import bucket_labels, finalize_buckets, mismatch_by_position, mismatch_metrics
+from rljax.mismatch import mismatch_metrics, read_tokens
+from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position
 
 SECOND_RUN = "@2"
 """Ending of the column that is the second run of the scorer whose column has the name before it."""
@@ -138,12 +139,13 @@ def _pad(vectors: Sequence[np.ndarray], fill: float) -> np.ndarray:
 
 
 def _growth(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, dict[str, float]]:
-    numbers = finalize_buckets(mismatch_by_position(x, y, mask, edges=POSITION_EDGES))
+    labels = bucket_labels(POSITION_EDGES)
+    numbers = finalize_buckets(mismatch_by_position(read_tokens(x, y, mask), POSITION_EDGES), labels)
     kept = ("token_count", "k3_kl", "logprob_abs_diff_mean")
     return {
-        label: {name: float(numbers[name][i]) for name in kept}
-        for i, label in enumerate(bucket_labels(POSITION_EDGES))
-        if numbers["token_count"][i]
+        label: {name: numbers[f"{label}/{name}"] for name in kept}
+        for label in labels
+        if numbers[f"{label}/token_count"]
     }
 
 

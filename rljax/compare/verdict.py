@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rljax.compare.dump import ColumnSource
-from rljax.mismatch import PUBLISHED_BARS, framework_metrics, mismatch_statistics
+from rljax.mismatch import framework_metrics, mismatch_statistics, read_tokens
+from rljax.mismatch.names import PUBLISHED_BARS
 
 # Mean |difference| per token (nats) over the mean of 1 - p, because an error of the logits moves a certain token's
 # log-probability little. Between engines with equal weights: bf16 1.2e-2, fp16 1.6e-3, fp32 9e-7; each range leaves
@@ -73,7 +74,7 @@ def judge(
 
 
 def _bars(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, tuple[float, float]]:
-    statistics = mismatch_statistics(x, y, mask)
+    statistics = mismatch_statistics(read_tokens(x, y, mask))
     return {
         f"{framework} {name}": (framework_metrics(statistics, framework)[name], bar)
         for (framework, name), bar in PUBLISHED_BARS.items()

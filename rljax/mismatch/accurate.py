@@ -1,8 +1,9 @@
 """Arithmetic that keeps its digits in float32: exp(x) - 1 - x, and sums carried as two floats.
 
-Two engines in float32 differ by log-ratios near 1e-4. There the plain text of a formula loses the signal twice: in
-``exp(x) - 1 - x``, and in sums whose positive and negative terms cancel. Every function takes the array namespace
-``xp`` (``numpy`` or ``jax.numpy``) first, so that one text serves the host (float64) and the device (float32).
+Two engines in float32 differ by log-ratios near 1e-4, where ``exp(x) - 1 - x`` as written loses the signal. And a sum
+that a loss or a rejection depends on must not change with the place of a sequence in its row; two floats make it so.
+Every function takes the array namespace ``xp`` (``numpy`` or ``jax.numpy``) first: one text serves the host (float64)
+and the device (float32).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ SERIES_BOUND = 0.5
 """Below this |x| the series of exp(x) - 1 - x is used; above it expm1(x) - x loses at most three bits."""
 SERIES_TERMS = 13
 """Terms of the series, x^2 / 2! to x^14 / 14!: what is dropped at the bound is 2e-16 of the result."""
+
+RATIO_BOUND = 20.0
+"""Bound B of the exponent in importance ratios (nats): exp(20) is 4.9e8."""
 
 _EXPONENT_LIMIT = {4: 60.0, 8: 600.0}
 _PROBABILITY_LIMIT = {4: 30.0, 8: 300.0}
@@ -50,7 +54,7 @@ def exp_minus_one_minus_x(xp: ModuleType, x: Any) -> Any:
 
 
 class Total(NamedTuple):
-    """A sum held as the unevaluated sum of two floats, about twice the digits of one."""
+    """A sum kept as the unevaluated sum of two floats, about twice the digits of one."""
 
     high: Any  # the sum rounded to its dtype; shape and dtype of what was summed
     low: Any  # what the rounding left over

@@ -6,14 +6,13 @@ geometric sequence ratio is GSPO's, arXiv 2507.18071; rejection by per-token k3 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import numpy as np
-
-from rljax.mismatch.accurate import exp_minus_one_minus_x, total_over, value_of
-from rljax.mismatch.sequences import Sequences, mean_over_tokens, read_sequences, sequence_sums, spread
-from rljax.mismatch.statistics import RATIO_BOUND
-from rljax.mismatch.tokens import ArrayLike, Tokens, count, read_tokens
+from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x, total_over
+from rljax.mismatch.arrays import ArrayLike, count, scalars
+from rljax.mismatch.statistics import Statistics
+from rljax.mismatch.tokens import Tokens, read_tokens
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask", "band"]
@@ -45,8 +44,8 @@ def importance_weights(
         lo <= rho <= hi, else 0). "mask" and "band" zero the weight; the caller's denominator stays (equation 6).
       threshold: C > 0, or (lo, hi) with 0 <= lo <= hi for "band".
       normalize: divide by the mean weight over valid tokens (level "token") or over sequences, unless that mean is 0.
-      sequence_ids: see ``mismatch_statistics``.
-      num_sequences: see ``mismatch_statistics``.
+      sequence_ids: see ``read_tokens``.
+      num_sequences: see ``read_tokens``.
 
     Returns:
       (weights, stats). Weights are [b, t] float (float64 on the host, float32 on the device), 0 outside the mask and
@@ -58,23 +57,15 @@ def importance_weights(
     Raises:
       ValueError: an unknown level or mode, or a threshold that does not fit the mode.
     """
-    _check_choice("level", level, Level)
-    _check_choice("mode", mode, Mode)
-    lowest, highest = _bounds(mode == "band", threshold)
-    tokens = read_tokens(trainer_logprobs, rollout_logprobs, response_mask)
-    sequences = read_sequences(tokens, sequence_ids, num_sequences)
-    xp = tokens.xp
-    log_ratio, counted = _log_ratios(tokens, sequences, level)
-    ratio = xp.exp(xp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
-    inside = (ratio >= lowest) & (ratio <= highest)
-    weight = xp.minimum(ratio, highest) if mode == "truncate" else xp.where(inside, ratio, 0)
-    weight = xp.where(counted, weight, 0)
-    mean, stats = _summary(xp, weight, counted, inside)
+    tokens = read_tokens(
+        trainer_logprobs, rollout_logprobs, response_mask, sequence_ids=sequence_ids, num_sequences=num_sequences
+    )
+    weights, _, statistics = correct_tokens(tokens, (level, mode, threshold))
+    names = ("weight_mean", "weight_max", "changed_fraction", "effective_sample_size", "nonfinite_count")
+    stats = {name: value for name, value in finalize_correction(statistics).items() if name in names}
     if normalize:
-        weight = weight / xp.where(mean > 0, mean, 1)
-    if level != "token":
-        weight = xp.where(tokens.valid, spread(sequences, weight), 0)
-    return weight, _scalars(xp, stats | {"nonfinite_count": count(xp, tokens.nonfinite)})
+        weights = weights / tokens.xp.where(stats["weight_mean"] > 0, stats["weight_mean"], 1)
+    return weights, stats
 
 
 def rejection_mask(
@@ -96,8 +87,8 @@ def rejection_mask(
       statistic: "k3" keeps a sequence whose mean over tokens of exp(lr) - lr - 1 is at most ``threshold``; "geometric"
         keeps one with lo <= exp(mean lr) <= hi; "veto" keeps one without a token whose ratio is below ``threshold``.
       threshold: a number > 0, or (lo, hi) for "geometric". Bounds are included.
-      sequence_ids: see ``mismatch_statistics``.
-      num_sequences: see ``mismatch_statistics``.
+      sequence_ids: see ``read_tokens``.
+      num_sequences: see ``read_tokens``.
 
     Returns:
       (mask, stats): the mask [b, t] in the dtype of ``response_mask``, and scalars ``rejected_sequence_fraction``,
@@ -107,65 +98,120 @@ def rejection_mask(
     Raises:
       ValueError: an unknown statistic, or a threshold that does not fit it.
     """
+    tokens = read_tokens(
+        trainer_logprobs, rollout_logprobs, response_mask, sequence_ids=sequence_ids, num_sequences=num_sequences
+    )
+    xp, given, counted = tokens.xp, tokens.xp.asarray(response_mask), tokens.sequences.present
+    keep, passed = _reject(tokens, statistic, threshold)
+    kept = tokens.mask & tokens.mask_sequences.spread(passed)
+    stats = {
+        "rejected_sequence_fraction": count(xp, counted & ~keep) / xp.maximum(count(xp, counted), 1),
+        "rejected_token_fraction": count(xp, tokens.mask & ~kept) / xp.maximum(count(xp, tokens.mask), 1),
+        "nonfinite_count": count(xp, tokens.nonfinite),
+    }
+    return xp.where(kept, given, xp.zeros_like(given)), scalars(xp, stats)
+
+
+def correct_tokens(
+    tokens: Tokens,
+    weighting: tuple[Level, Mode, float | tuple[float, float]] | None = None,
+    rejections: Sequence[tuple[Rejection, float | tuple[float, float]]] = (),
+) -> tuple[Any, Any, Statistics]:
+    """The correction of tokens that were read; it has no gradient and may be cut into micro-batches.
+
+    Args:
+      tokens: from ``read_tokens``.
+      weighting: level, mode and threshold of ``importance_weights``; None: every token of the mask weighs 1.
+      rejections: statistics and thresholds of ``rejection_mask``; a sequence must pass all of them.
+
+    Returns:
+      Weights [b, t] float, not normalised; the mask [b, t] bool without the rejected sequences; the statistics, whose
+      weights are those of all sequences, the rejected included.
+    """
+    xp, valid = tokens.xp, tokens.valid
+    if weighting is None:
+        weights, each = (flags.astype(tokens.log_ratio.dtype) for flags in (tokens.mask, valid))
+        counted, changed = valid, xp.zeros_like(valid)
+    else:
+        weights, each, counted, changed = _weigh(tokens, *weighting)
+    present = passed = tokens.mask_sequences.present
+    for statistic, threshold in rejections:
+        passed = passed & _reject(tokens, statistic, threshold)[1]
+    kept = tokens.mask & tokens.mask_sequences.spread(passed) if rejections else tokens.mask
+    flags = {
+        "weight_count": counted,
+        "changed_count": changed,
+        "sequence_count": present,
+        "rejected_sequence_count": present & ~passed,
+        "token_count": tokens.mask,
+        "rejected_token_count": tokens.mask & ~kept,
+        "nonfinite_count": tokens.nonfinite,
+    }
+    statistics = Statistics(
+        sums={name: count(xp, flag) for name, flag in flags.items()} | {"weight_squared": xp.sum(each * each)},
+        maxima={"weight_max": xp.max(each, initial=0)},
+        totals={"weight": total_over(xp, each, (0, 1))},
+    )
+    return weights, kept, statistics
+
+
+def finalize_correction(statistics: Statistics) -> dict[str, Any]:
+    """Scalars of a batch, all 0 without tokens.
+
+    ``weight_mean`` (before normalising), ``weight_max``, ``changed_fraction`` and ``effective_sample_size``
+    (<w>^2 / <w^2>) over tokens, or over sequences where these are weighed; ``rejected_sequence_fraction`` and
+    ``rejected_token_fraction`` of what is in the mask; ``nonfinite_count``.
+    """
+    xp = statistics.xp
+    mean, square = statistics.mean("weight", "weight_count"), statistics.mean("weight_squared", "weight_count")
+    metrics = {
+        "weight_mean": mean,
+        "weight_max": statistics.extreme("weight_max", "weight_count"),
+        "changed_fraction": statistics.mean("changed_count", "weight_count"),
+        "effective_sample_size": xp.where(square > 0, mean * mean / xp.where(square > 0, square, 1), 0),
+        "rejected_sequence_fraction": statistics.mean("rejected_sequence_count", "sequence_count"),
+        "rejected_token_fraction": statistics.mean("rejected_token_count"),
+        "nonfinite_count": statistics["nonfinite_count"],
+    }
+    return scalars(xp, metrics)
+
+
+def _weigh(
+    tokens: Tokens, level: Level, mode: Mode, threshold: float | tuple[float, float]
+) -> tuple[Any, Any, Any, Any]:
+    """Weights [b, t]; one a token, or one a sequence [b, s]; where these count; where the ratio was changed."""
+    _check_choice("level", level, Level)
+    _check_choice("mode", mode, Mode)
+    lowest, highest = _bounds(mode == "band", threshold)
+    xp, sequences = tokens.xp, tokens.sequences
+    log_ratio, counted = tokens.log_ratio, tokens.valid
+    if level != "token":
+        sums, counted = sequences.sums(log_ratio), sequences.present
+        log_ratio = sequences.per_token(sums) if level == "geometric" else sums
+    ratio = xp.exp(xp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
+    inside = (ratio >= lowest) & (ratio <= highest)
+    weight = xp.minimum(ratio, highest) if mode == "truncate" else xp.where(inside, ratio, 0)
+    weight = xp.where(counted, weight, 0)
+    weights = weight if level == "token" else xp.where(tokens.valid, sequences.spread(weight), 0)
+    return weights, weight, counted, counted & ~inside
+
+
+def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float, float]) -> tuple[Any, Any]:
+    """Which sequences pass, [b, s] bool: of ``sequences`` (those with a valid token) and of ``mask_sequences``."""
     _check_choice("statistic", statistic, Rejection)
     lowest, highest = _bounds(statistic == "geometric", threshold)
-    tokens = read_tokens(trainer_logprobs, rollout_logprobs, response_mask)
-    sequences = read_sequences(tokens, sequence_ids, num_sequences)
-    xp, lr = tokens.xp, tokens.log_ratio
+    xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences
     if statistic == "k3":
-        keep = _sequence_mean(sequences, exp_minus_one_minus_x(xp, lr)) <= highest
+        keep = sequences.means(exp_minus_one_minus_x(xp, lr)) <= highest
     elif statistic == "geometric":
-        log_mean = _sequence_mean(sequences, lr)
-        ratio = xp.exp(xp.clip(log_mean, -RATIO_BOUND, RATIO_BOUND))
+        ratio = xp.exp(xp.clip(sequences.means(lr), -RATIO_BOUND, RATIO_BOUND))
         keep = (ratio >= lowest) & (ratio <= highest)
     else:
         below = tokens.valid & (xp.exp(xp.clip(lr, -RATIO_BOUND, RATIO_BOUND)) < highest)
-        keep = _sequence_mean(sequences, below.astype(lr.dtype)) == 0
-    given = xp.asarray(response_mask)
+        keep = sequences.means(below.astype(lr.dtype)) == 0
     # The valid tokens of a sequence share its verdict; those that are not finite follow them, wherever they stand.
-    kept = tokens.valid & spread(sequences, keep & sequences.slot_valid)
-    whole = read_sequences(tokens._replace(valid=given != 0), sequence_ids, num_sequences)
-    passed = sequence_sums(whole, kept.astype(lr.dtype)[None])[0] > 0
-    mask = xp.where(spread(whole, passed), given, xp.zeros_like(given))
-    rejected = count(xp, sequences.slot_valid & ~keep)
-    stats = {
-        "rejected_sequence_fraction": rejected / xp.maximum(count(xp, sequences.slot_valid), 1),
-        "rejected_token_fraction": count(xp, (given != 0) & (mask == 0)) / xp.maximum(count(xp, given != 0), 1),
-        "nonfinite_count": count(xp, tokens.nonfinite),
-    }
-    return mask, _scalars(xp, stats)
-
-
-def _log_ratios(tokens: Tokens, sequences: Sequences, level: Level) -> tuple[Any, Any]:
-    """Log-ratios at a level and which of them count: [b, t] for tokens, [b, s] for sequences."""
-    if level == "token":
-        return tokens.log_ratio, tokens.valid
-    sums = sequence_sums(sequences, tokens.log_ratio[None])
-    if level == "geometric":
-        sums = mean_over_tokens(sequences, sums)
-    return sums[0], sequences.slot_valid
-
-
-def _sequence_mean(sequences: Sequences, values: Any) -> Any:
-    return mean_over_tokens(sequences, sequence_sums(sequences, values[None]))[0]
-
-
-def _summary(xp: Any, weight: Any, counted: Any, inside: Any) -> tuple[Any, dict[str, Any]]:
-    """The mean weight and the stats; the effective sample size is 1 / <(w / <w>)^2>, 0 when every weight is 0."""
-    number = xp.maximum(count(xp, counted), 1)
-    mean = value_of(total_over(xp, weight, (0, 1))) / number
-    relative = weight / xp.where(mean > 0, mean, 1)
-    square = value_of(total_over(xp, relative * relative, (0, 1))) / number
-    return mean, {
-        "weight_mean": mean,
-        "weight_max": xp.max(weight, initial=0),
-        "changed_fraction": count(xp, counted & ~inside) / number,
-        "effective_sample_size": xp.where(square > 0, 1 / xp.where(square > 0, square, 1), 0),
-    }
-
-
-def _scalars(xp: Any, stats: dict[str, Any]) -> dict[str, Any]:
-    return {name: float(value) for name, value in stats.items()} if xp is np else stats
+    kept = tokens.valid & sequences.spread(keep & sequences.present)
+    return keep, tokens.mask_sequences.sums(kept.astype(lr.dtype)) > 0
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:

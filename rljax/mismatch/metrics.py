@@ -12,16 +12,33 @@ KL(rollout || trainer).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import jax
 import numpy as np
 
-from rljax.mismatch.accurate import Total, value_of
-from rljax.mismatch.histogram import histogram_quantile
-from rljax.mismatch.statistics import SEQUENCE_SUMS, TOKEN_SUMS, MismatchStatistics, mismatch_statistics
-from rljax.mismatch.tokens import ArrayLike, namespace_of, read_tokens
+from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x, exponent_limit, probability_limit, total_over
+from rljax.mismatch.arrays import ArrayLike, as_float, check_shape, count, scalars
+from rljax.mismatch.histogram import histogram_quantile, magnitude_histogram
+from rljax.mismatch.statistics import Statistics, moments_of
+from rljax.mismatch.tokens import Tokens, read_tokens
 
+EXTREME_LOG_RATIO = 0.5
+"""A token is extreme when abs(log_ratio) is above this (nats)."""
+SAME_LOG_RATIO = 1e-6
+"""A token differs when abs(log_ratio) is above this (nats)."""
+FLIP_HIGH, FLIP_LOW = 0.9, 0.1
+"""A token flips when one engine gives it more than the first and the other less than the second probability."""
+SIGNED = (
+    "log_ratio",
+    "ratio_squared_minus_one",
+    "ratio_minus_one",
+    "slope_numerator",
+    "log_ppl_diff",
+    "ppl_ratio_minus_one",
+    "sequence_ratio_squared_minus_one",
+)
+"""Terms of either sign, whose sums cancel and are therefore carried as two floats."""
 SMALLEST_ENTROPY = 1e-8
 """Floor of the entropy (nats) in kl_entropy_ratio, so that a deterministic policy gives a finite number."""
 
@@ -49,103 +66,175 @@ def mismatch_metrics(
     Raises:
       ValueError: shapes differ or are not two-dimensional.
     """
-    metrics = finalize_statistics(
-        mismatch_statistics(trainer_logprobs, rollout_logprobs, response_mask, entropy=entropy)
-    )
     tokens = read_tokens(trainer_logprobs, rollout_logprobs, response_mask)
+    metrics = finalize_mismatch(mismatch_statistics(tokens, entropy))
     if tokens.xp is np and tokens.valid.any():
         exact = np.quantile(np.abs(tokens.log_ratio[tokens.valid]), [0.99, 0.999])
         metrics["logprob_abs_diff_p99"], metrics["logprob_abs_diff_p999"] = map(float, exact)
     return metrics
 
 
-def finalize_statistics(statistics: MismatchStatistics) -> dict[str, Any]:
-    """Turn statistics into metrics: float64 and Python floats for numpy leaves, jax scalars for jax leaves.
+def mismatch_statistics(tokens: Tokens, entropy: ArrayLike | None = None) -> Statistics:
+    """Statistics of the mismatch; a sequence without a valid token does not count.
 
     Args:
-      statistics: of one batch, or merged. Statistics brought from the device by ``jax.device_get`` are numpy and are
-        finished in float64.
+      tokens: from ``read_tokens``.
+      entropy: [b, t] float, the trainer's entropy at each token (nats), or None.
 
-    Returns:
-      Metric name (without prefix) -> scalar. ``kl_entropy_ratio`` is there only if entropy was given.
+    Raises:
+      ValueError: ``entropy`` has another shape.
     """
-    xp = namespace_of(statistics.token_count)
-    if xp is np:
-        statistics = jax.tree.map(_widen, statistics)
-    token_mean, sequence_mean = token_means(statistics), sequence_means(statistics)
-    tokens, largest = xp.maximum(statistics.token_count, 1), largest_log_ratio(statistics)
-    any_sequence = statistics.sequence_count > 0
-    metrics = {
-        "kl": 0 - token_mean["log_ratio"],
-        "k3_kl": token_mean["k3"],
-        "training_ppl": sequence_mean["trainer_ppl"],
-        "rollout_ppl": sequence_mean["rollout_ppl"],
-        "training_log_ppl": sequence_mean["trainer_log_ppl"],
-        "rollout_log_ppl": sequence_mean["rollout_log_ppl"],
-        "log_ppl_diff": sequence_mean["log_ppl_diff"],
-        "log_ppl_abs_diff": sequence_mean["log_ppl_abs_diff"],
-        "log_ppl_abs_diff_sum": sequence_mean["log_ratio_sum_abs"],
-        "log_ppl_diff_max": xp.where(any_sequence, statistics.log_ppl_diff_max, 0),
-        "log_ppl_diff_min": xp.where(any_sequence, statistics.log_ppl_diff_min, 0),
-        "ppl_ratio": xp.where(any_sequence, 1 + sequence_mean["ppl_ratio_minus_one"], 0),
-        "chi2_token": token_mean["ratio_squared_minus_one"],
-        "chi2_seq": sequence_mean["ratio_squared_minus_one"],
-        "logprob_abs_diff_mean": token_mean["log_ratio_abs"],
-        "logprob_abs_diff_p99": histogram_quantile(xp, statistics.histogram, largest, 0.99),
-        "logprob_abs_diff_p999": histogram_quantile(xp, statistics.histogram, largest, 0.999),
-        "logprob_abs_diff_max": largest,
-        "prob_abs_diff_mean": token_mean["prob_abs_diff"],
-        "prob_abs_diff_max": statistics.prob_abs_diff_max,
-        "pearson_corr": _correlation(xp, statistics),
-        "slope_per_1k": _slope(xp, statistics),
-        "extreme_rate": statistics.extreme_count / tokens,
-        "flip_count": statistics.flip_count,
-        "nonfinite_count": statistics.nonfinite_count,
-        "saturated_count": statistics.saturated_count,
-        "token_count": statistics.token_count,
-        "sequence_count": statistics.sequence_count,
+    xp, valid, lr = tokens.xp, tokens.valid, tokens.log_ratio
+    trainer_prob, rollout_prob, prob_abs_diff = _probabilities(tokens)
+    high, low = xp.maximum(trainer_prob, rollout_prob), xp.minimum(trainer_prob, rollout_prob)
+    of_tokens, of_sequences = _token_terms(tokens, prob_abs_diff), _sequence_terms(tokens)
+    diff = of_sequences["log_ppl_diff"]
+    flags = {
+        "token_count": valid,
+        "nonfinite_count": tokens.nonfinite,
+        # above exponent_limit, and so capped in exp
+        "saturated_count": xp.abs(lr) > exponent_limit(lr.dtype),
+        "extreme_count": xp.abs(lr) > EXTREME_LOG_RATIO,
+        "different_count": xp.abs(lr) > SAME_LOG_RATIO,
+        "flip_count": valid & (high > FLIP_HIGH) & (low < FLIP_LOW),
+        "sequence_count": tokens.sequences.present,
     }
-    if statistics.entropy_sum is not None:
-        entropy = value_of(statistics.entropy_sum) / xp.maximum(statistics.entropy_count, 1)
-        metrics["kl_entropy_ratio"] = metrics["k3_kl"] / xp.maximum(entropy, SMALLEST_ENTROPY)
-    return {name: float(value) for name, value in metrics.items()} if xp is np else metrics
+    if entropy is not None:
+        check_shape("entropy", entropy, valid.shape)
+        values = as_float(xp, entropy)
+        flags["entropy_count"] = valid & xp.isfinite(values)
+        of_tokens["entropy"] = xp.where(flags["entropy_count"], values, 0)
+    present = tokens.sequences.present
+    terms = of_tokens | {name: xp.where(present, term, 0) for name, term in of_sequences.items()}
+    return Statistics(
+        sums={name: count(xp, flag) for name, flag in flags.items()}
+        | {name: xp.sum(term) for name, term in terms.items() if name not in SIGNED}
+        | {"histogram": magnitude_histogram(xp, xp.abs(lr), valid)},
+        totals={name: total_over(xp, terms[name], (0, 1)) for name in SIGNED},
+        maxima={
+            "log_ratio_max": xp.max(xp.where(valid, lr, -np.inf), initial=-np.inf),
+            "prob_abs_diff_max": xp.max(prob_abs_diff, initial=0),
+            "log_ppl_diff_max": xp.max(xp.where(present, diff, -np.inf), initial=-np.inf),
+        },
+        minima={
+            "log_ratio_min": xp.min(xp.where(valid, lr, np.inf), initial=np.inf),
+            "log_ppl_diff_min": xp.min(xp.where(present, diff, np.inf), initial=np.inf),
+        },
+        moments={"probabilities": moments_of(xp, xp.stack([trainer_prob, rollout_prob]), valid)},
+    )
 
 
-def _widen(leaf: Any) -> Any:
-    leaf = np.asarray(leaf)
-    return leaf.astype(np.float64) if leaf.dtype.kind == "f" else leaf.astype(np.int64)
+def _probabilities(tokens: Tokens) -> tuple[Any, Any, Any]:
+    """Both probabilities and the distance between them, [b, t], 0 outside the valid tokens."""
+    xp, limit = tokens.xp, probability_limit(tokens.log_ratio.dtype)
+    higher = xp.exp(xp.minimum(xp.maximum(tokens.trainer, tokens.rollout), limit))
+    # Through expm1, because exp(trainer) - exp(rollout) loses the digits of a small log-ratio.
+    distance = higher * -xp.expm1(-xp.abs(tokens.log_ratio))
+    trainer = xp.exp(xp.minimum(tokens.trainer, limit))
+    rollout = xp.exp(xp.minimum(tokens.rollout, limit))
+    return tuple(xp.where(tokens.valid, part, 0) for part in (trainer, rollout, distance))
 
 
-def token_means(statistics: MismatchStatistics) -> dict[str, Any]:
-    """Mean over tokens of each term of TOKEN_SUMS, by name; 0 without tokens."""
-    return _means(TOKEN_SUMS, statistics.token_sums, statistics.token_count)
+def _token_terms(tokens: Tokens, prob_abs_diff: Any) -> dict[str, Any]:
+    """What is summed over tokens, [b, t] each; every term is 0 where the log-ratio is 0."""
+    xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences
+    clipped = xp.clip(lr, -RATIO_BOUND, RATIO_BOUND)
+    # sum over t of t x (running sum of lr up to t) = sum over i of lr_i x (sum of the positions from i to n), and
+    # that inner sum is (n - i + 1)(n + i) / 2. Positions are in thousands of tokens.
+    n, i = sequences.length.astype(lr.dtype), sequences.position.astype(lr.dtype)
+    return {
+        "log_ratio": lr,
+        "k3": exp_minus_one_minus_x(xp, lr),
+        "reverse_k3": exp_minus_one_minus_x(xp, -lr),  # estimates KL(trainer || rollout) over the trainer's tokens
+        "log_ratio_abs": xp.abs(lr),
+        "log_ratio_squared": lr * lr,
+        "ratio_squared_minus_one": xp.expm1(2 * clipped),
+        "ratio_minus_one": xp.expm1(clipped),
+        "ratio_abs_minus_one": xp.expm1(xp.minimum(xp.abs(lr), exponent_limit(lr.dtype))),
+        "prob_abs_diff": prob_abs_diff,
+        "prob_abs_diff_squared": prob_abs_diff * prob_abs_diff,
+        "slope_numerator": lr * ((n - i + 1) * (n + i) * 0.5e-3),
+    }
 
 
-def sequence_means(statistics: MismatchStatistics) -> dict[str, Any]:
-    """Mean over sequences of each term of SEQUENCE_SUMS, by name; 0 without sequences."""
-    return _means(SEQUENCE_SUMS, statistics.sequence_sums, statistics.sequence_count)
+def _sequence_terms(tokens: Tokens) -> dict[str, Any]:
+    """What is summed over sequences, [b, s] each."""
+    xp, lr, limit = tokens.xp, tokens.log_ratio, exponent_limit(tokens.log_ratio.dtype)
+    values = [lr, tokens.trainer, tokens.rollout, xp.abs(lr), exp_minus_one_minus_x(xp, lr)]
+    sums = tokens.sequences.sums(xp.stack(values))
+    means = tokens.sequences.per_token(sums)
+    diff, trainer_log_ppl, rollout_log_ppl = 0 - means[0], 0 - means[1], 0 - means[2]  # never -0.0
+    n = tokens.sequences.present_length.astype(sums.dtype)
+    return {
+        "trainer_ppl": xp.exp(xp.minimum(trainer_log_ppl, limit)),
+        "rollout_ppl": xp.exp(xp.minimum(rollout_log_ppl, limit)),
+        "trainer_log_ppl": trainer_log_ppl,
+        "rollout_log_ppl": rollout_log_ppl,
+        "log_ppl_diff": diff,
+        "log_ppl_abs_diff": xp.abs(diff),
+        "log_ppl_abs_diff_sum": xp.abs(sums[0]),
+        "sequence_log_ratio_abs": means[3],
+        "sequence_k3": means[4],
+        "ppl_ratio_minus_one": xp.expm1(xp.minimum(diff, limit)),
+        "sequence_ratio_squared_minus_one": xp.expm1(2 * xp.clip(sums[0], -RATIO_BOUND, RATIO_BOUND)),
+        "slope_denominator": n * (n + 1) * (2 * n + 1) / 6e6,  # sum of (position in thousands)^2
+    }
 
 
-def _means(names: tuple[str, ...], total: Total, number: Any) -> dict[str, Any]:
-    return dict(zip(names, value_of(total) / namespace_of(number).maximum(number, 1), strict=True))
+def finalize_mismatch(statistics: Statistics) -> dict[str, Any]:
+    """Metric name (without prefix) -> Python float (numpy leaves) or jax scalar.
+
+    ``statistics`` are of one batch, or merged. ``kl_entropy_ratio`` is there only if entropy was given.
+    """
+    xp, mean, extreme, largest = statistics.xp, statistics.mean, statistics.extreme, largest_log_ratio(statistics)
+    of_sequences = functools.partial(mean, over="sequence_count")
+    metrics = {
+        "kl": 0 - mean("log_ratio"),
+        "k3_kl": mean("k3"),
+        "training_ppl": of_sequences("trainer_ppl"),
+        "rollout_ppl": of_sequences("rollout_ppl"),
+        "training_log_ppl": of_sequences("trainer_log_ppl"),
+        "rollout_log_ppl": of_sequences("rollout_log_ppl"),
+        "log_ppl_diff": of_sequences("log_ppl_diff"),
+        "log_ppl_abs_diff": of_sequences("log_ppl_abs_diff"),
+        "log_ppl_abs_diff_sum": of_sequences("log_ppl_abs_diff_sum"),
+        "log_ppl_diff_max": extreme("log_ppl_diff_max", "sequence_count"),
+        "log_ppl_diff_min": extreme("log_ppl_diff_min", "sequence_count"),
+        "ppl_ratio": xp.where(statistics["sequence_count"] > 0, 1 + of_sequences("ppl_ratio_minus_one"), 0),
+        "chi2_token": mean("ratio_squared_minus_one"),
+        "chi2_seq": of_sequences("sequence_ratio_squared_minus_one"),
+        "logprob_abs_diff_mean": mean("log_ratio_abs"),
+        "logprob_abs_diff_p99": histogram_quantile(xp, statistics["histogram"], largest, 0.99),
+        "logprob_abs_diff_p999": histogram_quantile(xp, statistics["histogram"], largest, 0.999),
+        "logprob_abs_diff_max": largest,
+        "prob_abs_diff_mean": mean("prob_abs_diff"),
+        "prob_abs_diff_max": extreme("prob_abs_diff_max"),
+        "pearson_corr": _correlation(statistics),
+        "slope_per_1k": _slope(statistics),
+        "extreme_rate": mean("extreme_count"),
+    }
+    counts = ("flip_count", "nonfinite_count", "saturated_count", "token_count", "sequence_count")
+    metrics |= {name: statistics[name] for name in counts}
+    if "entropy" in statistics.sums:
+        metrics["kl_entropy_ratio"] = metrics["k3_kl"] / xp.maximum(mean("entropy", "entropy_count"), SMALLEST_ENTROPY)
+    return scalars(xp, metrics)
 
 
-def largest_log_ratio(statistics: MismatchStatistics) -> Any:
+def largest_log_ratio(statistics: Statistics) -> Any:
     """The largest abs(log_ratio), nats; 0 without tokens."""
-    xp = namespace_of(statistics.token_count)
-    return xp.maximum(xp.maximum(statistics.log_ratio_max, -statistics.log_ratio_min), 0)
+    xp = statistics.xp
+    return xp.maximum(xp.maximum(statistics["log_ratio_max"], -statistics["log_ratio_min"]), 0)
 
 
-def _slope(xp: Any, statistics: MismatchStatistics) -> Any:
-    numerator = value_of(statistics.token_sums)[TOKEN_SUMS.index("slope_numerator")]
-    denominator = value_of(statistics.sequence_sums)[SEQUENCE_SUMS.index("slope_denominator")]
-    return numerator / xp.where(denominator > 0, denominator, 1)
+def _slope(statistics: Statistics) -> Any:
+    denominator = statistics["slope_denominator"]
+    return statistics["slope_numerator"] / statistics.xp.where(denominator > 0, denominator, 1)
 
 
-def _correlation(xp: Any, statistics: MismatchStatistics) -> Any:
+def _correlation(statistics: Statistics) -> Any:
     """Pearson's correlation; where a side is constant, 1 if the two sides are equal and 0 if not."""
-    moments = statistics.moments
-    spread = xp.sqrt(moments.trainer_square) * xp.sqrt(moments.rollout_square)
-    equal = (statistics.prob_abs_diff_max == 0) & (statistics.token_count > 0)
-    defined = moments.product / xp.where(spread > 0, spread, 1)
+    xp, ((trainer, product), (_, rollout)) = statistics.xp, statistics["probabilities"].spread
+    spread = xp.sqrt(trainer) * xp.sqrt(rollout)
+    equal = (statistics["prob_abs_diff_max"] == 0) & (statistics["token_count"] > 0)
+    defined = product / xp.where(spread > 0, spread, 1)
     return xp.where(spread > 0, xp.clip(defined, -1, 1), xp.where(equal, 1.0, 0.0))

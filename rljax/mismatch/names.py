@@ -9,24 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import numpy as np
-
-from rljax.mismatch.metrics import finalize_statistics, largest_log_ratio, sequence_means, token_means
-from rljax.mismatch.statistics import RATIO_BOUND, MismatchStatistics
-from rljax.mismatch.tokens import namespace_of
-
-
-class Numbers(NamedTuple):
-    """What a framework's metric may be computed from."""
-
-    xp: Any  # numpy or jax.numpy
-    metrics: dict[str, Any]  # our metrics by name
-    token: dict[str, Any]  # token means by name of TOKEN_SUMS
-    sequence: dict[str, Any]  # sequence means by name of SEQUENCE_SUMS
-    statistics: MismatchStatistics
+from rljax.mismatch.accurate import RATIO_BOUND
+from rljax.mismatch.arrays import scalars
+from rljax.mismatch.metrics import finalize_mismatch, largest_log_ratio
+from rljax.mismatch.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -45,35 +33,34 @@ class ForeignMetric:
     name: str
     formula: str
     ours: str | None
-    value: Callable[[Numbers], Any]
+    value: Callable[[Statistics], Any]
 
 
 def _same(framework: str, name: str, ours: str, formula: str) -> ForeignMetric:
-    return ForeignMetric(framework, name, formula, ours, lambda numbers: numbers.metrics[ours])
+    return ForeignMetric(framework, name, formula, ours, lambda statistics: finalize_mismatch(statistics)[ours])
 
 
-def _own(framework: str, name: str, formula: str, value: Callable[[Numbers], Any]) -> ForeignMetric:
+def _own(framework: str, name: str, formula: str, value: Callable[[Statistics], Any]) -> ForeignMetric:
     return ForeignMetric(framework, name, formula, None, value)
 
 
-def _deviation(square: str, mean: str) -> Callable[[Numbers], Any]:
+def _mean(term: str, over: str = "token_count") -> Callable[[Statistics], Any]:
+    return lambda statistics: statistics.mean(term, over)
+
+
+def _deviation(square: str, mean: str) -> Callable[[Statistics], Any]:
     """Standard deviation over tokens with the n - 1 denominator (0 for a single token)."""
 
-    def value(numbers: Numbers) -> Any:
-        n = numbers.statistics.token_count
-        variance = numbers.xp.maximum(numbers.token[square] - numbers.token[mean] ** 2, 0)
-        return numbers.xp.sqrt(variance * (n / numbers.xp.maximum(n - 1, 1)))
+    def value(statistics: Statistics) -> Any:
+        xp, n = statistics.xp, statistics["token_count"]
+        variance = xp.maximum(statistics.mean(square) - statistics.mean(mean) ** 2, 0)
+        return xp.sqrt(variance * (n / xp.maximum(n - 1, 1)))
 
     return value
 
 
-def _extreme(field: str) -> Callable[[Numbers], Any]:
-    """An extreme of the statistics, 0 without tokens."""
-
-    def value(numbers: Numbers) -> Any:
-        return numbers.xp.where(numbers.statistics.token_count > 0, getattr(numbers.statistics, field), 0)
-
-    return value
+def _mean_ratio(statistics: Statistics) -> Any:
+    return statistics.xp.where(statistics["token_count"] > 0, 1 + statistics.mean("ratio_minus_one"), 0)
 
 
 _VERL = (
@@ -105,22 +92,20 @@ NAME_TABLE: tuple[ForeignMetric, ...] = (
     _same("verl", "training/rollout_actor_probs_pearson_corr", "pearson_corr", "correlation of the two probabilities"),
     _same("trl", "sampling/sampling_logp_difference/mean", "logprob_abs_diff_mean", "<abs(lr)>"),
     _same("trl", "sampling/sampling_logp_difference/max", "logprob_abs_diff_max", "max abs(lr)"),
-    _own(
-        "nemo_rl", "token_mult_prob_error", "<exp(abs(lr))>", lambda numbers: 1 + numbers.token["ratio_abs_minus_one"]
-    ),
+    _own("nemo_rl", "token_mult_prob_error", "<exp(abs(lr))>", lambda s: 1 + s.mean("ratio_abs_minus_one")),
     _same("nemo_rl", "gen_kl_error", "k3_kl", "<exp(lr) - lr - 1>"),
-    _own("nemo_rl", "policy_kl_error", "<exp(-lr) + lr - 1>", lambda numbers: numbers.token["reverse_k3"]),
+    _own("nemo_rl", "policy_kl_error", "<exp(-lr) + lr - 1>", _mean("reverse_k3")),
     _own(
         "prime_rl",
         "mismatch_kl/mean",
         "mean_i of the sequence's mean of exp(lr) - lr - 1",
-        lambda numbers: numbers.sequence["k3"],
+        _mean("sequence_k3", "sequence_count"),
     ),
     _own(
         "slime",
         "train/train_rollout_logprob_abs_diff",
         "mean_i of the sequence's mean of abs(lr)",
-        lambda numbers: numbers.sequence["log_ratio_abs"],
+        _mean("sequence_log_ratio_abs", "sequence_count"),
     ),
     _same("skyrl", "policy/rollout_train_logprobs_abs_diff_mean", "logprob_abs_diff_mean", "<abs(lr)>"),
     _own(
@@ -130,14 +115,14 @@ NAME_TABLE: tuple[ForeignMetric, ...] = (
         _deviation("log_ratio_squared", "log_ratio_abs"),
     ),
     _same("skyrl", "policy/rollout_train_logprobs_abs_diff_max", "logprob_abs_diff_max", "max abs(lr)"),
-    _own("areal", "behave_approx_kl/avg", "<lr>, no cap on the weights", lambda numbers: numbers.token["log_ratio"]),
-    _own("areal", "behave_approx_kl/max", "max lr, no cap on the weights", _extreme("log_ratio_max")),
-    _own("areal", "behave_approx_kl/min", "min lr, no cap on the weights", _extreme("log_ratio_min")),
+    _own("areal", "behave_approx_kl/avg", "<lr>, no cap on the weights", _mean("log_ratio")),
+    _own("areal", "behave_approx_kl/max", "max lr, no cap on the weights", lambda s: s.extreme("log_ratio_max")),
+    _own("areal", "behave_approx_kl/min", "min lr, no cap on the weights", lambda s: s.extreme("log_ratio_min")),
     _own(
         "areal",
         "behave_imp_weight/avg",
         "<exp(lr)>, no cap on the weights (here lr is clipped at +-20)",
-        lambda numbers: numbers.xp.where(numbers.statistics.token_count > 0, 1 + numbers.token["ratio_minus_one"], 0),
+        _mean_ratio,
     ),
     _same("tunix", "sampler_trainer/logp_diff_mean", "logprob_abs_diff_mean", "<abs(lr)>"),
     _same("tunix", "sampler_trainer/logp_diff_max", "logprob_abs_diff_max", "max abs(lr)"),
@@ -148,15 +133,15 @@ NAME_TABLE: tuple[ForeignMetric, ...] = (
         "tunix",
         "sampler_trainer/mult_prob_error_max",
         "max exp(min(abs(lr), 20))",
-        lambda numbers: numbers.xp.exp(numbers.xp.minimum(largest_log_ratio(numbers.statistics), RATIO_BOUND)),
+        lambda s: s.xp.exp(s.xp.minimum(largest_log_ratio(s), RATIO_BOUND)),
     ),
-    _own("torchtitan", "bit_wise/logprob_diff/mean", "<lr> (signed)", lambda numbers: numbers.token["log_ratio"]),
+    _own("torchtitan", "bit_wise/logprob_diff/mean", "<lr> (signed)", _mean("log_ratio")),
     _same("torchtitan", "bit_wise/logprob_diff/max", "logprob_abs_diff_max", "max abs(lr)"),
     _own(
         "torchtitan",
         "bit_wise/ratio_tokens_different/mean",
         "share of tokens with abs(lr) > 1e-6",
-        lambda numbers: numbers.statistics.different_count / numbers.xp.maximum(numbers.statistics.token_count, 1),
+        _mean("different_count"),
     ),
 )
 """Every known metric of every framework."""
@@ -175,7 +160,7 @@ FRAMEWORKS = tuple(dict.fromkeys(metric.framework for metric in NAME_TABLE))
 """The frameworks of the table."""
 
 
-def framework_metrics(statistics: MismatchStatistics, framework: str) -> dict[str, Any]:
+def framework_metrics(statistics: Statistics, framework: str) -> dict[str, Any]:
     """The numbers a framework would log for these tokens.
 
     Args:
@@ -190,14 +175,13 @@ def framework_metrics(statistics: MismatchStatistics, framework: str) -> dict[st
     """
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework must be one of {FRAMEWORKS}, got {framework!r}")
-    xp = namespace_of(statistics.token_count)
-    if xp is np:
-        statistics = jax.tree.map(np.asarray, statistics)
-    numbers = Numbers(
-        xp, finalize_statistics(statistics), token_means(statistics), sequence_means(statistics), statistics
-    )
-    found = {metric.name: metric.value(numbers) for metric in NAME_TABLE if metric.framework == framework}
-    return {name: float(value) for name, value in found.items()} if xp is np else found
+    ours = finalize_mismatch(statistics)
+    found = {
+        metric.name: ours[metric.ours] if metric.ours else metric.value(statistics)
+        for metric in NAME_TABLE
+        if metric.framework == framework
+    }
+    return scalars(statistics.xp, found)
 
 
 def our_name(framework: str, name: str) -> str | None:

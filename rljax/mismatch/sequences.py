@@ -1,42 +1,91 @@
-"""Which tokens make one sequence: a whole row, or one of several packed into a row.
+"""Which tokens make one sequence: a complete row, or one of several packed into a row.
 
-A *slot* is a place where the numbers of one sequence stand. Unpacked rows have one slot each (arrays ``[b, 1]``).
-Packed rows have their slots at the last valid token of each sequence (arrays ``[b, t]``, meaningless elsewhere).
-Nothing crosses rows and nothing is scattered, so rows may be sharded, and a rerun gives the same bits.
+Arrays with one number a sequence are ``[b, s]``: ``[b, 1]`` when rows are sequences; in packed rows ``[b, t]`` with the
+number at the sequence's last valid token, and meaningless elsewhere. Nothing crosses rows and nothing is scattered, so
+rows may be sharded, and a rerun gives the same bits.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax import lax
 
 from rljax.mismatch.accurate import Total, add_totals, total_over, value_of
-from rljax.mismatch.tokens import ArrayLike, Tokens, check_shape
+from rljax.mismatch.arrays import ArrayLike, check_shape, namespace_of
 
 
-class Sequences(NamedTuple):
-    """The sequences of a batch."""
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a batch.
+
+    Sums over a sequence are carried as two floats: losses and rejections depend on them, and so they come out alike
+    wherever in a row the sequence stands.
+    """
 
     xp: ModuleType  # numpy or jax.numpy
     start: Any  # [b, t] int32: index of the first token of the token's sequence; None when rows are sequences
     end: Any  # [b, t] int32: index of the last valid token of the token's sequence; None when rows are sequences
     position: Any  # [b, t] int32: 1..n over the valid tokens of a sequence
     length: Any  # [b, t] int32: n, the valid tokens of the token's sequence
-    slot_valid: Any  # [b, 1] or [b, t] bool: a sequence with at least one valid token stands here
-    slot_length: Any  # [b, 1] or [b, t] int32: its number of valid tokens
+    present: Any  # [b, s] bool: the place of a sequence with at least one valid token
+    present_length: Any  # [b, s] int32: its number of valid tokens
+
+    def sums(self, values: Any) -> Any:
+        """Sums over each sequence.
+
+        Args:
+          values: [..., b, t] float, 0 outside the valid tokens.
+
+        Returns:
+          [..., b, s] float, the sums over each sequence.
+        """
+        xp, t = self.xp, values.shape[-1]
+        if self.end is None:
+            return value_of(total_over(xp, values, (values.ndim - 1,)))[..., None]
+        index, zeros = xp.arange(t, dtype=np.int32)[None], xp.zeros_like(values)
+
+        def double(step: Any, total: Total) -> Total:
+            """From sums over windows of 2^step tokens, cut at the sequence's first token, to windows twice as long."""
+            shift = 2**step
+            inside = xp.broadcast_to(index - shift >= self.start, values.shape)
+            return add_totals(total, Total(*(xp.where(inside, _shifted(xp, part, zeros, shift), 0) for part in total)))
+
+        steps = max(t - 1, 0).bit_length()
+        if xp is np:
+            total = Total(values, zeros)
+            for step in range(steps):
+                total = double(step, total)
+            return value_of(total)
+        return value_of(lax.fori_loop(0, steps, double, Total(values, zeros)))
+
+    def means(self, values: Any) -> Any:
+        """Sums over each sequence over its number of valid tokens (empty ones: over 1), [..., b, s]."""
+        return self.per_token(self.sums(values))
+
+    def per_token(self, sums: Any) -> Any:
+        """Sums [..., b, s] over each sequence's number of valid tokens (empty ones: over 1)."""
+        length = self.xp.maximum(self.present_length, 1).astype(sums.dtype)
+        return sums / self.xp.broadcast_to(length, sums.shape)
+
+    def spread(self, numbers: Any) -> Any:
+        """A sequence's number [b, s] repeated over its tokens, [b, t]; meaningless outside the valid tokens."""
+        if self.end is None:
+            return self.xp.broadcast_to(numbers, self.position.shape)
+        return self.xp.take_along_axis(numbers, self.end, axis=1)
 
 
-def read_sequences(tokens: Tokens, sequence_ids: ArrayLike | None, num_sequences: int | None) -> Sequences:
+def read_sequences(valid: Any, sequence_ids: ArrayLike | None, num_sequences: int | None) -> Sequences:
     """Find the sequences.
 
     Args:
-      tokens: the tokens.
+      valid: bool [b, t], the tokens that count.
       sequence_ids: None when every row is one sequence; else int [b, t], the index of the token's sequence in
         0 .. num_sequences - 1. Each sequence lies whole inside one row and neighbouring sequences of a row differ in
-        index. Values outside the response mask are ignored.
+        index. Values at tokens that do not count are ignored.
       num_sequences: number of sequences in the arrays (static); given exactly when ``sequence_ids`` is.
 
     Raises:
@@ -48,7 +97,7 @@ def read_sequences(tokens: Tokens, sequence_ids: ArrayLike | None, num_sequences
             "sequence_ids and num_sequences must be given together, got "
             f"sequence_ids={'None' if sequence_ids is None else 'an array'}, num_sequences={num_sequences}"
         )
-    xp, valid = tokens.xp, tokens.valid
+    xp = namespace_of(valid)
     running = xp.cumsum(valid, axis=1, dtype=np.int32)
     if sequence_ids is None:
         length = xp.sum(valid, axis=1, keepdims=True, dtype=np.int32)
@@ -96,56 +145,9 @@ def _check_ids(opening: np.ndarray, all_ids: np.ndarray, num_sequences: int | No
         raise ValueError(f"each sequence must be whole inside one row, got pieces of {torn[0][torn[1] > 1].tolist()}")
 
 
-def sequence_sums(sequences: Sequences, lanes: Any) -> Any:
-    """Sums over each sequence.
-
-    Args:
-      sequences: the sequences.
-      lanes: [k, b, t] float, 0 outside the valid tokens.
-
-    Returns:
-      [k, b, s] float, the sum of each lane over the sequence of slot s.
-    """
-    xp = sequences.xp
-    if sequences.end is None:
-        return value_of(total_over(xp, lanes, (2,)))[..., None]
-    index, zeros = xp.arange(lanes.shape[2], dtype=np.int32)[None], xp.zeros_like(lanes)
-
-    def double(step: Any, total: Total) -> Total:
-        """From sums over windows of 2^step tokens, cut at the sequence's first token, to windows twice as long."""
-        shift = 2**step
-        inside = (index - shift >= sequences.start)[None]
-        return add_totals(total, Total(*(xp.where(inside, _shifted(xp, part, zeros, shift), 0) for part in total)))
-
-    steps = max(lanes.shape[2] - 1, 0).bit_length()
-    if xp is np:
-        total = Total(lanes, zeros)
-        for step in range(steps):
-            total = double(step, total)
-        return value_of(total)
-    return value_of(lax.fori_loop(0, steps, double, Total(lanes, zeros)))
-
-
-def _shifted(xp: ModuleType, lanes: Any, zeros: Any, shift: Any) -> Any:
+def _shifted(xp: ModuleType, values: Any, zeros: Any, shift: Any) -> Any:
     """Lanes moved ``shift`` places along the row, zeros moving in."""
     if xp is np:
-        return np.concatenate([zeros[..., :shift], lanes[..., :-shift]], axis=-1)
-    padded = xp.concatenate([zeros, lanes], axis=-1)
-    return lax.dynamic_slice_in_dim(padded, lanes.shape[-1] - shift, lanes.shape[-1], axis=-1)
-
-
-def spread(sequences: Sequences, slots: Any) -> Any:
-    """A sequence's number [b, s] repeated over its tokens, [b, t]; meaningless outside the valid tokens."""
-    if sequences.end is None:
-        return sequences.xp.broadcast_to(slots, sequences.position.shape)
-    return sequences.xp.take_along_axis(slots, sequences.end, axis=1)
-
-
-def valid_slots(sequences: Sequences, values: Any) -> Any:
-    """Values [k, b, s] with 0 where no sequence stands."""
-    return sequences.xp.where(sequences.slot_valid[None], values, 0)
-
-
-def mean_over_tokens(sequences: Sequences, sums: Any) -> Any:
-    """Sums [k, b, s] over the number of valid tokens of each sequence (empty ones: over 1)."""
-    return sums / sequences.xp.maximum(sequences.slot_length, 1).astype(sums.dtype)[None]
+        return np.concatenate([zeros[..., :shift], values[..., :-shift]], axis=-1)
+    padded = xp.concatenate([zeros, values], axis=-1)
+    return lax.dynamic_slice_in_dim(padded, values.shape[-1] - shift, values.shape[-1], axis=-1)

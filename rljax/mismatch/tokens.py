@@ -1,17 +1,15 @@
-"""What every function of this room takes: two log-probabilities per token and a mask, checked and made safe."""
+"""The tokens of a batch, read once: two log-probabilities per token and a mask, checked, cut in sequences."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-ArrayLike = Any
-"""A numpy or a jax array; in one call either all are numpy (float64 on the host) or at least one is jax."""
-
+from rljax.mismatch.arrays import ArrayLike, as_float, check_shape, namespace_of
+from rljax.mismatch.sequences import Sequences, read_sequences
 
 LARGEST_LOGPROB = 1e8
 """Beyond this (nats, either sign) a log-probability counts as not finite.
@@ -20,8 +18,9 @@ Some engines write the lowest float, -3.4e38, for -inf; summed, two of those wou
 """
 
 
-class Tokens(NamedTuple):
-    """The tokens of one call. Outside ``valid`` every number is 0, so that no NaN of padding can leak."""
+@dataclass(frozen=True)
+class Tokens:
+    """What every measurement and correction takes. Outside ``valid`` every number is 0, so that no NaN can leak."""
 
     xp: ModuleType  # numpy or jax.numpy
     trainer: Any  # [b, t] log-probability under the trainer (nats)
@@ -29,37 +28,35 @@ class Tokens(NamedTuple):
     log_ratio: Any  # [b, t] trainer - rollout (nats)
     valid: Any  # [b, t] bool: in the mask and finite on both sides (within LARGEST_LOGPROB)
     nonfinite: Any  # [b, t] bool: in the mask and not finite on either side
+    sequences: Sequences  # of the valid tokens
+    mask_sequences: Sequences  # of the valid and the nonfinite tokens
+
+    @property
+    def mask(self) -> Any:
+        """[b, t] bool: the response mask."""
+        return self.valid | self.nonfinite
 
 
-def namespace_of(*arrays: ArrayLike) -> ModuleType:
-    """jax.numpy when any argument is a jax array (or tracer), else numpy."""
-    return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
-
-
-def as_float(xp: ModuleType, array: ArrayLike) -> Any:
-    """The array in float64 on the host; on the device in float32, or float64 when it is that already; no gradient."""
-    if xp is np:
-        return np.asarray(array, np.float64)
-    array = jnp.asarray(array)
-    return jax.lax.stop_gradient(array.astype(jnp.promote_types(array.dtype, jnp.float32)))
-
-
-def check_shape(name: str, array: ArrayLike, expected: tuple[int, ...]) -> None:
-    """Raise ValueError unless ``array`` has the ``expected`` shape."""
-    if np.shape(array) != expected:
-        raise ValueError(f"{name} must have the shape of trainer_logprobs {expected}, got {np.shape(array)}")
-
-
-def read_tokens(trainer_logprobs: ArrayLike, rollout_logprobs: ArrayLike, response_mask: ArrayLike) -> Tokens:
-    """Check the three arrays and put them side by side.
+def read_tokens(
+    trainer_logprobs: ArrayLike,
+    rollout_logprobs: ArrayLike,
+    response_mask: ArrayLike,
+    *,
+    sequence_ids: ArrayLike | None = None,
+    num_sequences: int | None = None,
+) -> Tokens:
+    """Read a batch. Works under jit, grad (no gradient), vmap, scan and with rows sharded over Auto mesh axes.
 
     Args:
-      trainer_logprobs: [b, t] float, nats.
-      rollout_logprobs: [b, t] float, nats.
-      response_mask: [b, t] bool, int or float; a token counts where it is not 0.
+      trainer_logprobs: [b, t] float, log-probability of each token under the trainer (nats).
+      rollout_logprobs: [b, t] float, the same under the rollout engine.
+      response_mask: [b, t] bool, int or float; a token counts where it is not 0. Holes are allowed.
+      sequence_ids: None when each row is one sequence; else int [b, t] in 0 .. num_sequences - 1, several sequences
+        to a row, each whole inside its row. Values outside the mask are ignored.
+      num_sequences: static int, given with ``sequence_ids``.
 
     Raises:
-      ValueError: the shapes differ or are not two-dimensional.
+      ValueError: the shapes differ or are not two-dimensional, or the sequences are not as above.
     """
     shape = np.shape(trainer_logprobs)
     if len(shape) != 2:
@@ -79,9 +76,6 @@ def read_tokens(trainer_logprobs: ArrayLike, rollout_logprobs: ArrayLike, respon
         log_ratio=trainer - rollout,
         valid=valid,
         nonfinite=mask & ~finite,
+        sequences=read_sequences(valid, sequence_ids, num_sequences),
+        mask_sequences=read_sequences(mask, sequence_ids, num_sequences),
     )
-
-
-def count(xp: ModuleType, flags: Any) -> Any:
-    """How many flags are set: int64 on the host, int32 on the device."""
-    return xp.sum(flags, dtype=np.int64 if xp is np else np.int32)

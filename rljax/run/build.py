@@ -28,13 +28,11 @@ from rljax.run.guard import Guard
 from rljax.run.loop import Components
 from rljax.run.progress import Progress
 from rljax.run.rate import make_rate_controller
-from rljax.trainer.exact_pass import ExactPass
-from rljax.trainer.exact_step import ExactUpdate
+from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.forward import ForwardPass
 from rljax.trainer.objective import Objective
-from rljax.trainer.optimizer import make_optimizer
 from rljax.trainer.packing import max_micro_batches, pack
-from rljax.trainer.state import TrainState, abstract_state, create_state
+from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import MultipleUpdates, Pack, Reference, SingleUpdate, Update
 

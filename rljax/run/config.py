@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rljax.algorithms.advantages import AdvantageConfig
-from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.data.prompts import DataConfig
 from rljax.rollout.types import RolloutConfig
@@ -15,8 +15,8 @@ from rljax.run.guard import GuardConfig
 from rljax.run.rate import ScheduleConfig
 from rljax.sharding import MeshConfig
 from rljax.trainer.measure import DiagnosisConfig
-from rljax.trainer.optimizer import OptimizerConfig
 from rljax.trainer.packing import PackingConfig
+from rljax.trainer.state import OptimizerConfig
 from rljax.trainer.step import PrecisionConfig
 
 

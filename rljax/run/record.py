@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from rljax.mismatch.histogram import GROWTH, bin_edges
+from rljax.mismatch import bin_edges
 from rljax.report.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _make_tensorboard(directory: Path, first_step: int) -> SummaryWriter:
 def _add_histogram(writer: SummaryWriter, name: str, counts: np.ndarray, step: int) -> None:
     """One histogram of log-spaced bins; its moments are those of the bins' middles, because only counts are known."""
     edges = bin_edges()
-    uppers = np.append(edges, edges[-1] * GROWTH)
+    uppers = np.append(edges, edges[-1] ** 2 / edges[-2])
     middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), edges[-1:]])
     filled = np.flatnonzero(counts)
     if not len(filled):

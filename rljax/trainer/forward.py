@@ -11,18 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import Params, cast_params
 from rljax.policy.score import matmul_precision
 from rljax.sharding import named_sharding, replicated
-from rljax.trainer.measure import (
-    DiagnosisConfig,
-    finalize_measured,
-    measure,
-    merge_measured,
-    micro_batch,
-    nothing_measured,
-)
+from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure, micro_batch, micro_shapes
 from rljax.trainer.packing import PackedBatch
 from rljax.trainer.step import PrecisionConfig, make_score, place_batch
 
@@ -48,30 +42,24 @@ class ForwardPass:
         def forward(params: Params, batch: PackedBatch) -> tuple[dict[str, jax.Array], jax.Array]:
             compute = cast_params(params, dtype)
 
-            def body(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-                measured, entropy, largest, logprobs = carry
-                micro = micro_batch(batch, i)
+            def each(micro: PackedBatch) -> tuple[dict[str, Statistics], jax.Array]:
                 scores = score(compute, micro)
-                found = measure(scores.logprobs, scores.entropy, micro, num_sequences, diagnosis)
-                return (
-                    merge_measured(measured, found),
-                    entropy + jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0)),
-                    jnp.maximum(largest, scores.activation_max),
-                    jax.lax.dynamic_update_index_in_dim(logprobs, scores.logprobs, i, 0),
-                )
+                return measure(scores, micro, num_sequences, diagnosis), scores.logprobs
 
-            empty = nothing_measured(batch, num_sequences, diagnosis)
-            start = (empty, jnp.float32(0.0), jnp.float32(0.0), jnp.zeros(batch.tokens.shape, jnp.float32))
+            def body(i: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+                measured, logprobs = each(micro_batch(batch, i))
+                return merge(carry[0], measured), jax.lax.dynamic_update_index_in_dim(carry[1], logprobs, i, 0)
+
             with jax.default_matmul_precision(matmul_precision(dtype)):
-                measured, entropy, largest, logprobs = jax.lax.fori_loop(0, batch.used, body, start)
-            tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
-            row = {"policy/entropy": entropy / tokens, "precision/activation_max": largest}
-            return row | finalize_measured(measured, diagnosis), logprobs
+                start = zeros(jax.eval_shape(each, micro_shapes(batch))[0])
+                no_logprobs = jnp.zeros(batch.tokens.shape, jnp.float32)
+                measured, logprobs = jax.lax.fori_loop(0, batch.used, body, (start, no_logprobs))
+            return finalize_measured(measured, diagnosis), logprobs
 
         self._mesh = mesh
-        self._whole = replicated(mesh)
+        self._everywhere = replicated(mesh)
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
-        self._jitted = jax.jit(forward, out_shardings=(self._whole, self._by_rows))
+        self._jitted = jax.jit(forward, out_shardings=(self._everywhere, self._by_rows))
 
     @property
     def compilations(self) -> int:
@@ -80,6 +68,6 @@ class ForwardPass:
 
     def __call__(self, params: Params, batch: PackedBatch) -> tuple[dict[str, jax.Array], jax.Array]:
         """The mismatch of the batch under ``params`` (float32 masters), and their log-probabilities [m, b, t]."""
-        placed = place_batch(batch, self._by_rows, self._whole)
+        placed = place_batch(batch, self._by_rows, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._jitted(params, placed)

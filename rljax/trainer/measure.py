@@ -1,41 +1,31 @@
 """What a step measures of its tokens besides the gradient: the mismatch and where it comes from.
 
-Totals are taken micro-batch by micro-batch and merged, so that cutting, packing and sharding change no value.
+Statistics are taken micro-batch by micro-batch and merged, so that cutting, packing and sharding change no value.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float
 
-from rljax.mismatch import (
-    Buckets,
-    ImportanceTotals,
-    MismatchStatistics,
-    SignSkew,
+from rljax.mismatch import Statistics, mismatch_statistics, read_tokens
+from rljax.mismatch.diagnosis import (
+    ENTROPY_EDGES,
+    POSITION_EDGES,
     bucket_labels,
-    finalize_importance,
+    finalize_buckets,
     finalize_sign_skew,
-    finalize_statistics,
-    importance_totals,
-    label_buckets,
-    merge_buckets,
-    merge_importance,
-    merge_sign_skew,
-    merge_statistics,
     mismatch_by_entropy,
     mismatch_by_position,
     mismatch_by_staleness,
-    mismatch_statistics,
     sign_skew,
 )
-from rljax.mismatch.diagnosis import ENTROPY_EDGES, POSITION_EDGES
+from rljax.mismatch.importance import finalize_importance, importance_statistics
+from rljax.mismatch.metrics import finalize_mismatch
 from rljax.trainer.packing import PackedBatch
 
 HISTOGRAM = "mismatch/logprob_abs_diff"
@@ -73,57 +63,37 @@ class DiagnosisConfig:
             raise ValueError(f"grad_noise_every must not be negative, got {self.grad_noise_every}")
 
 
-class Measured(NamedTuple):
-    """Totals of some tokens."""
-
-    mismatch: MismatchStatistics
-    importance: ImportanceTotals
-    position: Buckets
-    entropy: Buckets
-    staleness: Buckets
-    skew: SignSkew
-
-
 def measure(
-    logprobs: Float[Array, "b t"],
-    entropy: Float[Array, "b t"],
-    micro: PackedBatch,
-    num_sequences: int,
-    config: DiagnosisConfig,
-) -> Measured:
-    """Totals of a micro-batch [b, t] whose trainer log-probabilities and entropies are given."""
-    rows = (logprobs, micro.rollout_logprobs, micro.response_mask)
-    whole: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": num_sequences}
-    return Measured(
-        mismatch_statistics(*rows, entropy=entropy, **whole),
-        importance_totals(*rows, threshold=config.is_threshold, **whole),
-        mismatch_by_position(*rows, edges=config.position_edges, **whole),
-        mismatch_by_entropy(*rows, entropy, edges=config.entropy_edges),
-        mismatch_by_staleness(*rows, micro.staleness, num_buckets=config.staleness_buckets),
-        sign_skew(*rows, micro.advantages),
+    scores: Any, micro: PackedBatch, num_sequences: int, config: DiagnosisConfig | None
+) -> dict[str, Statistics]:
+    """Statistics of a micro-batch, by the group of metrics that they become.
+
+    Args:
+      scores: ``logprobs``, ``entropy`` [b, t] and ``activation_max`` [] of the trainer's forward.
+      micro: [b, t].
+      num_sequences: sequences of the batch.
+      config: how the mismatch is taken apart; None: it is not measured, only the forward is.
+    """
+    entropy = jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0))
+    tokens = jnp.sum(micro.response_mask, dtype=jnp.int32)
+    forward = {"forward": Statistics({"entropy": entropy, "tokens": tokens}, {"activation_max": scores.activation_max})}
+    if config is None:
+        return forward
+    read = read_tokens(
+        scores.logprobs,
+        micro.rollout_logprobs,
+        micro.response_mask,
+        sequence_ids=micro.sequence_ids,
+        num_sequences=num_sequences,
     )
-
-
-def merge_measured(a: Measured, b: Measured) -> Measured:
-    """Totals of the tokens of both."""
-    return Measured(
-        merge_statistics(a.mismatch, b.mismatch),
-        merge_importance(a.importance, b.importance),
-        merge_buckets(a.position, b.position),
-        merge_buckets(a.entropy, b.entropy),
-        merge_buckets(a.staleness, b.staleness),
-        merge_sign_skew(a.skew, b.skew),
-    )
-
-
-def nothing_measured(batch: PackedBatch, num_sequences: int, config: DiagnosisConfig) -> Measured:
-    """The totals of no tokens, as constants: what merging starts from."""
-    micro = micro_shapes(batch)
-    values = jax.ShapeDtypeStruct(micro.tokens.shape, jnp.float32)
-    forms = jax.eval_shape(lambda x, m: measure(x, x, m, num_sequences, config), values, micro)
-    zeros, nothing = jax.tree.map(lambda form: np.zeros(form.shape, form.dtype), (values, micro))
-    empty = measure(zeros, zeros, nothing, num_sequences, config)
-    return jax.tree.map(lambda form, value: jnp.asarray(value, form.dtype), forms, empty)
+    return forward | {
+        "mismatch": mismatch_statistics(read, scores.entropy),
+        "is": importance_statistics(read, config.is_threshold),
+        "mismatch_position": mismatch_by_position(read, config.position_edges),
+        "mismatch_entropy": mismatch_by_entropy(read, scores.entropy, config.entropy_edges),
+        "mismatch_staleness": mismatch_by_staleness(read, micro.staleness, config.staleness_buckets),
+        "mismatch_sign": sign_skew(read, micro.advantages),
+    }
 
 
 def micro_shapes(batch: PackedBatch) -> PackedBatch:
@@ -138,23 +108,33 @@ def micro_batch(batch: PackedBatch, index: jax.Array) -> PackedBatch:
     )
 
 
-def finalize_measured(measured: Measured, config: DiagnosisConfig) -> dict[str, jax.Array]:
+def finalize_measured(measured: dict[str, Statistics], config: DiagnosisConfig | None) -> dict[str, jax.Array]:
     """The row's metrics (scalars), and under ``HISTOGRAM`` the counts of abs(log_ratio) [bins]."""
-    found: dict[str, jax.Array] = {HISTOGRAM: measured.mismatch.histogram}
-    staleness = [*map(str, range(config.staleness_buckets - 1)), f"ge_{config.staleness_buckets - 1}"]
-    groups: dict[str, dict[str, Any]] = {
-        "mismatch": finalize_statistics(measured.mismatch),
-        "is": finalize_importance(measured.importance),
-        "mismatch_position": label_buckets(measured.position, bucket_labels(config.position_edges)),
-        "mismatch_entropy": label_buckets(measured.entropy, bucket_labels(config.entropy_edges)),
-        "mismatch_staleness": label_buckets(measured.staleness, staleness),
-        "mismatch_sign": finalize_sign_skew(measured.skew),
+    forward = measured["forward"]
+    row = {
+        "policy/entropy": forward.mean("entropy", "tokens"),
+        "precision/activation_max": forward["activation_max"],
     }
-    return found | {f"{group}/{name}": value for group, names in groups.items() for name, value in names.items()}
+    if config is None:
+        return row
+    staleness = [*map(str, range(config.staleness_buckets - 1)), f"ge_{config.staleness_buckets - 1}"]
+    labels = {
+        "mismatch_position": bucket_labels(config.position_edges),
+        "mismatch_entropy": bucket_labels(config.entropy_edges),
+        "mismatch_staleness": staleness,
+    }
+    groups = {
+        "mismatch": finalize_mismatch(measured["mismatch"]),
+        "is": finalize_importance(measured["is"]),
+        "mismatch_sign": finalize_sign_skew(measured["mismatch_sign"]),
+        **{group: finalize_buckets(measured[group], names) for group, names in labels.items()},
+    }
+    row |= {f"{group}/{name}": value for group, names in groups.items() for name, value in names.items()}
+    return row | {HISTOGRAM: measured["mismatch"]["histogram"]}
 
 
 def without_empty_buckets(row: dict[str, Any]) -> dict[str, Any]:
-    """A row on the host less the keys of buckets that held no token: their zeros would read as agreement."""
+    """A row on the host without the keys of buckets that have no token: their zeros would look like agreement."""
     count = "/token_count"
     empty = [key.removesuffix(count) + "/" for key, value in row.items() if key.endswith(count) and not value]
     bucketed = ("mismatch_position/", "mismatch_entropy/", "mismatch_staleness/")

@@ -8,35 +8,20 @@ the mean weight: it is multiplied by it beforehand, which takes ``old_logprobs``
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rljax.algorithms.aggregation import aggregation_weights
-from rljax.algorithms.correction import (
-    CorrectionConfig,
-    CorrectionTotals,
-    correct,
-    finalize_correction,
-    gradient_divisor,
-    merge_correction,
-)
+from rljax.algorithms.correction_choice import CorrectionConfig, correct, gradient_divisor
 from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss
+from rljax.mismatch import Statistics
+from rljax.mismatch.correction import finalize_correction
 from rljax.trainer.packing import PackedBatch
-
-
-class LossTotals(NamedTuple):
-    """Sums over micro-batches."""
-
-    policy: Any  # weighted losses over the provisional denominator
-    kl: Any  # the same of the KL penalty, without its coefficient
-    clipped: Any  # tokens in the loss on the clipped branch
-    tokens: Any  # tokens in the loss after rejection
-    denominator: Any
-    correction: CorrectionTotals
 
 
 @dataclass(frozen=True)
@@ -66,8 +51,12 @@ class Objective:
         micro: PackedBatch,
         provisional: Float[Array, ""],
         mean_weight: Float[Array, ""] | float = 1.0,
-    ) -> tuple[Float[Array, ""], LossTotals]:
-        """The micro-batch's share of the loss over the provisional denominator, and its totals (no gradient).
+    ) -> tuple[Float[Array, ""], Statistics]:
+        """The micro-batch's share of the loss over the provisional denominator, and its statistics (no gradient).
+
+        The statistics are those of the correction and the sums ``policy`` (weighted losses over the provisional
+        denominator), ``kl`` (the same of the penalty, without its coefficient), ``clipped`` (tokens on the clipped
+        branch), ``loss_tokens`` (tokens in the loss after rejection) and ``denominator``.
 
         Args:
           logprobs: of the parameters that are trained.
@@ -75,27 +64,27 @@ class Objective:
           provisional: from ``provisional``.
           mean_weight: from ``mean_weight``.
         """
-        whole: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
+        where: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
         before = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
-        weights, kept, correction = correct(self.correction, before, micro.rollout_logprobs, micro.loss_mask, **whole)
+        weights, kept, correction = correct(self.correction, before, micro.rollout_logprobs, micro.loss_mask, **where)
         old = micro.rollout_logprobs if self.loss.old_logprobs == "rollout" else before
-        losses, clipped = policy_loss(self.loss, logprobs, old, micro.advantages, kept, **whole)
+        losses, clipped = policy_loss(self.loss, logprobs, old, micro.advantages, kept, **where)
         constant = self.loss.sequence_divisor(self.max_response_tokens)
-        share, denominator = aggregation_weights(self.loss.aggregation, kept, constant=constant, **whole)
+        share, denominator = aggregation_weights(self.loss.aggregation, kept, constant=constant, **where)
         policy = jnp.sum(jnp.where(kept, share * weights * losses, 0.0)) / provisional
         kl = jnp.float32(0.0)
         if self.loss.kl != "none":
             penalty = kl_penalty(self.loss.kl, logprobs, micro.reference_logprobs, kept)
             kl = jnp.sum(share * penalty) * (mean_weight / provisional)
-        totals = LossTotals(
-            policy,
-            kl,
-            jnp.sum(jnp.where(kept, clipped, 0.0)),
-            jnp.sum(kept).astype(jnp.float32),
-            jnp.asarray(denominator, jnp.float32),
-            correction,
-        )
-        return policy + self.loss.kl_coefficient * kl, jax.tree.map(jax.lax.stop_gradient, totals)
+        sums = {
+            "policy": policy,
+            "kl": kl,
+            "clipped": jnp.sum(jnp.where(kept, clipped, 0.0)),
+            "loss_tokens": jnp.sum(kept).astype(jnp.float32),
+            "denominator": denominator,
+        }
+        statistics = dataclasses.replace(correction, sums=correction.sums | sums)
+        return policy + self.loss.kl_coefficient * kl, jax.lax.stop_gradient(statistics)
 
     def provisional(self, batch: PackedBatch) -> Float[Array, ""]:
         """The denominator of a batch of which nothing is rejected, or one near it; at least 1."""
@@ -109,35 +98,24 @@ class Objective:
             return 1.0
         arrays = (batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids)
         *rows, ids = (jnp.reshape(array, (-1, array.shape[-1])) for array in arrays)
-        totals = correct(self.correction, *rows, sequence_ids=ids, num_sequences=self.num_sequences)[2]
-        return gradient_divisor(self.correction, totals)
+        statistics = correct(self.correction, *rows, sequence_ids=ids, num_sequences=self.num_sequences)[2]
+        return gradient_divisor(self.correction, statistics)
 
-    def rescaling(self, totals: LossTotals, provisional: Float[Array, ""]) -> Float[Array, ""]:
+    def rescaling(self, statistics: Statistics, provisional: Float[Array, ""]) -> Float[Array, ""]:
         """What the summed policy gradient is multiplied by; 0 when every token was rejected."""
-        divisor = totals.denominator * gradient_divisor(self.correction, totals.correction)
-        return jnp.where(totals.denominator > 0, provisional / jnp.where(divisor > 0, divisor, 1.0), 0.0)
+        denominator = statistics["denominator"]
+        divisor = denominator * gradient_divisor(self.correction, statistics)
+        return jnp.where(denominator > 0, provisional / jnp.where(divisor > 0, divisor, 1.0), 0.0)
 
 
-def merge_loss(a: LossTotals, b: LossTotals) -> LossTotals:
-    """Totals of both."""
-    return LossTotals(
-        a.policy + b.policy,
-        a.kl + b.kl,
-        a.clipped + b.clipped,
-        a.tokens + b.tokens,
-        a.denominator + b.denominator,
-        merge_correction(a.correction, b.correction),
-    )
-
-
-def loss_row(objective: Objective, totals: LossTotals, rescaling: Float[Array, ""]) -> dict[str, jax.Array]:
+def loss_row(objective: Objective, statistics: Statistics, rescaling: Float[Array, ""]) -> dict[str, jax.Array]:
     """The row's metrics of the loss."""
     row = {
-        "policy/loss": (totals.policy + objective.loss.kl_coefficient * totals.kl) * rescaling,
-        "policy/clip_fraction": totals.clipped / jnp.maximum(totals.tokens, 1.0),
+        "policy/loss": (statistics["policy"] + objective.loss.kl_coefficient * statistics["kl"]) * rescaling,
+        "policy/clip_fraction": statistics.mean("clipped", "loss_tokens"),
     }
     if objective.loss.kl != "none":
-        row["policy/reference_kl"] = totals.kl * rescaling
+        row["policy/reference_kl"] = statistics["kl"] * rescaling
     if not objective.correction.is_off:
-        row |= {f"correction/{name}": value for name, value in finalize_correction(totals.correction).items()}
+        row |= {f"correction/{name}": value for name, value in finalize_correction(statistics).items()}
     return row

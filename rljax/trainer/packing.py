@@ -46,7 +46,7 @@ class TrainSequence(NamedTuple):
     rollout_logprobs: np.ndarray  # float32 [r]
     advantage: float
     in_loss: bool  # False: measured only (its group's rewards are all equal)
-    staleness: np.ndarray | None = None  # int32 [r]: policy versions between the token's draw and this step; None: 0
+    staleness: np.ndarray | None = None  # int32 [r]: policy versions between sampling the token and this step; None: 0
     old_logprobs: np.ndarray | None = None  # float32 [r]: of the trainer before the first update on this batch
     reference_logprobs: np.ndarray | None = None  # float32 [r]: of the frozen reference policy
 
@@ -65,7 +65,7 @@ class PackedBatch(NamedTuple):
     loss_mask: Any  # bool [m, b, t]: and carries loss
     rollout_logprobs: Any  # float32 [m, b, t]: of the token at the same place; 0 outside the response
     advantages: Any  # float32 [m, b, t]
-    staleness: Any  # int32 [m, b, t]: policy versions between the token's draw and this step
+    staleness: Any  # int32 [m, b, t]: policy versions between sampling the token and this step
     used: Any  # int32 []: micro-batches that hold anything
     old_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
     reference_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
@@ -103,8 +103,9 @@ def pack(
 ) -> PackedBatch:
     """Packs a batch into ``[micro_batches, rows_per_micro_batch, row_tokens]``.
 
-    The result depends only on the sequences, not on the order in which responses landed. Rows, longest sequences first,
-    are dealt to the used micro-batches in turn, so that these are alike and the spread of their gradients is noise.
+    The result depends only on the sequences, not on the order in which responses arrived. Rows, longest sequences
+    first, are dealt to the used micro-batches in turn, so that these are alike and the spread of their gradients is
+    noise.
 
     Raises:
       ValueError: the sequences do not fit, or only some of them have old or reference log-probabilities.

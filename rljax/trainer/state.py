@@ -1,7 +1,8 @@
-"""What one training step hands to the next, and where each part of it lives on the mesh."""
+"""What one training step hands to the next, with the optimizer and the loss scaler, and its place on the mesh."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,80 @@ from jax.sharding import Mesh
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import Params, abstract_params, param_shardings
+from rljax.schedule import inject_learning_rate
 from rljax.sharding import replicated
-from rljax.trainer.loss_scale import LossScale, initial_loss_scale
+
+GROWTH_INTERVAL = 400
+"""Finite steps in a row after which the loss scale is doubled."""
+INITIAL_SCALE = 2.0**15
+MAX_SCALE = 2.0**24
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW; the defaults are Table 1 of arXiv 2602.01826 and, where it is silent, verl's."""
+
+    learning_rate: float = 1e-6
+    """Initial learning rate."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay. As in AdamW it is multiplied by the learning rate."""
+    b1: float = 0.9
+    """Decay rate of the first moment."""
+    b2: float = 0.999
+    """Decay rate of the second moment."""
+    eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    clip_norm: float = 1.0
+    """The global norm of the gradient is clipped to this value. 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.learning_rate < float("inf"):
+            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
+        for name in ("weight_decay", "eps", "clip_norm"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        for name in ("b1", "b2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """Clip by global norm, then AdamW, with the rate injected as a float32 hyperparameter.
+
+    Moments take the dtype of the parameters, which are the float32 masters.
+    """
+
+    def build(learning_rate: Any) -> optax.GradientTransformation:
+        adamw = optax.adamw(learning_rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
+        return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
+
+    return inject_learning_rate(build, config.learning_rate)
+
+
+class LossScale(NamedTuple):
+    """State of the loss scaler: it keeps small float16 gradients above zero and backs off when large ones overflow."""
+
+    scale: jax.Array  # shape=(), dtype=float32: the loss is multiplied by it
+    good_steps: jax.Array  # shape=(), dtype=int32: finite steps since the scale last changed
+    overflows: jax.Array  # shape=(), dtype=int32: steps whose gradients were not finite
+
+
+def initial_loss_scale(*, dynamic: bool) -> LossScale:
+    """2^15 for float16 gradients; the constant 1 (``dynamic`` False) where the dtype has float32's range."""
+    scale = INITIAL_SCALE if dynamic else 1.0
+    return LossScale(jnp.float32(scale), jnp.int32(0), jnp.int32(0))
+
+
+def adjust_loss_scale(state: LossScale, finite: jax.Array, *, dynamic: bool) -> LossScale:
+    """The scaler after a step: halved when the gradients were not finite, doubled after 400 finite steps in a row."""
+    overflows = state.overflows + jnp.where(finite, 0, 1)
+    if not dynamic:
+        return state._replace(overflows=overflows)
+    good = jnp.where(finite, state.good_steps + 1, 0)
+    grow = good >= GROWTH_INTERVAL
+    grown = jnp.where(grow, jnp.minimum(state.scale * 2.0, MAX_SCALE), state.scale)
+    scale = jnp.where(finite, grown, jnp.maximum(state.scale * 0.5, 1.0))
+    return LossScale(scale, jnp.where(grow, 0, good), overflows)
 
 
 class TrainState(NamedTuple):
@@ -34,11 +107,11 @@ def abstract_state(
     """``jax.ShapeDtypeStruct`` with a sharding at each leaf: what a checkpoint is restored into."""
     shapes = jax.eval_shape(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), abstract_params(config))
     by_param = param_shardings(config, mesh)
-    whole = replicated(mesh)
+    everywhere = replicated(mesh)
     opt_shardings = optax.tree.map_params(
-        tx, lambda _, sharding: sharding, shapes.opt_state, by_param, transform_non_params=lambda _: whole
+        tx, lambda _, sharding: sharding, shapes.opt_state, by_param, transform_non_params=lambda _: everywhere
     )
-    shardings = jax.tree.map(lambda _: whole, shapes)._replace(params=by_param, opt_state=opt_shardings)
+    shardings = jax.tree.map(lambda _: everywhere, shapes)._replace(params=by_param, opt_state=opt_shardings)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )

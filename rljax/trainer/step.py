@@ -18,25 +18,16 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import Params, cast_params
 from rljax.policy.score import Scores, matmul_precision, packed_logprobs
 from rljax.schedule import get_learning_rate, set_learning_rate
 from rljax.sharding import constrain, named_sharding, replicated
-from rljax.trainer.loss_scale import adjust_loss_scale
-from rljax.trainer.measure import (
-    DiagnosisConfig,
-    Measured,
-    finalize_measured,
-    measure,
-    merge_measured,
-    micro_batch,
-    micro_shapes,
-    nothing_measured,
-)
-from rljax.trainer.objective import LossTotals, Objective, loss_row, merge_loss
+from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure, micro_batch, micro_shapes
+from rljax.trainer.objective import Objective, loss_row
 from rljax.trainer.packing import PackedBatch
-from rljax.trainer.state import TrainState, abstract_state
+from rljax.trainer.state import TrainState, abstract_state, adjust_loss_scale
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -64,10 +55,8 @@ class Totals(NamedTuple):
 
     grads: Params  # float32, of the scaled loss over the provisional denominator
     square_norms: jax.Array  # sum over micro-batches of the squared norm of each one's ``grads``; 0 when not asked for
-    loss: LossTotals
-    entropy: jax.Array  # summed over response tokens
-    activation_max: jax.Array
-    measured: Measured | None  # None: somebody else measures
+    loss: Statistics  # from ``Objective.micro_loss``
+    measured: dict[str, Statistics]  # from ``measure``
 
 
 def micro_gradients(
@@ -78,7 +67,7 @@ def micro_gradients(
     scale: jax.Array,
     provisional: jax.Array,
     mean_weight: jax.Array | float = 1.0,
-) -> tuple[Params, LossTotals, Scores]:
+) -> tuple[Params, Statistics, Scores]:
     """Forward and backward of one micro-batch.
 
     Args:
@@ -91,20 +80,20 @@ def micro_gradients(
       mean_weight: from ``Objective.mean_weight``.
 
     Returns:
-      Gradients in the compute dtype, the loss's totals, and the scores.
+      Gradients in the compute dtype, the loss's statistics, and the scores.
     """
 
-    def loss_fn(compute: Params) -> tuple[jax.Array, tuple[LossTotals, Scores]]:
+    def loss_fn(compute: Params) -> tuple[jax.Array, tuple[Statistics, Scores]]:
         scores = score(compute, micro)
-        loss, totals = objective.micro_loss(scores.logprobs, micro, provisional, mean_weight)
-        return loss * scale, (totals, scores)
+        loss, statistics = objective.micro_loss(scores.logprobs, micro, provisional, mean_weight)
+        return loss * scale, (statistics, scores)
 
-    (_, (totals, scores)), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute)
-    return grads, totals, scores
+    (_, (statistics, scores)), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute)
+    return grads, statistics, scores
 
 
 def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: float) -> Any:
-    """``score(compute, micro) -> Scores`` of packed rows, a token's numbers whole on every device."""
+    """``score(compute, micro) -> Scores`` of packed rows, a token's numbers on every device."""
 
     def score(compute: Params, micro: PackedBatch) -> Scores:
         scores = packed_logprobs(
@@ -128,41 +117,22 @@ def square_norm(grads: Params) -> jax.Array:
     return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)), start=jnp.float32(0.0))
 
 
-def no_totals(grads: Params, loss: LossTotals) -> Totals:
-    """The totals of no micro-batch, nothing measured.
-
-    Args:
-      grads: ``jax.ShapeDtypeStruct`` of a micro-batch's gradients.
-      loss: the same of its loss.
-    """
-    zero = jnp.float32(0.0)
-    return Totals(
-        jax.tree.map(lambda form: jnp.zeros(form.shape, jnp.float32), grads),
-        zero,
-        jax.tree.map(lambda form: jnp.zeros(form.shape, form.dtype), loss),
-        zero,
-        zero,
-        None,
-    )
+def zero_totals(grads: Params, loss: Statistics, measured: dict[str, Statistics]) -> Totals:
+    """The totals of no micro-batch, from ``jax.ShapeDtypeStruct`` of what one micro-batch gives."""
+    no_grads = jax.tree.map(lambda shape: jnp.zeros(shape.shape, jnp.float32), grads)
+    return Totals(no_grads, jnp.float32(0.0), zeros(loss), zeros(measured))
 
 
 def add_micro_batch(
-    totals: Totals,
-    grads: Params,
-    loss: LossTotals,
-    scores: Any,
-    micro: PackedBatch,
-    measure_noise: jax.Array,
+    totals: Totals, grads: Params, loss: Statistics, measured: dict[str, Statistics], measure_noise: jax.Array
 ) -> Totals:
-    """Totals with one more micro-batch; what is measured stays as it was."""
+    """Totals with one more micro-batch."""
     norm = jax.lax.cond(measure_noise, square_norm, lambda _: jnp.float32(0.0), grads)
     return Totals(
         jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals.grads, grads),
         totals.square_norms + norm,
-        merge_loss(totals.loss, loss),
-        totals.entropy + jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0)),
-        jnp.maximum(totals.activation_max, scores.activation_max),
-        totals.measured,
+        merge(totals.loss, loss),
+        merge(totals.measured, measured),
     )
 
 
@@ -178,34 +148,29 @@ def _accumulate(
     """Loops over the used micro-batches. Returns the totals and ``trainer_logprobs`` [m, b, t]."""
     provisional, mean_weight = objective.provisional(batch), objective.mean_weight(batch)
 
-    def each(micro: PackedBatch) -> tuple[Params, LossTotals, Scores]:
-        return micro_gradients(compute, micro, objective, score, scale, provisional, mean_weight)
+    def each(micro: PackedBatch) -> tuple[Params, Statistics, dict[str, Statistics], jax.Array]:
+        grads, loss, scores = micro_gradients(compute, micro, objective, score, scale, provisional, mean_weight)
+        return grads, loss, measure(scores, micro, objective.num_sequences, diagnosis), scores.logprobs
 
     def body(i: jax.Array, carry: tuple[Totals, jax.Array]) -> tuple[Totals, jax.Array]:
         totals, all_logprobs = carry
-        micro = micro_batch(batch, i)
-        grads, loss, scores = each(micro)
-        measured = totals.measured
-        totals = add_micro_batch(totals, grads, loss, scores, micro, measure_noise)
-        if measured is not None and diagnosis is not None:
-            found = measure(scores.logprobs, scores.entropy, micro, objective.num_sequences, diagnosis)
-            totals = totals._replace(measured=merge_measured(measured, found))
-        return totals, jax.lax.dynamic_update_index_in_dim(all_logprobs, scores.logprobs, i, 0)
+        grads, loss, measured, logprobs = each(micro_batch(batch, i))
+        totals = add_micro_batch(totals, grads, loss, measured, measure_noise)
+        return totals, jax.lax.dynamic_update_index_in_dim(all_logprobs, logprobs, i, 0)
 
-    start = no_totals(*jax.eval_shape(each, micro_shapes(batch))[:2])
-    if diagnosis is not None:
-        start = start._replace(measured=nothing_measured(batch, objective.num_sequences, diagnosis))
-    return jax.lax.fori_loop(0, batch.used, body, (start, jnp.zeros(batch.tokens.shape, jnp.float32)))
+    *shapes, _ = jax.eval_shape(each, micro_shapes(batch))
+    start = (zero_totals(*shapes), jnp.zeros(batch.tokens.shape, jnp.float32))
+    return jax.lax.fori_loop(0, batch.used, body, start)
 
 
-def place_batch(batch: PackedBatch, by_rows: NamedSharding, whole: NamedSharding) -> PackedBatch:
-    """The batch on the devices: what the policy reads split by rows, the rest whole on each of them.
+def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
+    """The batch on the devices: what the policy reads split by rows, the rest complete on each of them.
 
     Losses, corrections and measurements are a few operations a token with many sums. Done by every device for all
     tokens they take no collective of their own; on simulated CPU devices, whose order of independent collectives is
     not fixed, many of them can wait for each other for good.
     """
-    shardings = jax.tree.map(lambda _: whole, batch)
+    shardings = jax.tree.map(lambda _: everywhere, batch)
     return jax.device_put(batch, shardings._replace(tokens=by_rows, segment_ids=by_rows, positions=by_rows))
 
 
@@ -253,18 +218,16 @@ class TrainStep:
             state, row = update_state(
                 state, totals, batch, tx, objective, learning_rate, apply_update, measure_noise, dynamic=dynamic
             )
-            if totals.measured is not None and diagnosis is not None:
-                row |= finalize_measured(totals.measured, diagnosis)
-            return state, row, logprobs
+            return state, row | finalize_measured(totals.measured, diagnosis), logprobs
 
         abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic)
         self._mesh = mesh
-        self._whole = replicated(mesh)
+        self._everywhere = replicated(mesh)
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
         self._jitted = jax.jit(
             train_step,
-            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, *[self._whole] * 3),
-            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._whole, self._by_rows),
+            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, *[self._everywhere] * 3),
+            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._everywhere, self._by_rows),
             donate_argnums=(0,),
         )
 
@@ -294,10 +257,10 @@ class TrainStep:
         Returns:
           The new state, the row's metrics on the device (scalars, and the histogram), ``trainer_logprobs`` [m, b, t].
         """
-        placed = place_batch(batch, self._by_rows, self._whole)
+        placed = place_batch(batch, self._by_rows, self._everywhere)
         values = (np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
-            return self._jitted(state, placed, *jax.device_put(values, self._whole))
+            return self._jitted(state, placed, *jax.device_put(values, self._everywhere))
 
 
 def update_state(
@@ -324,7 +287,7 @@ def update_state(
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    wanted = apply_update & (totals.loss.denominator > 0)
+    wanted = apply_update & (totals.loss["denominator"] > 0)
     applied = wanted & finite
     params, opt_state = jax.lax.cond(applied, update, lambda p, s: (p, s), state.params, opt_state)
     # A batch without loss has zero gradients, which say nothing about the scale.
@@ -332,15 +295,12 @@ def update_state(
     loss_scale = jax.tree.map(lambda new, old: jnp.where(wanted, new, old), adjusted, state.loss_scale)
     state = TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1))
     noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, batch.used)
-    tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
     return state, loss_row(objective, totals.loss, rescaling) | {
-        "policy/entropy": totals.entropy / tokens,
         "optimizer/grad_norm": grad_norm,
         "optimizer/grad_noise": jnp.where(measure_noise, noise, jnp.nan),
         "optimizer/skipped_updates": state.skipped_updates,
         "precision/loss_scale": state.loss_scale.scale,
         "precision/overflows": state.loss_scale.overflows,
-        "precision/activation_max": totals.activation_max,
         "schedule/learning_rate": get_learning_rate(state.opt_state),
     }
 

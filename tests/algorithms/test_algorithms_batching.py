@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.algorithms.aggregation import aggregation_weights
-from rljax.algorithms.correction import (
+from rljax.algorithms.correction_choice import (
     CorrectionConfig,
     correct,
-    finalize_correction,
     gradient_divisor,
-    merge_correction,
 )
 from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss
-from rljax.mismatch import importance_weights
+from rljax.mismatch import importance_weights, merge
+from rljax.mismatch.correction import finalize_correction
 
 T = 16
 ROWS, ROW_TOKENS = 2, 32
@@ -119,7 +118,7 @@ def whole_batch(name, arrays, mask, layout):
             for key, source in (("gradient", gradient), ("weights", weights), ("kept", kept)):
                 values = np.where(mask[sequence, :length], source[row, start : start + length], 0)
                 padded[key][sequence, :length] = values
-    totals = functools.reduce(merge_correction, [totals for _, totals in results])
+    totals = functools.reduce(merge, [totals for _, totals in results])
     divisor = float(gradient_divisor(COMBINATIONS[name][1], totals))
     denominator = max(sum(float(d) for d, _ in results), 1.0)
     padded["gradient"] /= denominator * divisor

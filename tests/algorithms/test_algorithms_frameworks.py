@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from rljax.algorithms.aggregation import aggregation_weights
-from rljax.algorithms.correction import CorrectionConfig, correct, finalize_correction, gradient_divisor
+from rljax.algorithms.correction_choice import CorrectionConfig, correct, gradient_divisor
 from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss
+from rljax.mismatch.correction import finalize_correction
 
 LENGTHS = (7, 1, 12, 5, 9, 3)
 S, T = len(LENGTHS), max(LENGTHS)

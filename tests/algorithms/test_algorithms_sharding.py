@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rljax.algorithms.aggregation import aggregation_weights
-from rljax.algorithms.correction import CorrectionConfig, correct, finalize_correction, gradient_divisor
+from rljax.algorithms.correction_choice import CorrectionConfig, correct, gradient_divisor
 from rljax.algorithms.losses import LossConfig, policy_loss
+from rljax.mismatch.correction import finalize_correction
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.algorithms.correction import (
+from rljax.algorithms.correction_choice import (
     PRESETS,
     CorrectionConfig,
     correct,
-    finalize_correction,
     gradient_divisor,
-    merge_correction,
 )
+from rljax.mismatch import merge
+from rljax.mismatch.correction import finalize_correction
 
 # Sequences 1 and 0 in the first row, 3 and 2 in the second (2 has no token in the mask); ratios per token below.
 IDS = np.array([[1, 1, 1, 0, 0, 0], [3, 3, 2, 2, 0, 0]], np.int32)
@@ -95,7 +95,7 @@ def test_rejections_by_hand(fields, kept_sequences):
     np.testing.assert_array_equal(weights, MASK)
     assert row["rejected_sequence_fraction"] == pytest.approx(1 - len(kept_sequences) / 3)
     assert row["rejected_token_fraction"] == pytest.approx(1 - len(kept_sequences) / 3)
-    assert int(totals.sequences) == 3
+    assert int(totals["sequence_count"]) == 3
     assert not config.is_off
 
 
@@ -119,7 +119,7 @@ def test_tokens_that_are_not_finite_are_counted_and_follow_their_sequence():
     np.testing.assert_array_equal(kept, [[1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
     np.testing.assert_allclose(weights[0], [np.exp(0.01), 0, 0, 0, 0.25, 0], rtol=1e-6)
     assert row["nonfinite_count"] == 4
-    assert int(totals.number) == 2
+    assert int(totals["weight_count"]) == 2
     assert row["rejected_sequence_fraction"] == pytest.approx(2 / 3)
     assert row["rejected_token_fraction"] == pytest.approx(4 / 6)
     assert all(np.isfinite(list(row.values())))
@@ -130,7 +130,7 @@ def test_tokens_that_are_not_finite_are_counted_and_follow_their_sequence():
     np.testing.assert_array_equal(kept, MASK)
     np.testing.assert_array_equal(weights, MASK)
     assert row["nonfinite_count"] == 4
-    assert int(totals.number) == 2
+    assert int(totals["weight_count"]) == 2
 
 
 @pytest.mark.parametrize("preset", ["none", *PRESETS])
@@ -143,7 +143,7 @@ def test_nothing_in_the_mask_gives_zeros(preset):
     assert set(row.values()) == {0.0}
     assert float(gradient_divisor(CorrectionConfig(level="token", normalize=True), totals)) == 1.0
     full = run(config)[3]
-    for merged in (merge_correction(full, totals), merge_correction(totals, full)):
+    for merged in (merge(full, totals), merge(totals, full)):
         jax.tree.map(np.testing.assert_array_equal, merged, full)
 
 
@@ -178,8 +178,7 @@ def test_presets_fill_the_other_fields():
     assert not CorrectionConfig(veto=1e-4).is_off
     vexact = CorrectionConfig(preset="vexact").resolved()
     assert (vexact.level, vexact.mode, vexact.threshold, vexact.reject_k3) == ("token", "truncate", 2.0, 1e-3)
-    assert vexact.rejects
-    assert CorrectionConfig(preset="vexact").rejects
+    assert vexact.rejections == CorrectionConfig(preset="vexact").rejections == (("k3", 1e-3),)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FOLDERS = "rljax|tools|experiments|launch|configs|tests|examples|benchmarks"
 # In a page of docs/, "docs/" begins a path of another project.
 IN_README = f"{FOLDERS}|docs"
-PLACEHOLDER = re.compile(r"NAME|\$")
+PLACEHOLDER = re.compile(r"NAME|FILE|\$")
 METADATA_KEYS = {"rljax.dump", "rljax.problems"}  # of Parquet files, not modules
 
 
@@ -35,6 +35,8 @@ def resolves(name):
     for count in range(len(parts), 0, -1):
         module = ROOT.joinpath(*parts[:count])
         if module.with_suffix(".py").is_file() or (module / "__init__.py").is_file():
+            if count == len(parts):
+                return True  # not imported: the plugin loads only beside vLLM
             found = importlib.import_module(".".join(parts[:count]))
             for part in parts[count:]:
                 if not hasattr(found, part):

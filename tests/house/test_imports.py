@@ -36,6 +36,8 @@ DOORS = {
 # What the start of a command does not import: it answers within two seconds and prints nothing of theirs.
 LATE = {"transformers", "torch", "grain", "orbax", "matplotlib", "tensorboardX", "huggingface_hub", "math_verify"}
 LEVEL_0 = ("errors", "schedule", "mismatch")
+# What other rooms may use of rljax.mismatch beside the names of its __init__.
+MISMATCH_MODULES = {"metrics", "importance", "correction", "diagnosis", "names"}
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 
 # Loaded where there may be no jax: the plugin inside vLLM's worker processes, and the weights beside it.
@@ -76,6 +78,19 @@ def test_a_third_party_comes_in_by_its_doors(third):
 def test_level_0_needs_jax_optax_and_numpy_alone(module):
     tops = {name.split(".")[0] for name in imported(module)}
     assert tops - sys.stdlib_module_names <= LEVEL_0_MAY_IMPORT
+
+
+def test_other_rooms_do_not_read_the_inside_of_mismatch():
+    inside = {name for name in MODULES if name.startswith("mismatch.")} - {f"mismatch.{m}" for m in MISMATCH_MODULES}
+    used = {
+        (module, name)
+        for module in MODULES
+        if module.split(".")[0] != "mismatch"
+        for name in imported(module)
+        if ".".join(name.split(".")[1:3]) in inside
+    }
+    assert inside
+    assert not used
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if MODULES[name].name == "__init__.py"])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.data.toy import policy_config
 from rljax.policy.config import PolicyConfig, config_to_hf
 from rljax.policy.qwen3 import init_params
@@ -20,9 +20,8 @@ from rljax.run.config_file import load_config
 from rljax.run.dry_run import dry_run
 from rljax.run.rate import make_rate_controller
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.optimizer import make_optimizer
 from rljax.trainer.packing import TrainSequence
-from rljax.trainer.state import abstract_state, create_state
+from rljax.trainer.state import abstract_state, create_state, make_optimizer
 from rljax.trainer.update import SingleUpdate
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,7 @@ from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
-from rljax.trainer.state import abstract_state
+from rljax.trainer.state import OptimizerConfig, abstract_state, make_optimizer
 
 STEPS = 8
 SMALL = [

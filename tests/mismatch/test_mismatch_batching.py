@@ -10,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.mismatch import (
-    finalize_importance,
-    finalize_statistics,
-    importance_totals,
     importance_weights,
-    merge_importance,
-    merge_statistics,
+    merge,
     mismatch_metrics,
     mismatch_statistics,
+    read_tokens,
     rejection_mask,
 )
+from rljax.mismatch.importance import finalize_importance, importance_statistics
+from rljax.mismatch.metrics import finalize_mismatch
 
 T = 24
 ROWS, ROW_LENGTH = 4, 48
@@ -90,17 +89,17 @@ def cut(draw, rows):
 @given(st.data())
 def test_merged_parts_equal_the_whole_on_the_host(data):
     trainer, rollout, mask, entropy = data.draw(batches())
-    whole = mismatch_statistics(trainer, rollout, mask, entropy=entropy)
+    whole = mismatch_statistics(read_tokens(trainer, rollout, mask), entropy)
     parts = [
-        mismatch_statistics(trainer[part], rollout[part], mask[part], entropy=entropy[part])
+        mismatch_statistics(read_tokens(trainer[part], rollout[part], mask[part]), entropy[part])
         for part in cut(data.draw, len(mask))
     ]
     if data.draw(st.booleans()):
-        merged = functools.reduce(merge_statistics, parts)
+        merged = functools.reduce(merge, parts)
     else:
-        merged = functools.reduce(lambda late, early: merge_statistics(early, late), reversed(parts))
-    np.testing.assert_array_equal(merged.histogram, whole.histogram)
-    assert_same(finalize_statistics(merged), finalize_statistics(whole), 1e-11, 1e-11)
+        merged = functools.reduce(lambda late, early: merge(early, late), reversed(parts))
+    np.testing.assert_array_equal(merged["histogram"], whole["histogram"])
+    assert_same(finalize_mismatch(merged), finalize_mismatch(whole), 1e-11, 1e-11)
 
 
 @settings(max_examples=80, deadline=None)
@@ -108,18 +107,19 @@ def test_merged_parts_equal_the_whole_on_the_host(data):
 def test_packed_rows_equal_plain_rows_on_the_host(data):
     trainer, rollout, mask, entropy = data.draw(batches())
     rows, packed_mask, ids = pack(data.draw, (trainer, rollout, entropy), mask)
-    packed = mismatch_statistics(
-        rows[0], rows[1], packed_mask, entropy=rows[2], sequence_ids=ids, num_sequences=MAX_SEQUENCES
-    )
-    plain = mismatch_statistics(trainer, rollout, mask, entropy=entropy)
-    np.testing.assert_array_equal(packed.histogram, plain.histogram)
-    assert_same(finalize_statistics(packed), finalize_statistics(plain), 1e-11, 1e-11)
+    packed = packed_statistics(rows[0], rows[1], packed_mask, rows[2], ids)
+    plain = mismatch_statistics(read_tokens(trainer, rollout, mask), entropy)
+    np.testing.assert_array_equal(packed["histogram"], plain["histogram"])
+    assert_same(finalize_mismatch(packed), finalize_mismatch(plain), 1e-11, 1e-11)
 
 
-packed_on_device = jax.jit(
-    functools.partial(mismatch_statistics, num_sequences=MAX_SEQUENCES),
-)
-merge_on_device = jax.jit(merge_statistics)
+def packed_statistics(trainer, rollout, mask, entropy, ids):
+    tokens = read_tokens(trainer, rollout, mask, sequence_ids=ids, num_sequences=MAX_SEQUENCES)
+    return mismatch_statistics(tokens, entropy)
+
+
+packed_on_device = jax.jit(packed_statistics)
+merge_on_device = jax.jit(merge)
 
 
 @settings(max_examples=40, deadline=None)
@@ -132,12 +132,10 @@ def test_packed_and_merged_on_the_device_equal_the_host(data):
     parts = []
     for part in (slice(0, half), slice(half, None)):
         rows, packed_mask, ids = pack(data.draw, (trainer[part], rollout[part], entropy[part]), mask[part])
-        parts.append(
-            packed_on_device(*map(jnp.asarray, (rows[0], rows[1], packed_mask)), entropy=rows[2], sequence_ids=ids)
-        )
+        parts.append(packed_on_device(*map(jnp.asarray, (rows[0], rows[1], packed_mask, rows[2], ids))))
     if data.draw(st.booleans()):
         parts.reverse()
-    found = finalize_statistics(jax.device_get(merge_on_device(*parts)))
+    found = finalize_mismatch(jax.device_get(merge_on_device(*parts)))
     # A correlation of nearly constant probabilities is as uncertain as float32 makes the probabilities.
     assert found.pop("pearson_corr") == pytest.approx(expected.pop("pearson_corr"), abs=1e-6)
     assert_same(found, expected, 2e-6, 0.0101)
@@ -164,8 +162,12 @@ def test_corrections_do_not_depend_on_packing(data, level, normalize):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_importance_totals_merge_in_any_order(data):
+def test_importance_statistics_merge_in_any_order(data):
     trainer, rollout, mask, _ = data.draw(batches())
-    parts = [importance_totals(trainer[part], rollout[part], mask[part]) for part in cut(data.draw, len(mask))]
-    merged = finalize_importance(functools.reduce(merge_importance, parts))
-    assert merged == pytest.approx(finalize_importance(importance_totals(trainer, rollout, mask)), rel=1e-11)
+
+    def of(part):
+        return importance_statistics(read_tokens(trainer[part], rollout[part], mask[part]))
+
+    merged = functools.reduce(merge, map(of, cut(data.draw, len(mask))))
+    whole = finalize_importance(of(slice(None)))
+    assert finalize_importance(merged) == pytest.approx(whole, rel=1e-11)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.mismatch import importance_statistics, importance_weights, rejection_mask
+from rljax.mismatch import importance_weights, read_tokens, rejection_mask
+from rljax.mismatch.importance import finalize_importance, importance_statistics
 
 # Two sequences of three and two tokens; token ratios 4, 1/2, 1 and 3, 1/3; products 2 and 1; an empty third row.
 RATIO = np.array([[4.0, 0.5, 1.0], [3.0, 1 / 3, 9.0], [5.0, 5.0, 5.0]])
@@ -16,6 +17,10 @@ MASK = np.array([[1, 1, 1], [1, 1, 0], [0, 0, 0]])
 ROLLOUT = np.log(np.array([[0.1, 0.4, 0.5], [0.2, 0.6, 0.1], [0.1, 0.1, 0.1]]))
 TRAINER = ROLLOUT + np.log(RATIO)
 CUBE_ROOT = 2 ** (1 / 3)
+
+
+def importance(*arrays, threshold):
+    return finalize_importance(importance_statistics(read_tokens(*arrays), threshold))
 
 
 def weights(**options):
@@ -139,7 +144,7 @@ def test_a_sequence_without_a_finite_token_is_rejected():
 
 
 def test_importance_statistics_by_hand():
-    found = importance_statistics(TRAINER, ROLLOUT, MASK, threshold=1.9)
+    found = importance(TRAINER, ROLLOUT, MASK, threshold=1.9)
     token = RATIO[MASK == 1]
     levels = {"token": token, "sequence": np.array([2.0, 1.0]), "geometric": np.array([CUBE_ROOT, 1.0])}
     for level, ratio in levels.items():
@@ -153,11 +158,11 @@ def test_importance_statistics_by_hand():
 
 
 def test_importance_statistics_on_the_device_and_of_nothing():
-    found = jax.jit(partial(importance_statistics, threshold=1.9))(*map(jnp.asarray, (TRAINER, ROLLOUT, MASK)))
-    expected = importance_statistics(TRAINER.astype(np.float32), ROLLOUT.astype(np.float32), MASK, threshold=1.9)
+    found = jax.jit(partial(importance, threshold=1.9))(*map(jnp.asarray, (TRAINER, ROLLOUT, MASK)))
+    expected = importance(TRAINER.astype(np.float32), ROLLOUT.astype(np.float32), MASK, threshold=1.9)
     for name, value in expected.items():
         assert float(found[name]) == pytest.approx(value, rel=1e-6), name
-    nothing = importance_statistics(TRAINER, ROLLOUT, np.zeros_like(MASK))
+    nothing = importance(TRAINER, ROLLOUT, np.zeros_like(MASK), threshold=2.0)
     assert nothing == dict.fromkeys(nothing, 0.0)
 
 
@@ -184,7 +189,7 @@ def test_mistakes_in_rejection_and_statistics_say_what_was_expected():
     with pytest.raises(ValueError, match="a band needs"):
         rejection_mask(TRAINER, ROLLOUT, MASK, statistic="geometric", threshold=1.0)
     with pytest.raises(ValueError, match=r"threshold must be at least 1, got 0\.5"):
-        importance_statistics(TRAINER, ROLLOUT, MASK, threshold=0.5)
+        importance(TRAINER, ROLLOUT, MASK, threshold=0.5)
 
 
 @pytest.mark.parametrize("xp", [np, jnp])

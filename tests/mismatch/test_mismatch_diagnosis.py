@@ -7,19 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.mismatch import (
+from rljax.mismatch import merge, mismatch_metrics, read_tokens, split_sum_rise
+from rljax.mismatch.diagnosis import (
     bucket_labels,
     finalize_buckets,
     finalize_sign_skew,
-    label_buckets,
-    merge_buckets,
-    merge_sign_skew,
     mismatch_by_entropy,
     mismatch_by_position,
     mismatch_by_staleness,
-    mismatch_metrics,
     sign_skew,
-    split_sum_rise,
 )
 
 LR = np.array([[0.1, -0.2, 0.3, 0.6], [0.0, 0.4, -0.7, 9.0]])
@@ -32,46 +28,46 @@ def k3(values):
 
 
 def assert_buckets(buckets, members):
-    found = finalize_buckets(buckets)
+    found = finalize_buckets(buckets, range(len(members)))
     for i, values in enumerate(members):
         n = max(len(values), 1)
-        assert found["token_count"][i] == len(values)
-        assert found["kl"][i] == pytest.approx(-sum(values) / n)
-        assert found["k3_kl"][i] == pytest.approx(sum(k3(values)) / n)
-        assert found["logprob_abs_diff_mean"][i] == pytest.approx(sum(map(abs, values)) / n)
-        assert found["logprob_abs_diff_max"][i] == pytest.approx(max(map(abs, values), default=0))
-        assert found["extreme_rate"][i] == pytest.approx(sum(abs(x) > 0.5 for x in values) / n)
-    assert all(array.shape == (len(members),) for array in found.values())
+        assert found[f"{i}/token_count"] == len(values)
+        assert found[f"{i}/kl"] == pytest.approx(-sum(values) / n)
+        assert found[f"{i}/k3_kl"] == pytest.approx(sum(k3(values)) / n)
+        assert found[f"{i}/logprob_abs_diff_mean"] == pytest.approx(sum(map(abs, values)) / n)
+        assert found[f"{i}/logprob_abs_diff_max"] == pytest.approx(max(map(abs, values), default=0))
+        assert found[f"{i}/extreme_rate"] == pytest.approx(sum(abs(x) > 0.5 for x in values) / n)
+    assert len(found) == 6 * len(members)
 
 
 def test_buckets_by_hand():
     trainer = ROLLOUT + LR
-    by_position = mismatch_by_position(trainer, ROLLOUT, MASK, edges=(2, 3))
+    tokens = read_tokens(trainer, ROLLOUT, MASK)
+    by_position = mismatch_by_position(tokens, (2, 3))
     assert_buckets(by_position, [[0.1, 0.0], [0.3, 0.4], [0.6, -0.7]])
     entropy = np.array([[0.05, 9.0, 0.5, np.nan], [3.0, 0.5, 0.0, 0.0]])
-    assert_buckets(
-        mismatch_by_entropy(trainer, ROLLOUT, MASK, entropy, edges=(0.1, 1.0)), [[0.1, -0.7], [0.3, 0.4], [0.0]]
-    )
+    assert_buckets(mismatch_by_entropy(tokens, entropy, edges=(0.1, 1.0)), [[0.1, -0.7], [0.3, 0.4], [0.0]])
     staleness = np.array([[0, 0, 1, 5], [2, 0, 1, 0]])
-    by_staleness = mismatch_by_staleness(trainer, ROLLOUT, MASK, staleness, num_buckets=4)
+    by_staleness = mismatch_by_staleness(tokens, staleness, num_buckets=4)
     assert_buckets(by_staleness, [[0.1, 0.4], [0.3, -0.7], [0.0], [0.6]])
-    halves = [mismatch_by_staleness(*(a[i : i + 1] for a in (trainer, ROLLOUT, MASK, staleness))) for i in (1, 0)]
-    assert_buckets(merge_buckets(*halves), [[0.1, 0.4], [0.3, -0.7], [0.0], [0.6]])
+    rows = [[a[i : i + 1] for a in (trainer, ROLLOUT, MASK, staleness)] for i in (1, 0)]
+    halves = [mismatch_by_staleness(read_tokens(*row), stale) for *row, stale in rows]
+    assert_buckets(merge(*halves), [[0.1, 0.4], [0.3, -0.7], [0.0], [0.6]])
 
 
 def test_packed_positions_restart_with_each_sequence():
     trainer, rollout = (ROLLOUT + LR).reshape(1, 8), ROLLOUT.reshape(1, 8)
     ids = np.array([[0, -1, 0, 0, 1, 1, 1, 0]])
-    packed = mismatch_by_position(trainer, rollout, MASK.reshape(1, 8), edges=(2, 3), sequence_ids=ids, num_sequences=2)
-    assert_buckets(packed, [[0.1, 0.0], [0.3, 0.4], [0.6, -0.7]])
+    packed = read_tokens(trainer, rollout, MASK.reshape(1, 8), sequence_ids=ids, num_sequences=2)
+    assert_buckets(mismatch_by_position(packed, edges=(2, 3)), [[0.1, 0.0], [0.3, 0.4], [0.6, -0.7]])
 
 
 def test_buckets_on_the_device():
-    found = jax.jit(lambda *arrays: finalize_buckets(mismatch_by_position(*arrays)))(
-        *map(jnp.asarray, (ROLLOUT + LR, ROLLOUT, MASK))
-    )
-    expected = finalize_buckets(mismatch_by_position(ROLLOUT + LR, ROLLOUT, MASK))
-    for name, values in expected.items():
+    def of(*arrays):
+        return finalize_buckets(mismatch_by_position(read_tokens(*arrays), (2, 3)), "abc")
+
+    found = jax.jit(of)(*map(jnp.asarray, (ROLLOUT + LR, ROLLOUT, MASK)))
+    for name, values in of(ROLLOUT + LR, ROLLOUT, MASK).items():
         # ROLLOUT + LR rounded to float32 moves a log-ratio by 5e-7.
         np.testing.assert_allclose(found[name], values, rtol=5e-6, atol=1e-6, err_msg=name)
 
@@ -82,13 +78,13 @@ def test_labels_name_every_bucket():
 
 
 def test_labelled_numbers():
-    buckets = mismatch_by_position(ROLLOUT + LR, ROLLOUT, MASK, edges=(2,))
-    found = label_buckets(buckets, bucket_labels((2,)))
+    buckets = mismatch_by_position(read_tokens(ROLLOUT + LR, ROLLOUT, MASK), edges=(2,))
+    found = finalize_buckets(buckets, bucket_labels((2,)))
     assert found["lt_2/kl"] == pytest.approx(-0.05)
     assert found["ge_2/token_count"] == 4.0
     assert all(type(value) is float for value in found.values())
     with pytest.raises(ValueError, match=r"labels must name each of the 2 buckets, got \('lt_2',\)"):
-        label_buckets(buckets, ("lt_2",))
+        finalize_buckets(buckets, ("lt_2",))
 
 
 def test_sign_skew_by_hand():
@@ -101,11 +97,15 @@ def test_sign_skew_by_hand():
         "positive_log_ratio": 0.1 / 2,
         "negative_log_ratio": 0.7 / 2,
     }
-    found = sign_skew(ROLLOUT + LR, ROLLOUT, MASK, advantages)
-    assert finalize_sign_skew(found) == pytest.approx(expected)
-    rows = [sign_skew(*(a[i : i + 1] for a in (ROLLOUT + LR, ROLLOUT, MASK, advantages))) for i in (1, 0)]
-    assert finalize_sign_skew(merge_sign_skew(*rows)) == pytest.approx(expected)
-    device = jax.jit(lambda *arrays: finalize_sign_skew(sign_skew(*arrays)))(
+
+    def of(*arrays):
+        return sign_skew(read_tokens(*arrays[:3]), arrays[3])
+
+    arrays = (ROLLOUT + LR, ROLLOUT, MASK, advantages)
+    assert finalize_sign_skew(of(*arrays)) == pytest.approx(expected)
+    rows = [of(*(a[i : i + 1] for a in arrays)) for i in (1, 0)]
+    assert finalize_sign_skew(merge(*rows)) == pytest.approx(expected)
+    device = jax.jit(lambda *arrays: finalize_sign_skew(of(*arrays)))(
         *map(jnp.asarray, (LR, np.zeros_like(LR), MASK, advantages))
     )
     for name, value in expected.items():
@@ -121,7 +121,7 @@ def test_symmetric_estimators_are_blind_where_the_skew_sees():
     leaning, random = size * advantages, size * rng.choice([-1.0, 1.0], (4, 500))
     k3_of = [mismatch_metrics(lr, zero, mask)["k3_kl"] for lr in (leaning, random)]
     assert k3_of[0] == pytest.approx(k3_of[1], rel=1e-3)
-    skew = [finalize_sign_skew(sign_skew(lr, zero, mask, advantages)) for lr in (leaning, random)]
+    skew = [finalize_sign_skew(sign_skew(read_tokens(lr, zero, mask), advantages)) for lr in (leaning, random)]
     assert skew[0]["sign_skew"] == 1.0
     assert abs(skew[1]["sign_skew"]) < 0.1
 
@@ -143,8 +143,8 @@ def test_the_rise_of_the_summed_form_is_split_exactly():
 
 def test_mistakes_say_what_was_expected():
     with pytest.raises(ValueError, match=r"edges must be increasing and at least one, got \(2, 2\)"):
-        mismatch_by_position(LR, LR, MASK, edges=(2, 2))
+        mismatch_by_position(read_tokens(LR, LR, MASK), edges=(2, 2))
     with pytest.raises(ValueError, match="num_buckets must be at least 1, got 0"):
-        mismatch_by_staleness(LR, LR, MASK, MASK, num_buckets=0)
+        mismatch_by_staleness(read_tokens(LR, LR, MASK), MASK, num_buckets=0)
     with pytest.raises(ValueError, match=r"advantages must have the shape .*\(2, 4\), got \(2,\)"):
-        sign_skew(LR, LR, MASK, np.ones(2))
+        sign_skew(read_tokens(LR, LR, MASK), np.ones(2))

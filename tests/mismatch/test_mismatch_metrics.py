@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.mismatch import finalize_statistics, merge_statistics, mismatch_metrics, mismatch_statistics
+from rljax.mismatch import merge, mismatch_metrics, mismatch_statistics, read_tokens
+from rljax.mismatch.metrics import finalize_mismatch
 
 LOG_PPL = [f"log_ppl_{name}" for name in ("diff", "diff_max", "diff_min", "abs_diff", "abs_diff_sum")]
 LOGPROB = [f"logprob_abs_diff_{name}" for name in ("mean", "p99", "p999", "max")]
@@ -29,6 +30,10 @@ def measure(request):
 
     on_device.limit = 60.0
     return on_device
+
+
+def statistics_of(*arrays):
+    return mismatch_statistics(read_tokens(*arrays))
 
 
 def formulas(trainer, rollout, mask, entropy):
@@ -233,8 +238,9 @@ def test_a_constant_probability_has_a_defined_correlation():
 
 def test_statistics_brought_from_the_device_are_finished_in_python_floats():
     trainer, rollout, mask, entropy = batch(1e-3)
-    statistics = jax.jit(mismatch_statistics)(*map(jnp.asarray, (trainer, rollout, mask)), entropy=jnp.asarray(entropy))
-    on_device, on_host = jax.jit(finalize_statistics)(statistics), finalize_statistics(jax.device_get(statistics))
+    arrays = map(jnp.asarray, (trainer, rollout, mask, entropy))
+    statistics = jax.jit(lambda *rows: mismatch_statistics(read_tokens(*rows[:3]), rows[3]))(*arrays)
+    on_device, on_host = jax.jit(finalize_mismatch)(statistics), finalize_mismatch(jax.device_get(statistics))
     assert all(type(value) is float for value in on_host.values())
     for name, value in on_host.items():
         assert relative(float(on_device[name]), value) < 1e-5, name
@@ -246,7 +252,7 @@ def test_no_gradient_flows_and_remat_scan_and_vmap_work():
 
     @jax.checkpoint
     def loss(x):
-        statistics = mismatch_statistics(x, rollout, mask)
+        statistics = statistics_of(x, rollout, mask)
         return jnp.sum(x**2), statistics
 
     (_, statistics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(trainer)
@@ -255,14 +261,14 @@ def test_no_gradient_flows_and_remat_scan_and_vmap_work():
     assert not np.any(gradient)
 
     def accumulate(carry, row):
-        return merge_statistics(carry, mismatch_statistics(*(part[None] for part in row))), None
+        return merge(carry, statistics_of(*(part[None] for part in row))), None
 
-    first = jax.jit(mismatch_statistics)(trainer[:1], rollout[:1], mask[:1])
+    first = jax.jit(statistics_of)(trainer[:1], rollout[:1], mask[:1])
     scanned, _ = jax.jit(lambda *rest: jax.lax.scan(accumulate, first, rest))(trainer[1:], rollout[1:], mask[1:])
-    rows = jax.jit(jax.vmap(mismatch_statistics))(trainer[:, None], rollout[:, None], mask[:, None])
-    assert int(rows.token_count.sum()) == int(scanned.token_count) == int(statistics.token_count)
-    scanned = finalize_statistics(jax.device_get(scanned))
-    for name, value in finalize_statistics(jax.device_get(statistics)).items():
+    rows = jax.jit(jax.vmap(statistics_of))(trainer[:, None], rollout[:, None], mask[:, None])
+    assert int(rows["token_count"].sum()) == int(scanned["token_count"]) == int(statistics["token_count"])
+    scanned = finalize_mismatch(jax.device_get(scanned))
+    for name, value in finalize_mismatch(jax.device_get(statistics)).items():
         assert relative(scanned[name], value) < 1e-5, name
 
 
@@ -277,15 +283,15 @@ def test_rows_may_be_sharded():
 
     @jax.jit
     def measured(trainer, rollout, mask, ids):
-        packed = mismatch_statistics(trainer, rollout, mask, sequence_ids=ids, num_sequences=2 * len(mask))
-        return mismatch_statistics(trainer, rollout, mask), packed
+        packed = read_tokens(trainer, rollout, mask, sequence_ids=ids, num_sequences=2 * len(mask))
+        return statistics_of(trainer, rollout, mask), mismatch_statistics(packed)
 
     whole = jax.device_get(measured(*arrays))
     split = jax.device_get(measured(*(jax.device_put(array, rows) for array in arrays)))
-    assert split[1].sequence_count > split[0].sequence_count
+    assert split[1]["sequence_count"] > split[0]["sequence_count"]
     for one, other in zip(whole, split, strict=True):
-        np.testing.assert_array_equal(one.histogram, other.histogram)
-        expected, found = finalize_statistics(one), finalize_statistics(other)
+        np.testing.assert_array_equal(one["histogram"], other["histogram"])
+        expected, found = finalize_mismatch(one), finalize_mismatch(other)
         for name, value in expected.items():
             assert relative(found[name], value) < 1e-6, name
 
@@ -309,10 +315,10 @@ def test_callers_mistakes_say_what_was_expected():
     with pytest.raises(ValueError, match="entropy must have the shape"):
         mismatch_metrics(ones, ones, ones, entropy=ones[:1])
     with pytest.raises(ValueError, match="given together, got sequence_ids=an array, num_sequences=None"):
-        mismatch_statistics(ones, ones, ones, sequence_ids=ones)
+        read_tokens(ones, ones, ones, sequence_ids=ones)
     with pytest.raises(ValueError, match=r"0 \.\. 1 inside the mask, got 0 \.\. 2"):
-        mismatch_statistics(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [2, 2, 2]]), num_sequences=2)
+        read_tokens(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [2, 2, 2]]), num_sequences=2)
     with pytest.raises(ValueError, match=r"whole inside one row, got pieces of \[0\]"):
-        mismatch_statistics(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [0, 2, 2]]), num_sequences=3)
-    with pytest.raises(ValueError, match="both statistics must be made with entropy or both without"):
-        merge_statistics(mismatch_statistics(ones, ones, ones), mismatch_statistics(ones, ones, ones, entropy=ones))
+        read_tokens(ones, ones, ones, sequence_ids=np.array([[0, 0, 1], [0, 2, 2]]), num_sequences=3)
+    with pytest.raises(ValueError, match="statistics that merge must hold the same names"):
+        merge(statistics_of(ones, ones, ones), mismatch_statistics(read_tokens(ones, ones, ones), ones))

@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from rljax.mismatch import (
-    FRAMEWORKS,
-    NAME_TABLE,
-    PUBLISHED_BARS,
-    framework_metrics,
-    mismatch_metrics,
-    mismatch_statistics,
-    our_name,
-)
+from rljax.mismatch import framework_metrics, mismatch_metrics, mismatch_statistics, read_tokens
+from rljax.mismatch.names import FRAMEWORKS, NAME_TABLE, PUBLISHED_BARS, our_name
+
+
+def statistics_of(*arrays):
+    return mismatch_statistics(read_tokens(*arrays))
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +102,8 @@ def expected(framework, trainer, rollout, mask):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_numbers_are_the_frameworks_own(batch, framework):
     wanted = {name: float(value) for name, value in expected(framework, *batch).items()}
-    assert framework_metrics(mismatch_statistics(*batch), framework) == pytest.approx(wanted, rel=1e-12)
-    device = jax.device_get(jax.jit(mismatch_statistics)(*(jnp.asarray(array) for array in batch)))
+    assert framework_metrics(statistics_of(*batch), framework) == pytest.approx(wanted, rel=1e-12)
+    device = jax.device_get(jax.jit(statistics_of)(*(jnp.asarray(array) for array in batch)))
     assert framework_metrics(device, framework) == pytest.approx(wanted, rel=2e-6)
 
 
@@ -127,11 +124,11 @@ def test_our_names():
     with pytest.raises(ValueError, match=r"'trl' has no metric 'kl' in the table; known: \['sampling/"):
         our_name("trl", "kl")
     with pytest.raises(ValueError, match=r"framework must be one of .* got 'openrlhf'"):
-        framework_metrics(mismatch_statistics(*(np.ones((1, 1)),) * 3), "openrlhf")
+        framework_metrics(statistics_of(*(np.ones((1, 1)),) * 3), "openrlhf")
 
 
 def test_nothing_to_measure_gives_finite_numbers():
-    statistics = mismatch_statistics(*(np.zeros((2, 3)),) * 3)
+    statistics = statistics_of(*(np.zeros((2, 3)),) * 3)
     for framework in FRAMEWORKS:
         assert all(np.isfinite(value) for value in framework_metrics(statistics, framework).values())
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
@@ -18,8 +18,7 @@ from rljax.rollout.injected_engine import InjectedEngine, add_noise, quantize, r
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.types import InjectConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.exact_pass import ExactPass, micro_of
-from rljax.trainer.exact_step import lay_out
+from rljax.trainer.exact import ExactPass, lay_out, micro_of
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.step import PrecisionConfig

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rljax.mismatch import mismatch_statistics
+from rljax.mismatch import mismatch_statistics, read_tokens
 from rljax.report.rows import read_rows
 from rljax.run.record import Recorder
 
@@ -152,9 +152,8 @@ def read_events(directory):
 
 def test_tensorboard_gets_the_histogram_of_the_mismatch(tmp_path):
     """Two exact zeros, one value of 1.5e-3 nats, three of 0.2: each in a bin of 2% that holds it."""
-    counts = mismatch_statistics(
-        np.array([[0.0, 0.0, 1.5e-3, 0.2, -0.2, 0.2]]), np.zeros((1, 6)), np.ones((1, 6))
-    ).histogram
+    tokens = read_tokens(np.array([[0.0, 0.0, 1.5e-3, 0.2, -0.2, 0.2]]), np.zeros((1, 6)), np.ones((1, 6)))
+    counts = mismatch_statistics(tokens)["histogram"]
     recorder = Recorder(tmp_path, 1, progress=False)
     recorder.write({"step": 1}, {"mismatch/logprob_abs_diff": counts})
     recorder.close()

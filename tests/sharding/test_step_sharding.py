@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import init_params, param_shardings
@@ -14,9 +14,8 @@ from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
-from rljax.trainer.state import create_state
+from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import PrecisionConfig, TrainStep
 
 CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import init_params
@@ -16,13 +16,11 @@ from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.exact_pass import ExactPass
-from rljax.trainer.exact_step import ExactUpdate, lay_out
+from rljax.trainer.exact import ExactPass, ExactUpdate, lay_out
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
-from rljax.trainer.state import create_state
+from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import PrecisionConfig, TrainStep
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)

@@ -5,17 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.mismatch import mismatch_metrics
-from rljax.mismatch.histogram import NUM_BINS
-from rljax.trainer.measure import (
-    HISTOGRAM,
-    DiagnosisConfig,
-    finalize_measured,
-    measure,
-    merge_measured,
-    nothing_measured,
-    without_empty_buckets,
-)
+from rljax.mismatch import bin_edges, merge, mismatch_metrics, zeros
+from rljax.policy.score import Scores
+from rljax.trainer.measure import HISTOGRAM, DiagnosisConfig, finalize_measured, measure, without_empty_buckets
 from rljax.trainer.packing import TrainSequence, pack
 from rljax.trainer.step import gradient_noise
 
@@ -41,10 +33,12 @@ def batch_of(lengths, gaps, staleness, advantages=None):
 
 
 def row_of(batch, logprobs, entropy, count):
-    total = nothing_measured(batch, count, DIAGNOSIS)
+    total = None
     for i in range(int(batch.used)):
         micro = jax.tree.map(lambda array, i=i: jnp.asarray(array[i]), batch._replace(used=None))
-        total = merge_measured(total, measure(jnp.asarray(logprobs[i]), entropy[i], micro, count, DIAGNOSIS))
+        scores = Scores(jnp.asarray(logprobs[i]), entropy[i], jnp.float32(i + 1))
+        found = measure(scores, micro, count, DIAGNOSIS)
+        total = merge(zeros(found) if total is None else total, found)
     return {k: np.asarray(v) for k, v in finalize_measured(total, DIAGNOSIS).items()}
 
 
@@ -66,7 +60,7 @@ def test_buckets_of_a_step_by_hand():
     assert row["mismatch_sign/log_ratio_skew"] == pytest.approx((7 * 0.1 + 4 * 0.3) / 11, rel=1e-5)
     assert row["mismatch_sign/sign_skew"] == pytest.approx(1.0)
     assert row["is/token_fraction_above"] == 0.0
-    assert row[HISTOGRAM].shape == (NUM_BINS,)
+    assert row[HISTOGRAM].shape == (len(bin_edges()) + 1,)
     assert row[HISTOGRAM].sum() == 13
 
 

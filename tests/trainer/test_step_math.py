@@ -6,19 +6,24 @@ import numpy as np
 import optax
 import pytest
 
-from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import hidden_states, init_params, lm_head_table
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.loss_scale import GROWTH_INTERVAL, adjust_loss_scale, initial_loss_scale
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
-from rljax.trainer.state import create_state
+from rljax.trainer.state import (
+    GROWTH_INTERVAL,
+    OptimizerConfig,
+    adjust_loss_scale,
+    create_state,
+    initial_loss_scale,
+    make_optimizer,
+)
 from rljax.trainer.step import PrecisionConfig, TrainStep
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)

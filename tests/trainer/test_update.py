@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from rljax.algorithms.correction import CorrectionConfig
+from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.data.prompts import DataConfig
 from rljax.mismatch import importance_weights, mismatch_metrics
@@ -136,7 +136,7 @@ def test_no_cut_changes_the_gradient_of_any_objective(name):
         assert np.abs(g - e).max() / np.abs(e).max() < 1e-5
     for key in ("policy/loss", "policy/clip_fraction", *(k for k in whole if k.startswith("correction/"))):
         assert cut[key] == pytest.approx(whole[key], rel=1e-5, abs=1e-7), key
-    if correction.rejects:
+    if correction.rejections:
         assert 0 < whole["correction/rejected_sequence_fraction"] < 1
     assert np.isnan(whole["optimizer/grad_noise"])
     assert cut["optimizer/grad_noise"] > 0

@@ -1,0 +1,161 @@
+"""Which correction for mismatch applies: one value of the configuration, and what it does to a micro-batch.
+
+The weights and rejections themselves are ``rljax.mismatch.correction``'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from rljax.mismatch import Statistics, read_tokens
+from rljax.mismatch.correction import correct_tokens, finalize_correction
+
+Preset = Literal[
+    "none",
+    "token_tis",
+    "token_mis",
+    "sequence_tis",
+    "sequence_mis",
+    "geometric_band",
+    "icepop",
+    "vexact",
+]
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "token_tis": {"level": "token", "mode": "truncate", "threshold": 2.0},
+    "token_mis": {"level": "token", "mode": "mask", "threshold": 2.0},
+    "sequence_tis": {"level": "sequence", "mode": "truncate", "threshold": 2.0},
+    "sequence_mis": {"level": "sequence", "mode": "mask", "threshold": 2.0},
+    "geometric_band": {"level": "geometric", "mode": "band", "threshold_low": 0.99, "threshold": 1.01},
+    "icepop": {"level": "token", "mode": "band", "threshold_low": 0.5, "threshold": 5.0},
+    "vexact": {"level": "token", "mode": "truncate", "threshold": 2.0, "reject_k3": 1e-3},
+}
+"""What each preset fills in: equations 4-6 of arXiv 2602.01826, IcePop's band, the best remedy of arXiv 2605.14220."""
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """What the loss does about the mismatch between trainer and rollout engine."""
+
+    preset: Preset = "none"
+    """A named combination of the other fields, which must then keep their defaults."""
+    level: Literal["none", "token", "sequence", "geometric"] = "none"
+    """The importance ratio that weights the loss of a token. token: its own ratio. sequence: the product over its
+    sequence. geometric: the n-th root of that product, for n tokens. none: no weights."""
+    mode: Literal["truncate", "mask", "band"] = "truncate"
+    """truncate (TIS): min(ratio, threshold). mask (MIS): 0 above the threshold. band: 0 outside threshold_low ..
+    threshold. A token of weight 0 still counts in the denominator (equation 6)."""
+    threshold: float = 2.0
+    """Upper bound of the ratio."""
+    threshold_low: float = 0.0
+    """Lower bound of the ratio. Only for mode band."""
+    normalize: bool = False
+    """Divide the weights by the mean weight of the batch."""
+    reject_k3: float = 0.0
+    """Drop a sequence if its mean over tokens of exp(lr) - lr - 1 is above this value (nats), where lr is the
+    log-ratio. 0: off."""
+    reject_geometric_low: float = 0.0
+    """Drop a sequence if its exp(mean lr) is below this value. 0: no lower bound."""
+    reject_geometric_high: float = 0.0
+    """Drop a sequence if its exp(mean lr) is above this value. 0 turns both bounds off."""
+    veto: float = 0.0
+    """Drop a sequence if the ratio of any of its tokens is below this value. 0: off."""
+
+    def __post_init__(self) -> None:
+        choices = {
+            "preset": get_args(Preset),
+            "level": ("none", "token", "sequence", "geometric"),
+            "mode": ("truncate", "mask", "band"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        if self.preset != "none" and changed != ["preset"]:
+            raise ValueError(f"preset {self.preset!r} sets the other fields, got {', '.join(changed[1:])} as well")
+        idle = [name for name in changed if name in ("mode", "threshold", "threshold_low", "normalize")]
+        if self.level == "none" and idle:
+            raise ValueError(f"{', '.join(idle)} do nothing at level 'none'; choose token, sequence or geometric")
+        if not 0.0 < self.threshold < np.inf:
+            raise ValueError(f"threshold must be finite and above 0, got {self.threshold}")
+        if not 0.0 <= self.threshold_low <= self.threshold or (self.threshold_low and self.mode != "band"):
+            raise ValueError(
+                "threshold_low must be in 0 .. threshold, and 0 unless mode is band, "
+                f"got {self.threshold_low} with threshold {self.threshold}, mode {self.mode}"
+            )
+        if not (self.reject_k3 >= 0.0 and self.veto >= 0.0):
+            raise ValueError(f"reject_k3 and veto must not be negative, got {self.reject_k3} and {self.veto}")
+        if not 0.0 <= self.reject_geometric_low <= self.reject_geometric_high:
+            raise ValueError(
+                "reject_geometric_low must be in 0 .. reject_geometric_high, "
+                f"got {self.reject_geometric_low} and {self.reject_geometric_high}"
+            )
+
+    def resolved(self) -> CorrectionConfig:
+        """The same correction with its preset spelled out."""
+        return self if self.preset == "none" else CorrectionConfig(**PRESETS[self.preset])
+
+    @property
+    def rejections(self) -> tuple[tuple[Any, Any], ...]:
+        """Statistic and threshold of each rejection that is on, as ``rejection_mask`` takes them."""
+        config = self.resolved()
+        bounds = (config.reject_geometric_low, config.reject_geometric_high)
+        every = (("k3", config.reject_k3), ("geometric", bounds), ("veto", config.veto))
+        return tuple((statistic, threshold) for statistic, threshold in every if np.any(threshold))
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it changes nothing."""
+        return self.resolved().level == "none" and not self.rejections
+
+
+def correct(
+    config: CorrectionConfig,
+    logprobs: Float[Array, "b t"],
+    rollout_logprobs: Float[Array, "b t"],
+    mask: Bool[Array, "b t"],
+    *,
+    sequence_ids: Int[Array, "b t"],
+    num_sequences: int,
+) -> tuple[Float[Array, "b t"], Bool[Array, "b t"], Statistics]:
+    """The correction of one micro-batch, without gradient.
+
+    Args:
+      config: what to do.
+      logprobs: of the trainer before the first update on the batch (nats).
+      rollout_logprobs: of the rollout engine (nats).
+      mask: tokens in the loss.
+      sequence_ids: index of each token's sequence in the batch; a sequence lies whole inside one row.
+      num_sequences: sequences of the batch (static).
+
+    Returns:
+      The weights, float32, never normalised (see ``gradient_divisor``): 0 outside the mask and, at every level but
+      "none", at tokens not finite on either side. The mask without the sequences that fail any of the rejections (one
+      without a finite token fails them all). The statistics for ``finalize_correction``, which merge.
+    """
+    config = config.resolved()
+    tokens = read_tokens(
+        jnp.asarray(logprobs),
+        jnp.asarray(rollout_logprobs),
+        jnp.asarray(mask),
+        sequence_ids=sequence_ids,
+        num_sequences=num_sequences,
+    )
+    threshold = (config.threshold_low, config.threshold) if config.mode == "band" else config.threshold
+    weighting = None if config.level == "none" else (config.level, config.mode, threshold)
+    weights, kept, statistics = correct_tokens(tokens, weighting, config.rejections)
+    return weights.astype(jnp.float32), kept, statistics
+
+
+def gradient_divisor(config: CorrectionConfig, statistics: Statistics) -> Float[Array, ""]:
+    """The batch's gradient is divided by this: with ``normalize`` the mean weight, unless it is 0; else 1."""
+    if not config.resolved().normalize:
+        return jnp.float32(1.0)
+    mean = finalize_correction(statistics)["weight_mean"]
+    return jnp.where(mean > 0, mean, 1.0)

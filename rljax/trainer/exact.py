@@ -1,0 +1,333 @@
+"""Zero mismatch: one executable that samples, scores and differentiates, and the training step around it.
+
+``ExactPass`` is a compiled forward-and-backward at one fixed [b, t], one sequence a row. The exact engine samples
+tokens from its log-softmax rows and ``ExactUpdate`` differentiates through it, so the trainer's log-probability of a
+token has the bits that the token was sampled with. Any other graph of the same function may differ: another shape, a
+forward without a backward, a cache. Gradients are accumulated, the mismatch measured and the update made by other
+executables.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from rljax.mismatch import Statistics
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import Params, abstract_params, cast_params, hidden_states, lm_head_table, param_shardings
+from rljax.policy.score import matmul_precision
+from rljax.sharding import constrain, named_sharding, replicated
+from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
+from rljax.trainer.objective import Objective
+from rljax.trainer.packing import PackedBatch, TrainSequence, pack, unpack
+from rljax.trainer.state import TrainState, abstract_state
+from rljax.trainer.step import PrecisionConfig, Totals, add_micro_batch, micro_gradients, update_state, zero_totals
+from rljax.trainer.update import Updated, fetch
+
+
+class FullScores(NamedTuple):
+    """What the executable says of its rows, float32."""
+
+    log_softmax: Float[Array, "b t v"]  # of the token that follows each place
+    logprobs: Float[Array, "b t"]  # of each token; 0 at position 0 and on padding
+    entropy: Float[Array, "b t"]  # nats; likewise
+    activation_max: Float[Array, ""]
+
+
+class ExactOutput(NamedTuple):
+    """What one run of the executable gives."""
+
+    grads: Params  # compute dtype, of the scaled loss over the provisional denominator
+    loss: Statistics  # from ``Objective.micro_loss``
+    scores: FullScores
+
+
+def full_scores(
+    compute: Params, config: PolicyConfig, micro: PackedBatch, temperature: Array, precision: PrecisionConfig
+) -> FullScores:
+    """Scores of a micro-batch [b, t] whose log-softmax is there in full before any token's is picked.
+
+    Args:
+      compute: parameters in the compute dtype.
+      config: their shape.
+      micro: one sequence a row.
+      temperature: float32 scalar, positive; of the distribution scored.
+      precision: dtype of the LM head's products, and whether to recompute blocks.
+    """
+    hidden, activation_max = hidden_states(
+        compute, config, micro.tokens, micro.segment_ids, micro.positions, remat=precision.remat
+    )
+    dtype = precision.head_dtype or hidden.dtype
+    hidden, table = hidden.astype(dtype), lm_head_table(compute).astype(dtype)
+    logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
+    logits = constrain(logits, "rows", "tokens", "vocab")
+    # The barrier keeps the gather from a log-softmax of its own, fused and rounded otherwise than the one sampled from.
+    log_softmax = jax.lax.optimization_barrier(jax.nn.log_softmax(logits / temperature))
+    picked = jnp.take_along_axis(log_softmax[:, :-1], micro.tokens[:, 1:, None], axis=-1)[..., 0]
+    known = jax.lax.stop_gradient(log_softmax[:, :-1])
+    entropy = -jnp.sum(jnp.exp(known) * known, axis=-1)
+    inside = (micro.positions > 0) & (micro.segment_ids > 0)
+    logprobs, entropy = (jnp.where(inside, jnp.pad(x, ((0, 0), (1, 0))), 0.0) for x in (picked, entropy))
+    return FullScores(jax.lax.stop_gradient(log_softmax), logprobs, entropy, activation_max)
+
+
+class ExactPass:
+    """The one executable: ``exact(params, micro, scale, provisional, temperature)``."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        mesh: Mesh,
+        *,
+        precision: PrecisionConfig,
+        objective: Objective,
+        rows: int,
+        row_tokens: int,
+    ):
+        """Compiled at the first call; any other shape is an error, never a second compilation.
+
+        Args:
+          config: shape of the policy.
+          mesh: the trainer's.
+          precision: dtypes.
+          objective: the loss of a step.
+          rows: b, rows of a micro-batch, and sequences sampled at a time.
+          row_tokens: t, the longest prompt with its response.
+        """
+        dtype = jnp.dtype(precision.compute_dtype)
+
+        def run(
+            params: Params, micro: PackedBatch, scale: Array, provisional: Array, temperature: Array
+        ) -> ExactOutput:
+            def score(compute: Params, micro: PackedBatch) -> FullScores:
+                return full_scores(compute, config, micro, temperature, precision)
+
+            with jax.default_matmul_precision(matmul_precision(dtype)):
+                compute = cast_params(params, dtype)
+                found: Any = micro_gradients(compute, micro, objective, score, scale, provisional)
+                return ExactOutput(*found)
+
+        self.rows, self.row_tokens, self.objective, self.mesh = rows, row_tokens, objective, mesh
+        self._run = run
+        self._empty = micro_of(empty_rows(rows, row_tokens, reference=objective.loss.kl != "none"), 0)
+        self._abstract_params = abstract_params(config)
+        self._by_param = param_shardings(config, mesh)
+        self._by_rows = named_sharding(mesh, ("rows", "tokens"), (rows, row_tokens))
+        self._everywhere = replicated(mesh)
+        self._one = jax.device_put(np.float32(1.0), self._everywhere)
+
+    @functools.cached_property
+    def output_shapes(self) -> ExactOutput:
+        """``jax.ShapeDtypeStruct`` of what a call returns."""
+        with jax.set_mesh(self.mesh):
+            return jax.eval_shape(self._run, *self.argument_shapes())
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        by_micro = jax.tree.map(lambda _: self._by_rows, self._empty)
+        vocabulary = self.output_shapes.scores.log_softmax.shape
+        by_vocabulary = named_sharding(self.mesh, ("rows", "tokens", "vocab"), vocabulary)
+        out = jax.tree.map(lambda _: self._everywhere, self.output_shapes)
+        scores: Any = (by_vocabulary, self._by_rows, self._by_rows, self._everywhere)
+        jitted = jax.jit(
+            self._run,
+            in_shardings=(self._by_param, by_micro, *[self._everywhere] * 3),
+            out_shardings=out._replace(grads=self._by_param, scores=FullScores(*scores)),
+        )
+        with jax.set_mesh(self.mesh):
+            return jitted.lower(*self.argument_shapes()).compile()
+
+    def argument_shapes(self) -> tuple[Any, ...]:
+        """``jax.ShapeDtypeStruct`` of what a call takes."""
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        micro = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), self._empty)
+        return self._abstract_params, micro, scalar, scalar, scalar
+
+    def place(self, micro: PackedBatch) -> PackedBatch:
+        """A micro-batch [b, t] on the devices, rows over the mesh."""
+        return jax.device_put(micro, self._by_rows)
+
+    def scalar(self, value: Any) -> jax.Array:
+        """A float32 scalar on every device."""
+        return jax.device_put(value if isinstance(value, jax.Array) else np.float32(value), self._everywhere)
+
+    def __call__(
+        self, params: Params, micro: PackedBatch, scale: jax.Array, provisional: jax.Array, temperature: jax.Array
+    ) -> ExactOutput:
+        """Runs it.
+
+        Args:
+          params: float32 masters; cast inside.
+          micro: from ``place``.
+          scale: from ``scalar``, as the next two: the loss is multiplied by it.
+          provisional: denominator of the loss.
+          temperature: of the distribution.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._compiled(params, micro, scale, provisional, temperature)
+
+    def log_softmax(
+        self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float
+    ) -> Float[Array, "b t v"]:
+        """What the engine samples from: the log-softmax after each place of rows that carry no loss.
+
+        Args:
+          params: float32 masters.
+          tokens: int32 [b, t], each row from its left.
+          lengths: int32 [b], tokens of each row so far; 0 for a row not in use.
+          temperature: of the distribution, positive.
+        """
+        index = np.arange(self.row_tokens, dtype=np.int32)[None]
+        known = index < lengths[:, None]
+        micro = self._empty._replace(
+            tokens=tokens, segment_ids=known.astype(np.int32), positions=np.where(known, index, 0).astype(np.int32)
+        )
+        return self(params, self.place(micro), self._one, self._one, self.scalar(temperature)).scores.log_softmax
+
+
+def empty_rows(rows: int, row_tokens: int, *, reference: bool) -> PackedBatch:
+    """One micro-batch [1, b, t] of padding."""
+    nothing = pack([], row_tokens=row_tokens, rows_per_micro_batch=rows, micro_batches=1)
+    return nothing._replace(reference_logprobs=np.zeros((1, rows, row_tokens), np.float32) if reference else None)
+
+
+def micro_of(batch: PackedBatch, index: int) -> PackedBatch:
+    """Micro-batch ``index`` of a batch [m, b, t] of numpy arrays."""
+    return jax.tree.map(lambda array: array[index], batch._replace(used=None))
+
+
+def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> PackedBatch:
+    """Sequence i in row i % b of micro-batch i // b, where the engine sampled it: nothing packed, nothing sorted.
+
+    Raises:
+      ValueError: a sequence does not fit a row, or only some of them have reference log-probabilities.
+    """
+    count = -(-len(sequences) // rows)
+    # Each goes through ``pack`` alone and then to its place.
+    single = [pack([s], row_tokens=row_tokens, rows_per_micro_batch=1, micro_batches=1) for s in sequences]
+    used = np.asarray(count, np.int32)
+
+    def join(*parts: np.ndarray) -> np.ndarray:
+        joined = np.zeros((count * rows, row_tokens), parts[0].dtype)
+        joined[: len(parts)] = np.concatenate([part[0] for part in parts])
+        return joined.reshape(count, rows, row_tokens)
+
+    batch = jax.tree.map(join, *(part._replace(used=None) for part in single))
+    index = np.arange(count * rows, dtype=np.int32).reshape(count, rows, 1)
+    return batch._replace(sequence_ids=np.where(batch.segment_ids > 0, index, 0).astype(np.int32), used=used)
+
+
+class ExactUpdate:
+    """One update a rollout batch through an ``ExactPass``; see ``Update``."""
+
+    def __init__(
+        self,
+        exact: ExactPass,
+        config: PolicyConfig,
+        tx: optax.GradientTransformation,
+        *,
+        precision: PrecisionConfig,
+        temperature: float,
+        diagnosis: DiagnosisConfig,
+        reference: Params | None = None,
+    ):
+        """Builds the executables around the pass.
+
+        Args:
+          exact: the pass that the engine samples with.
+          config: shape of the policy.
+          tx: from ``make_optimizer``.
+          precision: that of the pass.
+          temperature: of the rollouts.
+          diagnosis: how the mismatch is taken apart.
+          reference: masters of the frozen policy of a KL penalty, kept on the devices; scored by the same pass.
+        """
+        dynamic, objective = precision.compute_dtype == "float16", exact.objective
+        self._exact, self._reference = exact, reference
+        self._temperature = exact.scalar(temperature)
+        self._everywhere = replicated(exact.mesh)
+        by_state = jax.tree.map(
+            lambda leaf: leaf.sharding, abstract_state(config, tx, exact.mesh, dynamic_scale=dynamic)
+        )
+        shardings: Any = (by_state.params, *[self._everywhere] * 3)
+        totals = Totals(*shardings)
+
+        def measured(output: ExactOutput, micro: PackedBatch) -> dict[str, Statistics]:
+            return measure(output.scores, micro, objective.num_sequences, diagnosis)
+
+        def start() -> Totals:
+            output = exact.output_shapes
+            return zero_totals(output.grads, output.loss, jax.eval_shape(measured, output, exact.argument_shapes()[1]))
+
+        def add(totals: Totals, output: ExactOutput, micro: PackedBatch, measure_noise: jax.Array) -> Totals:
+            return add_micro_batch(totals, output.grads, output.loss, measured(output, micro), measure_noise)
+
+        def finish(
+            state: TrainState,
+            totals: Totals,
+            batch: PackedBatch,
+            learning_rate: jax.Array,
+            apply_update: jax.Array,
+            measure_noise: jax.Array,
+        ) -> tuple[TrainState, dict[str, jax.Array]]:
+            state, row = update_state(
+                state, totals, batch, tx, objective, learning_rate, apply_update, measure_noise, dynamic=dynamic
+            )
+            return state, row | finalize_measured(totals.measured, diagnosis)
+
+        self._start = jax.jit(start, out_shardings=totals)
+        self._add = jax.jit(add, out_shardings=totals, donate_argnums=0)
+        self._finish = jax.jit(finish, out_shardings=(by_state, self._everywhere), donate_argnums=0)
+
+    def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
+        """See ``Update``; sequences stay where the engine sampled them."""
+        return lay_out(sequences, self._exact.rows, self._exact.row_tokens)
+
+    def __call__(
+        self,
+        state: TrainState,
+        batch: PackedBatch,
+        sequences: Sequence[TrainSequence],
+        learning_rate: float,
+        *,
+        seed: int,
+        noise: bool,
+    ) -> Updated:
+        """See ``Update``."""
+        del seed
+        exact = self._exact
+        if self._reference is not None:
+            batch = self._with_reference(batch, self._reference)
+        noise = noise and int(batch.used) > 1
+        scale, provisional = exact.scalar(state.loss_scale.scale), exact.scalar(exact.objective.provisional(batch))
+        values = (np.float32(learning_rate), np.bool_(any(s.in_loss for s in sequences)), np.bool_(noise))
+        rate, apply_update, measure_noise = jax.device_put(values, self._everywhere)
+        logprobs = []
+        with jax.set_mesh(exact.mesh):
+            totals = self._start()
+            for index in range(int(batch.used)):
+                micro = exact.place(micro_of(batch, index))
+                output = exact(state.params, micro, scale, provisional, self._temperature)
+                logprobs.append(output.scores.logprobs)
+                totals = self._add(totals, output, micro, measure_noise)
+            state, metrics = self._finish(state, totals, batch, rate, apply_update, measure_noise)
+        row, histograms = fetch(metrics, noise=noise)
+        return Updated(state, row, histograms, lambda: unpack(np.stack(jax.device_get(logprobs)), batch, sequences))
+
+    def _with_reference(self, batch: PackedBatch, reference: Params) -> PackedBatch:
+        """The batch with the frozen policy's log-probabilities, from the same executable."""
+        exact, zeros = self._exact, np.zeros(batch.tokens.shape, np.float32)
+        batch, one = batch._replace(reference_logprobs=zeros), exact.scalar(1.0)
+        found = [
+            exact(reference, exact.place(micro_of(batch, index)), one, one, self._temperature).scores.logprobs
+            for index in range(int(batch.used))
+        ]
+        return batch._replace(reference_logprobs=np.stack(jax.device_get(found)))
