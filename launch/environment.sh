@@ -1,7 +1,9 @@
-# Sourced by the launch scripts: finds Python, makes the virtual environment once, installs rljax with an extra.
+# Sourced by the launch scripts: finds Python, makes a virtual environment once, installs rljax with an extra.
 #
-# RLJAX_VENV: the environment's directory (default .venv). RLJAX_PYTHON: the interpreter to make it with.
-# Sets RLJAX_BIN, the environment's bin directory.
+# RLJAX_VENV: the environment's directory (default: .venv of this checkout, or .venv-gpu for the extra gpu).
+# RLJAX_PYTHON: the interpreter to make it with. Sets RLJAX_BIN, the environment's bin directory.
+
+rljax_repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 rljax_python() {
   local candidate
@@ -17,10 +19,12 @@ rljax_python() {
 
 # prepare_environment EXTRA: an environment in which `pip install -e .[EXTRA]` is done; at once when it is.
 prepare_environment() {
-  local extra="$1" venv="${RLJAX_VENV:-.venv}" stamp python
+  local extra="$1" name=.venv venv stamp python
+  [ "$extra" != gpu ] || name=.venv-gpu
+  venv="${RLJAX_VENV:-$rljax_repo/$name}"
   mkdir -p "$(dirname "$venv")"
   RLJAX_BIN="$(cd "$(dirname "$venv")" && pwd)/$(basename "$venv")/bin"
-  stamp="$venv/.rljax-$extra-$(cksum < pyproject.toml | cut -d ' ' -f 1)"
+  stamp="$venv/.rljax-$extra-$(cksum < "$rljax_repo/pyproject.toml" | cut -d ' ' -f 1)"
   if [ -e "$stamp" ] && [ -x "$RLJAX_BIN/python" ]; then
     echo "== environment $venv is ready"
   else
@@ -31,14 +35,28 @@ prepare_environment() {
     if [ "$extra" = test ]; then
       install_cpu_torch
     fi
-    "$RLJAX_BIN/python" -m pip install -qq --progress-bar off -e ".[$extra]"
+    "$RLJAX_BIN/python" -m pip install -qq --progress-bar off -e "$rljax_repo[$extra]"
     touch "$stamp"
     echo "== installed: $("$RLJAX_BIN/python" -m pip list 2>/dev/null | awk '$1 ~ /^(jax|flax|optax|orbax-checkpoint|grain|transformers|torch)$/ {printf "%s %s, ", $1, $2}')"
   fi
   # Compiled programs are kept, so that a second run starts at once.
-  export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.cache/jax}"
+  export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$rljax_repo/.cache/jax}"
   export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0.5}"
   export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="${JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES:--1}"
+}
+
+# trainer_extra: the extra that trains here, gpu where nvidia-smi finds a GPU, else train.
+trainer_extra() {
+  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo train; fi
+}
+
+# prepare_trainer_environment: the one that RLJAX_VENV names, as it is, where it exists; else one with trainer_extra.
+prepare_trainer_environment() {
+  if [ -n "${RLJAX_VENV:-}" ] && [ -x "$RLJAX_VENV/bin/python" ]; then
+    RLJAX_BIN="$(cd "$RLJAX_VENV/bin" && pwd)"
+  else
+    prepare_environment "$(trainer_extra)"
+  fi
 }
 
 # The parity tests compare with torch. 2.13.0 exists as a CPU build for Python 3.11; elsewhere the index decides, and

@@ -103,11 +103,14 @@ else
   echo "$spec" >"$marker"
 fi
 
+# The installed entry point is a copy of the one in pyproject.toml, made when the plugin was installed.
 plugin_is_here='
-import importlib.metadata as m, pathlib, sys
-points = m.entry_points(group="vllm.general_plugins", name="rljax")
+import importlib.metadata, pathlib, sys, tomllib
 import rljax
-sys.exit(not points or pathlib.Path(rljax.__file__).resolve().parents[1] != pathlib.Path(sys.argv[1]).resolve())
+repo, group = pathlib.Path(sys.argv[1]).resolve(), "vllm.general_plugins"
+wanted = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["entry-points"][group]["rljax"]
+installed = [point.value for point in importlib.metadata.entry_points(group=group, name="rljax")]
+sys.exit(installed != [wanted] or pathlib.Path(rljax.__file__).resolve().parents[1] != repo)
 '
 if ! (cd / && "$venv/bin/python" -c "$plugin_is_here" "$repo") 2>/dev/null; then
   waited "installing rljax's plugin (without its dependencies)" \

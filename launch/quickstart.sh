@@ -7,7 +7,7 @@
 #
 # About 5 minutes on 2 cores after the downloads. Run again, it reuses the environment and the base model, and goes on
 # with a run that was stopped (give another --run.dir, or remove the old one, to start afresh). With --vllm the rollouts
-# come from a real vLLM server, installed into .venv-vllm, started here on loopback and ended with this script.
+# come from a real vLLM server, installed into .venv-vllm; launch/single_node.sh starts it and ends it with the run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -42,23 +42,4 @@ fi
 
 bash launch/install_vllm.sh
 dtype="$("$RLJAX_BIN/python" tools/show_config.py rollout.dtype configs/quickstart.yaml "$@")"
-work="$(mktemp -d)"
-server=
-# The server follows this script: it ends when the script does, however that comes.
-cleanup() {
-  [ -z "$server" ] || kill "$server" 2>/dev/null || true
-  [ -z "$server" ] || wait "$server" 2>/dev/null || true
-  rm -rf "$work"
-}
-trap cleanup EXIT
-echo "== starting a vLLM server in $dtype (up to 2 minutes; its log is runs/vllm-$dtype.log)"
-bash launch/vllm_server.sh "$base" --dtype "$dtype" --max-model-len 512 --log "runs/vllm-$dtype.log" \
-  --url-file "$work/url" --follow-parent &
-server=$!
-while [ ! -s "$work/url" ]; do
-  kill -0 "$server" 2>/dev/null || { echo "error: the vLLM server did not start" >&2; exit 1; }
-  sleep 0.5
-done
-echo "== training with rollouts from $(cat "$work/url")"
-"$RLJAX_BIN/python" -m rljax.train configs/quickstart.yaml --run.dir "runs/quickstart-vllm-$dtype" \
-  --rollout.engine vllm --rollout.urls "$(cat "$work/url")" "$@"
+exec bash launch/single_node.sh configs/quickstart.yaml -- --run.dir "runs/quickstart-vllm-$dtype" "$@"

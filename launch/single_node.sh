@@ -18,8 +18,11 @@
 #
 # Without GPU options one server starts where vLLM puts it: on a machine without GPUs, on the CPU. The model, the dtype
 # and the lengths are those of the configuration. The same command goes on with a run that was stopped (run.resume auto).
-# Ctrl-C or SIGTERM lets the trainer finish its step and save; a second one ends it at once. RLJAX_VENV and
-# RLJAX_VLLM_VENV name the two environments; servers write their logs beside the run, in RUN-servers.
+# Ctrl-C or SIGTERM lets the trainer finish its step and save; a second one ends it at once. When the last server has
+# ended, the trainer saves its last finished step and this script ends with status 1. Servers write their logs beside the
+# run, in RUN-servers. The trainer's environment is made on the first start, with CUDA where nvidia-smi finds a GPU
+# (.venv-gpu, else .venv); the servers' comes from launch/install_vllm.sh. RLJAX_VENV and RLJAX_VLLM_VENV name others,
+# which are used as they are.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -103,8 +106,9 @@ if [[ -n "$server_gpus" && -z "$memory" ]]; then
   done
 fi
 
-python="${RLJAX_VENV:-$here/.venv}/bin/python"
-[[ -x "$python" ]] || die "no environment at ${RLJAX_VENV:-$here/.venv} (launch/quickstart.sh makes one; RLJAX_VENV names another)"
+source "$here/launch/environment.sh"
+prepare_trainer_environment
+python="$RLJAX_BIN/python"
 given=("$config" "$@" --rollout.engine vllm)
 pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and vllm wants a URL
 settings="$("$python" "$here/tools/show_config.py" model.path,rollout.dtype,run.dir,max_engine_tokens "${pending[@]}")" || exit 2
@@ -149,7 +153,7 @@ fi
 # --- processes --------------------------------------------------------------------------------------------------------
 
 work="$(mktemp -d)"
-servers=() trainer=""
+servers=() trainer="" asked=false
 # Should this script be killed outright, the kernel ends the trainer; the servers notice by themselves.
 tied=()
 if command -v setpriv >/dev/null; then tied=(setpriv --pdeathsig KILL); fi
@@ -175,6 +179,7 @@ forward() {
     echo "single_node: interrupted" >&2
     exit $((128 + $1))
   fi
+  asked=true
   kill -"$1" "$trainer" 2>/dev/null || true
 }
 trap 'forward 2' INT
@@ -202,11 +207,28 @@ set -m
 env "${trainer_env[@]}" "${tied[@]}" "$python" -m rljax.train "${given[@]}" --rollout.urls "${urls[@]}" &
 trainer=$!
 set +m
-# A signal that is forwarded ends `wait`, not the trainer.
+# The run goes on while one server is left. Without any, the trainer is asked to save and stop, once.
+left=("${servers[@]}")
+while running "$trainer" && ((${#left[@]})); do
+  wait -n "$trainer" "${left[@]}" || true # a signal that is forwarded ends it, too
+  for i in "${!left[@]}"; do
+    if running "$trainer" && ! running "${left[i]}"; then
+      unset "left[i]"
+      echo "single_node: server $i ended, ${#left[@]} of ${#servers[@]} left; the whole log is $logs/$i.log" >&2
+    fi
+  done
+done
+lost=false
+if running "$trainer" && ! $asked; then
+  lost=true
+  echo "single_node: no vLLM server is left; stopping the training" >&2
+  kill -TERM "$trainer" 2>/dev/null || true
+fi
 while
   status=0
   wait "$trainer" || status=$?
   running "$trainer"
 do :; done
+if $lost && ((status)); then status=1; fi
 trainer=""
 exit "$status"

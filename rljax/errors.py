@@ -16,7 +16,7 @@ class ConfigError(ValueError):
 
 @contextmanager
 def caller_errors() -> Iterator[None]:
-    """Within it a ``ValueError`` or ``OSError`` is the caller's mistake and leaves as a ``ConfigError``.
+    """Within it a ``ValueError``, ``OSError`` or ``ServerError`` leaves as a ``ConfigError``: the caller's mistake.
 
     For the part of a program that checks its arguments and opens its inputs, not for the work itself.
     """
@@ -26,7 +26,7 @@ def caller_errors() -> Iterator[None]:
         raise
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}" if error.filename else error) from error
-    except ValueError as error:
+    except (ValueError, ServerError) as error:
         raise ConfigError(error) from error
 
 
@@ -51,11 +51,15 @@ class StoppedWaitingError(RuntimeError):
     """The run was asked to stop while the engine waited for servers that are gone."""
 
 
-class ServerGoneError(RuntimeError):
+class ServerError(RuntimeError):
+    """What a server did wrong."""
+
+
+class ServerGoneError(ServerError):
     """The server does not answer, or answered that its engine is broken: try again when it is back."""
 
 
-class ServerRefusedError(RuntimeError):
+class ServerRefusedError(ServerError):
     """The server answered and refused; trying again would not help."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -63,7 +67,7 @@ class ServerRefusedError(RuntimeError):
         self.status = status
 
 
-class ReplyError(RuntimeError):
+class ReplyError(ServerError):
     """The server answered 200 with something that is not a completion."""
 
 

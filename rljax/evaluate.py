@@ -1,7 +1,7 @@
 """Accuracy of a policy on one dataset: ``python -m rljax.evaluate --path PATH [--dataset FILE] [--a value ...]``.
 
 PATH is an HF directory, a run directory, or one of its checkpoints. Prints one JSON object: accuracy (avg@n), pass@k,
-response length. The training loop asks the same of the engine it trains with, at its own times (``eval.*``).
+response length. A training run does the same with its own engine (``eval.*``).
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import load_params
 from rljax.policy.hub import model_directory
 from rljax.policy.qwen3 import param_shardings
-from rljax.rewards.pool import RewardConfig, make_pool
-from rljax.rollout.build import serve_policy
+from rljax.rewards.pool import RewardPool
+from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.jax_engine import JaxEngine
-from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.served_model import ServedModel
+from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
-from rljax.run.config import Config, check_draws
+from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
 from rljax.run.evaluation import Scored, score_responses, summarize_scores
 from rljax.sharding import MeshConfig, make_mesh
@@ -44,52 +42,50 @@ LONGEST_RESPONSE = 8192
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to evaluate, on what, and how.
-
-    Attributes:
-      path: HF directory or OWNER/NAME on the hub; run directory; or one checkpoint of it, as runs/x/checkpoints/120.
-      step: of a run directory, the checkpoint to take; None: the newest.
-      best: of a run directory, the best one (``checkpoint.keep_best``).
-      dataset: toy or toy_swaps (held problems), or a Parquet or JSONL file of problems.
-      n: responses a problem: the accuracy is avg@n.
-      pass_k: which pass@k to estimate from them.
-      temperature: of the draws; 0: greedy.
-      max_response_tokens: longest response (tokens); None: what the toy needs; of a file 8192, or what the model has
-        positions for.
-      engine: jax, in this process; or vllm: an HF directory's servers are asked as they stand, a run's weights are
-        published to them first.
-      urls: base URLs of the vLLM servers.
-      dtype: of the embedded engine, and of what is published.
-      batch_size: problems that the embedded engine decodes at a time.
-      reward: as ``data.reward``; None: the toy's own, of a file math.
-      reward_workers: as ``data.reward_workers``.
-      reward_timeout_s: as ``data.reward_timeout_s``.
-      chat_template: as ``data.chat_template``.
-      seed: of the toy's held problems (``data.seed`` of the run) and of the draws.
-      out: JSONL file for every response, its reward and length; None: none.
-    """
+    """What to evaluate, on what, and how."""
 
     path: str = "runs/toy-base"
+    """A Hugging Face directory or OWNER/NAME on the hub; a run directory; or one of its checkpoints, as
+    runs/x/checkpoints/120."""
     step: int | None = None
+    """The checkpoint to load from a run directory. None: the newest."""
     best: bool = False
+    """Load the best checkpoint of a run directory (``checkpoint.keep_best``)."""
     dataset: str = "toy"
+    """toy or toy_swaps for the evaluation split of that task, or a Parquet or JSONL file of problems."""
     n: int = 1
+    """Responses per problem. The accuracy is their mean (avg@n)."""
     pass_k: tuple[int, ...] = ()
+    """Values of k for which pass@k is estimated from the n responses. Each is at most n."""
     temperature: float = 0.0
+    """Sampling temperature. 0: greedy."""
     max_response_tokens: int | None = None
+    """Longest response (tokens). None: what the toy task needs; for a file 8192, or less if the model has fewer
+    positions."""
     engine: Literal["jax", "vllm"] = "jax"
+    """jax: sample in this process. vllm: sample from servers; those of a Hugging Face directory are used as they are,
+    and the weights of a run are published to them first."""
     urls: tuple[str, ...] = ()
+    """Base URLs of the vLLM servers."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the embedded engine and of the published weights."""
     batch_size: int = 256
+    """Problems that the embedded engine decodes at the same time."""
     reward: str | None = None
+    """As ``data.reward``. None: the reward of the toy task; math for a file."""
     reward_workers: int | None = None
+    """As ``data.reward_workers``."""
     reward_timeout_s: float = 10.0
+    """As ``data.reward_timeout_s``."""
     chat_template: bool | Literal["auto"] = "auto"
+    """As ``data.chat_template``."""
     seed: int = 0
+    """Seed of the toy problems (``data.seed`` of the run) and of the sampling."""
     out: str | None = None
+    """JSONL file for every response with its reward and length. None: no file."""
 
     def __post_init__(self) -> None:
-        check_draws(self.n, self.pass_k, self.temperature)
+        check_sampling(self.n, self.pass_k, self.temperature)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         if (self.engine == "vllm") != bool(self.urls):
@@ -161,29 +157,30 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
 
 @contextlib.contextmanager
 def open_engine(
-    policy: Policy, engine: str, urls: Sequence[str], dtype: str, *, prompt_tokens: int, response_tokens: int
+    policy: Policy, rollout: RolloutConfig, *, prompt_tokens: int, response_tokens: int
 ) -> Iterator[RolloutEngine]:
     """An engine that holds the policy: embedded; servers as they stand (HF directory); or published to (a run).
 
     Args:
-      policy: what it draws from.
-      engine: jax or vllm.
-      urls: of the servers.
-      dtype: of the embedded engine, and of what is published.
+      policy: what it samples from.
+      rollout: names the engine, jax or vllm, and its servers and dtype.
       prompt_tokens: longest prompt.
       response_tokens: longest response.
     """
     made: RolloutEngine
     with caller_errors():
-        if engine == "vllm" and policy.run is None:
-            made = ServedModel(urls)
+        if rollout.engine == "vllm" and policy.run is None:
+            made = connect(rollout.urls)
         else:
-            mesh = make_mesh(MeshConfig(), jax.devices()[:1] if engine == "vllm" else None)
+            mesh = make_mesh(MeshConfig(), jax.devices()[:1] if rollout.engine == "vllm" else None)
             params = policy.load(mesh)
-            if engine == "jax":
-                made = JaxEngine(policy.config, dtype, prompt_tokens, mesh=mesh)
-            else:
-                made = serve_policy(urls, policy.config, dtype, prompt_tokens + response_tokens)
+            made = make_engine(
+                rollout,
+                policy.config,
+                mesh,
+                max_prompt_tokens=prompt_tokens,
+                max_tokens=prompt_tokens + response_tokens,
+            )
             made.publish(params, policy.step or 0)
     with contextlib.closing(made):
         yield made
@@ -223,22 +220,16 @@ def main(argv: Sequence[str]) -> int:
             wanted = toy.max_response_tokens
         limit = response_limit(wanted, policy.config, prompt_tokens)
         function = arguments.reward or (toy.reward if toy else FILE_REWARD)
-        pool = make_pool(RewardConfig(function, arguments.reward_workers, arguments.reward_timeout_s))
+        pool = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
     stops = policy.config.stop_token_ids or (tokenizer.eos_token_id,)
     sampling = SamplingParams(limit, arguments.temperature, stops)
+    rollout = RolloutConfig(engine=arguments.engine, urls=arguments.urls, dtype=arguments.dtype)
     at_once = arguments.batch_size if arguments.engine == "jax" else len(problems)
     scored: list[Scored] = []
     total = len(problems) * arguments.n
     with (
         pool,
-        open_engine(
-            policy,
-            arguments.engine,
-            arguments.urls,
-            arguments.dtype,
-            prompt_tokens=prompt_tokens,
-            response_tokens=limit,
-        ) as engine,
+        open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=total, desc=name, unit="response", file=sys.stderr) as bar,
     ):
         for start, part in in_batches(problems, at_once):
@@ -246,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
             for one in score_responses(engine, tokenizer, part, pool, sampling, n=arguments.n, seed=seed):
                 scored.append(dataclasses.replace(one, problem_index=one.problem_index + start))
                 bar.update()
-        errors = pool.take_metrics()["reward/errors"]
+        errors = pool.pop_metrics()["reward/errors"]
     if arguments.out is not None:
         write_responses(Path(arguments.out), problems, scored)
     where = {"step": policy.step} if policy.run is not None else {}
@@ -279,5 +270,10 @@ def _checkpoints(run: Path, best: bool) -> Path:
     return run / (BEST if best else "checkpoints")
 
 
+def cli() -> int:
+    """The command ``rljax-evaluate``: ``main`` on the words of the command line; returns the exit status."""
+    return run_cli(main)
+
+
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    sys.exit(cli())

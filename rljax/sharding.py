@@ -37,15 +37,13 @@ RULES: dict[str, str | None] = {
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices each mesh axis takes; -1 for fsdp means all that tp leaves.
-
-    Attributes:
-      fsdp: ways the model width and the rows of a batch are split.
-      tp: ways heads, MLP width and vocabulary are split.
-    """
+    """How many devices each mesh axis takes; -1 for fsdp means all that tp leaves."""
 
     fsdp: int = -1
+    """Number of parts into which the model width and the rows of a batch are split. -1: all devices that ``tp`` leaves.
+    """
     tp: int = 1
+    """Number of parts into which heads, MLP width and vocabulary are split."""
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.fsdp < -1 or self.fsdp == 0:

@@ -22,10 +22,10 @@ from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hub import model_directory
-from rljax.report.figure import draw_report
 from rljax.report.rows import read_rows
 from rljax.report.summary import format_summary, summarize, write_summary
-from rljax.run.build import build, load_problems, make_engine, starting_point
+from rljax.rollout.build import check_engine
+from rljax.run.build import build, load_problems, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, load_config
@@ -43,9 +43,11 @@ GUARD_STATUS = 3
 
 def main(argv: Sequence[str]) -> int:
     """Runs training; returns the exit status."""
-    config = load_config(Config, [word for word in argv if word != DRY_RUN], prog=PROG, description=__doc__ or "")
+    words = [word for word in argv if word != DRY_RUN]
+    config = load_config(Config, words, prog=PROG, description=__doc__ or "", example="configs/quickstart.yaml")
     run_dir = Path(config.run.dir)
     with caller_errors():
+        check_engine(config.rollout)
         if DRY_RUN in argv:
             print(dry_run(config))
             return 0
@@ -58,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
         problems = load_problems(config, tokenizer)
         prepare_directory(config, run_dir)
         stop = StopRequest()
-        engine = make_engine(config, policy, mesh, stop.requested)
+        engine = make_run_engine(config, policy, mesh, stop.requested)
+    print(f"training {config.model.path} for {config.run.steps} steps into {run_dir}", file=sys.stderr)
     with contextlib.ExitStack() as stack:
         stack.callback(engine.close)
         checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
@@ -108,15 +111,22 @@ def last_row(run_dir: Path) -> dict[str, Any]:
 
 def finish(run_dir: Path) -> None:
     """Writes summary.json and report.png and prints the summary."""
+    from rljax.report.figure import plot_report  # matplotlib, which only the end needs
+
     rows = read_rows(run_dir / "metrics.jsonl")
     if not rows:
         return
     summary = summarize(rows)
     write_summary(run_dir, summary)
-    draw_report([run_dir], run_dir / "report.png")
+    plot_report([run_dir], run_dir / "report.png")
     print(format_summary(summary))
     print(json.dumps({"run_dir": str(run_dir), "report": str(run_dir / "report.png")}))
 
 
+def cli() -> int:
+    """The command ``rljax-train``: ``main`` on the words of the command line; returns the exit status."""
+    return run_cli(main)
+
+
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    sys.exit(cli())

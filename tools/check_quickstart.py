@@ -1,4 +1,4 @@
-"""Holds runs of the quickstart to what it promises, one line a run.
+"""Checks that runs of the quickstart do what the README says, one line a run.
 
     for s in 0 1 2 3 4; do
       python tools/make_toy_base.py runs/base$s --seed $s
@@ -6,8 +6,8 @@
     done
     python tools/check_quickstart.py runs/seed? --json benchmarks/quickstart_seeds.json
 
-A run keeps the promise when its mean length holds for 20 steps (the 5-step mean under 1.5 times the mean of the first
-ten), then triples within 40 steps; the surge is called within 10 steps of that crossing; the rate follows Algorithm 1;
+A run passes when its mean length stays for 20 steps (the 5-step mean under 1.5 times the mean of the first ten) and
+then triples within 40 steps; the surge is called within 10 steps of that crossing; the rate follows Algorithm 1;
 the mean reward of the last ten steps is at least 0.3 above the first ten; and the mismatch is finite and not 0 in
 every row. Exit status 1 when a run does not.
 """
@@ -26,8 +26,8 @@ import numpy as np
 import tyro
 
 from rljax.errors import ConfigError, run_cli
-from rljax.report.outcome import trailing_mean
 from rljax.report.rows import read_rows
+from rljax.report.summary import trailing_mean
 from rljax.schedule import decay_period_from_surge
 
 HOLD_STEPS, HOLD_RATIO, RATIO, WINDOW, CALL_WITHIN, GAIN = 20, 1.5, 3.0, 40, 10, 0.3
@@ -53,7 +53,7 @@ def first_step(condition: np.ndarray) -> int | None:
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the promise is judged by; steps are 1-based."""
+    """The numbers that the check uses; steps are 1-based."""
     lengths = np.array([row["response_length/mean"] for row in rows])
     means = trailing_mean(lengths, 5)
     start = lengths[:10].mean()
@@ -78,7 +78,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def follows_algorithm_1(rows: list[dict[str, Any]]) -> bool:
-    """Constant before the call; from it on, halved exactly at multiples of the period and never below the floor."""
+    """Whether the rate is constant before the call, then halved at multiples of the period down to the floor."""
     initial = rows[0]["schedule/learning_rate"]
     for row in rows:
         surge, step = row["schedule/surge_step"], row["step"]
@@ -93,8 +93,8 @@ def follows_algorithm_1(rows: list[dict[str, Any]]) -> bool:
     return True
 
 
-def broken_promises(f: dict[str, Any]) -> list[str]:
-    """Names of the points that do not hold."""
+def failed_points(f: dict[str, Any]) -> list[str]:
+    """Names of the points that are not met."""
     points = {
         "hold": f["left_hold_step"] is not None and f["left_hold_step"] > HOLD_STEPS,
         "tripling": f["narrowest_tripling_steps"] is not None and f["narrowest_tripling_steps"] <= WINDOW,
@@ -105,7 +105,7 @@ def broken_promises(f: dict[str, Any]) -> list[str]:
         "reward": f["reward_last_10"] - f["reward_first_10"] >= GAIN,
         "mismatch": f["mismatch_smallest"] > 0 and math.isfinite(f["mismatch_largest"]),
     }
-    return [name for name, holds in points.items() if not holds]
+    return [name for name, is_met in points.items() if not is_met]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
         if not (run / "metrics.jsonl").is_file():
             raise ConfigError(f"{run} is not a run directory: it has no metrics.jsonl")
         f = figures(read_rows(run / "metrics.jsonl"))
-        broken = broken_promises(f)
+        broken = failed_points(f)
         failed |= bool(broken)
         results[run.name] = f | {"broken": broken}
         print(

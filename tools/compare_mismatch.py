@@ -27,7 +27,7 @@ from tqdm import tqdm
 from rljax.compare.dump import TokenDump, write_dump
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import SECOND_RUN, Comparison, compare_columns, to_json, to_markdown, to_text
-from rljax.compare.sampling import DrawConfig, sample_responses, split_sampler, toy_prompts
+from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import name_columns, score_column, split_spec
 from rljax.errors import ConfigError, caller_errors, run_cli
 
@@ -125,7 +125,7 @@ def sequences(options: argparse.Namespace) -> TokenDump:
         dump = toy_prompts(options.toy_prompts, options.model)
     if options.sample is None:
         return dump
-    config = DrawConfig(
+    config = SampleConfig(
         responses=options.responses,
         max_response_tokens=options.max_response_tokens,
         temperature=options.temperature,

@@ -50,7 +50,7 @@ def _loss(params: Params, config: PolicyConfig, tokens: jax.Array, lengths: jax.
 def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
     """Fits from scratch; the same config gives the same weights on the same machine."""
     module = TASKS[task]
-    tokenizer, policy = module.build_tokenizer(), module.policy_config()
+    policy = module.policy_config()
     params = init_params(policy, config.seed)
     rate = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, 50, config.steps, config.learning_rate * 0.05)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
@@ -66,7 +66,7 @@ def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
     bar = tqdm(range(config.steps), desc="fitting the toy base", mininterval=2.0)
     for i in bar:
         settled = i >= config.steps - config.settle_steps
-        tokens, lengths = module.demonstration_batch(rng, config, tokenizer, settled=settled)
+        tokens, lengths = module.demonstration_batch(rng, config, settled=settled)
         params, opt_state, loss = step(params, opt_state, tokens, lengths)
         if i % 50 == 0:
             bar.set_postfix(loss=f"{float(loss):.3f}")
@@ -75,12 +75,12 @@ def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to fit, and where to.
+    """What to fit, and where to write it.
 
     Attributes:
       out: HF directory to write; one that holds a model is kept unless ``overwrite`` is set.
       config: what the base is fitted on.
-      task: what it is to do; each has problems and a reward of its own.
+      task: the toy task; each has its own problems and reward.
       overwrite: fit again over a model that is there.
     """
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     params = fit(arguments.config, arguments.task)
     module = TASKS[arguments.task]
     policy = module.policy_config()
-    # Whole or not at all: what is interrupted leaves no directory that looks like a model.
+    # Renamed at the end: an interrupted run leaves no directory that looks like a model.
     partial = out.with_name(out.name + ".partial")
     save_params(partial, params, policy)
     module.build_tokenizer().save(partial)

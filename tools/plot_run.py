@@ -1,24 +1,124 @@
-"""Draws the panels of one run, or of several overlaid: ``python tools/plot_run.py RUN [RUN...] [--out report.png]``.
+"""Plots one run, or several in the same panels: ``python tools/plot_run.py RUN [RUN...] [--out FILE]``.
 
-One run is drawn into its own directory unless ``--out`` says otherwise, several into ``report.png`` here. ``--figure``
-arranges the panels as a figure of the papers instead, in ``figure_NAME.png``.
+One run is plotted into its own directory unless ``--out`` says otherwise, several into ``report.png`` here.
+``--figure`` plots the panels of a figure of the papers instead, into ``figure_NAME.png``.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from matplotlib.figure import Figure
+
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.report.figure import draw_report
-from rljax.report.paper_figures import FIGURES, draw_paper_figure, figures_table
+from rljax.report.figure import PanelGrid, plot_grid, plot_report, read_runs, save_figure
+from rljax.report.panels import PANELS, Run
+from rljax.report.summary import collapse_step, trailing_mean
+
+
+def collapse_of(run: Run) -> int | None:
+    """The step at which the training accuracy of a run collapses; None: it does not."""
+    return collapse_step(trailing_mean([row.get("reward/mean") for row in run.rows]))
+
+
+def decay_of(run: Run) -> int | None:
+    """The step at which the rate of a run is halved for the first time; None: it is not."""
+    return run.last("schedule/decay_period")
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """A figure of a paper.
+
+    Attributes:
+      title: its heading.
+      runs: the arms of docs/paper.md that it shows; any other runs are plotted as well.
+      panels: rows of keys of ``PANELS``.
+      line: the step of a run at which a dotted vertical line stands in every panel; None: there is none.
+    """
+
+    title: str
+    runs: tuple[str, ...]
+    panels: PanelGrid
+    line: Callable[[Run], int | None] | None = None
+
+    @property
+    def needs(self) -> list[str]:
+        """The metrics that the panels show."""
+        return [PANELS[name].needs for row in self.panels for name in row]
+
+
+_CORRECTIONS = ("qwen3_4b_token_tis", "qwen3_4b_sequence_tis", "qwen3_4b_token_mis", "qwen3_4b_sequence_mis")
+_TRAINING = (("reward", "accuracy"), ("grad_norm", "mismatch"), ("entropy",))
+_SANITY = ("qwen3_1.7b_sanity_bf16", "qwen3_1.7b_sanity_fp16")
+FIGURES: dict[str, PaperFigure] = {
+    "1": PaperFigure(
+        "Mismatch and validation accuracy", ("qwen3_4b_constant_1e-6",), (("mismatch", "accuracy"),), collapse_of
+    ),
+    "2": PaperFigure(
+        "With and without importance sampling", ("qwen3_4b_constant_1e-6", *_CORRECTIONS), (("accuracy",),)
+    ),
+    "3": PaperFigure("Smoothed gradient norm", ("qwen3_4b_constant_1e-6",), (("grad_norm",),), collapse_of),
+    "6": PaperFigure("Response length", ("qwen3_4b_constant_1e-6", "qwen3_8b_constant_1e-6"), (("length",),)),
+    "7": PaperFigure(
+        "With and without the schedule, 4B", ("qwen3_4b_constant_1e-6", "qwen3_4b_period_204"), _TRAINING, decay_of
+    ),
+    "8": PaperFigure(
+        "With and without the schedule, 8B", ("qwen3_8b_constant_1e-6", "qwen3_8b_period_160"), _TRAINING, decay_of
+    ),
+    "9": PaperFigure("Decay periods, 4B", tuple(f"qwen3_4b_period_{n}" for n in (125, 204, 250)), (("accuracy",),)),
+    "10": PaperFigure("Decay periods, 8B", tuple(f"qwen3_8b_period_{n}" for n in (100, 160, 204)), (("accuracy",),)),
+    "11": PaperFigure("Token-level MIS", ("qwen3_4b_token_mis", "qwen3_4b_token_mis_schedule"), (("accuracy",),)),
+    "12": PaperFigure(
+        "Token-level TIS", ("qwen3_4b_token_tis", "qwen3_4b_token_tis_schedule"), (("accuracy", "mismatch"),)
+    ),
+    "13": PaperFigure("float16", ("qwen3_4b_fp16", "qwen3_4b_fp16_schedule"), (("accuracy",),)),
+    "kl-by-length": PaperFigure("KL between engines by position in the response", _SANITY, (("kl_by_position",),)),
+    "ratio-by-length": PaperFigure("Log-ratio of whole responses by their length", _SANITY, (("ratio_by_length",),)),
+}
+"""1 to 13: "Beyond Precision" (arXiv 2602.01826); by length: figure 2 of arXiv 2510.26788. See docs/plots.md."""
+
+
+def plot_figure(name: str, runs: Sequence[Run], smooth: float) -> Figure:
+    """The figure of ``FIGURES``. Raises ValueError when a run has no value of a metric that it shows."""
+    paper = FIGURES[name]
+    for needed in paper.needs:
+        if missing := [str(run.directory) for run in runs if not has(run, needed)]:
+            raise ValueError(f"figure {name} needs {needed}, which is not in {', '.join(missing)}")
+    figure = plot_grid(paper.panels, runs, smooth, title=f"{paper.title} (as figure {name})")
+    steps = [paper.line(run) for run in runs] if paper.line else []
+    for run, step in zip(runs, steps, strict=False):
+        for axis in figure.axes if step is not None else ():
+            axis.axvline(step, color=run.color, linestyle=":")
+    return figure
+
+
+def has(run: Run, needed: str) -> bool:
+    """Whether the run has a value of a metric, or a file, of this pattern."""
+    if needed.endswith(".parquet"):
+        return any(run.directory.glob(needed))
+    return any(fnmatch.fnmatch(key, needed) and value is not None for row in run.rows for key, value in row.items())
+
+
+def figures_table(width: int = 100) -> str:
+    """Title, runs and metrics of each figure as text."""
+    lines = []
+    for name, paper in FIGURES.items():
+        lines.append(f"{name}: {paper.title}")
+        for head, text in (("runs", ", ".join(paper.runs)), ("metrics", ", ".join(paper.needs))):
+            lines += textwrap.wrap(f"{head + ':':9}{text}", width, initial_indent="    ", subsequent_indent=" " * 13)
+    return "\n".join(lines)
 
 
 class Parser(argparse.ArgumentParser):
-    """Leaves mistakes to ``run_cli``, which says them in one line."""
+    """Leaves mistakes to ``run_cli``, which prints them in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
@@ -29,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="python tools/plot_run.py",
         description=__doc__,
-        epilog=f"figures, the runs to give (configs/paper/*.yaml), the metrics each must have:\n\n{figures_table()}",
+        epilog=f"figures, the runs to give (arms of docs/paper.md), the metrics each must have:\n\n{figures_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory, the one with metrics.jsonl")
@@ -41,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--labels", metavar="A,B,...", help="names for the runs, in their order (default: directories)")
     parser.add_argument(
-        "--smooth", type=float, default=0.9, help="decay per step of the mean drawn over the raw curves (default: 0.9)"
+        "--smooth", type=float, default=0.9, help="decay per step of the mean over the raw curves (default: 0.9)"
     )
     options = parser.parse_args(argv)
     name = f"figure_{options.figure}.png" if options.figure else "report.png"
@@ -50,12 +150,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         with caller_errors():
             if options.figure:
-                path = draw_paper_figure(options.figure, options.runs, out, smooth=options.smooth, labels=labels)
+                save_figure(plot_figure(options.figure, read_runs(options.runs, labels), options.smooth), out)
             else:
-                path = draw_report(options.runs, out, smooth=options.smooth, labels=labels)
+                plot_report(options.runs, out, smooth=options.smooth, labels=labels)
     except RuntimeError as error:  # a damaged record: for this program, an argument that is no run
         raise ConfigError(error) from error
-    print(path)
+    print(out)
     return 0
 
 

@@ -1,4 +1,4 @@
-r"""Makes a file to train on: reads problems, drops repeats and unfit ones, writes Parquet that says how it came about.
+r"""Makes a training file: reads problems, drops repeated and unsuitable ones, writes Parquet with its provenance.
 
     python tools/prepare_data.py dapo-math-17k.parquet runs/data/dapo.parquet --model MODEL --max-prompt-tokens 1024
     python tools/prepare_data.py BytedTsinghua-SIA/AIME-2024 runs/data/aime-24.parquet
@@ -7,8 +7,8 @@ r"""Makes a file to train on: reads problems, drops repeats and unfit ones, writ
 
 SOURCE is a Parquet file in verl's form, JSONL with prompt and answer, or the id of a data set on the Hugging Face hub
 (OWNER/NAME, or OWNER/NAME:FILE). A row without prompt or right answer is an error that names it. With --samples the
-pass rate of each problem is measured; what is scored is kept beside OUT, so that the same command goes on after an
-interruption. docs/data.md has the forms.
+pass rate of each problem is measured; the scores are kept beside OUT, so that the same command continues after an
+interruption. docs/data.md describes the forms.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rljax.data.prompts import FILE_REWARD, render_prompt
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
-from rljax.rewards.pool import RewardConfig, make_pool
-from rljax.rollout.types import SamplingParams
+from rljax.rewards.pool import RewardPool
+from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.evaluation import SOLVED, score_responses
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
@@ -42,7 +42,7 @@ _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to read, what to keep, and where to.
+    """What to read, what to keep, and where to write it.
 
     Attributes:
       source: Parquet, JSONL, or a data set of the hub.
@@ -50,21 +50,21 @@ class Arguments:
       model: as --path of rljax.evaluate: its tokenizer counts, and its policy, or a served copy of it, is sampled.
       max_prompt_tokens: longest prompt kept (tokens, the chat template's among them); None: any.
       chat_template: as ``data.chat_template`` of the training run.
-      hold_out: problems put into OUT's neighbour ``...-held.parquet`` instead, for evaluation.
-      samples: responses a problem from which its pass rate is measured; 0: not measured.
+      hold_out: number of problems that go into ``...-held.parquet`` beside OUT instead, for evaluation.
+      samples: responses to each problem, from which its pass rate is measured; 0: not measured.
       min_pass_rate, max_pass_rate: problems in between are kept, both ends included; those solved never or always are
         dropped whatever the bounds.
       engine: jax, in this process; or vllm.
       urls: vLLM servers of MODEL, asked as they stand; none: the embedded engine.
       dtype: of the embedded engine.
-      temperature: of the draws.
+      temperature: of the sampling.
       max_response_tokens: longest response (tokens); None: 8192, or what the model has positions for.
-      batch_size: problems drawn at a time; None: 64 with the embedded engine, 1024 with servers.
+      batch_size: problems sampled at a time; None: 64 with the embedded engine, 1024 with servers.
       reward: as ``data.reward``.
       reward_workers: as ``data.reward_workers``.
       reward_timeout_s: as ``data.reward_timeout_s``.
-      scores: JSONL file of what is scored so far; None: ``OUT.scores.jsonl``.
-      seed: of the draws and of what is held out.
+      scores: JSONL file of the scores so far; None: ``OUT.scores.jsonl``.
+      seed: of the sampling and of the choice of ``hold_out``.
     """
 
     source: tyro.conf.Positional[str]
@@ -133,7 +133,7 @@ class Selection:
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     def keep(self, step: str, kept: Sequence[bool], **facts: Any) -> None:
-        """Drops the rows that are not ``kept`` and notes it."""
+        """Drops the rows that are not ``kept`` and records it."""
         before = len(self.rows)
         self.rows = [row for row, keep in zip(self.rows, kept, strict=True) if keep]
         self.problems = [problem for problem, keep in zip(self.problems, kept, strict=True) if keep]
@@ -142,19 +142,19 @@ class Selection:
             raise ConfigError(f"no problem is left after the step {step!r}")
 
     def note(self, step: str, dropped: int, **facts: Any) -> None:
-        """Notes a step and prints it."""
+        """Records a step and prints it."""
         self.steps.append({"step": step, "dropped": dropped, "kept": len(self.rows), **facts})
         shown = "".join(f", {name.replace('_', ' ')} {value}" for name, value in facts.items())
         print(f"{step}: {dropped} dropped, {len(self.rows)} kept{shown}")
 
 
 def find_source(source: str) -> Path:
-    """The local file of a source; one of the hub is downloaded. Raises ConfigError in one line."""
+    """The local file of a source; one on the hub is downloaded. Raises ConfigError in one line."""
     match = _HUB_ID.fullmatch(source)
     is_file_name = ":" not in source and source.endswith((".parquet", ".jsonl"))
     if Path(source).exists() or not match or is_file_name:
         return Path(source)
-    from huggingface_hub import HfApi, hf_hub_download  # heavy, and of use only here
+    from huggingface_hub import HfApi, hf_hub_download  # heavy, and used only here
 
     repository, name = match.groups()
     try:
@@ -169,12 +169,12 @@ def find_source(source: str) -> Path:
         return Path(hf_hub_download(repository, name, repo_type="dataset"))
     except ConfigError:
         raise
-    except Exception as error:  # the hub's client lets out its own errors, httpx's and the system's
+    except Exception as error:  # the client raises errors of many types
         raise ConfigError(f"{source} is no file here and cannot be had from the Hugging Face hub: {error}") from error
 
 
 def read_distinct(path: Path) -> Selection:
-    """The rows of a file, the first of each prompt. Prompts are compared in Unicode's NFC form, spaces as one."""
+    """The rows of a file, the first of each prompt; prompts are compared in Unicode NFC, runs of spaces as one."""
     seen: dict[bytes, str] = {}
     selection, count, contradicting = Selection([], []), 0, 0
     for number, row in tqdm(read_rows(path), desc="reading", unit="row", mininterval=1.0):
@@ -205,11 +205,11 @@ class Scores:
     """The rewards of each problem's responses, in a JSONL file that survives an interruption."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        """Reads what is there. Raises ConfigError when it was scored with other settings."""
+        """Reads the scores so far. Raises ConfigError when they were made with other settings."""
         self._path, self.rewards = path, dict[str, list[float]]()
         if path.is_file():
             text = path.read_text(encoding="utf-8")
-            whole = text[: text.rfind("\n") + 1]  # the last line may have been cut short
+            whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
             lines = [json.loads(line) for line in whole.splitlines()]
             if lines:
                 self._check(lines[0], settings)
@@ -220,7 +220,7 @@ class Scores:
         path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
     def add(self, key: str, rewards: list[float]) -> None:
-        """Writes one problem's rewards, at once."""
+        """Writes one problem's rewards."""
         self.rewards[key] = rewards
         with self._path.open("a", encoding="utf-8") as out:
             out.write(json.dumps({"key": key, "rewards": rewards}) + "\n")
@@ -235,10 +235,10 @@ class Scores:
 
 
 def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer: Tokenizer) -> Scores:
-    """Draws and scores ``samples`` responses to each problem that is not scored yet."""
+    """Samples and scores ``samples`` responses to each problem that is not scored yet."""
     with caller_errors():
         policy = find_policy(str(arguments.model))
-        pool = make_pool(RewardConfig(arguments.reward, arguments.reward_workers, arguments.reward_timeout_s))
+        pool = RewardPool(arguments.reward, arguments.reward_workers, arguments.reward_timeout_s)
         prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
         limit = response_limit(arguments.max_response_tokens, policy.config, prompt_tokens)
     names = ("model", "samples", "temperature", "reward", "seed", "chat_template")
@@ -251,42 +251,36 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
     sampling = SamplingParams(limit, arguments.temperature, policy.config.stop_token_ids or (tokenizer.eos_token_id,))
     at_once = arguments.batch_size or (64 if arguments.engine_name == "jax" else 1024)
     n = arguments.samples
+    rollout = RolloutConfig(engine=arguments.engine_name, urls=arguments.urls, dtype=arguments.dtype)
     with (
         pool,
-        open_engine(
-            policy,
-            arguments.engine_name,
-            arguments.urls,
-            arguments.dtype,
-            prompt_tokens=prompt_tokens,
-            response_tokens=limit,
-        ) as engine,
+        open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=len(problems), initial=done, desc="scoring", unit="problem") as bar,
     ):
         for start, batch in in_batches(problems, at_once):
             waiting = [problem for problem in batch if problem_key(problem) not in scores.rewards]
-            landed: list[dict[int, float]] = [{} for _ in waiting]
+            found: list[dict[int, float]] = [{} for _ in waiting]
             if not waiting:
                 continue
             for one in score_responses(engine, tokenizer, waiting, pool, sampling, n=n, seed=arguments.seed + start):
-                rewards = landed[one.problem_index]
+                rewards = found[one.problem_index]
                 rewards[one.sample_index] = one.reward
                 if len(rewards) == n:
                     scores.add(problem_key(waiting[one.problem_index]), [rewards[j] for j in range(n)])
                     bar.update()
-        counts = pool.take_metrics()
+        counts = pool.pop_metrics()
     if counts["reward/errors"]:
         print(f"warning: {counts['reward/errors']} responses could not be scored and count as wrong", file=sys.stderr)
     return scores
 
 
 def problem_key(problem: Problem) -> str:
-    """A short name of what is asked and of the right answer."""
+    """A hash of prompt and right answer."""
     return hashlib.sha256(json.dumps([problem["prompt"], problem["answer"]]).encode()).hexdigest()[:24]
 
 
 def drop_unfit(selection: Selection, scores: Scores, low: float, high: float, samples: int) -> None:
-    """Keeps problems that are solved sometimes, not always, within the bounds; notes each one's pass rate."""
+    """Keeps problems that are solved sometimes but not always, within the bounds; records each one's pass rate."""
     rates = [
         sum(reward > SOLVED for reward in scores.rewards[problem_key(problem)]) / samples
         for problem in selection.problems
@@ -304,13 +298,13 @@ def drop_unfit(selection: Selection, scores: Scores, low: float, high: float, sa
 
 
 def hold_out(selection: Selection, count: int, seed: int) -> list[Row]:
-    """Takes ``count`` rows, drawn at random, out of the selection."""
+    """Removes ``count`` random rows from the selection and returns them."""
     if count >= len(selection.rows):
         raise ConfigError(f"--hold-out {count} leaves nothing of {len(selection.rows)} problems to train on")
-    drawn = set(np.random.default_rng(seed).permutation(len(selection.rows))[:count].tolist())
-    held = [row for i, row in enumerate(selection.rows) if i in drawn]
-    selection.keep("held out", [i not in drawn for i in range(len(selection.rows))])
-    return held
+    chosen = set(np.random.default_rng(seed).permutation(len(selection.rows))[:count].tolist())
+    eval_rows = [row for i, row in enumerate(selection.rows) if i in chosen]
+    selection.keep("held out", [i not in chosen for i in range(len(selection.rows))])
+    return eval_rows
 
 
 def digest(path: Path) -> str:
@@ -334,7 +328,7 @@ def main(argv: Sequence[str]) -> int:
     if tokenizer is not None and arguments.samples:
         scores = score_problems(arguments, selection.problems, tokenizer)
         drop_unfit(selection, scores, arguments.min_pass_rate, arguments.max_pass_rate, arguments.samples)
-    held = hold_out(selection, arguments.hold_out, arguments.seed) if arguments.hold_out else []
+    eval_rows = hold_out(selection, arguments.hold_out, arguments.seed) if arguments.hold_out else []
     provenance = {
         "source": arguments.source,
         "source_sha256": digest(source),
@@ -342,17 +336,17 @@ def main(argv: Sequence[str]) -> int:
         "steps": selection.steps,
         "source_provenance": read_provenance(source) if source.suffix == ".parquet" else None,
     }
-    for path, rows in outputs(arguments.out, selection.rows, held):
+    for path, rows in outputs(arguments.out, selection.rows, eval_rows):
         write_rows(path, rows, like=source, provenance=provenance)
         print(f"wrote {len(rows)} problems to {path}")
     return 0
 
 
-def outputs(out: Path, rows: list[Row], held: list[Row]) -> Iterator[tuple[Path, list[Row]]]:
+def outputs(out: Path, rows: list[Row], eval_rows: list[Row]) -> Iterator[tuple[Path, list[Row]]]:
     """Each file to write and its rows."""
     yield out, rows
-    if held:
-        yield out.with_name(f"{out.stem}-held.parquet"), held
+    if eval_rows:
+        yield out.with_name(f"{out.stem}-held.parquet"), eval_rows
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a virtual environment, installs rljax with its test extra, checks style and types, and runs the tests.
+# Makes a virtual environment, installs rljax with its test extra, checks style, types and the site, and runs the tests.
 #
 #   bash tools/test.sh [pytest arguments]
 #
@@ -17,5 +17,7 @@ echo "== style and types"
 "$RLJAX_BIN/ruff" check .
 "$RLJAX_BIN/ruff" format --check .
 "$RLJAX_BIN/mypy"
+echo "== the site of docs/"
+NO_MKDOCS_2_WARNING=1 "$RLJAX_BIN/mkdocs" build --strict --quiet
 echo "== tests"
 exec "$RLJAX_BIN/python" -m pytest --verbose --durations=15 "$@"

@@ -16,20 +16,17 @@ STD_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """How rewards become advantages.
-
-    Attributes:
-      estimator: "rloo" subtracts the mean reward of the group's other responses; "grpo" subtracts the group's mean and
-        divides by its standard deviation; "grpo_no_std" (Dr.GRPO) only subtracts; "reinforce" subtracts the mean of the
-        whole batch.
-      overlong_buffer_tokens: responses longer than the limit less this many tokens are punished, linearly (DAPO); 0
-        turns it off.
-      overlong_factor: the punishment (in reward) of a response that reaches the limit.
-    """
+    """How rewards become advantages."""
 
     estimator: Estimator = "rloo"
+    """rloo: subtract the mean reward of the other responses in the group. grpo: subtract the mean of the group and
+    divide by its standard deviation. grpo_no_std (Dr.GRPO): only subtract the mean of the group. reinforce: subtract
+    the mean of the whole batch."""
     overlong_buffer_tokens: int = 0
+    """The last part of the length limit (tokens) in which a longer response is penalized linearly, as in DAPO. 0: no
+    penalty."""
     overlong_factor: float = 1.0
+    """Penalty (in units of reward) of a response that reaches the length limit."""
 
     def __post_init__(self) -> None:
         if self.estimator not in get_args(Estimator):

@@ -41,33 +41,31 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """What the loss does about the mismatch between trainer and rollout engine.
-
-    Attributes:
-      preset: a named combination of the other fields, which then keep their defaults.
-      level: the ratio that weighs a token's loss: its own, its sequence's product, or that product's n-th root; "none"
-        weighs nothing.
-      mode: "truncate" (TIS) min(ratio, threshold); "mask" (MIS) 0 above it; "band" 0 outside threshold_low ..
-        threshold. A weight of 0 leaves the denominator as it is (equation 6).
-      threshold: upper bound of the ratio.
-      threshold_low: lower bound, of "band" only.
-      normalize: divide by the batch's mean weight.
-      reject_k3: drop sequences whose mean over tokens of exp(lr) - lr - 1 is above this (nats); 0 is off.
-      reject_geometric_low: drop sequences whose exp(mean lr) is below this.
-      reject_geometric_high: or above this; 0 turns both off.
-      veto: drop sequences with a token whose ratio is below this; 0 is off.
-    """
+    """What the loss does about the mismatch between trainer and rollout engine."""
 
     preset: Preset = "none"
+    """A named combination of the other fields, which must then keep their defaults."""
     level: Literal["none", "token", "sequence", "geometric"] = "none"
+    """The importance ratio that weights the loss of a token. token: its own ratio. sequence: the product over its
+    sequence. geometric: the n-th root of that product, for n tokens. none: no weights."""
     mode: Literal["truncate", "mask", "band"] = "truncate"
+    """truncate (TIS): min(ratio, threshold). mask (MIS): 0 above the threshold. band: 0 outside threshold_low ..
+    threshold. A token of weight 0 still counts in the denominator (equation 6)."""
     threshold: float = 2.0
+    """Upper bound of the ratio."""
     threshold_low: float = 0.0
+    """Lower bound of the ratio. Only for mode band."""
     normalize: bool = False
+    """Divide the weights by the mean weight of the batch."""
     reject_k3: float = 0.0
+    """Drop a sequence if its mean over tokens of exp(lr) - lr - 1 is above this value (nats), where lr is the
+    log-ratio. 0: off."""
     reject_geometric_low: float = 0.0
+    """Drop a sequence if its exp(mean lr) is below this value. 0: no lower bound."""
     reject_geometric_high: float = 0.0
+    """Drop a sequence if its exp(mean lr) is above this value. 0 turns both bounds off."""
     veto: float = 0.0
+    """Drop a sequence if the ratio of any of its tokens is below this value. 0: off."""
 
     def __post_init__(self) -> None:
         choices = {

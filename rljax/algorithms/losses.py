@@ -21,34 +21,31 @@ LARGEST_LOG_RATIO = 1e8
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The policy loss; the defaults are those of Table 1 of arXiv 2602.01826.
-
-    Attributes:
-      kind: "policy_gradient" (REINFORCE), "ppo_clip", "gspo" (PPO's clip on the geometric sequence ratio) or "cispo"
-        (REINFORCE weighted by the clipped ratio).
-      clip_low: the ratio is clipped below at 1 - clip_low; GSPO's paper takes 3e-4, CISPO's no lower bound (1.0).
-      clip_high: and above at 1 + clip_high; GSPO's paper takes 4e-4.
-      aggregation: "token_mean" over all tokens of the batch, "sequence_mean" of each sequence's token mean, or
-        "sequence_sum" of each sequence's tokens over a constant, averaged over sequences.
-      sequence_constant: the divisor of "sequence_sum" (tokens); 0 means ``max_response_tokens``.
-      kl: estimator of KL(policy || reference) that is added to the loss, or "none".
-      kl_coefficient: its weight, above 0 exactly when ``kl`` is not "none".
-      old_logprobs: the ratio's denominator: the trainer's before the first update on the batch, or the rollout
-        engine's own ("bypass"; then the ratio holds the mismatch as well).
-      mini_batches: updates an epoch.
-      epochs: passes over each rollout batch.
-    """
+    """The policy loss; the defaults are those of Table 1 of arXiv 2602.01826."""
 
     kind: LossKind = "ppo_clip"
+    """policy_gradient: REINFORCE. ppo_clip: PPO. gspo: PPO with the geometric mean ratio of the sequence. cispo:
+    REINFORCE weighted by the clipped ratio."""
     clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low. The GSPO paper uses 3e-4; CISPO has no lower bound (1.0)."""
     clip_high: float = 0.28
+    """The ratio is clipped above at 1 + clip_high. The GSPO paper uses 4e-4."""
     aggregation: Aggregation = "token_mean"
+    """token_mean: mean over all tokens of the batch. sequence_mean: mean over sequences of the mean over tokens.
+    sequence_sum: mean over sequences of the sum over tokens, divided by ``sequence_constant``."""
     sequence_constant: int = 0
+    """Divisor of sequence_sum (tokens). 0: ``max_response_tokens``."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
+    """Estimator of KL(policy || reference) that is added to the loss. none: no KL penalty."""
     kl_coefficient: float = 0.0
+    """Weight of the KL penalty. Above 0 if ``kl`` is set, otherwise 0."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Denominator of the ratio. trainer: log-probabilities of the trainer before the first update on the batch.
+    rollout: those of the rollout engine, so that the ratio contains the mismatch as well."""
     mini_batches: int = 1
+    """Updates per epoch."""
     epochs: int = 1
+    """Passes over each rollout batch."""
 
     def __post_init__(self) -> None:
         choices = {

@@ -1,4 +1,4 @@
-"""New responses to the prompts of a dump, drawn by an engine, with the log-probabilities it drew them at."""
+"""New responses to the prompts of a dump, sampled by an engine, with the log-probabilities it sampled them at."""
 
 from __future__ import annotations
 
@@ -11,30 +11,28 @@ import numpy as np
 
 from rljax.compare.dump import ColumnSource, TokenDump, dump_of_responses, make_dump
 from rljax.compare.report import SECOND_RUN
-from rljax.compare.scorers import DTYPES
-from rljax.compare.servers import Server, connect
+from rljax.compare.scorers import DTYPES, counted, open_server, server_label, server_source
 from rljax.data.tokenizer import load_tokenizer
-from rljax.data.toy import AdditionProblems
+from rljax.data.toy import addition_problems
 from rljax.policy.config import read_config
-from rljax.policy.hf import load_params
-from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.build import load_jax_engine
+from rljax.rollout.served.model import ServedModel
 from rljax.rollout.types import Response, SamplingParams
 from rljax.rollout.weights.hash import weights_hash
-from rljax.sharding import MeshConfig, make_mesh
 
 
 @dataclass(frozen=True)
-class DrawConfig:
-    """How responses are drawn.
+class SampleConfig:
+    """How responses are sampled.
 
     Attributes:
       responses: a prompt; named ``<sequence id>/<number>``.
       max_response_tokens: a response ends here or with an end-of-sequence token of the model (tokens).
-      temperature: of the draw; positive.
-      seed: of the draw.
-      batch_size: requests at a server at a time; the embedded engine draws all responses at once.
-      second_run: whether a server draws a second time, at half the batch size and with the same seeds, for its noise
-        floor: up to the first token that differs the two drew from the same prefix.
+      temperature: of sampling; positive.
+      seed: of sampling.
+      batch_size: requests at a server at a time; the embedded engine samples all responses at once.
+      second_run: whether a server samples a second time, at half the batch size and with the same seeds, for its noise
+        floor: up to the first token that differs the two sampled from the same prefix.
     """
 
     responses: int = 1
@@ -56,29 +54,28 @@ def sample_responses(
     dump: TokenDump,
     model: str | Path,
     spec: str,
-    config: DrawConfig | None = None,
+    config: SampleConfig | None = None,
     *,
     progress: Callable[[int], object] = lambda count: None,
 ) -> TokenDump:
-    """Draws responses to each prompt of ``dump`` and returns them as a dump with one column, or two.
+    """Samples responses to each prompt of ``dump`` and returns them as a dump with one column, or two.
 
     Args:
       dump: its prompts are what stands before the first response token; its columns are not carried over.
       model: Hugging Face directory; of a server's only the end-of-sequence tokens and the vocabulary are read.
       spec: ``jax-decode:DTYPE`` (the embedded engine) or ``vllm-decode:URL`` (a running server).
       config: how; None takes the defaults.
-      progress: called with a number of responses when so many have been drawn.
+      progress: called with a number of responses when so many have been sampled.
 
     Returns:
       A dump with the column ``jax-decode:DTYPE``, or ``vllm-decode:DTYPE`` and, of a second run, ``...@2``; its
       ``sampling`` names the column.
 
     Raises:
-      ValueError: an unknown spec, a sequence without a prompt or with a token outside the vocabulary, or the server
-        refuses.
-      ConnectionError: the server does not answer.
+      ValueError: an unknown spec, a sequence without a prompt or with a token outside the vocabulary.
+      ServerError: the server does not answer, or refuses.
     """
-    how = config or DrawConfig()
+    how = config or SampleConfig()
     kind, argument = split_sampler(spec)
     shape = read_config(model)
     prompts = [
@@ -87,11 +84,9 @@ def sample_responses(
     ]
     sampling = SamplingParams(how.max_response_tokens, how.temperature, shape.stop_token_ids)
     if kind == "vllm-decode":
-        with connect(argument) as server:
-            return _draw_from_server(server, dump.sequence_ids, prompts, sampling, how, progress)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    engine = JaxEngine(shape, argument, max(map(len, prompts)), mesh=mesh)
-    engine.publish(load_params(model, shape), 0)
+        with open_server(argument) as server:
+            return _sample_from_server(server, dump.sequence_ids, prompts, sampling, how, progress)
+    engine = load_jax_engine(model, argument, max(map(len, prompts)))
     responses = list(engine.generate(prompts, how.responses, sampling, seed=how.seed))
     engine.close()
     progress(len(responses))
@@ -116,14 +111,14 @@ def split_sampler(spec: str) -> tuple[str, str]:
 
 
 def toy_prompts(count: int, model: str | Path) -> TokenDump:
-    """The first held-back problems of the toy task in the tokens of ``model``'s tokenizer, and no responses.
+    """The first problems of the toy task's eval split in the tokens of ``model``'s tokenizer, and no responses.
 
     Raises:
       ValueError: there is no tokenizer, or there are fewer problems.
     """
     if count < 1:
         raise ValueError(f"the number of toy prompts must be at least 1, got {count}")
-    tokenizer, problems = load_tokenizer(model), AdditionProblems("held", count)
+    tokenizer, problems = load_tokenizer(model), addition_problems("eval", count)
     prompts = [tokenizer.encode(problem["prompt"]).tolist() for problem in problems]
     return make_dump([f"held/{i}" for i in range(count)], prompts, [[False] * len(ids) for ids in prompts], {})
 
@@ -135,26 +130,24 @@ def _prompt(name: str, ids: np.ndarray, mask: np.ndarray, vocab_size: int) -> np
     return prompt
 
 
-def _draw_from_server(
-    server: Server,
+def _sample_from_server(
+    server: ServedModel,
     names: Sequence[str],
     prompts: Sequence[np.ndarray],
     sampling: SamplingParams,
-    how: DrawConfig,
+    how: SampleConfig,
     progress: Callable[[int], object],
 ) -> TokenDump:
-    for name, prompt in zip(names, prompts, strict=True):
-        server.check(name, prompt, sampling.max_response_tokens)
+    def run(batch_size: int) -> list[Response]:
+        responses = server.generate(prompts, how.responses, sampling, seed=how.seed, at_once=batch_size)
+        return sorted(counted(responses, progress), key=lambda response: (response.prompt_index, response.sample_index))
 
-    def draw(batch_size: int) -> list[Response]:
-        return server.draw(prompts, how.responses, sampling, seed=how.seed, batch_size=batch_size, progress=progress)
-
-    source = server.info.source("decode", server.logprobs_temperature(how.temperature))
-    column, first = f"vllm-decode:{server.info.label}", draw(how.batch_size)
+    source = server_source(server.info, "decode", server.logprobs_temperature(how.temperature))
+    column, first = f"vllm-decode:{server_label(server.info)}", run(how.batch_size)
     dump = _as_dump(names, prompts, first, column, source, how)
     if not how.second_run:
         return dump
-    second = draw(how.batch_size // 2 or 2)
+    second = run(how.batch_size // 2 or 2)
     fronts = [len(prompts[response.prompt_index]) for response in first]
     vectors = [
         np.concatenate([np.full(front, np.nan, np.float32), _on_common_prefix(a, b)])
@@ -177,7 +170,7 @@ def _as_dump(
     responses: Sequence[Response],
     column: str,
     source: ColumnSource,
-    how: DrawConfig,
+    how: SampleConfig,
 ) -> TokenDump:
     return dump_of_responses(
         [f"{names[response.prompt_index]}/{response.sample_index}" for response in responses],

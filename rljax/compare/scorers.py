@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import numpy as np
 
 from rljax.compare.dump import ColumnSource, TokenDump
 from rljax.compare.importers import read_tokens
-from rljax.compare.servers import check_sequences, connect
 from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.build import connect, load_jax_engine
+from rljax.rollout.served.model import ServedModel
+from rljax.rollout.served.wire import ServerInfo
+from rljax.rollout.types import ClientLimits
 from rljax.rollout.weights.hash import weights_hash
-from rljax.sharding import MeshConfig, make_mesh
+
+T = TypeVar("T")
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+_SERVER_LIMITS = ClientLimits(request_timeout_s=600.0)
 _NONE = np.full(1, np.nan, np.float32)  # position 0 carries no log-probability
 
 Score = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], list[np.ndarray]]
@@ -51,15 +57,16 @@ def score_column(
       model: Hugging Face directory; for the first three.
       temperature: of the distribution scored; positive, and 1 for a server.
       batch_size: sequences a forward, or requests at a time.
-      progress: called after each batch with the number of sequences in it.
+      progress: called with a number of sequences when so many have been scored.
 
     Returns:
       Float32 [t] for each sequence of ``dump`` (nats, NaN where there is none), and where they come from.
 
     Raises:
       ValueError: an unknown spec; a token id outside the vocabulary; sequences that are missing from FILE, or have
-        other tokens there; a server refuses.
-      OSError: a file is missing, or a server does not answer.
+        other tokens there; sequences that a server does not take.
+      OSError: a file is missing.
+      ServerError: a server does not answer, or refuses.
     """
     kind, argument = split_spec(spec)
     if kind == "dump":
@@ -73,10 +80,9 @@ def score_column(
     if kind == "vllm":
         if temperature != 1.0:
             raise ValueError(f"a server's prompt log-probabilities are at temperature 1, {temperature:g} was asked for")
-        with connect(argument) as server:
-            check_sequences(server, dump, 1)
-            vectors = _in_batches(lambda ids, masks: server.score(ids), dump, batch_size, progress)
-            return vectors, server.info.source("", 1.0)
+        with open_server(argument) as server:
+            vectors = list(counted(server.score(dump.token_ids, at_once=batch_size), progress))
+            return vectors, server_source(server.info, "", 1.0)
     if model is None:
         raise ValueError(f"scorer {spec!r} needs a model directory")
     make = {"jax": _jax_scorer, "jax-decode": _decode_scorer, "hf": _hf_scorer}[kind]
@@ -84,6 +90,35 @@ def score_column(
     hf = version("transformers") if kind == "hf" else ""
     engine = _ENGINES[kind].format(jax=jax.__version__, hf=hf)
     return vectors, ColumnSource(engine, argument, weights_hash(model), temperature)
+
+
+def open_server(url: str) -> contextlib.closing[ServedModel]:
+    """The server at ``url``, closed at the end of a ``with``.
+
+    Raises:
+      ServerError: it does not answer, or refuses.
+      ValueError: it is no server of one model.
+    """
+    return contextlib.closing(connect([url], _SERVER_LIMITS))
+
+
+def counted(items: Iterable[T], progress: Callable[[int], object]) -> Iterator[T]:
+    """``items``, and after each a call of ``progress(1)``."""
+    for item in items:
+        yield item
+        progress(1)
+
+
+def server_label(info: ServerInfo) -> str:
+    """The dtype; the address of a server that does not say it."""
+    return info.dtype or info.url.partition("://")[2]
+
+
+def server_source(info: ServerInfo, kind: str, temperature: float | None) -> ColumnSource:
+    """What a column of the server's is; ``kind`` ends the engine's name. Weights published to it have no known hash."""
+    readable = info.has_first_weights and any(Path(info.root).glob("*.safetensors"))
+    known_hash = weights_hash(info.root) if readable else ""
+    return ColumnSource(f"vllm {info.version} {kind}".strip(), info.dtype, known_hash, temperature)
 
 
 def _in_batches(score: Score, dump: TokenDump, batch_size: int, progress: Callable[[int], object]) -> list[np.ndarray]:
@@ -104,8 +139,8 @@ def split_spec(spec: str) -> tuple[str, str]:
     kind, _, argument = spec.partition(":")
     if kind == "vllm-decode":
         raise ValueError(
-            f"{spec!r} draws and cannot score: over HTTP no server decodes given tokens; score them with "
-            f"vllm:{argument}, or draw with --sample"
+            f"{spec!r} samples and cannot score: over HTTP no server decodes given tokens; score them with "
+            f"vllm:{argument}, or sample with --sample"
         )
     if (
         (kind in _ENGINES and argument in DTYPES)
@@ -121,16 +156,16 @@ def name_columns(specs: Sequence[str]) -> dict[str, str]:
     """Spec -> name of its column: the spec itself, but ``vllm:DTYPE`` for a server, with its URL where that is taken.
 
     Raises:
-      ValueError: a spec is unknown, or a server refuses.
-      ConnectionError: a server does not answer.
+      ValueError: a spec is unknown.
+      ServerError: a server does not answer, or refuses.
     """
     names: dict[str, str] = {}
     for spec in dict.fromkeys(specs):
         kind, argument = split_spec(spec)
         name = spec
         if kind == "vllm":
-            with connect(argument) as server:
-                name = f"vllm:{server.info.label}"
+            with open_server(argument) as server:
+                name = f"vllm:{server_label(server.info)}"
         names[spec] = spec if name in names.values() else name
     return names
 
@@ -182,12 +217,10 @@ def _jax_scorer(model: Path, dtype: str, temperature: float, dump: TokenDump) ->
 
 def _decode_scorer(model: Path, dtype: str, temperature: float, dump: TokenDump) -> Score:
     """Everything from the first response token on is decoded; the tokens before it are the prompt."""
-    config = read_config(model)
-    _check_vocabulary(dump, config.vocab_size)
+    _check_vocabulary(dump, read_config(model).vocab_size)
     starts = [first_response_token(mask) for mask in dump.response_mask]
     longest = max((len(ids) - start for ids, start in zip(dump.token_ids, starts, strict=True)), default=0)
-    engine = JaxEngine(config, dtype, max(starts, default=1), mesh=make_mesh(MeshConfig(), jax.devices()[:1]))
-    engine.publish(load_params(model, config), 0)
+    engine = load_jax_engine(model, dtype, max(starts, default=1))
 
     def run(batch: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
         split = [first_response_token(mask) for mask in masks]

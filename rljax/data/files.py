@@ -1,8 +1,8 @@
-"""Problems on disk: Parquet in the form verl trains on, or JSONL; what is written says where it came from.
+"""Problems on disk: Parquet in the form that verl reads, or JSONL; written files record their origin.
 
 A row holds ``prompt``, a text or a list of chat messages ``{"role", "content"}``, and its right answer as
-``reward_model.ground_truth`` or ``answer``. ``data_source`` and ``extra_info`` are handed on to the reward. Written
-files carry under ``rljax.problems`` in the schema's metadata a JSON object: from which file, and by which filters.
+``reward_model.ground_truth`` or ``answer``. ``data_source`` and ``extra_info`` are given to the reward. The schema's
+metadata of a written file holds a JSON object under ``rljax.problems``: the source file and the filters.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Problem = dict[str, Any]
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
-    """Yields (number, row) of a Parquet or JSONL file as it stands, numbered from 1; of JSONL these are its lines.
+    """Yields (number, row) of a Parquet or JSONL file, unchanged; numbers count from 1, in JSONL they are line numbers.
 
     Raises:
-      ValueError: it is not there, is of neither form, or a line is no JSON object. The message is one line.
+      ValueError: the file does not exist, has neither form, or a line is no JSON object. The message is one line.
     """
     path = Path(path)
     if not path.is_file():
@@ -53,7 +53,7 @@ def parse_row(row: Mapping[str, Any], where: str) -> Problem:
 
     Args:
       row: as ``read_rows`` gives it.
-      where: opens the error's line: file and row number.
+      where: file and row number, the beginning of the error message.
 
     Raises:
       ValueError: no prompt, no right answer, or one of another form.
@@ -64,7 +64,7 @@ def parse_row(row: Mapping[str, Any], where: str) -> Problem:
     answer = row.get("answer") if answer is None else answer
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
         raise ValueError(f"{where}: the right answer must be text or a number, got {type(answer).__name__}")
-    if answer is None or not str(answer).strip() or answer != answer:  # a table's gap may be NaN
+    if answer is None or not str(answer).strip() or answer != answer:  # a missing value of a table may be NaN
         raise ValueError(f"{where}: no right answer (reward_model.ground_truth, or answer)")
     return {
         "prompt": prompt,
@@ -75,7 +75,7 @@ def parse_row(row: Mapping[str, Any], where: str) -> Problem:
 
 
 def read_problems(path: str | Path) -> tuple[Problem, ...]:
-    """All problems of a file, checked; a file is read once a process.
+    """All problems of a file, checked; a process reads a file once.
 
     Raises:
       ValueError: as ``read_rows`` and ``parse_row``; or the file holds none.
@@ -86,16 +86,16 @@ def read_problems(path: str | Path) -> tuple[Problem, ...]:
 
 
 def prompt_text(prompt: str | list[dict[str, str]]) -> str:
-    """The bare text of a prompt: its messages' contents, a blank line between two."""
+    """The text of a prompt: its messages' contents, separated by blank lines."""
     return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
 
 
 def write_rows(path: str | Path, rows: Iterable[Row], *, like: str | Path, provenance: Mapping[str, Any]) -> None:
-    """Writes Parquet in verl's form, whole or not at all.
+    """Writes Parquet in verl's form; an interrupted write leaves no file.
 
     Args:
       path: file to write; its directory is made.
-      rows: as ``read_rows`` gave them from ``like``; each may have a ``pass_rate`` besides.
+      rows: as ``read_rows`` gave them from ``like``; each may have an additional ``pass_rate``.
       like: the file they were read from. Of a Parquet file all columns keep their types; a JSONL row becomes
         ``data_source``, ``prompt`` and ``reward_model.ground_truth``.
       provenance: JSON values, put into the metadata.
@@ -120,7 +120,7 @@ def write_rows(path: str | Path, rows: Iterable[Row], *, like: str | Path, prove
 
 
 def read_provenance(path: str | Path) -> dict[str, Any] | None:
-    """What ``write_rows`` noted in a Parquet file; None in another's. Raises ValueError when it is no Parquet."""
+    """The provenance that ``write_rows`` put into a Parquet file, or None. Raises ValueError when it is no Parquet."""
     with _open_parquet(Path(path)) as file:
         metadata = file.schema_arrow.metadata or {}
     return json.loads(metadata[_KEY]) if _KEY in metadata else None

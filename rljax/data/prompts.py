@@ -1,4 +1,4 @@
-"""Problems for rollouts: a toy's or a file's; grain shuffles and repeats them, and a position is the whole state."""
+"""The prompts of a run: problems of a toy task or a file, shuffled and repeated by grain; the state is a position."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import grain
 import numpy as np
 
 from rljax.data import toy, toy_swaps
@@ -22,30 +21,20 @@ class ToyTask:
     """A task that needs no file.
 
     Attributes:
-      train: seed to the problems that are trained on.
-      held: seed to the problems held back for evaluation; none of them is trained on.
+      problems: the problems of a split ("train" or "eval", which share none) and a seed.
       reward: name of the reward that scores it.
       max_response_tokens: longest useful response.
     """
 
-    train: Callable[[int], Sequence[Problem]]
-    held: Callable[[int], Sequence[Problem]]
+    problems: Callable[[str, int], Sequence[Problem]]
     reward: str
     max_response_tokens: int
 
 
 TOYS: Mapping[str, ToyTask] = {
-    "toy": ToyTask(
-        lambda seed: toy.AdditionProblems("train", seed=seed),
-        lambda seed: toy.AdditionProblems("held", toy.HELD_OUT, seed=seed),
-        "addition",
-        toy.MAX_RESPONSE_TOKENS,
-    ),
+    "toy": ToyTask(lambda split, seed: toy.addition_problems(split, seed=seed), "addition", toy.MAX_RESPONSE_TOKENS),
     "toy_swaps": ToyTask(
-        lambda seed: toy_swaps.SwapProblems("train", seed=seed),
-        lambda seed: toy_swaps.SwapProblems("held", seed=seed),
-        "swaps",
-        toy_swaps.MAX_RESPONSE_TOKENS,
+        lambda split, seed: toy_swaps.swap_problems(split, seed=seed), "swaps", toy_swaps.MAX_RESPONSE_TOKENS
     ),
 }
 FILE_REWARD = "math"
@@ -53,33 +42,32 @@ FILE_REWARD = "math"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is trained on, and what scores it.
-
-    Attributes:
-      task: toy, three-digit addition; toy_swaps, letters that trade places; or file, the problems of ``path``.
-      path: Parquet in verl's form or JSONL with prompt and answer (docs/data.md says which columns).
-      reward: what scores a response: addition, swaps or math, or ``package.module:function``; None: the toy's own, of a
-        file math.
-      reward_workers: processes that score; 0: the trainer's own; None: 0 for the toys, else by the number of cores.
-      reward_timeout_s: longest that one response's scoring may take (seconds); then it earns 0, counted apart.
-      chat_template: auto: prompts that are chats go through the tokenizer's template if it has one; true: texts too, as
-        one message of the user; false: the bare text, for base models.
-      fraction: share of the problems that is trained on, drawn with ``seed``; a smaller one is part of a larger.
-      batch_size: prompts a step.
-      max_prompt_tokens: longest prompt (tokens).
-      seed: of the toys' problems, their order and the fraction's draw.
-    """
+    """The training problems and their reward."""
 
     task: Literal["toy", "toy_swaps", "file"] = "toy"
+    """toy: three-digit addition. toy_swaps: letters that change places. file: the problems in ``path``."""
     path: str | None = None
+    """Parquet file in verl's format, or JSONL file with prompt and answer (docs/data.md lists the columns)."""
     reward: str | None = None
+    """The function that scores a response: addition, swaps or math, or your own as ``package.module:function``. None:
+    the reward of the toy task; math if ``task`` is file."""
     reward_workers: int | None = None
+    """Processes that score responses. 0: score in the trainer's process. None: 0 for the toy tasks, otherwise chosen by
+    the number of CPU cores."""
     reward_timeout_s: float = 10.0
+    """Longest time to score one response (seconds). A response that takes longer gets reward 0 and is counted
+    separately."""
     chat_template: bool | Literal["auto"] = "auto"
+    """auto: apply the tokenizer's chat template, if it has one, to prompts that are lists of messages. true: also to
+    plain texts, each as one user message. false: use the bare text, as base models need."""
     fraction: float = 1.0
+    """Fraction of the problems to train on, chosen with ``seed``. A smaller fraction is a subset of a larger one."""
     batch_size: int = 64
+    """Prompts per step."""
     max_prompt_tokens: int = 1024
+    """Longest prompt (tokens)."""
     seed: int = 0
+    """Seed of the toy problems, of their order, and of the choice that ``fraction`` makes."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_prompt_tokens"):
@@ -98,34 +86,28 @@ class DataConfig:
 
     @property
     def reward_name(self) -> str:
-        """``reward``, or the task's own."""
+        """``reward``, or the default of the task."""
         return self.reward or (TOYS[self.task].reward if self.task in TOYS else FILE_REWARD)
 
 
 def training_problems(config: DataConfig, tokenizer: Tokenizer | None = None) -> Sequence[Problem]:
-    """The problems that are trained on, each ``prompt`` as the text that is tokenised.
+    """The training problems, each ``prompt`` as the text that is tokenised.
 
     Args:
-      config: which.
-      tokenizer: its chat template is applied; the toys need none.
+      config: says which.
+      tokenizer: its chat template is applied; the toy tasks need none.
 
     Raises:
       ValueError: the file cannot be read, or a row of it is wrong; the message names the row.
     """
-    problems = (
-        TOYS[config.task].train(config.seed)
-        if config.task in TOYS
-        else file_problems(str(config.path), tokenizer, config.chat_template)
-    )
+    if config.task in TOYS:
+        problems = TOYS[config.task].problems("train", config.seed)
+    else:
+        problems = file_problems(str(config.path), tokenizer, config.chat_template)
     if config.fraction == 1.0:
         return problems
-    drawn = np.random.default_rng(config.seed).permutation(len(problems))
-    return [problems[int(i)] for i in drawn[: max(1, round(config.fraction * len(problems)))]]
-
-
-def held_problems(config: DataConfig) -> Sequence[Problem]:
-    """The toy's problems held back for evaluation, none of them trained on; of a file none."""
-    return TOYS[config.task].held(config.seed) if config.task in TOYS else []
+    order = np.random.default_rng(config.seed).permutation(len(problems))
+    return [problems[int(i)] for i in order[: max(1, round(config.fraction * len(problems)))]]
 
 
 def evaluation_datasets(
@@ -134,25 +116,24 @@ def evaluation_datasets(
     """The datasets to evaluate on, by the names that their metrics carry.
 
     Args:
-      names: each a file, ``NAME=FILE``, or a toy's name for its held problems; none: the task's held problems.
+      names: each a file, ``NAME=FILE``, or a toy task for its eval split; none: that of the task, if it is a toy.
       config: task, seed and chat template.
       tokenizer: as for ``training_problems``.
 
     Raises:
       ValueError: a file cannot be read, or two datasets would have one name.
     """
-    if not names:
-        held = held_problems(config)
-        return {config.task: held} if held else {}
     found: dict[str, Sequence[Problem]] = {}
-    for entry in names:
+    for entry in names or [task for task in TOYS if task == config.task]:
         name, equals, path = entry.partition("=")
         if not equals:
             name, path = (entry if entry in TOYS else Path(entry).stem), entry
         if name in found:
             raise ValueError(f"two datasets are called {name}: give one as NAME=FILE")
-        toy_task = TOYS.get(path)
-        found[name] = toy_task.held(config.seed) if toy_task else file_problems(path, tokenizer, config.chat_template)
+        if path in TOYS:
+            found[name] = TOYS[path].problems("eval", config.seed)
+        else:
+            found[name] = file_problems(path, tokenizer, config.chat_template)
     return found
 
 
@@ -196,10 +177,10 @@ class PromptStream:
     def __init__(
         self, problems: Sequence[Problem], batch_size: int, seed: int, *, process: int = 0, process_count: int = 1
     ):
-        """Places the stream at its start.
+        """Starts at the first batch.
 
         Args:
-          problems: what is drawn from.
+          problems: what is shuffled and repeated.
           batch_size: problems of a batch, over all processes.
           seed: of the order.
           process: which share of each batch this one takes: its problems ``process``, ``process + process_count``, ...
@@ -212,6 +193,8 @@ class PromptStream:
             raise ValueError(f"a batch takes {batch_size} problems, but there are only {len(problems)}")
         if batch_size % process_count or not 0 <= process < process_count:
             raise ValueError(f"process {process} of {process_count} has no even share of batch_size = {batch_size}")
+        import grain  # with orbax half a second, which the start of a command does not wait for
+
         self._dataset: Any = grain.MapDataset.source(problems).seed(seed).shuffle().repeat()
         self._batch_size = batch_size
         self._share = range(process, batch_size, process_count)
@@ -228,8 +211,8 @@ class PromptStream:
         return {"problems_drawn": self._batches * self._batch_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where ``state_dict`` was taken. Raises ValueError when the batch size cannot have led there."""
-        drawn = int(state["problems_drawn"])
-        if drawn % self._batch_size:
-            raise ValueError(f"{drawn} problems were drawn so far, not a multiple of batch_size = {self._batch_size}")
-        self._batches = drawn // self._batch_size
+        """Continues at the position of ``state_dict``. Raises ValueError when it is not one of this batch size."""
+        taken = int(state["problems_drawn"])
+        if taken % self._batch_size:
+            raise ValueError(f"{taken} problems were taken so far, not a multiple of batch_size = {self._batch_size}")
+        self._batches = taken // self._batch_size

@@ -1,14 +1,24 @@
-"""The tokenizer of an HF directory, reduced to what training needs."""
+"""The tokenizer of an HF directory, reduced to what training needs: ``tokenizers`` for ids, jinja2 for chats."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import datetime
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
 import numpy as np
 import tokenizers
-from transformers import PreTrainedTokenizerFast
+
+CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer:
@@ -19,57 +29,170 @@ class Tokenizer:
       eos_token_id: ends a response.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
-        if tokenizer.eos_token_id is None:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, named: Mapping[str, str], chat_template: str | None = None
+    ) -> None:
+        """``named`` has the special tokens by name (``eos_token``, ``pad_token``, ...), as chat templates see them."""
+        if "eos_token" not in named:
             raise ValueError("the tokenizer names no eos_token")
-        self._tokenizer = tokenizer
-        self.eos_token_id: int = tokenizer.eos_token_id
-        self.pad_token_id: int = self.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        _add_missing(tokenizer, [tokenizers.AddedToken(token, special=True) for token in named.values()])
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer, self._named, self._chat_template = tokenizer, dict(named), chat_template
+        self.eos_token_id = _id(tokenizer, named["eos_token"])
+        self.pad_token_id = _id(tokenizer, named.get("pad_token", named["eos_token"]))
 
     def __len__(self) -> int:
-        return len(self._tokenizer)
+        return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [t], without special tokens added."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text without special tokens."""
-        return str(self._tokenizer.decode(np.asarray(token_ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
 
     @property
     def has_chat_template(self) -> bool:
         """Whether ``render_chat`` works."""
-        return bool(self._tokenizer.chat_template)
+        return bool(self._chat_template)
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        return compile_template(self._chat_template or "")
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The text of a chat by the tokenizer's own template, up to where the model's answer begins.
 
         Raises ValueError when the template refuses the messages.
         """
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            return self._template.render(
+                messages=given, tools=None, documents=None, add_generation_prompt=True, **self._named
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses a prompt: {error}") from error
-        return str(rendered)
 
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files into an HF directory."""
-        self._tokenizer.save_pretrained(directory)
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        self._tokenizer.save(str(Path(directory) / TOKENIZER_FILE))
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self._named}
+        if self._chat_template is not None:
+            config["chat_template"] = self._chat_template
+        (Path(directory) / CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Reads the tokenizer of an HF directory. Raises ValueError when there is none."""
-    if not (Path(directory) / "tokenizer.json").is_file():
-        raise ValueError(f"no tokenizer at {directory}: tokenizer.json does not exist")
+    """Reads the tokenizer of an HF directory; transformers converts one without tokenizer.json.
+
+    Raises:
+      ValueError: there is none, or it cannot be read.
+    """
+    directory = Path(directory)
+    if not (directory / TOKENIZER_FILE).is_file() and not (directory / CONFIG_FILE).is_file():
+        raise ValueError(f"no tokenizer at {directory}: {TOKENIZER_FILE} does not exist")
     try:
-        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory))
+        return _read(directory) if (directory / TOKENIZER_FILE).is_file() else _convert(directory)
     except Exception as error:  # the tokenizers library raises plain Exception on a file it cannot parse
         raise ValueError(f"the tokenizer at {directory} cannot be read: {error}") from error
 
 
 def wrap_tokenizer(tokenizer: tokenizers.Tokenizer, *, eos_token: str, pad_token: str) -> Tokenizer:
     """A tokenizer built in memory with the ``tokenizers`` library."""
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token, pad_token=pad_token))
+    return Tokenizer(tokenizer, {"eos_token": eos_token, "pad_token": pad_token})
+
+
+def compile_template(text: str) -> jinja2.Template:
+    """A chat template in the environment that transformers gives it. Raises jinja2.TemplateError."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(text)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}`` ... ``{% endgeneration %}`` marks what the model wrote; the text is what stands between."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """The statements between the two tags, in a scope of their own."""
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Unlike jinja2's own filter this one leaves HTML characters as they are."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _read(directory: Path) -> Tokenizer:
+    """From tokenizer.json, with the tokens that only the configuration beside it names added as transformers does."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / TOKENIZER_FILE))
+    config = _read_json(directory / CONFIG_FILE)
+    if "added_tokens_decoder" not in config:
+        config |= _read_json(directory / "special_tokens_map.json")
+    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    _add_missing(tokenizer, [tokenizers.AddedToken(**token) for _, token in listed])
+    if tokenizer.padding is not None:
+        config.setdefault("pad_token", tokenizer.padding["pad_token"])
+    named = {key: _content(token) for key, token in config.items() if key.endswith("_token") and _content(token)}
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if isinstance(more, Mapping):
+        named |= {key: _content(token) for key, token in more.items()}
+        more = []
+    made = Tokenizer(tokenizer, named, _read_chat_template(directory, config))
+    _add_missing(tokenizer, [tokenizers.AddedToken(_content(token), special=True) for token in more])
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
+    return made
+
+
+def _convert(directory: Path) -> Tokenizer:
+    """By transformers, from whatever files there are."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(directory)
+    template = theirs.get_chat_template() if theirs.chat_template else None
+    return Tokenizer(theirs.backend_tokenizer, theirs.special_tokens_map, template)
+
+
+def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """The default template: a file of its own, or in the configuration, alone or as one of several."""
+    file, template = directory / "chat_template.jinja", config.get("chat_template")
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    if isinstance(template, list):
+        return {one["name"]: one["template"] for one in template}.get("default")
+    return template
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _content(token: Any) -> str:
+    """The text of a token that is written as text or as a mapping; "" for anything else."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else ""
+
+
+def _add_missing(tokenizer: tokenizers.Tokenizer, tokens: Iterable[tokenizers.AddedToken]) -> None:
+    """Adds the tokens that are not among the added ones; one of the vocabulary keeps its id."""
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    tokenizer.add_tokens([token for token in tokens if token.content not in added])
+
+
+def _id(tokenizer: tokenizers.Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None, token
+    return found

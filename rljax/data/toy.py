@@ -1,7 +1,7 @@
 """The embedded toy task: three-digit addition that a model may answer at once or work out digit by digit.
 
 A base model is fitted on direct answers, most of them deliberately a little wrong, and on rare scratchpads, most of
-them right. Reinforcement learning then finds that working it out pays, so responses lengthen as reward rises: the
+them right. Reinforcement learning then finds that the scratchpad pays, so responses lengthen as reward rises: the
 response-length surge of arXiv 2602.01826 (figure 6), in minutes on a CPU.
 
     123+456=579$                             a direct answer ($ is the end-of-sequence token)
@@ -23,9 +23,10 @@ from rljax.policy.config import PolicyConfig
 DIGITS = 3
 PAD, EOS = "_", "$"
 ALPHABET = "0123456789+=,>" + EOS + PAD
-HELD_OUT = 200
 PROMPT_TOKENS = 2 * DIGITS + 2
 MAX_RESPONSE_TOKENS = 10 * DIGITS + 6  # '>', 9 a digit, an answer of DIGITS + 1, EOS, and a little to spare
+EVAL_PROBLEMS = 200  # size of the eval split of a toy task
+_TRAIN_PROBLEMS = 20_000
 _LOW, _HIGH = 10 ** (DIGITS - 1), 10**DIGITS
 
 
@@ -34,7 +35,7 @@ class ToyBaseConfig:
     """What the base model is fitted on.
 
     Attributes:
-      scratchpad_rate: share of scratchpads at the end of fitting; sets how long the mean length holds under RL.
+      scratchpad_rate: share of scratchpads at the end of fitting; a smaller one delays the surge in RL.
       practice_rate: share of scratchpads until the last ``settle_steps``, so that they are learnt well though rare.
       wrong_direct_rate: share of direct answers that are off by a small amount (addition only).
       wrong_digit_rate: share of scratchpads with one wrong digit sum, or pair of letters, carried on consistently.
@@ -56,10 +57,10 @@ class ToyBaseConfig:
     seed: int = 0
 
 
-def policy_config() -> PolicyConfig:
-    """124k parameters: 2 layers, width 64, 4 query and 2 key-value heads of 32 (on a CPU vLLM takes none narrower)."""
+def policy_config(alphabet: str = ALPHABET) -> PolicyConfig:
+    """124k parameters: 2 layers, width 64, 4 query and 2 key-value heads of 32, the smallest that vLLM has on a CPU."""
     return PolicyConfig(
-        vocab_size=len(ALPHABET),
+        vocab_size=len(alphabet),
         hidden_size=64,
         intermediate_size=192,
         num_layers=2,
@@ -69,8 +70,8 @@ def policy_config() -> PolicyConfig:
         tie_word_embeddings=True,
         initializer_range=0.05,
         max_position_embeddings=1024,
-        eos_token_id=ALPHABET.index(EOS),
-        pad_token_id=ALPHABET.index(PAD),
+        eos_token_id=alphabet.index(EOS),
+        pad_token_id=alphabet.index(PAD),
     )
 
 
@@ -83,35 +84,63 @@ def build_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:
     return wrap_tokenizer(tokenizer, eos_token=EOS, pad_token=PAD)
 
 
-class AdditionProblems(Sequence[dict[str, str]]):
-    """A fixed list of problems ``{"prompt": "123+456=", "answer": "579"}``; the splits of a seed never share one."""
+class ToyProblems(Sequence[dict[str, str]]):
+    """A fixed list of the numbered problems of a toy task; the eval and the train split of a seed share none."""
 
-    def __init__(self, split: str, size: int = 20_000, seed: int = 0):
-        """Draws the list.
+    def __init__(self, make: Callable[[int], dict[str, str]], count: int, split: str, size: int | None, seed: int):
+        """Chooses the list.
 
         Args:
-          split: "train" or "held".
-          size: number of problems; "held" has ``HELD_OUT`` at most.
-          seed: of the draw.
+          make: the problem of a number.
+          count: the task has the problems 0 .. count - 1.
+          split: "train" or "eval"; the latter has ``EVAL_PROBLEMS``.
+          size: number of problems; None: the whole split.
+          seed: of the choice.
 
         Raises:
-          ValueError: another split, or more held problems than there are.
+          ValueError: another split, or more problems than it has.
         """
-        if split not in ("train", "held"):
-            raise ValueError(f"split must be 'train' or 'held', got {split!r}")
-        if split == "held" and size > HELD_OUT:
-            raise ValueError(f"the held split has {HELD_OUT} problems, got size = {size}")
-        span = _HIGH - _LOW
-        drawn = np.random.default_rng(seed).permutation(span * span)
-        chosen = (drawn[:HELD_OUT] if split == "held" else drawn[HELD_OUT:])[:size]
-        self._pairs = np.stack([_LOW + chosen // span, _LOW + chosen % span], axis=1)
+        order = np.random.default_rng(seed).permutation(count)
+        splits = {"eval": order[:EVAL_PROBLEMS], "train": order[EVAL_PROBLEMS:]}
+        if split not in splits:
+            raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
+        if size is not None and size > len(splits[split]):
+            raise ValueError(f"the {split} split has {len(splits[split])} problems, got size = {size}")
+        self._numbers, self._make = splits[split][:size], make
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self._numbers)
 
     def __getitem__(self, index: Any) -> Any:
-        a, b = (int(x) for x in self._pairs[index])
-        return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+        return self._make(int(self._numbers[index]))
+
+
+def addition_problems(split: str, size: int | None = None, seed: int = 0) -> ToyProblems:
+    """Problems ``{"prompt": "123+456=", "answer": "579"}``; of "train" 20,000 unless ``size`` says otherwise."""
+    if size is None and split == "train":
+        size = _TRAIN_PROBLEMS
+    return ToyProblems(_addition_problem, (_HIGH - _LOW) ** 2, split, size, seed)
+
+
+def _addition_problem(number: int) -> dict[str, str]:
+    a, b = (_LOW + part for part in divmod(number, _HIGH - _LOW))
+    return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+
+
+def addition_reward(problem: dict[str, str], response: str, truncated: bool) -> float:
+    """1.0 when the number after the last comma of a response, or all of it, is the right one, else 0.0.
+
+    Args:
+      problem: with the right ``"answer"``.
+      response: decoded text, special tokens removed.
+      truncated: the length limit cut it off; such a response has no final answer.
+    """
+    return final_part_reward(problem, response, truncated, ",")
+
+
+def final_part_reward(problem: dict[str, str], response: str, truncated: bool, separator: str) -> float:
+    """1.0 when what follows the last separator, or a response without one, is the right answer, else 0.0."""
+    return float(not truncated and response.rsplit(separator, 1)[-1] == problem["answer"])
 
 
 def scratchpad(a: int, b: int, wrong_digit: int | None = None, offset: int = 1) -> str:
@@ -138,24 +167,23 @@ def _demonstration(rng: np.random.Generator, config: ToyBaseConfig, scratchpad_r
 
 
 def demonstration_batch(
-    rng: np.random.Generator, config: ToyBaseConfig, tokenizer: Tokenizer, *, settled: bool
+    rng: np.random.Generator, config: ToyBaseConfig, *, settled: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens int32 [b, t] padded at the end, lengths int32 [b]) of fresh demonstrations of a fixed width."""
-    return draw_batch(_demonstration, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS, rng, config, tokenizer, settled)
+    return sample_batch(_demonstration, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS, rng, config, settled)
 
 
-def draw_batch(
+def sample_batch(
     demonstrate: Callable[[np.random.Generator, ToyBaseConfig, float], str],
     alphabet: str,
     width: int,
     rng: np.random.Generator,
     config: ToyBaseConfig,
-    tokenizer: Tokenizer,
     settled: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A batch of what ``demonstrate`` writes at the scratchpad rate of the time, one token a character."""
+    """A batch of what ``demonstrate`` writes, at ``scratchpad_rate`` once ``settled``; one token a character."""
     rate = config.scratchpad_rate if settled else config.practice_rate
-    tokens = np.full((config.batch_size, width), tokenizer.pad_token_id, np.int32)
+    tokens = np.full((config.batch_size, width), alphabet.index(PAD), np.int32)
     lengths = np.zeros(config.batch_size, np.int32)
     for i in range(config.batch_size):
         ids = [alphabet.index(c) for c in demonstrate(rng, config, rate)]

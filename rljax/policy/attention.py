@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# Above this many query positions the scores of a row are made and remade chunk by chunk: memory t * chunk, not t * t.
+# Above this many query positions a row's scores are computed, and recomputed, in chunks: memory t * chunk, not t * t.
 QUERY_CHUNK = 1024
 _MASKED = -1e30
 
 
 def segment_mask(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b t t"]:
-    """Causal within a segment, closed across segments: ``mask[b, i, j]`` says that token i may look at token j."""
+    """Causal inside each segment: ``mask[b, i, j]`` says that token i attends to token j."""
     t = segment_ids.shape[1]
     causal = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
     return causal[None] & (segment_ids[:, :, None] == segment_ids[:, None, :])
@@ -24,7 +24,7 @@ def attend(
     """Softmax attention of h query heads on g key-value heads (h a multiple of g), head i on key-value head i // (h/g).
 
     Works on any backend and any float dtype: the contractions accumulate in float32. A query whose mask is empty
-    attends evenly; its output must be masked by the caller.
+    attends to all tokens equally; the caller must mask its output.
     """
     b, t, h, d = q.shape
     groups = k.shape[2]

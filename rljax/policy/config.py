@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class PolicyConfig:
       tie_word_embeddings: the LM head is the embedding table.
       initializer_range: standard deviation of a fresh weight.
       max_position_embeddings: longest sequence the checkpoint was made for (tokens).
-      bos_token_id, eos_token_id, pad_token_id: as in the file; carried through, not used by the forward.
+      bos_token_id, eos_token_id, pad_token_id: as in the file; the forward does not use them.
     """
 
     vocab_size: int
@@ -45,15 +49,7 @@ class PolicyConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        ):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
@@ -70,32 +66,13 @@ class PolicyConfig:
 
 
 _HF_NAMES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "rms_norm_eps",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "initializer_range": "initializer_range",
-    "max_position_embeddings": "max_position_embeddings",
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "pad_token_id": "pad_token_id",
 }
-
-
-# What transformers' Qwen3Config assumes where the file is silent.
-_HF_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "max_position_embeddings": 32_768,
-}
+"""Our name -> HF's, where they differ."""
+_HF_DEFAULTS = {"num_kv_heads": 32, "head_dim": 128}
+"""What transformers' Qwen3Config uses if the file has no value; its other defaults are those of ``PolicyConfig``."""
 
 
 def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
@@ -122,16 +99,23 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
         if is_refused:
             raise ValueError(f"{key} = {raw.get(key, rope_type)!r} is not supported by the dense Qwen3 policy")
     values: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)}
-    for ours, theirs in _HF_NAMES.items():
+    for name, theirs, default in _fields():
         if raw.get(theirs) is not None:
-            values[ours] = raw[theirs]
-        elif theirs in _HF_DEFAULTS:
-            values[ours] = _HF_DEFAULTS[theirs]
-        elif not theirs.endswith("_token_id"):
+            values[name] = raw[theirs]
+        elif name in _HF_DEFAULTS:
+            values[name] = _HF_DEFAULTS[name]
+        elif default is dataclasses.MISSING:
             raise ValueError(f"config.json has no {theirs!r}")
     if isinstance(values.get("eos_token_id"), list):
         values["eos_token_id"] = tuple(values["eos_token_id"])
     return PolicyConfig(**values)
+
+
+def _fields() -> Iterator[tuple[str, str, Any]]:
+    """(our name, HF's name, default) of each field but ``rope_theta``, whose place in the file has changed."""
+    for field in dataclasses.fields(PolicyConfig):
+        if field.name != "rope_theta":
+            yield field.name, _HF_NAMES.get(field.name, field.name), field.default
 
 
 def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
@@ -149,8 +133,8 @@ def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
     }
-    for ours, theirs in _HF_NAMES.items():
-        value = getattr(config, ours)
+    for name, theirs, _ in _fields():
+        value = getattr(config, name)
         raw[theirs] = list(value) if isinstance(value, tuple) else value
     return raw
 

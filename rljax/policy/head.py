@@ -1,8 +1,8 @@
-"""From hidden states to the log-probability of each token and the entropy, without the [n, v] table in memory.
+"""From hidden states to the log-probability of each token and the entropy, without [n, v] logits in memory.
 
-The vocabulary is walked in chunks with a running maximum (online log-sum-exp); the backward pass walks it again and
-never keeps logits. Values are float32 and exact to rounding: nothing per token is ever rounded to the input dtype. A
-chunk takes an equal part of every vocabulary shard, so that a table split over ``tp`` is never gathered.
+Forward and backward pass go through the vocabulary in chunks, with a running maximum (online log-sum-exp); logits are
+not kept. Values are float32: nothing per token is rounded to the input dtype. A chunk takes an equal part of every
+vocabulary shard, so that a table split over ``tp`` is never gathered.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MAX_CHUNK = 9_496
 
 
 def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
-    """The fewest equal chunks no larger than ``max_chunk``; one chunk where no number near it divides."""
+    """The smallest number of equal chunks of at most ``max_chunk``; 1 if no number near it divides ``vocab_size``."""
     smallest = -(-vocab_size // max_chunk)
     return next((c for c in range(smallest, min(vocab_size, 4 * smallest) + 1) if vocab_size % c == 0), 1)
 
 
 def vocabulary_shards(vocab_size: int) -> int:
-    """Ways the mesh of the context splits the vocabulary; 1 without a mesh or where they do not divide it."""
+    """Parts into which the context's mesh splits the vocabulary; 1 without a mesh or if the split would be uneven."""
     ways = axis_size("vocab")
     return ways if vocab_size % ways == 0 else 1
 
@@ -60,7 +60,7 @@ def _forward(
         scale = jnp.exp(top - new_top)
         shifted = logits - new_top[:, None]
         weights = jnp.exp(shifted)
-        # weighted holds sum(exp(l - top) * (l - top)): shifting top by s moves it by -s * total.
+        # weighted = sum(exp(l - top) * (l - top)): raising top by s changes it by -s * total.
         weighted = jnp.where(total > 0, weighted + (top - new_top) * total, 0.0) * scale + jnp.sum(
             weights * shifted, -1
         )
@@ -130,7 +130,7 @@ def token_logprobs(
     Args:
       hidden: states after the final norm.
       table: LM head rows, one per vocabulary entry.
-      targets: the tokens whose log-probability is wanted.
+      targets: the tokens to score.
       temperature: logits are divided by it first; positive.
       dtype: compute the products in this dtype (``lm_head_dtype``); None keeps that of the inputs. Accumulation is
         float32 either way.
@@ -145,6 +145,6 @@ def token_logprobs(
     flat = hidden.reshape(-1, hidden.shape[-1]).astype(dtype)
     shards = vocabulary_shards(table.shape[0])
     chunks = vocabulary_chunks(table.shape[0] // shards, max_chunk)
-    walk = (float(temperature), chunks, shards)
-    logprobs, entropy = _token_logprobs(flat, table.astype(dtype), targets.reshape(-1), *walk)
+    static = (float(temperature), chunks, shards)
+    logprobs, entropy = _token_logprobs(flat, table.astype(dtype), targets.reshape(-1), *static)
     return logprobs.reshape(targets.shape), entropy.reshape(targets.shape)

@@ -1,7 +1,7 @@
 """Hugging Face safetensors directories to the policy's pytree and back.
 
-One table says which HF tensor each leaf comes from and how it is laid out. Loading reads only the slices that this
-process' devices hold; publishing walks the tensors one at a time, saving holds one file's worth.
+One table says which HF tensor each leaf comes from and in which layout. Loading reads only the slices that this
+process' devices hold; publishing yields one tensor at a time, saving keeps the tensors of one file in memory.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,23 +38,23 @@ _SIDE_FILES = (
     "chat_template.jinja",
 )
 
-# Leaf path -> (HF name, layout). Layouts: "same"; "out_in": HF [out, in] is our [in, out]; "heads_out": HF
-# [heads * head_dim, d] is our [d, heads, head_dim]; "heads_in": HF [d, heads * head_dim] is our [heads, head_dim, d].
-_TENSORS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("embed",): ("model.embed_tokens.weight", "same"),
-    ("layers", "attention_norm", "scale"): ("model.layers.{}.input_layernorm.weight", "same"),
-    ("layers", "attention", "query"): ("model.layers.{}.self_attn.q_proj.weight", "heads_out"),
-    ("layers", "attention", "key"): ("model.layers.{}.self_attn.k_proj.weight", "heads_out"),
-    ("layers", "attention", "value"): ("model.layers.{}.self_attn.v_proj.weight", "heads_out"),
-    ("layers", "attention", "output"): ("model.layers.{}.self_attn.o_proj.weight", "heads_in"),
-    ("layers", "attention", "query_norm", "scale"): ("model.layers.{}.self_attn.q_norm.weight", "same"),
-    ("layers", "attention", "key_norm", "scale"): ("model.layers.{}.self_attn.k_norm.weight", "same"),
-    ("layers", "mlp_norm", "scale"): ("model.layers.{}.post_attention_layernorm.weight", "same"),
-    ("layers", "mlp", "gate"): ("model.layers.{}.mlp.gate_proj.weight", "out_in"),
-    ("layers", "mlp", "up"): ("model.layers.{}.mlp.up_proj.weight", "out_in"),
-    ("layers", "mlp", "down"): ("model.layers.{}.mlp.down_proj.weight", "out_in"),
-    ("final_norm", "scale"): ("model.norm.weight", "same"),
-    ("lm_head",): ("lm_head.weight", "same"),
+# Leaf path -> (HF name, input axes). A linear layer is [in, out] here and [out, in] in HF, and HF has the heads and
+# head_dim as one axis; input axes counts those of our leaf (without layers) that are HF's second. 0: stored as it is.
+_TENSORS: dict[tuple[str, ...], tuple[str, int]] = {
+    ("embed",): ("model.embed_tokens.weight", 0),
+    ("layers", "attention_norm", "scale"): ("model.layers.{}.input_layernorm.weight", 0),
+    ("layers", "attention", "query"): ("model.layers.{}.self_attn.q_proj.weight", 1),
+    ("layers", "attention", "key"): ("model.layers.{}.self_attn.k_proj.weight", 1),
+    ("layers", "attention", "value"): ("model.layers.{}.self_attn.v_proj.weight", 1),
+    ("layers", "attention", "output"): ("model.layers.{}.self_attn.o_proj.weight", 2),
+    ("layers", "attention", "query_norm", "scale"): ("model.layers.{}.self_attn.q_norm.weight", 0),
+    ("layers", "attention", "key_norm", "scale"): ("model.layers.{}.self_attn.k_norm.weight", 0),
+    ("layers", "mlp_norm", "scale"): ("model.layers.{}.post_attention_layernorm.weight", 0),
+    ("layers", "mlp", "gate"): ("model.layers.{}.mlp.gate_proj.weight", 1),
+    ("layers", "mlp", "up"): ("model.layers.{}.mlp.up_proj.weight", 1),
+    ("layers", "mlp", "down"): ("model.layers.{}.mlp.down_proj.weight", 1),
+    ("final_norm", "scale"): ("model.norm.weight", 0),
+    ("lm_head",): ("lm_head.weight", 0),
 }
 
 
@@ -65,47 +66,34 @@ class _Source:
     read: Callable[[tuple[slice, ...]], np.ndarray]
 
 
-def _to_hf(array: np.ndarray, layout: str) -> np.ndarray:
-    if layout == "out_in":
-        return np.ascontiguousarray(array.T)
-    if layout == "heads_out":
-        return np.ascontiguousarray(array.reshape(array.shape[0], -1).T)
-    if layout == "heads_in":
-        return np.ascontiguousarray(array.reshape(-1, array.shape[-1]).T)
-    return np.ascontiguousarray(array)
+def _to_hf(array: np.ndarray, inputs: int) -> np.ndarray:
+    return np.ascontiguousarray(array.reshape(math.prod(array.shape[:inputs]), -1).T if inputs else array)
 
 
-def _hf_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    if layout == "heads_out":
-        return (shape[1] * shape[2], shape[0])
-    if layout == "heads_in":
-        return (shape[2], shape[0] * shape[1])
-    return shape[::-1] if layout == "out_in" else shape
+def _hf_shape(shape: tuple[int, ...], inputs: int) -> tuple[int, ...]:
+    return (math.prod(shape[inputs:]), math.prod(shape[:inputs])) if inputs else shape
 
 
-def _read(source: _Source, layout: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-    """The part ``index`` of one layer's leaf of our ``shape``; head_dim is never split (its slice is whole)."""
+def _merged(bounds: Sequence[slice], shape: Sequence[int]) -> slice:
+    """The slice of axes that are one in HF; only the first of them may be split (head_dim never is)."""
+    width = math.prod(shape[1:])
+    return slice(bounds[0].start * width, bounds[0].stop * width)
+
+
+def _read(source: _Source, inputs: int, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+    """The part ``index`` of one layer's leaf of our ``shape``."""
     bounds = [slice(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
-    if layout == "same":
+    if not inputs:
         return source.read(tuple(bounds))
-    if layout == "out_in":
-        return source.read((bounds[1], bounds[0])).T
-    heads_axis = 1 if layout == "heads_out" else 0
-    width = shape[heads_axis + 1]
-    heads = bounds[heads_axis]
-    flat = slice(heads.start * width, heads.stop * width)
-    if layout == "heads_out":
-        rows = source.read((flat, bounds[0]))
-        return rows.T.reshape(-1, heads.stop - heads.start, width)
-    rows = source.read((bounds[2], flat))
-    return rows.T.reshape(heads.stop - heads.start, width, -1)
+    part = source.read((_merged(bounds[inputs:], shape[inputs:]), _merged(bounds[:inputs], shape[:inputs])))
+    return part.T.reshape([bound.stop - bound.start for bound in bounds])
 
 
-def _read_leaf(sources: list[_Source], layout: str, shape: tuple[int, ...], stacked: bool, index: Any) -> np.ndarray:
+def _read_leaf(sources: list[_Source], inputs: int, shape: tuple[int, ...], stacked: bool, index: Any) -> np.ndarray:
     """The part ``index`` of a leaf in float32; ``stacked`` leaves have one source a layer."""
     if not stacked:
-        return _read(sources[0], layout, shape, index).astype(np.float32)
-    layers = [_read(source, layout, shape, index[1:]) for source in sources[index[0]]]
+        return _read(sources[0], inputs, shape, index).astype(np.float32)
+    layers = [_read(source, inputs, shape, index[1:]) for source in sources[index[0]]]
     return np.stack(layers).astype(np.float32)
 
 
@@ -158,20 +146,20 @@ def load_params(directory: str | Path, config: PolicyConfig, shardings: Params |
     sources = _open_sources(Path(directory))
     params: Params = {}
     for path, leaf in _paths(config).items():
-        layout = _TENSORS[path][1]
+        inputs = _TENSORS[path][1]
         stacked = path[0] == "layers"
         shape = leaf.shape[1:] if stacked else leaf.shape
         names = _leaf_names(path, config)
         for name in names:
             if name not in sources:
                 raise ValueError(f"{directory}: tensor {name!r} is missing")
-            if sources[name].shape != _hf_shape(shape, layout):
+            if sources[name].shape != _hf_shape(shape, inputs):
                 raise ValueError(
                     f"{directory}: tensor {name!r} has shape {sources[name].shape}, "
-                    f"expected {_hf_shape(shape, layout)} from config.json"
+                    f"expected {_hf_shape(shape, inputs)} from config.json"
                 )
 
-        read = functools.partial(_read_leaf, [sources[name] for name in names], layout, shape, stacked)
+        read = functools.partial(_read_leaf, [sources[name] for name in names], inputs, shape, stacked)
         node: Any = params
         target: Any = shardings
         for key in path[:-1]:
@@ -185,19 +173,18 @@ def load_params(directory: str | Path, config: PolicyConfig, shardings: Params |
 
 
 def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields ``(HF name, array)`` in a fixed order, cast to ``dtype`` once, one leaf on the host at a time.
+    """Yields ``(HF name, array)`` in a fixed order, in ``dtype``; one leaf at a time is on the host.
 
-    A tied head is not yielded: the file form has none.
+    A tied head is not yielded: the file has no tensor of its own for it.
     """
     for path in _paths(config):
         leaf: Any = params
         for key in path:
             leaf = leaf[key]
         host = np.asarray(jnp.asarray(leaf).astype(dtype))
-        layout = _TENSORS[path][1]
         layers = host if path[0] == "layers" else [host]
         for name, array in zip(_leaf_names(path, config), layers, strict=True):
-            yield name, _to_hf(array, layout)
+            yield name, _to_hf(array, _TENSORS[path][1])
 
 
 def _sizes(config: PolicyConfig) -> Iterator[tuple[str, int]]:
@@ -207,12 +194,8 @@ def _sizes(config: PolicyConfig) -> Iterator[tuple[str, int]]:
         yield from ((name, leaf.size // len(names)) for name in names)
 
 
-def _total_bytes(config: PolicyConfig, dtype: Any) -> int:
-    return sum(size for _, size in _sizes(config)) * jnp.dtype(dtype).itemsize
-
-
 def _shard_plan(config: PolicyConfig, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Names of the tensors of each file; a tensor larger than a file has one of its own."""
+    """Names of the tensors of each file; a tensor that is larger than the limit has its own file."""
     plan: list[list[str]] = [[]]
     room = max_shard_bytes
     for name, size in _sizes(config):
@@ -240,7 +223,7 @@ def save_params(
       params: the pytree.
       config: its shape.
       dtype: of the tensors in the file.
-      side_files_from: a directory whose tokenizer and generation files are copied along.
+      side_files_from: a directory whose tokenizer and generation files are copied, too.
       max_shard_bytes: largest weight file.
     """
     out = Path(directory)
@@ -251,13 +234,14 @@ def save_params(
     weight_map = {}
     for i, names in enumerate(plan):
         file = SINGLE_NAME if len(plan) == 1 else f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors"
-        # Under another name first: an interrupted save leaves the old file or the new, whole.
+        # Written under another name: after an interrupted save there is the old file or the new one, complete.
         save_file(dict(itertools.islice(tensors, len(names))), out / (file + ".partial"), metadata={"format": "pt"})
         (out / (file + ".partial")).rename(out / file)
         stale.discard(out / file)
         weight_map.update(dict.fromkeys(names, file))
     if len(plan) > 1:
-        index = {"metadata": {"total_size": _total_bytes(config, dtype)}, "weight_map": weight_map}
+        total = sum(size for _, size in _sizes(config)) * jnp.dtype(dtype).itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (out / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
         stale.discard(out / INDEX_NAME)
     for path in stale:

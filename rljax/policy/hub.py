@@ -1,4 +1,4 @@
-"""Models by name: a directory on this machine, or a model of the Hugging Face hub."""
+"""Models by name: a directory on this machine, or a model on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ KNOWN_SHAPES: dict[str, PolicyConfig] = {
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether ``name`` is meant for the hub: OWNER/NAME, and no directory OWNER that it might be a path in."""
+    """Whether ``name`` is OWNER/NAME of the hub and not a path: there is no directory OWNER."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).parent.is_dir()
 
 
 def model_directory(name: str, files: Sequence[str] = _WANTED) -> str:
-    """``name`` itself, or where a model of the hub lies on this machine, fetched unless it was before.
+    """``name`` itself, or the local directory of a model on the hub, which is fetched unless it was fetched before.
 
     Args:
       name: a directory, or OWNER/NAME.
-      files: patterns of the files that are wanted.
+      files: patterns of the files to fetch.
 
     Raises:
       ValueError: the hub has no such model, or cannot be reached and the model was not fetched before.
     """
     if not is_hub_id(name):
         return name
-    from huggingface_hub import snapshot_download  # a second to import
+    from huggingface_hub import snapshot_download  # its import takes a second
 
     try:
         return str(snapshot_download(name, allow_patterns=list(files)))
@@ -75,7 +75,7 @@ def model_directory(name: str, files: Sequence[str] = _WANTED) -> str:
 
 
 def policy_shape(name: str) -> PolicyConfig:
-    """The shape of a model, known by name or read from its ``config.json``; no weights are read or fetched.
+    """The shape of a model, by its name or from its ``config.json``; no weights are read or fetched.
 
     Raises:
       ValueError: as ``model_directory`` and ``read_config``.

@@ -1,4 +1,4 @@
-"""Tokens to log-probabilities: the alignment of DESIGN section 3 in one place."""
+"""From tokens to log-probabilities: ``logprobs[b, t]`` is of ``tokens[b, t]``, given the tokens before it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rljax.policy.qwen3 import Params, cast_params, hidden_states, lm_head_table
 
 
 class Scores(NamedTuple):
-    """What a forward over packed rows says of their tokens, float32."""
+    """The results of a forward over packed rows, float32."""
 
     logprobs: Float[Array, "b t"]  # 0 at position 0 of a segment and on padding
     entropy: Float[Array, "b t"]  # nats; likewise
-    activation_max: Float[Array, ""]  # largest absolute value inside the blocks; float16 ends at 65,504
+    activation_max: Float[Array, ""]  # largest absolute value inside the blocks; 65,504 is the largest float16
 
 
 def packed_logprobs(
@@ -34,15 +34,15 @@ def packed_logprobs(
     lm_head_dtype: Any = None,
     remat: bool = False,
 ) -> Scores:
-    """``logprobs[b, t]`` **of** ``tokens[b, t]`` given what precedes it in its own segment, and the entropy there.
+    """``logprobs[b, t]`` of ``tokens[b, t]`` given the tokens before it in its own segment, and the entropy there.
 
     Args:
       params: the pytree in the compute dtype.
-      config: its shape.
+      config: the policy's shape.
       tokens: packed rows.
       segment_ids: 0 for padding, otherwise equal for the tokens of one sequence.
       positions: 0, 1, 2, ... inside each segment.
-      temperature: of the distribution scored; positive.
+      temperature: of the scored distribution; positive.
       lm_head_dtype: dtype of the LM head's products; None: that of the hidden states.
       remat: recompute blocks in the backward pass.
     """

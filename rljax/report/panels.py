@@ -1,39 +1,37 @@
-"""Panels of a run's record, drawn with matplotlib: one run's curve in each, or several overlaid."""
+"""Panels of a run's record, plotted with matplotlib: the curve of one run in each, or the curves of several."""
 
 from __future__ import annotations
 
 import math
-import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
-from rljax.report.rows import Row, is_accuracy, last_value, read_rows
+from rljax.compare.dump import TokenDump, read_dump
+from rljax.report.rows import Row, is_accuracy, last_value
 
-# Told apart by readers with any colour vision, and in this order also when printed grey.
-_COLORS = ("#1f5fa8", "#d55e00", "#00916e", "#a8428c", "#b8860b", "#555555")
-_LINES = ("-", "--", ":")
+INK, QUIET, GRID = "#22262b", "#6b7280", "#e6e8eb"
 _MARKERS = "osD^v"
-_INK, _QUIET, _GRID = "#22262b", "#6b7280", "#e6e8eb"
 _MAX_PERIOD_LINES = 30  # more of them per run would hide the curve
-_DPI = 150
+_LEGEND = {"frameon": False, "fontsize": 8.5, "loc": "best"}
+_EDGE_SHARE = 10  # one in so many rows is the beginning of a run, and one in so many its end
+_BUCKET_KEY = re.compile(r"mismatch_position/((lt_|ge_)?([^/_]+)(?:_to_[^/]+)?)/k3_kl")  # name, kind, first edge
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's record and how it is drawn.
+    """A run's record, and the color and line that stand for it.
 
     Attributes:
       label: its name in the legend.
       rows: of its metrics.jsonl, at least one.
       color, line: as matplotlib knows them.
-      directory: where it lies, for its token dumps.
+      directory: the run directory, for its token dumps.
     """
 
     label: str
@@ -53,155 +51,72 @@ class Run:
         return last_value(self.rows, key)
 
 
-def read_runs(run_dirs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None = None) -> list[Run]:
-    """The records of run directories, each in a color or line of its own.
+@dataclass(frozen=True)
+class Panel:
+    """One plot.
 
-    Raises:
-      ValueError: no runs, a run without rows, or as many labels as runs are not given.
-      FileNotFoundError: a run without metrics.jsonl.
-      RuntimeError: a damaged metrics.jsonl.
+    Attributes:
+      plot: plots runs into an axis; the number is the decay per step of the mean over the raw curves, 0: no mean.
+      needs: the metric that it shows, or a pattern of several; ``*.parquet``: files of the run directory.
     """
-    directories = [Path(run_dir) for run_dir in run_dirs]
-    if not directories:
-        raise ValueError("expected at least one run directory, got none")
-    names = short_names(directories) if labels is None else list(labels)
-    if len(names) != len(directories):
-        raise ValueError(f"expected {len(directories)} labels, one per run, got {len(names)}")
-    return [_read_run(*item) for item in zip(range(len(names)), directories, names, strict=True)]
 
-
-def _read_run(index: int, directory: Path, label: str) -> Run:
-    rows = read_rows(directory / "metrics.jsonl")
-    if not rows:
-        raise ValueError(f"{directory / 'metrics.jsonl'}: no rows to draw")
-    line = _LINES[index // len(_COLORS) % len(_LINES)]
-    return Run(label, rows, _COLORS[index % len(_COLORS)], line, directory)
-
-
-Panel = Callable[[Axes, Sequence[Run], float], None]
-"""Draws runs into an axis; the number is ``smooth`` of ``check_smooth``."""
-
-
-def check_smooth(smooth: float) -> None:
-    """The decay per step of the mean drawn over the raw curves; 0: none. Raises ValueError unless it is in [0, 1)."""
-    if not 0 <= smooth < 1:
-        raise ValueError(f"smooth must be in the range [0, 1), got {smooth}")
-
-
-def draw_grid(panels: Sequence[Sequence[Panel]], runs: Sequence[Run], smooth: float, *, title: str = "") -> Figure:
-    """A figure of rows of panels, overlaying the runs; a row of one panel spans the width."""
-    figure = Figure(figsize=(11, 0.7 + 2.7 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(h_pad=0.08, w_pad=0.12, hspace=0.03, wspace=0.03)  # type: ignore[union-attr, call-arg]
-    width = math.lcm(*map(len, panels))
-    cells = [[f"{r} {c * len(row) // width}" for c in range(width)] for r, row in enumerate(panels)]
-    axes = figure.subplot_mosaic(cells)  # type: ignore[arg-type]
-    first_step, last_step = min(run.rows[0]["step"] for run in runs), max(run.rows[-1]["step"] for run in runs)
-    for axis in axes.values():
-        _style(axis, first_step, last_step)
-    name = title or (runs[0].label if len(runs) == 1 else f"{len(runs)} runs")
-    parts = [f"steps {first_step} to {last_step}"] + [f"thin as recorded, thick smoothed ({smooth:g})"] * bool(smooth)
-    is_marked = any(panel in (length, learning_rate) for row in panels for panel in row)
-    if is_marked and any(run.last("schedule/surge_step") or run.last("schedule/decay_period") for run in runs):
-        parts.append("vertical lines: surge call dashed, multiples of the decay period light")
-    _title_figure(figure, runs, name, "; ".join(parts))
-    for r, row in enumerate(panels):
-        for c, panel in enumerate(row):
-            panel(axes[f"{r} {c}"], runs, smooth)
-    return figure
-
-
-def save_figure(figure: Figure, out: str | os.PathLike[str]) -> Path:
-    """Writes a PNG, whose directory is made, and returns its path."""
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI, facecolor="white", format="png")
-    return path
-
-
-def short_names(directories: Sequence[Path]) -> list[str]:
-    """Each directory's last parts, as many as make the names differ."""
-    parts = [directory.resolve().parts for directory in directories]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(set(parts)):
-            break
-    return names
-
-
-def _title_figure(figure: Figure, runs: Sequence[Run], name: str, below: str) -> None:
-    figure.suptitle(f"{name}\n", fontsize=15, fontweight="bold", color=_INK, x=0.02, ha="left")
-    subtitle = 1 - 0.38 / figure.get_figheight()
-    figure.text(0.02, subtitle, below, fontsize=9, color=_QUIET, ha="left", va="top")
-    if len(runs) > 1:
-        axis = figure.axes[0]
-        handles = [axis.plot([], [], color=run.color, linestyle=run.line, linewidth=2.2)[0] for run in runs]
-        columns = min(len(runs), 4)
-        figure.legend(
-            handles,
-            [run.label for run in runs],
-            loc="outside upper right",
-            ncols=columns,
-            frameon=False,
-            fontsize=9.5,
-            labelcolor=_INK,
-        )
-
-
-def _style(axis: Axes, first_step: int, last_step: int) -> None:
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color("#b6bac0")
-    axis.tick_params(labelsize=8.5, colors=_QUIET, length=3)
-    axis.grid(color=_GRID, linewidth=0.8)
-    axis.set_axisbelow(True)
-    margin = max(1.0, 0.015 * (last_step - first_step))
-    axis.set_xlim(first_step - margin, last_step + margin)
-    axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axis.set_xlabel("step", fontsize=8.5, color=_QUIET)
+    plot: Callable[[Axes, Sequence[Run], float], None]
+    needs: str
 
 
 def head(axis: Axes, title: str, unit: str) -> None:
     """A panel's title, and what its y axis counts."""
-    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=8)
-    axis.set_ylabel(unit, fontsize=8.5, color=_QUIET)
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
+    axis.set_ylabel(unit, fontsize=8.5, color=QUIET)
 
 
 def note(axis: Axes, text: str) -> None:
-    """Words in the place of curves."""
-    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=9, color=_QUIET)
+    """Text in place of curves."""
+    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=9, color=QUIET)
     axis.set_yticks([])
     axis.grid(visible=False)
 
 
-def curves(
+def curve_panel(key: str, title: str, unit: str, *, log: bool = False) -> Panel:
+    """The raw and the smoothed curve of one metric; on a log axis a value of 0 cannot be shown."""
+
+    def plot(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
+        values = np.concatenate([run.series(key)[1] for run in runs])
+        head(axis, title, unit)
+        if log and np.isfinite(values).any() and not (values > 0).any():
+            note(axis, f"{key} is 0 at every step")
+        elif plot_curves(axis, runs, key, smooth, lambda found: found > 0 if log else np.isfinite(found)) and log:
+            log_axis(axis, values)
+
+    return Panel(plot, key)
+
+
+def plot_curves(
     axis: Axes,
     runs: Sequence[Run],
     key: str,
-    title: str,
-    unit: str,
     smooth: float,
     shown: Callable[[np.ndarray], np.ndarray] = np.isfinite,
 ) -> bool:
     """Raw and smoothed curves of the values that are ``shown``; a note and False when there are none."""
-    head(axis, title, unit)
-    is_drawn = False
+    any_shown = False
     for run in runs:
         steps, values = run.series(key)
         values = np.where(shown(values), values, np.nan)
         if np.isnan(values).all():
             continue
-        is_drawn = True
+        any_shown = True
         if smooth:
             axis.plot(steps, values, color=run.color, linewidth=0.9, alpha=0.35)
             values = exponential_mean(values, smooth**2)  # two sides: half the width each
         axis.plot(steps, values, color=run.color, linestyle=run.line, linewidth=1.9, marker=_dot(values))
-    if not is_drawn:
+    if not any_shown:
         note(axis, f"no {key} in the record")
-    return is_drawn
+    return any_shown
 
 
 def _dot(values: np.ndarray) -> str:
-    """A line through one point is invisible."""
+    """The marker of a line: a line through a single point would be invisible."""
     return "o" if np.isfinite(values).sum() == 1 else ""
 
 
@@ -222,36 +137,18 @@ def _decayed_sum(items: np.ndarray, decay: float) -> np.ndarray:
     return forward + backward - items
 
 
-def reward(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """The training reward."""
-    curves(axis, runs, "reward/mean", "Reward", "mean per response", smooth)
-
-
-def grad_norm(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """The gradient's norm."""
-    curves(axis, runs, "optimizer/grad_norm", "Gradient norm", "before clipping", smooth)
-
-
-def grad_noise(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """The gradient's variance, on a log axis."""
-    _log_curves(axis, runs, "optimizer/grad_noise", "Gradient noise", "trace of the covariance", smooth)
-
-
-def entropy(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """The policy's entropy."""
-    curves(axis, runs, "policy/entropy", "Policy entropy", "nats per token", smooth)
-
-
-def length(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """The response length with each run's surge; drawn raw, because the surge is called on it."""
-    if curves(axis, runs, "response_length/mean", "Response length", "mean, tokens", 0.0):
+def plot_length(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
+    """The response length with each run's surge; never smoothed, because the surge is called on the raw values."""
+    del smooth
+    head(axis, "Response length", "mean, tokens")
+    if plot_curves(axis, runs, "response_length/mean", 0.0):
         called = sum(run.last("schedule/surge_step") is not None for run in runs)
-        axis.set_ylim(0, axis.get_ylim()[1] * (1 + 0.1 * min(called, 5)))  # room for their names
-    _surges(axis, runs, named=True)
+        axis.set_ylim(0, axis.get_ylim()[1] * (1 + 0.1 * min(called, 5)))  # room for the labels of the surges
+    _surges(axis, runs, labels=True)
 
 
-def accuracy(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """The accuracy on each evaluation set; as recorded, not smoothed."""
+def plot_accuracy(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
+    """The accuracy on each evaluation dataset; as recorded, not smoothed."""
     del smooth
     head(axis, "Evaluation accuracy", "share right")
     keys = sorted({key for run in runs for row in run.rows for key in row if is_accuracy(key)})
@@ -260,7 +157,7 @@ def accuracy(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
         for run in runs:
             steps, values = run.series(key)
             axis.plot(steps, values, color=run.color, linestyle=run.line, linewidth=1.6, marker=marker, markersize=4.5)
-        axis.plot([], [], color=_QUIET, marker=marker, markersize=4.5, label=key.split("/")[1])
+        axis.plot([], [], color=QUIET, marker=marker, markersize=4.5, label=key.split("/")[1])
     if not keys:
         note(axis, "no eval/*/accuracy in the record")
         return
@@ -268,11 +165,11 @@ def accuracy(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
     if len(keys) == 1:
         axis.set_ylabel(f"share right, {keys[0].split('/')[1]}")
     else:
-        axis.legend(frameon=False, fontsize=8.5, labelcolor=_QUIET, loc="best")
+        axis.legend(frameon=False, fontsize=8.5, labelcolor=QUIET, loc="best")
 
 
-def learning_rate(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """The rate of each update, in steps, with each run's surge and decay periods; not smoothed."""
+def plot_learning_rate(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
+    """The rate of each update as a step function, with each run's surge and decay periods; not smoothed."""
     del smooth
     key = "schedule/learning_rate"
     head(axis, "Learning rate", "per update")
@@ -284,7 +181,7 @@ def learning_rate(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
         axis.yaxis.set_major_formatter(FuncFormatter(_scientific))
     else:
         note(axis, f"no {key} in the record")
-    _surges(axis, runs, named=False)
+    _surges(axis, runs, labels=False)
 
 
 def _scientific(value: float, _: object) -> str:
@@ -292,8 +189,8 @@ def _scientific(value: float, _: object) -> str:
     return f"{float(mantissa):g}e{int(exponent)}" if value else "0"
 
 
-def _surges(axis: Axes, runs: Sequence[Run], *, named: bool) -> None:
-    """A dashed line at each run's surge call and light ones at the multiples of its decay period from then on."""
+def _surges(axis: Axes, runs: Sequence[Run], *, labels: bool) -> None:
+    """A dashed line at the step of each run's surge and light ones at the multiples of its decay period after it."""
     for index, run in enumerate(runs):
         surge, period = run.last("schedule/surge_step"), run.last("schedule/decay_period")
         last_step = run.rows[-1]["step"]
@@ -303,7 +200,7 @@ def _surges(axis: Axes, runs: Sequence[Run], *, named: bool) -> None:
         if surge is None:
             continue
         axis.axvline(surge, color=run.color, linewidth=1.3, linestyle=(0, (4, 2)), zorder=1.5)
-        if named:
+        if labels:
             is_late = surge > 0.6 * last_step
             axis.annotate(
                 f"surge at {surge}" + (f", period {period}" if period else ""),
@@ -319,33 +216,115 @@ def _surges(axis: Axes, runs: Sequence[Run], *, named: bool) -> None:
             )
 
 
-def mismatch(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """The per-token mismatch that the paper plots, on a log axis."""
-    unit = "log_ppl_abs_diff, nats per token"
-    _log_curves(axis, runs, "mismatch/log_ppl_abs_diff", "Training-inference mismatch", unit, smooth)
-
-
-def k3_kl(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """The mismatch as a KL divergence, on a log axis."""
-    _log_curves(axis, runs, "mismatch/k3_kl", "KL(rollout || trainer)", "k3 estimate, nats per token", smooth)
-
-
-def _log_curves(axis: Axes, runs: Sequence[Run], key: str, title: str, unit: str, smooth: float) -> None:
-    values = np.concatenate([run.series(key)[1] for run in runs])
-    if np.isfinite(values).any() and not (values > 0).any():
-        head(axis, title, unit)
-        note(axis, f"{key} is 0 at every step")
-        return
-    if curves(axis, runs, key, title, unit, smooth, lambda values: values > 0):
-        log_axis(axis, values)
-
-
 def log_axis(axis: Axes, values: np.ndarray) -> None:
-    """A log scale about the positive values: limits set by hand, because equal values give autoscaling none."""
+    """A log scale around the positive values; the limits are set here, because autoscaling fails on equal values."""
     positive = values[np.isfinite(values) & (values > 0)]
     low, high = positive.min(), positive.max()
     margin = max((high / low) ** 0.05, 1.1)
     axis.set_ylim(low / margin, high * margin)
     axis.set_yscale("log")
-    axis.grid(which="minor", color=_GRID, linewidth=0.4)
-    axis.tick_params(which="minor", labelsize=7.5, colors=_QUIET)
+    axis.grid(which="minor", color=GRID, linewidth=0.4)
+    axis.tick_params(which="minor", labelsize=7.5, colors=QUIET)
+
+
+def slope_of_ratio(lengths: np.ndarray, ratios: np.ndarray) -> float:
+    """Least-squares slope through the origin of log-ratios [n] (nats) over lengths [n] (tokens), per 1000 tokens."""
+    return float(1000 * (lengths * ratios).sum() / (lengths * lengths).sum())
+
+
+def plot_kl_by_position(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
+    """k3_kl of each bucket of positions: thick over the last tenth of a run's rows, thin over the first."""
+    del smooth
+    head(axis, "KL by position in the response", "k3_kl, nats per token")
+    axis.set_xlabel("position, tokens from 1; thick: last tenth of the steps, thin: first")
+    found = [(run, bucket_means(run.rows, last=False), bucket_means(run.rows, last=True)) for run in runs]
+    buckets = sorted({bucket for _, *both in found for means in both for bucket in means})
+    values = np.asarray([value for _, *both in found for means in both for value in means.values()], np.float64)
+    if not buckets or not (values > 0).any():
+        note(axis, "no mismatch_position/*/k3_kl above 0 in the record")
+        return
+    for run, first, last in found:
+        for means, width, alpha in ((first, 0.9, 0.5), (last, 1.9, 1.0)):
+            heights = [means.get(bucket, np.nan) or np.nan for bucket in buckets]
+            style = {"color": run.color, "linestyle": run.line, "marker": "o", "markersize": 3 * width**0.5}
+            axis.plot(range(len(buckets)), heights, linewidth=width, alpha=alpha, **style)
+    axis.set_xlim(-0.4, len(buckets) - 0.6)
+    axis.set_xticks(range(len(buckets)), [name for _, _, name in buckets], rotation=20 if len(buckets) > 6 else 0)
+    log_axis(axis, values)
+
+
+def bucket_means(rows: Sequence[Row], *, last: bool) -> dict[tuple[float, bool, str], float]:
+    """Mean k3_kl of the tokens of each bucket over the first or last tenth of the rows, at least one.
+
+    Returns:
+      (edge, whether it is a lower one, name) -> mean; sorted, the keys go up the response.
+    """
+    count = max(1, len(rows) // _EDGE_SHARE)
+    totals: dict[tuple[float, bool, str], list[float]] = {}
+    for row in rows[-count:] if last else rows[:count]:
+        for key, value in row.items():
+            match = _BUCKET_KEY.fullmatch(key)
+            if match is None or value is None:
+                continue
+            name, kind, edge = match.groups()
+            shown = name.replace("lt_", "below ").replace("ge_", "from ").replace("_to_", " to ")
+            tokens = row[key.removesuffix("k3_kl") + "token_count"]
+            total = totals.setdefault((float(edge), kind != "lt_", shown), [0.0, 0.0])
+            total[0] += tokens * value
+            total[1] += tokens
+    return {bucket: total / tokens for bucket, (total, tokens) in totals.items()}
+
+
+def plot_ratio_by_length(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
+    """log of trainer / rollout probability of whole responses against their length, from each run's newest dump."""
+    del smooth
+    head(axis, "Sequence log-ratio by length", "sum of trainer - rollout, nats")
+    axis.set_xlabel("response length, tokens")
+    longest = 1.0
+    for run in runs:
+        paths = sorted(run.directory.glob("rollouts/step_*.parquet"))
+        if not paths:
+            continue
+        lengths, ratios = sequence_ratios(read_dump(paths[-1]))
+        slope = slope_of_ratio(lengths, ratios)
+        longest = max(longest, lengths.max())
+        label = f"{run.label}: {slope:.3g} per 1000 tokens"
+        axis.scatter(lengths, ratios, s=9, color=run.color, alpha=0.5, linewidths=0, label=label)
+        axis.plot([0, lengths.max()], [0, slope * lengths.max() / 1000], color=run.color, linestyle=run.line)
+    if not axis.collections:
+        note(axis, "no rollouts/step_*.parquet in the run")
+        return
+    axis.axhline(0, color="black", linewidth=0.9, linestyle="--")
+    axis.set_xlim(0, 1.03 * longest)
+    axis.legend(**_LEGEND)
+
+
+def sequence_ratios(dump: TokenDump) -> tuple[np.ndarray, np.ndarray]:
+    """Response tokens, and sum of trainer - rollout over them (nats), of each sequence [n] of a run's dump.
+
+    Tokens that are not finite on either side are left out of both.
+    """
+    lengths, ratios = [], []
+    for mask, trainer, rollout in zip(
+        dump.response_mask, dump.logprobs["trainer"], dump.logprobs["rollout"], strict=True
+    ):
+        ratio = (trainer.astype(np.float64) - rollout)[mask]
+        lengths.append(np.isfinite(ratio).sum())
+        ratios.append(ratio[np.isfinite(ratio)].sum())
+    return np.asarray(lengths, np.float64), np.asarray(ratios)
+
+
+PANELS: dict[str, Panel] = {
+    "reward": curve_panel("reward/mean", "Reward", "mean per response"),
+    "accuracy": Panel(plot_accuracy, "eval/*/accuracy"),
+    "length": Panel(plot_length, "response_length/mean"),
+    "learning_rate": Panel(plot_learning_rate, "schedule/learning_rate"),
+    "grad_norm": curve_panel("optimizer/grad_norm", "Gradient norm", "before clipping"),
+    "entropy": curve_panel("policy/entropy", "Policy entropy", "nats per token"),
+    "mismatch": curve_panel(
+        "mismatch/log_ppl_abs_diff", "Training-inference mismatch", "log_ppl_abs_diff, nats per token", log=True
+    ),
+    "kl_by_position": Panel(plot_kl_by_position, "mismatch_position/*/k3_kl"),
+    "ratio_by_length": Panel(plot_ratio_by_length, "rollouts/step_*.parquet"),
+}
+"""Name -> panel."""

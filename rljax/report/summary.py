@@ -1,4 +1,4 @@
-"""What a run came to, from its rows: summary.json and the table on the terminal."""
+"""What became of a run, from its rows: summary.json, the table on the terminal, the outcome that a study compares."""
 
 from __future__ import annotations
 
@@ -6,17 +6,30 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rljax.report.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, last_value, step_seconds
 
 EDGE_STEPS = 10  # steps at either end of a run that its first and last means are taken over
-WINDOW_STEPS = 5  # trailing steps of the mean length whose tripling is reported
+LENGTH_STEPS = 5  # trailing steps of the mean length whose tripling is reported
+SMOOTH_STEPS = 10  # trailing steps of the means that an outcome is read from
+COLLAPSE_SHARE = 0.5  # a run has collapsed when its accuracy falls under this share of its peak and stays there
+
+OUTCOME_METRICS = {
+    "log_ppl_abs_diff": "mismatch/log_ppl_abs_diff",
+    "k3_kl": "mismatch/k3_kl",
+    "grad_norm": "optimizer/grad_norm",
+    "response_length": "response_length/mean",
+}
+"""Name in an outcome -> metric."""
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """What a run came to; None stands for what its rows do not tell. Steps are 1-based, lengths in tokens.
+    """The content of summary.json; None stands for what the rows do not tell. Steps are 1-based, lengths in tokens.
 
     ``length_tripled_step`` is the first step whose trailing 5-step mean length is at least three times the mean of the
     first 10 steps. ``wall_seconds`` adds up ``time/step_s``, or every ``time/*`` where there is none.
@@ -28,25 +41,107 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         raise ValueError("no rows to summarize")
     rewards, lengths = _series(rows, "reward/mean"), _series(rows, "response_length/mean")
     mismatch = [value for _, value in _series(rows, "mismatch/log_ppl_abs_diff")]
-    first, last = _edge_mean(rewards, first=True), _edge_mean(rewards, first=False)
+    first, last = _mean_of(rewards[:EDGE_STEPS]), _mean_of(rewards[-EDGE_STEPS:])
     return {
         "steps": rows[-1]["step"],
         "reward_first": first,
         "reward_last": last,
         "reward_gain": None if first is None or last is None else last - first,
-        "response_length_first": _edge_mean(lengths, first=True),
-        "response_length_last": _edge_mean(lengths, first=False),
+        "response_length_first": _mean_of(lengths[:EDGE_STEPS]),
+        "response_length_last": _mean_of(lengths[-EDGE_STEPS:]),
         "length_tripled_step": _tripled_step(lengths),
         "surge_step": last_value(rows, "schedule/surge_step"),
         "decay_period": last_value(rows, "schedule/decay_period"),
         "learning_rate_final": last_value(rows, "schedule/learning_rate"),
         "evaluations": _evaluations(rows),
-        "mismatch_mean": _mean(mismatch),
+        "mismatch_mean": math.fsum(mismatch) / len(mismatch) if mismatch else None,
         "mismatch_max": max(mismatch, default=None),
         "skipped_updates": last_value(rows, "optimizer/skipped_updates"),
         "rows_with_nonfinite": sum(NONFINITE_KEYS in row for row in rows),
         "wall_seconds": sum(map(step_seconds, rows)),
     }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a study compares. Steps are 1-based; accuracy is the mean reward of the rollouts, a trailing 10-step mean.
+
+    Attributes:
+      steps: of the run.
+      peak: highest accuracy.
+      peak_step: where.
+      final: accuracy at the end.
+      collapse_step: first step from which accuracy stays under half the peak before it; None: it did not collapse.
+      surge_step: where the tracker called the surge; None: it did not, or there was none.
+      lead: collapse_step - surge_step; None without either.
+      evaluation_peak: highest accuracy on an evaluation dataset; None without evaluations.
+      evaluation_final: the last one.
+      at_peak: trailing means of ``OUTCOME_METRICS`` at the peak.
+      at_end: the same at the collapse, or at the end without one.
+      above_share: mean over the steps of the share of tokens with a ratio above ``diagnosis.is_threshold``.
+      above_share_largest: the largest of a step.
+      final_rate: learning rate of the last update.
+      skipped_updates: updates not applied.
+      wall_seconds: of all steps.
+    """
+
+    steps: int
+    peak: float
+    peak_step: int
+    final: float
+    collapse_step: int | None
+    surge_step: int | None
+    lead: int | None
+    evaluation_peak: float | None
+    evaluation_final: float | None
+    at_peak: dict[str, float]
+    at_end: dict[str, float]
+    above_share: float
+    above_share_largest: float
+    final_rate: float
+    skipped_updates: int
+    wall_seconds: float
+
+
+def outcome_of(rows: Sequence[Row]) -> Outcome:
+    """The outcome of a run. Raises ValueError when there are no rows."""
+    summary = summarize(rows)
+    accuracy = trailing_mean([row["reward/mean"] for row in rows])
+    peak = int(np.argmax(accuracy))
+    collapse, surge = collapse_step(accuracy), summary["surge_step"]
+    evaluations = list(summary["evaluations"].values())
+    above = [row.get("is/token_fraction_above") or 0.0 for row in rows]
+    return Outcome(
+        steps=summary["steps"],
+        peak=float(accuracy[peak]),
+        peak_step=peak + 1,
+        final=float(accuracy[-1]),
+        collapse_step=collapse,
+        surge_step=surge,
+        lead=None if collapse is None or surge is None else collapse - surge,
+        evaluation_peak=max((found["best"] for found in evaluations), default=None),
+        evaluation_final=evaluations[-1]["last"] if evaluations else None,
+        at_peak=_trailing_metrics(rows[: peak + 1]),
+        at_end=_trailing_metrics(rows[:collapse]),
+        above_share=float(np.mean(above)),
+        above_share_largest=max(above),
+        final_rate=summary["learning_rate_final"],
+        skipped_updates=summary["skipped_updates"],
+        wall_seconds=summary["wall_seconds"],
+    )
+
+
+def trailing_mean(values: Sequence[float | None], window: int = SMOOTH_STEPS) -> np.ndarray:
+    """Mean of each value and up to ``window`` - 1 before it, float64 [n]; a missing or infinite value counts as 0."""
+    series = np.asarray([value if value is not None and np.isfinite(value) else 0.0 for value in values], np.float64)
+    return np.array([series[max(stop - window, 0) : stop].mean() for stop in range(1, len(series) + 1)])
+
+
+def collapse_step(accuracy: np.ndarray) -> int | None:
+    """First 1-based step from which every accuracy is under half of the highest one before it; None: there is none."""
+    under = accuracy < COLLAPSE_SHARE * np.maximum.accumulate(accuracy)
+    stays = np.logical_and.accumulate(under[::-1])[::-1]
+    return int(np.argmax(stays)) + 1 if stays.any() else None
 
 
 def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> Path:
@@ -65,30 +160,28 @@ def format_summary(summary: Mapping[str, Any]) -> str:
         return format_value(form, summary[key])
 
     gain = f"(gain {say('reward_gain', '{:+.3f}')})"
-    lines = [
-        ("steps", say("steps")),
-        ("reward", f"{say('reward_first', '{:.3f}')} -> {say('reward_last', '{:.3f}')} {gain}"),
-        (
-            "response length",
-            f"{say('response_length_first', '{:.1f}')} -> {say('response_length_last', '{:.1f}')} tokens",
-        ),
-        ("length tripled", _at_step(summary["length_tripled_step"])),
-        ("surge called", f"{_at_step(summary['surge_step'])}; decay period {say('decay_period')}"),
-        ("final learning rate", say("learning_rate_final", "{:.3e}")),
-    ]
+    lengths = f"{say('response_length_first', '{:.1f}')} -> {say('response_length_last', '{:.1f}')} tokens"
+    lines = {
+        "steps": say("steps"),
+        "reward": f"{say('reward_first', '{:.3f}')} -> {say('reward_last', '{:.3f}')} {gain}",
+        "response length": lengths,
+        "length tripled": _at_step(summary["length_tripled_step"]),
+        "surge called": f"{_at_step(summary['surge_step'])}; decay period {say('decay_period')}",
+        "final learning rate": say("learning_rate_final", "{:.3e}"),
+    }
     for name, value in summary["evaluations"].items():
-        last, best = format_value("{:.3f}", value["last"]), format_value("{:.3f}", value["best"])
-        lines.append((f"accuracy on {name}", f"{last} (best {best} at step {value['best_step']})"))
-    lines += [
-        ("mismatch", f"mean {say('mismatch_mean', '{:.2e}')}, max {say('mismatch_max', '{:.2e}')} (log_ppl_abs_diff)"),
-        ("skipped updates", say("skipped_updates")),
-        ("rows with non-finite", say("rows_with_nonfinite")),
-        ("wall time", _duration(summary["wall_seconds"])),
-    ]
-    width = max(len(label) for label, _ in lines)
+        lines[f"accuracy on {name}"] = f"{value['last']:.3f} (best {value['best']:.3f} at step {value['best_step']})"
+    mismatch = f"mean {say('mismatch_mean', '{:.2e}')}, max {say('mismatch_max', '{:.2e}')} (log_ppl_abs_diff)"
+    lines |= {
+        "mismatch": mismatch,
+        "skipped updates": say("skipped_updates"),
+        "rows with non-finite": say("rows_with_nonfinite"),
+        "wall time": _duration(summary["wall_seconds"]),
+    }
+    width = max(map(len, lines))
     notes = f"first and last: means over {EDGE_STEPS} steps"
-    rule = "-" * max(len(notes), *(width + 2 + len(text) for _, text in lines))
-    return "\n".join([rule, *(f"{label:<{width}}  {text}" for label, text in lines), rule, notes])
+    rule = "-" * max(len(notes), *(width + 2 + len(text) for text in lines.values()))
+    return "\n".join([rule, *(f"{label:<{width}}  {text}" for label, text in lines.items()), rule, notes])
 
 
 def _at_step(step: int | None) -> str:
@@ -100,39 +193,31 @@ def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
     return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+def _mean_of(series: Sequence[tuple[int, float]]) -> float | None:
+    return math.fsum(value for _, value in series) / len(series) if series else None
 
 
-def _edge_mean(series: Sequence[tuple[int, float]], *, first: bool) -> float | None:
-    edge = series[:EDGE_STEPS] if first else series[-EDGE_STEPS:]
-    return _mean([value for _, value in edge])
+def _trailing_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    return {name: float(trailing_mean([row.get(key) for row in rows])[-1]) for name, key in OUTCOME_METRICS.items()}
 
 
 def _tripled_step(lengths: Sequence[tuple[int, float]]) -> int | None:
-    start = _edge_mean(lengths, first=True)
-    if start is None or len(lengths) < EDGE_STEPS:
+    start = _mean_of(lengths[:EDGE_STEPS])
+    if start is None:
         return None
-    for end in range(EDGE_STEPS, len(lengths) + 1):
-        window = lengths[end - WINDOW_STEPS : end]
-        if math.fsum(value for _, value in window) / WINDOW_STEPS >= 3 * start:
-            return window[-1][0]
-    return None
+    ends = range(EDGE_STEPS, len(lengths) + 1)
+    means = {end: _mean_of(lengths[end - LENGTH_STEPS : end]) or 0.0 for end in ends}
+    return next((lengths[end - 1][0] for end, mean in means.items() if mean >= 3 * start), None)
 
 
 def _evaluations(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Dataset -> last and best accuracy; of equal bests the first step counts."""
-    keys = sorted({key for row in rows for key in row if is_accuracy(key)})
     found: dict[str, dict[str, Any]] = {}
-    for key in keys:
-        series = _series(rows, key)
-        if series:
+    for key in sorted({key for row in rows for key in row if is_accuracy(key)}):
+        if series := _series(rows, key):
             best_step, best = max(series, key=lambda item: item[1])
-            found[key[len("eval/") : -len("/accuracy")]] = {
-                "last": series[-1][1],
-                "best": best,
-                "best_step": best_step,
-            }
+            name = key[len("eval/") : -len("/accuracy")]
+            found[name] = {"last": series[-1][1], "best": best, "best_step": best_step}
     return found
 
 

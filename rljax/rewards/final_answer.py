@@ -1,4 +1,4 @@
-"""Which words of a response are its final answer: DAPO's ``Answer:`` line or LaTeX's box, whichever comes later."""
+"""Finds the final answer in a response: DAPO's ``Answer:`` line or LaTeX's box, whichever comes later."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 _ANSWER_LINE = re.compile(r"(?:\banswer|答案)(?:[ \t]+is)?[ \t*_`]*[:：][*_`]*", re.IGNORECASE)
 _ANSWER_IS = re.compile(r"(?:\banswer[ \t]+(?:is|=)|答案[是为])[ \t*_`]*", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# What may stand between boxes that give one answer together: x = \boxed{1} or x = \boxed{2}.
+# Text allowed between boxes that form one answer: x = \boxed{1} or x = \boxed{2}.
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;.]|\\[,;! ()\[\]]|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*"
 )
@@ -21,10 +21,10 @@ _PROSE = re.compile(r"(?<![\\a-zA-Z])(?!(?:pi|sqrt|sin|cos|tan|log|ln)\b)[a-zA-Z
 def final_answer(response: str) -> str | None:
     """The text of the final answer, as written, or None when none is stated.
 
-    What follows the last ``</think>`` counts, where there is one. In it, the later of these two governs: the last
+    Only the text after the last ``</think>`` counts, if there is one. In it, the later of these two is taken: the last
     ``Answer:`` line (its rest, or the next line when that is empty) and the last closed, non-empty ``\\boxed{}``;
     boxes with nothing but "and", "or", "x =" and punctuation between them are one answer. A response with neither may
-    state it as "the answer is ...", or as a last line that is nothing but a formula. Numbers in prose are no answer.
+    state it as "the answer is ...", or as a last line that is only a formula. Numbers in other text do not count.
     """
     text = response.rsplit("</think>", 1)[-1]
     line_at, line = _last_answer_line(text)

@@ -1,7 +1,7 @@
 """The reward of DAPO-style mathematics: 1 when the final answer is the right one, else 0, as math-verify judges.
 
-math-verify bounds its own time with signals, which only a main thread has; that is switched off here, and the bound is
-the pool's (rljax/rewards/pool.py). Called by itself, ``math_reward`` may take as long as sympy does.
+math-verify limits its time with signals, which work only in a main thread. That is switched off here; the pool
+(rljax/rewards/pool.py) has a time limit. Called directly, ``math_reward`` may take as long as sympy takes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rljax.rewards.math_text import (
 )
 from rljax.rewards.units import split_unit, units_agree
 
-# Units are taken off here: the library takes single letters for units too, so that 5t would be 5.
+# Units are removed here: the library also treats single letters as units, so that 5t would be 5.
 _EXTRACTION = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(
@@ -41,9 +41,9 @@ _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _TWO_NUMBERS = re.compile(r"(?<![\d_])\d+\s+\d")  # the library reads 4 2 as a binomial coefficient
 _PERCENT = re.compile(r"\s*(?:\\?%|\bper ?cent\b|\bpct\b)$", re.IGNORECASE)
 _SIGNIFICANT_DIGITS = 6
-_LONGEST = 2000  # characters; what is longer is no answer, and would take long to read
+_LONGEST = 2000  # characters; a longer text is not an answer and would take long to parse
 
-# The library says once a process that it has no bound in time.
+# The library logs once in each process that it has no time limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
@@ -52,7 +52,7 @@ def math_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> f
 
     Args:
       problem: with the right ``"answer"``, as LaTeX or plain text.
-      response: decoded text, special tokens removed. docs/rewards.md says what of it counts as its final answer.
+      response: decoded text, special tokens removed. docs/rewards.md says which part is the final answer.
       truncated: the length limit cut it off; such a response has no final answer.
 
     Returns:
@@ -82,12 +82,12 @@ def same_answer(truth: str, stated: str) -> bool:
     if len(letter := right.strip("() ")) == 1 and "A" <= letter <= "J":
         return option_letter(answer) == letter
     if {right[0], answer[0]} == {"(", "\\"} and "\\{" in (right[:2], answer[:2]):
-        return False  # a pair or an open interval is no set, though the library lets it pass
+        return False  # a pair or an open interval is not a set, although the library accepts it
     return _same_quantity(right, without_label(answer))
 
 
 def _same_quantity(right: str, answer: str) -> bool:
-    """Compares without units, currency and percent signs where the right answer is a number; else as they stand."""
+    """Compares without units, currency and percent signs where the right answer is a number; otherwise unchanged."""
     right, answer = without_money(right), without_money(answer)
     right_value, right_share = _without_percent(right)
     value, share = _without_percent(answer)
@@ -136,7 +136,7 @@ def _equal(right: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> tuple[Any, ...]:
-    """The whole text as sympy, or nothing: a part of it is no answer."""
+    """The whole text as sympy, or nothing: a part of it is not accepted."""
     text = rewrite_numbers(text)
     if not braces_balance(text) or _TWO_NUMBERS.search(text):
         return ()

@@ -1,4 +1,4 @@
-"""Rewrites a mathematical answer so that math-verify reads it as a person does, before anything is judged."""
+"""Rewrites a mathematical answer so that math-verify reads it as a person does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OPTION = re.compile(r"^\(?([A-Ja-j])(?:[).:](?:\s.*)?)?$")
 
 
 def tidy(answer: str) -> str:
-    """The answer without dress: one kind of digits, signs and fractions, no delimiters, fonts, spacing or full stop."""
+    """The answer in one spelling of digits, signs and fractions, without delimiters, fonts, spacing and full stop."""
     text = "".join(str(unicodedata.decimal(c)) if unicodedata.category(c) == "Nd" else c for c in answer)
     text = text.translate(_SYMBOLS).replace("\n", " ").strip().strip("*`").strip()
     text = _without_math_delimiters(text)
@@ -95,7 +95,7 @@ def braces_balance(text: str) -> bool:
 
 def _without_math_delimiters(text: str) -> str:
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
-    # A single dollar is money; a pair is mathematics.
+    # A single dollar sign is money; a pair delimits mathematics.
     bare = re.sub(r"(?<!\\)\$", "", text)
     return bare if (len(text) - len(bare)) % 2 == 0 else text
 

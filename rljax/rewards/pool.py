@@ -1,4 +1,4 @@
-"""Scores responses in processes of their own, each within a bound: what hangs or kills its worker costs only itself."""
+"""Scores responses in worker processes with a time limit: one that hangs or kills its worker harms no other."""
 
 from __future__ import annotations
 
@@ -19,44 +19,6 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RewardConfig:
-    """What scores a response, and where.
-
-    Attributes:
-      function: addition, swaps or math; or ``package.module:function``, a function of
-        ``(problem: dict, response: str, truncated: bool)`` that returns a finite float.
-      workers: processes; 0: in the trainer's own, without a bound in time; None: 0 for the toys, else one for each
-        core but one, 8 at most.
-      timeout_s: longest that one response may take (seconds); then its worker is replaced and it earns 0.
-      memory_gib: most memory of a worker (GiB); None: no limit.
-    """
-
-    function: str = "addition"
-    workers: int | None = None
-    timeout_s: float = 10.0
-    memory_gib: float | None = 4.0
-
-    def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 0:
-            raise ValueError(f"workers must not be negative, got {self.workers}")
-        if not 0.0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}")
-        if self.memory_gib is not None and not self.memory_gib > 0.0:
-            raise ValueError(f"memory_gib must be positive, got {self.memory_gib}")
-
-    def worker_count(self) -> int:
-        """``workers``, or what None stands for here."""
-        if self.workers is not None:
-            return self.workers
-        return 0 if self.function in CHEAP else max(1, min(8, (os.cpu_count() or 2) - 1))
-
-
-def make_pool(config: RewardConfig) -> RewardPool:
-    """The pool of a configuration. Raises ValueError when its function is not there."""
-    return RewardPool(config.function, config.worker_count(), config.timeout_s, memory_gib=config.memory_gib)
-
-
-@dataclass(frozen=True)
 class _Task:
     problem: Mapping[str, Any]
     response: str
@@ -65,28 +27,41 @@ class _Task:
 
 
 class RewardPool:
-    """Scores responses as they land; a context manager.
+    """Scores responses as they arrive; a context manager.
 
-    A response that cannot be scored (an exception, a dead worker, a reward that is not finite, or no end within
-    ``timeout_s``) earns 0.0 and is counted apart from the honest zeros.
+    A response that cannot be scored (an exception, a dead worker, a reward that is not finite, or no result within
+    ``timeout_s``) gets 0.0 and is counted apart from the rewards of 0.
     """
 
     def __init__(
-        self, reward: str | RewardFunction, workers: int, timeout_s: float = 10.0, *, memory_gib: float | None = 4.0
+        self,
+        reward: str | RewardFunction,
+        workers: int | None = None,
+        timeout_s: float = 10.0,
+        *,
+        memory_gib: float | None = 4.0,
     ):
         """Checks the reward and starts the workers, without waiting for them.
 
         Args:
           reward: as ``resolve_reward`` takes it, or a function at the top level of a module (any, when workers is 0).
-          workers: processes; 0 scores in this one, at once, without a bound in time.
-          timeout_s: longest that one response may take (seconds), waiting in line not counted.
-          memory_gib: most memory of a worker (GiB), or None.
+          workers: processes; 0 scores in this process, without a time limit; None: 0 for the rewards of the toy tasks,
+            otherwise one less than the number of CPU cores, at most 8.
+          timeout_s: longest that one response may take (seconds), waiting time not counted; then its worker is
+            replaced.
+          memory_gib: memory limit of a worker (GiB); None: no limit.
 
         Raises:
           ValueError: the reward cannot be found, or not by a worker.
         """
-        if workers < 0 or not 0.0 < timeout_s < math.inf:
-            raise ValueError(f"workers must not be negative and timeout_s positive, got {workers} and {timeout_s}")
+        if workers is None:
+            workers = 0 if reward in CHEAP else max(1, min(8, (os.cpu_count() or 2) - 1))
+        if workers < 0:
+            raise ValueError(f"workers must not be negative, got {workers}")
+        if not 0.0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
+        if memory_gib is not None and not memory_gib > 0.0:
+            raise ValueError(f"memory_gib must be positive, got {memory_gib}")
         self._function = resolve_reward(reward) if isinstance(reward, str) else reward
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -105,11 +80,11 @@ class RewardPool:
                 thread.start()
 
     def submit(self, problem: Mapping[str, Any], response: str, truncated: bool) -> Future[float]:
-        """Hands in one response.
+        """Starts to score one response.
 
         Returns:
-          A future of its reward. ``result()`` is a finite float, 0.0 where it could not be scored; it raises
-          RuntimeError only when workers cannot be started at all, and CancelledError after ``close``.
+          A future of its reward. ``result()`` is a finite float, 0.0 if the response could not be scored; it raises
+          RuntimeError only when no worker can be started, and CancelledError after ``close``.
 
         Raises:
           RuntimeError: the pool is closed.
@@ -127,7 +102,7 @@ class RewardPool:
             self._tasks.put(task)
         return task.future
 
-    def take_metrics(self) -> dict[str, int]:
+    def pop_metrics(self) -> dict[str, int]:
         """Counts since the last call: ``reward/errors``, responses that could not be scored; ``reward/timeouts``,
         those of them that took too long.
         """
@@ -137,7 +112,7 @@ class RewardPool:
         return counts
 
     def close(self) -> None:
-        """Ends every worker, at once; what waits is cancelled. Calling it again does nothing."""
+        """Ends every worker at once and cancels the waiting responses. Calling it again does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -176,7 +151,7 @@ class RewardPool:
         if value is not None:
             task.future.set_result(value)
             return
-        if self._closed:  # the worker was ended, not the response at fault
+        if self._closed:  # close() ended the worker; the response did nothing wrong
             task.future.set_exception(CancelledError())
             return
         with self._lock:

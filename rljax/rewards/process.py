@@ -1,4 +1,4 @@
-"""One worker process from the trainer's side: started, asked, and replaced when it dies or is late."""
+"""One worker process, seen from the trainer: started, asked, and replaced when it dies or is too slow."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rljax.rewards.resolve import Verdict, describe
 
 _WORKER = Path(__file__).with_name("worker.py")
 _START_S = 60.0
-_STARTS = 3  # one that dies may have met a moment without memory
+_STARTS = 3  # a start may fail while memory is short for a moment
 
 
 class RewardProcess:
-    """One process at a time, replaced when it dies or is late. One thread scores; ``stop`` may come from another."""
+    """One process at a time, replaced when it dies or is too slow. One thread scores; any thread may call ``stop``."""
 
     def __init__(self, path: str, memory_bytes: int | None):
         self._path = path
@@ -35,15 +35,15 @@ class RewardProcess:
         """(reward, None) or (None, what went wrong).
 
         Raises:
-          TimeoutError: no answer within ``timeout_s``, the process's start not counted.
-          RuntimeError: no process can be started that imports the reward, or ``stop`` was called.
+          TimeoutError: no answer within ``timeout_s``; the start of the process does not count.
+          RuntimeError: no process that imports the reward can be started, or ``stop`` was called.
         """
         for last in (False, True):
             connection = self._connected()
             try:
                 connection.send((problem, response, truncated, timeout_s))
                 break
-            except OSError:  # it died while idle, which is not this response's doing
+            except OSError:  # it died while idle, so this response is not the cause
                 self._end()
                 if last:
                     return None, "two workers died before they could take the response"
@@ -59,7 +59,7 @@ class RewardProcess:
         return verdict
 
     def stop(self) -> None:
-        """Ends the process and starts no other."""
+        """Ends the process; no other is started."""
         with self._lock:
             self._stopped = True
             if self._process is not None:
@@ -72,8 +72,8 @@ class RewardProcess:
             if self._stopped:
                 ours.close()
                 raise RuntimeError("the reward pool is closed")
-            # -P: the worker's own folder must not come first on the path, where math.py would hide the library's.
-            # Its own session: Ctrl-C in the terminal is the trainer's to handle.
+            # -P: without it the files beside worker.py would hide other modules of the same names.
+            # Own session: the trainer alone handles Ctrl-C in the terminal.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -104,14 +104,14 @@ class RewardProcess:
         raise RuntimeError(f"a reward worker cannot be started: {complaints[-1]}")
 
     def _end(self) -> str:
-        """Ends the process, if it has not; returns how it ended."""
+        """Ends the process if it still runs; returns its exit status."""
         process, connection = self._process, self._connection
         assert process is not None
         assert connection is not None
         self._connection = None
         connection.close()
         try:
-            # A closed connection comes a moment before the exit status.
+            # The exit status comes a moment after the closed connection.
             process.wait(0.2)
         except subprocess.TimeoutExpired:
             process.kill()

@@ -1,4 +1,4 @@
-"""Finds a reward by name: a shipped one, or ``package.module:function`` of the person's own."""
+"""Finds a reward by name: a shipped one, or a user's ``package.module:function``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ RewardFunction = Callable[[Any, str, bool], float]
 Verdict = tuple[float, None] | tuple[None, str]
 
 SHIPPED: Mapping[str, str] = {
-    "addition": "rljax.rewards.toy:addition_reward",
-    "swaps": "rljax.rewards.toy:swaps_reward",
+    "addition": "rljax.data.toy:addition_reward",
+    "swaps": "rljax.data.toy_swaps:swaps_reward",
     "math": "rljax.rewards.math_answer:math_reward",
 }
-# Shipped rewards that cost microseconds and cannot hang, so that they need no process of their own.
+# Shipped rewards that take microseconds and cannot hang: they need no worker process.
 CHEAP = frozenset({"addition", "swaps"})
 
 
@@ -39,7 +39,7 @@ def resolve_reward(path: str) -> RewardFunction:
         raise ValueError(f"reward {path!r} is neither one of {names} nor of the form package.module:function")
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:  # a person's module may raise anything
+    except Exception as error:  # a user's module may raise anything
         raise ValueError(f"reward {path!r}: cannot import {module_name}: {describe(error)}") from error
     for part in name.split("."):
         if not hasattr(found, part):
@@ -66,10 +66,10 @@ def reward_path(reward: RewardFunction) -> str:
 
 
 def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, truncated: bool) -> Verdict:
-    """One finite reward, or in one line why there is none; nothing that a reward raises gets out."""
+    """A finite reward, or one line that says why there is none; every exception of the reward is caught."""
     try:
         value = float(reward(problem, response, truncated))
-    except Exception as error:  # a person's reward may raise anything
+    except Exception as error:  # a user's reward may raise anything
         return None, describe(error)
     return (value, None) if math.isfinite(value) else (None, f"the reward is {value}")
 
@@ -83,7 +83,7 @@ def describe(error: BaseException) -> str:
 def _check_parameters(path: str, function: RewardFunction) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some builtins have none; the first call will tell
+    except ValueError:  # some builtins have none; the first call shows whether it fits
         return
     try:
         signature.bind({}, "", False)

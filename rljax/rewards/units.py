@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# A unit's names -> one name. Units that are not here are nouns, which any response may add.
+# Each name of a unit -> one name. Units not listed here are nouns, which any response may add.
 _UNITS = {
     name: names.split()[0]
     for names in (
@@ -18,7 +18,7 @@ _UNITS = {
     )
     for name in names.split()
 }  # fmt: skip
-# Words that change a number or make a second statement of it: no units.
+# Words that are not units: they change the number, or begin a second statement.
 _NO_UNIT = {
     "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "halves", "third", "thirds",
     "quarter", "quarters", "percent", "pi", "squared", "cubed", "sqrt", "root", "factorial", "mod", "modulo",

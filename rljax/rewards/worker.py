@@ -1,4 +1,4 @@
-"""The process that a reward runs in: started by file, it imports the reward and nothing else of the trainer.
+"""The process in which a reward runs; it imports the reward and nothing else of the trainer.
 
 ``multiprocessing`` would import the trainer's main module, and jax with it, into every worker. Here the process gets
 one end of a pipe, and on it, pickled: ``(sys.path, reward path, memory in bytes or None)``, answered by None or by what
@@ -14,7 +14,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-# Seconds after the parent's own bound at which a worker ends itself: only one whose parent was killed gets there.
+# Seconds after the parent's time limit at which a worker ends itself; reached only when the parent was killed.
 _GRACE_S = 5.0
 
 
@@ -48,5 +48,5 @@ if __name__ == "__main__":
     try:
         main()
     except (BrokenPipeError, EOFError, KeyboardInterrupt):
-        # The parent is gone: there is nobody to tell.
+        # The parent has ended: there is no one to report to.
         os._exit(1)

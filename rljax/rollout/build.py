@@ -1,46 +1,106 @@
-"""The vLLM engine of a policy: what its servers must fit, its tensors by their names there, its scorer."""
+"""The one place where an engine is made."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from rljax.policy.config import PolicyConfig, config_to_hf
-from rljax.policy.hf import hf_tensors
+from rljax.errors import ConfigError
+from rljax.policy.config import PolicyConfig, config_to_hf, read_config
+from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.served.engine import VllmConfig, VllmEngine
-from rljax.rollout.vllm.handshake import Expectation
+from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.exact_engine import ExactEngine, Executable, LogitNoise
+from rljax.rollout.injected_engine import InjectedEngine
+from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.served.model import ServedModel
+from rljax.rollout.types import ClientLimits, RolloutConfig
+from rljax.rollout.vllm.backend import VllmBackend
+from rljax.sharding import MeshConfig, make_mesh
 
 
-def serve_policy(
-    urls: Sequence[str],
+def check_engine(config: RolloutConfig) -> None:
+    """Raises ValueError for settings that the engine named by ``config`` cannot work with; opens nothing."""
+    inject = config.inject
+    if config.engine == "vllm":
+        if not config.urls:
+            raise ValueError("rollout.engine = vllm needs at least one URL in rollout.urls")
+        if inject.changes_weights or inject.logit_noise:
+            raise ValueError("rollout.inject works with rollout.engine = exact or jax, not with vllm")
+    if config.engine == "jax" and inject.logit_noise:
+        raise ValueError("rollout.inject.logit_noise works with rollout.engine = exact only")
+
+
+def make_engine(
+    config: RolloutConfig,
     policy: PolicyConfig,
-    dtype: str,
+    mesh: Mesh,
+    *,
+    max_prompt_tokens: int,
     max_tokens: int,
-    config: VllmConfig | None = None,
+    make_executable: Callable[[], Executable] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> VllmEngine:
-    """An engine that is given parameters of ``policy`` and publishes them to vLLM servers.
+) -> RolloutEngine:
+    """The engine that ``config.engine`` names; it is given parameters of ``policy`` by ``publish``.
 
     Args:
-      urls: of the servers, as ``http://host:port``.
+      config: the engine's name and settings.
       policy: shape of the policy.
-      dtype: of the published weights, so of the servers.
+      mesh: the trainer's.
+      max_prompt_tokens: longest prompt (tokens).
       max_tokens: longest prompt plus longest response that will be asked for (tokens).
-      config: the engine's settings.
+      make_executable: the trainer's executable; engine exact alone needs and makes it.
       should_stop: asked while no server answers; true ends the wait.
 
     Raises:
-      HandshakeError: a server does not fit; one line for each thing that differs.
-      RuntimeError: a server did not answer in time.
+      ConfigError: no server answers in time, or weights cannot be written.
+      ValueError: the settings do not fit the engine, or a server does not fit the policy.
     """
-    return VllmEngine(
-        urls,
-        Expectation(dtype, config_to_hf(policy, dtype), max_tokens),
-        tensors=functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(dtype)),
-        score=make_scorer(policy, dtype),
-        config=config,
-        should_stop=should_stop,
-    )
+    check_engine(config)
+    if config.engine == "vllm":
+        try:
+            return ServedEngine(
+                config,
+                VllmBackend(),
+                hf_config=config_to_hf(policy, config.dtype),
+                max_tokens=max_tokens,
+                tensors=functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(config.dtype)),
+                score=make_scorer(policy, config.dtype),
+                should_stop=should_stop,
+            )
+        except RuntimeError as error:
+            raise ConfigError(error) from error
+    engine: RolloutEngine
+    inject = config.inject
+    if config.engine == "jax":
+        engine = JaxEngine(policy, config.dtype, max_prompt_tokens, mesh=mesh)
+    else:
+        assert make_executable is not None
+        noise = LogitNoise(inject.logit_noise, inject.seed) if inject.logit_noise else None
+        engine = ExactEngine(make_executable(), noise=noise)
+    return InjectedEngine(engine, inject, policy, mesh) if inject.changes_weights else engine
+
+
+def load_jax_engine(model: str | Path, dtype: Any, max_prompt_tokens: int) -> JaxEngine:
+    """The embedded engine on one device, with the policy of a Hugging Face directory as version 0."""
+    policy = read_config(model)
+    engine = JaxEngine(policy, dtype, max_prompt_tokens, mesh=make_mesh(MeshConfig(), jax.devices()[:1]))
+    engine.publish(load_params(model, policy), 0)
+    return engine
+
+
+def connect(urls: Sequence[str], limits: ClientLimits | None = None) -> ServedModel:
+    """The model that vLLM servers hold as they stand.
+
+    Raises:
+      ServerError: a server does not answer.
+      ValueError: a server is no vLLM server of one model, or the servers hold different ones.
+    """
+    return ServedModel(urls, VllmBackend(), limits=limits)

@@ -19,13 +19,13 @@ class RolloutEngine(Protocol):
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
     ) -> Iterator[Response]:
-        """Yields the ``len(prompts) * n`` responses **as they land**, in any order.
+        """Yields the ``len(prompts) * n`` responses **as they complete**, in any order.
 
         Args:
           prompts: int32 vectors of token ids.
           n: responses per prompt (``group_size``).
-          sampling: how to draw them.
-          seed: fixes the draws as far as the engine can; the same seed, weights and prompts give the same responses
+          sampling: how to sample them.
+          seed: fixes the samples as far as the engine can; the same seed, weights and prompts give the same responses
             on the embedded engine.
 
         Raises:
@@ -36,17 +36,17 @@ class RolloutEngine(Protocol):
         ...
 
     def publish(self, params: Any, policy_version: int) -> None:
-        """Makes ``params`` (float32 masters, the policy's pytree) the policy of all later draws.
+        """Makes ``params`` (float32 masters, the policy's pytree) the policy of all later samples.
 
         Returns only when the engine is proven to sample from them. Raises RuntimeError when it does not, and
         StoppedWaitingError as ``generate`` does.
         """
         ...
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """What happened since the last call (``time/*_s``, ``publish/*``, ``rollout/*``), for the step's row."""
         ...
 
     def close(self) -> None:
-        """Releases what it holds; may be called twice."""
+        """Releases its resources; may be called twice."""
         ...

@@ -1,6 +1,6 @@
-"""The engine with exactly zero mismatch: it draws from the log-softmax rows of the trainer's own executable.
+"""The engine with exactly zero mismatch: it samples from the log-softmax rows of the trainer's own executable.
 
-For each token of a response it runs the whole forward-and-backward on the rows so far, draws from each row's
+For each token of a response it runs the whole forward-and-backward on the rows so far, samples from each row's
 distribution at the row's last place and keeps that very number as the token's log-probability; nothing is scored
 again. Sequence i of a request stands in row i % b, as it does when it is trained on.
 """
@@ -8,6 +8,7 @@ again. Sequence i of a request stands in row i % b, as it does when it is traine
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,7 +25,7 @@ from rljax.sharding import replicated
 
 
 class Executable(Protocol):
-    """What the engine draws with; the trainer hands it over."""
+    """What the engine samples with; the trainer hands it over."""
 
     rows: int
     row_tokens: int
@@ -37,7 +38,7 @@ class Executable(Protocol):
 
 @dataclass(frozen=True)
 class LogitNoise:
-    """Gaussian noise on the logits drawn from, of its own at every token.
+    """Gaussian noise on the logits sampled from, of its own at every token.
 
     Attributes:
       size: its standard deviation, before the temperature.
@@ -67,7 +68,7 @@ def token_key(seed: Array, prompt_index: Array, sample_index: Array, position: A
     return key
 
 
-def draw_tokens(
+def sample_tokens(
     log_softmax: Float[Array, "b v"],
     seed: Int[Array, ""],
     prompt_index: Int[Array, " b"],
@@ -78,7 +79,7 @@ def draw_tokens(
     greedy: bool,
     noise: LogitNoise | None = None,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
-    """Next tokens and their log-probabilities, read from the rows that they are drawn from.
+    """Next tokens and their log-probabilities, read from the rows that they are sampled from.
 
     Args:
       log_softmax: one row a response.
@@ -93,8 +94,8 @@ def draw_tokens(
     keys = jax.vmap(token_key, (None, 0, 0, 0))(seed, prompt_index, sample_index, position)
     if noise is not None:
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, np.uint32(noise.seed))
-        drawn = jax.vmap(lambda key: jax.random.normal(key, log_softmax.shape[1:]))(own)
-        log_softmax = jax.nn.log_softmax(log_softmax + noise.size / temperature * drawn)
+        normal = jax.vmap(lambda key: jax.random.normal(key, log_softmax.shape[1:]))(own)
+        log_softmax = jax.nn.log_softmax(log_softmax + noise.size / temperature * normal)
     tokens = jnp.argmax(log_softmax, axis=-1) if greedy else jax.vmap(jax.random.categorical)(keys, log_softmax)
     return tokens.astype(jnp.int32), jnp.take_along_axis(log_softmax, tokens[:, None], axis=-1)[:, 0]
 
@@ -103,18 +104,17 @@ class ExactEngine:
     """RolloutEngine over the trainer's executable; the same seed, weights and prompts give the same bits."""
 
     def __init__(self, executable: Executable, *, noise: LogitNoise | None = None):
-        """``publish`` must be called before ``generate``; ``noise`` is put on the logits drawn from."""
+        """``publish`` must be called before ``generate``; ``noise`` is put on the logits sampled from."""
         self._executable = executable
-        whole = replicated(executable.mesh)
 
-        def draw(log_softmax: Array, last: Array, *rest: Array, greedy: bool) -> tuple[Array, Array]:
+        def sample(log_softmax: Array, last: Array, *rest: Array, greedy: bool) -> tuple[Array, Array]:
             rows = jnp.take_along_axis(log_softmax, last[:, None, None], axis=1)[:, 0]
-            return draw_tokens(rows, *rest, greedy=greedy, noise=noise)
+            return sample_tokens(rows, *rest, greedy=greedy, noise=noise)
 
-        self._draw = jax.jit(draw, static_argnames="greedy", out_shardings=whole)
+        self._sample = jax.jit(sample, static_argnames="greedy", out_shardings=replicated(executable.mesh))
         self._params: Params | None = None
         self._version = 0
-        self._metrics: dict[str, float] = {}
+        self._metrics: defaultdict[str, float] = defaultdict(float)
 
     def publish(self, params: Params, policy_version: int) -> None:
         """See RolloutEngine. The masters are kept as they are: publish again once a training step took them over."""
@@ -123,7 +123,7 @@ class ExactEngine:
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
     ) -> Iterator[Response]:
-        """See RolloutEngine. Responses land b at a time, where the executable has b rows."""
+        """See RolloutEngine. Responses complete b at a time, where the executable has b rows."""
         if self._params is None:
             raise RuntimeError("no policy was published to the exact engine yet")
         room = self._executable.row_tokens - sampling.max_response_tokens
@@ -143,7 +143,7 @@ class ExactEngine:
             start = time.perf_counter()
             rows = [_Row(i, j, [], []) for i, j in wanted[first : first + self._executable.rows]]
             self._fill(params, prompts, rows, sampling, seed)
-            self._add("time/generate_s", time.perf_counter() - start)
+            self._metrics["time/generate_s"] += time.perf_counter() - start
             for row in rows:
                 yield Response(
                     prompt_index=row.prompt_index,
@@ -157,7 +157,7 @@ class ExactEngine:
     def _fill(
         self, params: Params, prompts: Sequence[np.ndarray], rows: list[_Row], sampling: SamplingParams, seed: int
     ) -> None:
-        """Draws every row's response, one run of the executable a token."""
+        """Samples every row's response, one run of the executable a token."""
         executable, greedy = self._executable, sampling.temperature == 0.0
         temperature = 1.0 if greedy else sampling.temperature
         tokens = np.zeros((executable.rows, executable.row_tokens), np.int32)
@@ -168,9 +168,9 @@ class ExactEngine:
             lengths[i], prompt_index[i], sample_index[i] = len(prompt), row.prompt_index, row.sample_index
         for position in range(sampling.max_response_tokens):
             log_softmax = executable.log_softmax(params, tokens, lengths, temperature)
-            self._add("rollout/executable_runs", 1)
+            self._metrics["rollout/executable_runs"] += 1
             with jax.set_mesh(executable.mesh):
-                drawn = self._draw(
+                sampled = self._sample(
                     log_softmax,
                     np.maximum(lengths - 1, 0),
                     np.uint32(seed),
@@ -180,7 +180,7 @@ class ExactEngine:
                     np.float32(temperature),
                     greedy=greedy,
                 )
-            for i, (row, token, logprob) in enumerate(zip(rows, *jax.device_get(drawn), strict=False)):
+            for i, (row, token, logprob) in enumerate(zip(rows, *jax.device_get(sampled), strict=False)):
                 if row.stopped:
                     continue
                 row.tokens.append(int(token))
@@ -191,14 +191,11 @@ class ExactEngine:
             if all(row.stopped for row in rows):
                 return
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
+        metrics, self._metrics = self._metrics, defaultdict(float)
+        return dict(metrics)
 
     def close(self) -> None:
         """See RolloutEngine."""
         self._params = None
-
-    def _add(self, name: str, value: float) -> None:
-        self._metrics[name] = self._metrics.get(name, 0.0) + value

@@ -9,6 +9,7 @@ index; a prompt is prefilled once and its cache repeated for its ``n`` responses
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class _Shape:
     forced: bool = False
 
 
-def _cache_mixer(
+def _with_cache(
     mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
 ) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
     """Writes this call's keys and values into the layer's cache and attends to all of it that ``mask`` allows."""
@@ -71,11 +72,11 @@ def _prefill(
     valid_cache = jnp.pad(valid, ((0, 0), (0, cache_tokens - width)))
     causal = index[:, None] >= jnp.arange(cache_tokens)[None, :]
     mask = causal[None] & valid_cache[:, None, :]
-    hidden, cache, _ = run_blocks(params, config, embed_tokens(params, tokens), positions, _cache_mixer(mask, 0), cache)
+    hidden, cache, _ = run_blocks(params, config, embed_tokens(params, tokens), positions, _with_cache(mask, 0), cache)
     return hidden[:, -1], cache, valid_cache
 
 
-def _draw(
+def _next_tokens(
     params: Params,
     hidden: Float[Array, "b d"],
     keys: Array,
@@ -83,9 +84,9 @@ def _draw(
     greedy: bool,
     given: Int[Array, " b"] | None,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
-    """Next tokens and their log-probabilities under the distribution drawn from (temperature 1 when greedy).
+    """Next tokens and their log-probabilities under the distribution sampled from (temperature 1 when greedy).
 
-    ``given`` tokens are taken in the place of a draw.
+    Where ``given`` are tokens, they are taken and none is sampled.
     """
     table = lm_head_table(params)
     logits = jnp.einsum("bd,vd->bv", hidden, table, preferred_element_type=jnp.float32)
@@ -114,7 +115,7 @@ def _decode(
 ) -> tuple[Int[Array, "b r"], Float[Array, "b r"], Int[Array, " b"], Bool[Array, " b"]]:
     """(tokens, log-probabilities, lengths, stopped) of b = prompts * n responses of at most r tokens.
 
-    Where ``forced`` gives the responses, each step takes its token from there and draws none.
+    Where ``forced`` gives the responses, each step takes its token from there and samples none.
     """
     width, limit = shape.prompt_tokens, shape.max_response_tokens
     rows = shape.prompts * shape.n
@@ -127,10 +128,10 @@ def _decode(
     cache = (repeat(cache[0], 1), repeat(cache[1], 1))
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
 
-    def draw(step: Array, hidden: Array) -> tuple[Array, Array]:
+    def sample(step: Array, hidden: Array) -> tuple[Array, Array]:
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
         given = None if forced is None else jax.lax.dynamic_index_in_dim(forced, step, 1, keepdims=False)
-        return _draw(params, hidden, keys, temperature, shape.greedy, given)
+        return _next_tokens(params, hidden, keys, temperature, shape.greedy, given)
 
     def unfinished(state: tuple[Any, ...]) -> Array:
         step, done = state[0], state[1]
@@ -138,7 +139,7 @@ def _decode(
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
         step, done, tokens, logprobs, counts, hidden, cache = state
-        token, logprob = draw(step, hidden)
+        token, logprob = sample(step, hidden)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, jnp.where(done, 0, token), step, 1)
         logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, jnp.where(done, 0.0, logprob), step, 1)
         counts = counts + jnp.where(done, 0, 1)
@@ -147,7 +148,7 @@ def _decode(
         mask = valid | ((jnp.arange(width + limit) >= width) & (jnp.arange(width + limit) <= at))[None]
         embedded = constrain(embed_tokens(params, token[:, None]), "rows", "tokens", "act_embed")
         positions = (lengths + step)[:, None]
-        new_hidden, cache, _ = run_blocks(params, config, embedded, positions, _cache_mixer(mask[:, None], at), cache)
+        new_hidden, cache, _ = run_blocks(params, config, embedded, positions, _with_cache(mask[:, None], at), cache)
         return step + 1, done, tokens, logprobs, counts, new_hidden[:, 0], cache
 
     start = (
@@ -186,7 +187,7 @@ class JaxEngine:
         self._compiled: dict[_Shape, Any] = {}
         self._params: Params | None = None
         self._version = 0
-        self._metrics: dict[str, float] = {}
+        self._metrics: defaultdict[str, float] = defaultdict(float)
 
     @property
     def compilations(self) -> int:
@@ -199,12 +200,12 @@ class JaxEngine:
         with jax.set_mesh(self._mesh):
             self._params = jax.block_until_ready(self._cast(params))
         self._version = policy_version
-        self._add("time/publish_s", time.perf_counter() - start)
+        self._metrics["time/publish_s"] += time.perf_counter() - start
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
     ) -> Iterator[Response]:
-        """See RolloutEngine. All responses land together."""
+        """See RolloutEngine. All responses complete together."""
         return self._responses(self._checked(prompts), prompts, n, sampling, seed)
 
     def _responses(
@@ -222,7 +223,7 @@ class JaxEngine:
         with jax.set_mesh(self._mesh):
             result = self._function(shape)(params, padded, lengths, stops, temperature, np.uint32(seed))
         tokens, logprobs, counts, done = jax.device_get(result)
-        self._add("time/generate_s", time.perf_counter() - start)
+        self._metrics["time/generate_s"] += time.perf_counter() - start
         for row, count in enumerate(counts):
             yield Response(
                 prompt_index=row // n,
@@ -241,7 +242,7 @@ class JaxEngine:
         temperature: float = 1.0,
         max_response_tokens: int | None = None,
     ) -> list[np.ndarray]:
-        """Log-probabilities of given responses, by the loop that ``generate`` draws with, one token at a time.
+        """Log-probabilities of given responses, by the loop that ``generate`` samples with, one token at a time.
 
         Args:
           prompts: int32 [s] token ids; 1 to ``max_prompt_tokens`` of them.
@@ -265,10 +266,10 @@ class JaxEngine:
         logprobs = jax.device_get(result[1])
         return [row[: len(response)] for row, response in zip(logprobs, responses, strict=True)]
 
-    def take_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
+        metrics, self._metrics = self._metrics, defaultdict(float)
+        return dict(metrics)
 
     def close(self) -> None:
         """See RolloutEngine."""
@@ -290,9 +291,6 @@ class JaxEngine:
         for i, prompt in enumerate(prompts):
             padded[i, self._width - len(prompt) :] = prompt
         return padded, np.asarray([len(prompt) for prompt in prompts], np.int32)
-
-    def _add(self, name: str, seconds: float) -> None:
-        self._metrics[name] = self._metrics.get(name, 0.0) + seconds
 
     def _function(self, shape: _Shape) -> Any:
         if shape not in self._compiled:

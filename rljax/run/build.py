@@ -17,13 +17,9 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import Params, param_shardings
 from rljax.report.rows import Row
-from rljax.rewards.pool import RewardPool, make_pool
-from rljax.rollout.build import serve_policy
+from rljax.rewards.pool import RewardPool
+from rljax.rollout.build import make_engine
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.exact_engine import ExactEngine, LogitNoise
-from rljax.rollout.inject import InjectedEngine
-from rljax.rollout.jax_engine import JaxEngine
-from rljax.rollout.served.engine import VllmConfig
 from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
@@ -71,26 +67,17 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     return Problems(stream, datasets)
 
 
-def make_engine(config: Config, policy: PolicyConfig, mesh: Mesh, should_stop: Callable[[], bool]) -> RolloutEngine:
-    """The engine that ``rollout.engine`` names.
-
-    Raises:
-      ValueError: a server does not fit the run, or none answers.
-    """
-    rollout, inject = config.rollout, config.rollout.inject
-    if rollout.engine != "vllm":
-        engine: RolloutEngine
-        if rollout.engine == "jax":
-            engine = JaxEngine(policy, rollout.dtype, config.data.max_prompt_tokens, mesh=mesh)
-        else:
-            noise = LogitNoise(inject.logit_noise, inject.seed) if inject.logit_noise else None
-            engine = ExactEngine(make_exact_pass(config, policy, mesh), noise=noise)
-        return InjectedEngine(engine, inject, policy, mesh) if inject.changes_weights else engine
-    try:
-        settings = VllmConfig(transfer_dir=rollout.transfer_dir, server_wait_s=rollout.server_wait_s)
-        return serve_policy(rollout.urls, policy, rollout.dtype, config.max_engine_tokens, settings, should_stop)
-    except RuntimeError as error:
-        raise ConfigError(error) from error
+def make_run_engine(config: Config, policy: PolicyConfig, mesh: Mesh, should_stop: Callable[[], bool]) -> RolloutEngine:
+    """The engine that ``rollout.engine`` names; the exact one gets the trainer's executable. Raises as make_engine."""
+    return make_engine(
+        config.rollout,
+        policy,
+        mesh,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_tokens=config.max_engine_tokens,
+        make_executable=functools.partial(make_exact_pass, config, policy, mesh),
+        should_stop=should_stop,
+    )
 
 
 def build(
@@ -109,7 +96,7 @@ def build(
     """
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
     with caller_errors():
-        rewards = make_pool(config.reward)
+        rewards = RewardPool(config.data.reward_name, config.data.reward_workers, config.data.reward_timeout_s)
     return Components(
         config=config,
         policy=policy,
@@ -154,7 +141,7 @@ def make_evaluation(
     stops: tuple[int, ...],
     datasets: dict[str, Sequence[Problem]],
 ) -> Callable[[], Row] | None:
-    """``eval/<dataset>/...`` of the published policy, or None when never asked for or on nothing."""
+    """``eval/<dataset>/...`` of the published policy, or None if evaluation is off or has no datasets."""
     wanted = config.eval
     limit = wanted.max_response_tokens or config.rollout.max_response_tokens
     sampling = SamplingParams(limit, wanted.temperature, stops)
@@ -217,7 +204,7 @@ def load_reference(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
 
 @functools.lru_cache(maxsize=1)
 def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPass:
-    """The executable of ``rollout.engine: exact``: one for a run, whoever asks, the engine or the update."""
+    """The executable of ``rollout.engine: exact``: one for a run, shared by the engine and the update."""
     return ExactPass(
         policy,
         mesh,

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 BEST = "best"  # folder of the run directory
 ACCURACY = "best_accuracy"  # in the host state of what is there
@@ -17,18 +16,15 @@ ACCURACY = "best_accuracy"  # in the host state of what is there
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a run is saved.
-
-    Attributes:
-      every: steps between checkpoints; 0: only the last step and where the run is stopped.
-      keep: newest checkpoints kept.
-      keep_best: also keep, in ``best/`` of the run directory, the step of the best mean accuracy over the evaluated
-        datasets (``eval``).
-    """
+    """When a run is saved."""
 
     every: int = 20
+    """Steps between checkpoints. 0: save only the last step, and the step at which the run is stopped."""
     keep: int = 2
+    """Number of newest checkpoints to keep."""
     keep_best: bool = False
+    """Also keep the step with the best mean accuracy over the evaluation datasets (``eval``), in ``best/`` of the run
+    directory."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -38,14 +34,16 @@ class CheckpointConfig:
 
 
 class Checkpointer:
-    """Saves and restores the device state and a small JSON of host state, both or neither."""
+    """Saves and restores the device state and a small JSON of host state; a checkpoint has both."""
 
     def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False):
-        """Opens ``directory``; unless ``read_only`` it is made when missing and rid of saves that were cut short.
+        """Opens ``directory``. Unless ``read_only``, makes it if missing and deletes incomplete checkpoints in it.
 
-        With ``read_only`` nothing in it is changed; ``save`` must not be called.
+        With ``read_only`` nothing in it changes, and ``save`` must not be called.
         """
-        self._directory = Path(directory).absolute()
+        import orbax.checkpoint as ocp  # a third of a second, which the start of a command does not wait for
+
+        self._ocp, self._directory = ocp, Path(directory).absolute()
         self._best: Checkpointer | None = None
         if not read_only and jax.process_index() == 0:
             # Orbax would do so in a thread that its close() does not wait for, and that fails when the process ends.
@@ -76,16 +74,15 @@ class Checkpointer:
           state: pytree of arrays on the devices.
           host: JSON-serialisable.
         """
-        # The copy outlives the donation of the originals to the next step; orbax may read the buffers in place.
+        # A copy, because the next step gets the originals donated while orbax may still read the buffers.
         frozen = jax.tree.map(jnp.copy, state)
-        self._manager.save(
-            step, args=ocp.args.Composite(state=ocp.args.StandardSave(frozen), host=ocp.args.JsonSave(host))
-        )
+        args = self._ocp.args
+        self._manager.save(step, args=args.Composite(state=args.StandardSave(frozen), host=args.JsonSave(host)))
 
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
         """Saves into ``best/`` beside this directory if no accuracy there is as high; returns whether it did.
 
-        A run that goes on from an earlier step than the best one's leaves that one alone until it is surpassed.
+        A run that continues from an earlier step than that of the best checkpoint keeps it until a better one is found.
 
         Args:
           step, state, host: as for ``save``.
@@ -104,7 +101,7 @@ class Checkpointer:
 
     def restore_host(self, step: int) -> dict[str, Any]:
         """The host state alone."""
-        wanted = ocp.args.Composite(host=ocp.args.JsonRestore())
+        wanted = self._ocp.args.Composite(host=self._ocp.args.JsonRestore())
         return dict(self._manager.restore(step, args=wanted)["host"])
 
     def delete_from(self, step: int) -> None:
@@ -119,7 +116,8 @@ class Checkpointer:
         Raises:
           RuntimeError: it cannot be read as a state of this form; the message says which step.
         """
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state), host=ocp.args.JsonRestore())
+        args = self._ocp.args
+        wanted = args.Composite(state=args.StandardRestore(abstract_state), host=args.JsonRestore())
         try:
             restored = self._manager.restore(step, args=wanted)
         except (ValueError, KeyError, FileNotFoundError) as error:

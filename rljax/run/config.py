@@ -9,7 +9,6 @@ from rljax.algorithms.advantages import AdvantageConfig
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.data.prompts import DataConfig
-from rljax.rewards.pool import RewardConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.guard import GuardConfig
@@ -23,22 +22,19 @@ from rljax.trainer.step import PrecisionConfig
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run itself.
-
-    Attributes:
-      dir: run directory: config.yaml, metrics.jsonl, tb/, checkpoints/, summary.json, report.png.
-      steps: rollout batches, one update each at most.
-      seed: of the rollouts and of the order of the prompts.
-      resume: auto: go on from the newest checkpoint in ``dir`` if there is one; never: refuse a ``dir`` that holds a
-        run; or the path of another run directory to go on from.
-      profile_steps: first and last step (from 1) of a JAX profile, written into ``dir``/profile; none: no profile.
-    """
+    """The run itself."""
 
     dir: str = "runs/run"
+    """Run directory. It receives config.yaml, metrics.jsonl, tb/, checkpoints/, summary.json and report.png."""
     steps: int = 100
+    """Number of steps. A step is one rollout batch and at most one scheduled learning rate."""
     seed: int = 0
+    """Seed of the rollouts and of the order of the prompts."""
     resume: str = "auto"
+    """auto: continue from the newest checkpoint in ``dir`` if there is one. never: refuse a ``dir`` that already holds
+    a run. Otherwise the path of another run directory to continue from."""
     profile_steps: tuple[int, ...] = ()
+    """First and last step (counted from 1) of a JAX profile, which is written to ``dir``/profile. Empty: no profile."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -53,45 +49,39 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The policy to start from.
-
-    Attributes:
-      path: an HF directory (config.json, safetensors, tokenizer.json), or OWNER/NAME of a model on the hub, which is
-        fetched once; the run's config.yaml then names the directory that it was fetched to.
-    """
+    """The policy to start from."""
 
     path: str = "runs/toy-base"
+    """A Hugging Face directory (config.json, safetensors, tokenizer.json), or OWNER/NAME of a model on the hub. A model
+    of the hub is downloaded once, and the run's config.yaml then names the local directory."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Accuracy through the engine that the run trains with, in the step's own row.
-
-    Attributes:
-      every: steps between evaluations, the last step included; 0: never.
-      at_start: also evaluate the policy that the run starts from; in the first row, as ``eval/.../..._at_start``.
-      datasets: each a Parquet or JSONL file, ``NAME=FILE``, or toy or toy_swaps for its held problems; none: the toy's
-        held problems, of a file task nothing.
-      n: responses a problem: the accuracy is avg@n.
-      pass_k: which pass@k to estimate from them; each at most n.
-      temperature: of the draws; 0: greedy.
-      max_response_tokens: longest response (tokens); None: as in the rollouts.
-      seed: of the draws, the same at each evaluation.
-    """
+    """Accuracy through the engine that the run trains with, in the step's own row."""
 
     every: int = 20
+    """Steps between evaluations. The last step is evaluated, too. 0: no evaluation."""
     at_start: bool = False
+    """Also evaluate the policy that the run starts from. The first row records it as ``eval/.../..._at_start``."""
     datasets: tuple[str, ...] = ()
+    """Each one is a Parquet or JSONL file, ``NAME=FILE``, or toy or toy_swaps for the evaluation split of that task.
+    Empty: the evaluation split of the toy task; nothing if ``data.task`` is file."""
     n: int = 1
+    """Responses per problem. The accuracy is their mean (avg@n)."""
     pass_k: tuple[int, ...] = ()
+    """Values of k for which pass@k is estimated from the n responses. Each is at most n."""
     temperature: float = 0.0
+    """Sampling temperature. 0: greedy."""
     max_response_tokens: int | None = None
+    """Longest response (tokens). None: the same as in the rollouts."""
     seed: int = 0
+    """Seed of the sampling, the same at each evaluation."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(f"every must not be negative, got {self.every}")
-        check_draws(self.n, self.pass_k, self.temperature)
+        check_sampling(self.n, self.pass_k, self.temperature)
         if self.max_response_tokens is not None and self.max_response_tokens < 1:
             raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
         if self.seed < 0:
@@ -103,14 +93,14 @@ class EvalConfig:
         return self.every > 0 or self.at_start
 
 
-def check_draws(n: int, pass_k: Sequence[int], temperature: float) -> None:
+def check_sampling(n: int, pass_k: Sequence[int], temperature: float) -> None:
     """Raises ValueError, opening with the field's name, for numbers of responses that make no sense together."""
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be finite and not negative, got {temperature}")
     if temperature == 0.0 and n > 1:
-        raise ValueError(f"temperature = 0 draws the same response each time, but n = {n}: set a temperature")
+        raise ValueError(f"temperature = 0 samples the same response each time, but n = {n}: set a temperature")
     if any(not 1 <= k <= n for k in pass_k):
         raise ValueError(f"pass_k = {list(pass_k)} must be from 1 to n = {n}")
 
@@ -177,11 +167,6 @@ class Config:
         """Longest prompt plus longest response (tokens) that the engine is asked for, evaluations included."""
         longest = max(self.rollout.max_response_tokens, self.eval.max_response_tokens or 0)
         return self.data.max_prompt_tokens + longest
-
-    @property
-    def reward(self) -> RewardConfig:
-        """What scores responses, and where."""
-        return RewardConfig(self.data.reward_name, self.data.reward_workers, self.data.reward_timeout_s)
 
     @property
     def num_sequences(self) -> int:

@@ -1,4 +1,4 @@
-"""What a run directory holds before a run starts, and whether this run may go on from it."""
+"""What is in a run directory before a run starts, and whether this run may continue from it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rljax.report.rows import read_rows
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 
-# Settings with which a run may be continued though they were others before: they change no row's meaning.
+# Settings that may be changed when a run is continued: they do not change the meaning of a row.
 MAY_DIFFER = (
     *("run.steps", "run.dir", "run.resume", "run.profile_steps", "mesh.", "packing.", "eval.every", "eval.at_start"),
     *("checkpoint.", "model.path", "data.reward_workers", "guard.", "rollout.urls", "rollout.transfer_dir"),
-    *("rollout.server_wait_s", "rollout.dump_every", "rollout.transcript_every"),
+    *("rollout.server_wait_s", "rollout.limits.", "rollout.verify.", "rollout.dump_every", "rollout.transcript_every"),
 )
 
 
 def prepare_directory(config: Config, run_dir: Path) -> None:
-    """Makes the run directory; says what it goes on from; takes over another's run when ``run.resume`` is its path.
+    """Makes the run directory, prints from which step the run continues, and copies the run that ``run.resume`` names.
 
     Raises:
       ConfigError: the run there may not, or cannot, be continued with these settings.
@@ -60,7 +60,7 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def copy_run(source: Path, run_dir: Path) -> None:
-    """Copies checkpoints and rows; an interrupted copy does not look like a run."""
+    """Copies checkpoints and rows; after an interrupted copy the directory is not taken for a run."""
     run_dir.mkdir(parents=True, exist_ok=True)
     partial = run_dir / "checkpoints.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -73,7 +73,7 @@ def copy_run(source: Path, run_dir: Path) -> None:
 
 
 def check_same_run(config: Config, run_dir: Path) -> None:
-    """Raises ConfigError when the run in ``run_dir`` had settings that would make its later rows another run's."""
+    """Raises ConfigError when the run in ``run_dir`` was made with settings that may not change."""
     if not (run_dir / "config.yaml").exists():
         return
     recorded = load_config(Config, [str(run_dir / "config.yaml")], prog="config.yaml", description="")

@@ -1,4 +1,4 @@
-"""What a run would take, from shapes alone: nothing is read but the model's config.json, nothing allocated or asked.
+"""What a run would need, from shapes alone: only the model's config.json is read, nothing is allocated or started.
 
 ``python -m rljax.train CONFIG.yaml --dry-run``. The mesh may be larger than the devices here.
 """
@@ -43,11 +43,11 @@ def dry_run(config: Config) -> str:
 
 
 def build_update(config: Config, policy: PolicyConfig, mesh: Any) -> None:
-    """Builds the update, so that settings which it refuses are refused here."""
+    """Builds the update, so that settings that it refuses are refused here."""
     if config.rollout.engine == "exact":  # its executable is made on real devices only
         config.packing.resolve_row_tokens(config.max_engine_tokens)
         return
-    # The reference policy of a KL penalty would be read.
+    # With a KL penalty, make_update would read the weights of the reference policy.
     loss = dataclasses.replace(config.loss, kl="none", kl_coefficient=0.0)
     make_update(dataclasses.replace(config, loss=loss), policy, make_optimizer(config.optimizer), mesh)
 
@@ -75,7 +75,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
 
 
 def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
-    """(bytes in all, bytes on one device) of what the trainer holds through a step, activations left out."""
+    """(bytes in all, bytes on one device) of what the trainer keeps during a step, without activations."""
     dynamic = config.precision.compute_dtype == "float16"
     state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic)
 
@@ -87,15 +87,15 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
             state.params,
         )
 
-    held = {
+    trees = {
         "masters": state.params,
         "moments": state.opt_state,
         "gradients": state.params,
         f"{config.precision.compute_dtype} copy": as_dtype(config.precision.compute_dtype),
     }
     if config.loss.kl != "none":
-        held["reference policy"] = state.params
-    return {name: (_bytes(tree, sharded=False), _bytes(tree, sharded=True)) for name, tree in held.items()}
+        trees["reference policy"] = state.params
+    return {name: (_bytes(tree, sharded=False), _bytes(tree, sharded=True)) for name, tree in trees.items()}
 
 
 def _bytes(tree: Any, *, sharded: bool) -> int:
@@ -117,13 +117,13 @@ def byte_table(sizes: dict[str, tuple[int, int]]) -> list[str]:
 
 
 def in_units(count: int) -> str:
-    """A number of bytes as people read it: 1536 is 1.50 KiB."""
+    """A number of bytes with a binary unit: 1536 is 1.50 KiB."""
     exponent = max(0, min(3, (count.bit_length() - 1) // 10))
     return f"{count} B" if exponent == 0 else f"{count / 1024**exponent:.2f} {'KMG'[exponent - 1]}iB"
 
 
 def describe_batch(config: Config) -> Lines:
-    """What a step draws and how it is packed."""
+    """What a step samples and how it is packed."""
     prompts, group, longest = config.data.batch_size, config.rollout.group_size, config.max_sequence_tokens
     micro, rows, tokens = batch_shape(config, config.num_sequences // config.loss.mini_batches)
     updates = config.loss.mini_batches * config.loss.epochs
@@ -178,7 +178,7 @@ def describe_recipe(config: Config) -> Lines:
     if correction.rejections:
         weights += ", with rejection of responses"
     wanted = config.eval
-    evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s held problems"
+    evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
     sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"
     servers = f" at {', '.join(config.rollout.urls)} (not asked)" if config.rollout.urls else ""
     return {

@@ -1,4 +1,4 @@
-"""Accuracy of a policy on a list of problems: n responses each through an engine, scored as they land."""
+"""Accuracy of a policy on a list of problems: n responses to each, sampled by an engine and scored as they arrive."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def score_responses(
     n: int = 1,
     seed: int = 0,
 ) -> Iterator[Scored]:
-    """Draws ``n`` responses to each problem and yields them scored; each is handed to the pool as it lands.
+    """Samples ``n`` responses to each problem and yields them scored; each goes to the pool as soon as it arrives.
 
     Args:
-      engine: with a published policy, or one that a server holds already.
+      engine: with a published policy, or one that its server was started with.
       tokenizer: of the policy.
       problems: each ``prompt`` as the text that is tokenised.
       rewards: scores them.
-      sampling: how to draw.
-      n: responses a problem.
-      seed: of the draws.
+      sampling: temperature, length limit and stop tokens.
+      n: responses to each problem.
+      seed: of the sampling.
     """
     prompts = [tokenizer.encode(problem["prompt"]) for problem in problems]
     waiting: deque[tuple[Response, str, Future[float]]] = deque()
@@ -77,14 +77,14 @@ def score_responses(
 def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] = ()) -> dict[str, float]:
     """``accuracy`` (avg@n: the mean reward), ``response_length``, ``truncated_fraction`` and each ``pass@k``.
 
-    pass@k is the mean over problems of the chance that of k responses drawn from its n at least one solves it.
+    pass@k is the mean over problems of the chance that at least one of k responses, chosen from the n, solves it.
 
     Args:
       scored: n responses of each problem, in any order.
-      n: responses a problem.
+      n: responses to each problem.
       pass_k: which k; at most n.
     """
-    # In one order whatever order they landed in: float sums depend on it.
+    # Sorted, because float sums depend on the order.
     ordered = sorted(scored, key=lambda one: (one.problem_index, one.sample_index))
     result = {
         "accuracy": sum(one.reward for one in ordered) / len(ordered),
@@ -114,11 +114,11 @@ class Evaluation:
       engine: of the run; only ``generate`` is called.
       tokenizer: of the policy.
       datasets: problems by name.
-      rewards: the run's; what it counts here is not counted among the rollouts.
-      sampling: how to draw.
-      n: responses a problem.
+      rewards: the run's; its counts here are not added to those of the rollouts.
+      sampling: temperature, length limit and stop tokens.
+      n: responses to each problem.
       pass_k: which pass@k.
-      seed: of the draws, the same each time, so that two evaluations differ by the policy alone.
+      seed: of the sampling, the same each time, so that two evaluations differ only by the policy.
     """
 
     engine: RolloutEngine
@@ -131,14 +131,14 @@ class Evaluation:
     seed: int = 0
 
     def __call__(self) -> dict[str, Any]:
-        """``eval/<dataset>/...`` of the published policy; draws no random numbers of the run."""
+        """``eval/<dataset>/...`` of the published policy; the run's own random numbers do not change."""
         row: dict[str, Any] = {}
         for name, problems in self.datasets.items():
-            drawn = score_responses(
+            scored = score_responses(
                 self.engine, self.tokenizer, problems, self.rewards, self.sampling, n=self.n, seed=self.seed
             )
-            result = summarize_scores(list(drawn), n=self.n, pass_k=self.pass_k)
-            result["reward_errors"] = self.rewards.take_metrics()["reward/errors"]
+            result = summarize_scores(list(scored), n=self.n, pass_k=self.pass_k)
+            result["reward_errors"] = self.rewards.pop_metrics()["reward/errors"]
             row |= {f"eval/{name}/{key}": value for key, value in result.items()}
         return row
 

@@ -11,7 +11,7 @@ from typing import Any
 
 _RULE = re.compile(r"\s*(?P<metric>\S+)\s*(?P<sign>[<>])\s*(?P<bound>\S+?)(\s+for\s+(?P<steps>[1-9]\d*))?\s*")
 
-# Metrics that only some rows have: an evaluation's, and those of buckets that may hold no token.
+# Metrics that only some rows have: those of evaluations, and of buckets that may be empty.
 OCCASIONAL = ("eval/", "mismatch_position/", "mismatch_entropy/", "mismatch_staleness/", "optimizer/grad_noise")
 
 
@@ -46,15 +46,12 @@ def parse_rule(text: str) -> Rule:
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What is watched while a run trains. A value that is not a number counts as beyond every bound.
-
-    Attributes:
-      warn: rules ("METRIC > NUMBER [for STEPS]") that print a line when they begin to hold.
-      stop: rules that end the run after that step, saved, with exit status 3.
-    """
+    """What is watched while a run trains. A value that is not a number counts as beyond every bound."""
 
     warn: tuple[str, ...] = ()
+    """Rules of the form "METRIC > NUMBER [for STEPS]" (or <). A line is printed when a rule begins to be true."""
     stop: tuple[str, ...] = ()
+    """Rules that end the run after the step, with the state saved and exit status 3."""
 
     def __post_init__(self) -> None:
         for rule in (*self.warn, *self.stop):
@@ -65,7 +62,7 @@ class Guard:
     """Checks each row against the rules."""
 
     def __init__(self, config: GuardConfig):
-        """No rule holds yet."""
+        """Starts without history: every rule is false."""
         self._rules = [(parse_rule(text), False) for text in config.warn]
         self._rules += [(parse_rule(text), True) for text in config.stop]
         self._streaks: dict[str, int] = {}
@@ -74,7 +71,7 @@ class Guard:
         """Takes the row of the next step.
 
         Returns:
-          One line for each rule to warn of that begins to hold, and one for each rule to stop at that holds.
+          One line for each warn rule that has just become true, and one for each stop rule that is true.
 
         Raises:
           ValueError: a rule names a metric that no row has.
@@ -86,7 +83,7 @@ class Guard:
             value = row.get(rule.metric)
             beyond = rule.metric in row and _is_beyond(rule, value)
             streak = self._streaks.get(rule.text, 0) + 1 if beyond else 0
-            # A metric of some rows only keeps its streak in between.
+            # A metric that only some rows have keeps its streak in the rows without it.
             self._streaks[rule.text] = streak if rule.metric in row else self._streaks.get(rule.text, 0)
             line = (
                 f"step {row['step']}: {rule.metric} = {value if value is None else format(value, '.4g')} ({rule.text})"
@@ -102,12 +99,12 @@ class Guard:
         return dict(self._streaks)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on where ``state_dict`` was taken; rules that were not there begin anew."""
+        """Continues from ``state_dict``; a rule that is not in it starts without history."""
         self._streaks = dict(state)
 
 
 def unknown_metric(metric: str, row: Mapping[str, Any]) -> str:
-    """What is said of a metric that no row has, with the nearest that ``row`` has."""
+    """The message for a metric that no row has, with the most similar one of ``row``."""
     close = difflib.get_close_matches(metric, row, n=1)
     return f"no row has a metric {metric!r}" + (f"; did you mean {close[0]}?" if close else "")
 

@@ -124,7 +124,7 @@ def one_step(
         rollouts = sample_and_score(
             run.engine, problems, config.rollout.group_size, run.sampling, run.tokenizer, run.rewards, seed=seed
         )
-    row |= rollout_row(rollouts, version) | run.rewards.take_metrics()
+    row |= rollout_row(rollouts, version) | run.rewards.pop_metrics()
 
     observed = observed_value(config.schedule.metric, row, last_row)
     rate = run.controller.step(observed, row["response_length/truncated_fraction"])
@@ -148,7 +148,7 @@ def one_step(
     row |= progress.sum_rise(row, config.diagnosis.reference_steps)
     row["optimizer/grad_norm_ema"] = progress.grad_norm_ema
     row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
-    row |= run.engine.take_metrics()
+    row |= run.engine.pop_metrics()
     write_rollouts(config, step, version, rollouts, sequences, updated.trainer_logprobs, run.tokenizer)
     if is_published and (is_due(config.eval.every, step) or (config.eval.every > 0 and step == config.run.steps)):
         with contextlib.suppress(StoppedWaitingError):
@@ -168,7 +168,7 @@ def evaluate(run: Components, timers: Timers, phase: str) -> Row:
             return run.evaluate()
     finally:
         # What the engine spent on it is in time/<phase>_s; the engine's own figures are of the rollouts.
-        run.engine.take_metrics()
+        run.engine.pop_metrics()
 
 
 def publish(engine: RolloutEngine, state: TrainState, version: int) -> bool:
@@ -223,7 +223,7 @@ def train(
     row = last_row or {}
     if not publish(run.engine, state, progress.policy_version):
         return state
-    run.engine.take_metrics()
+    run.engine.pop_metrics()
     with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
         while progress.step < config.run.steps:
             data_before = run.stream.state_dict()

@@ -12,7 +12,7 @@ import jax
 class StepProfiler:
     """Profiles the steps ``first`` to ``last`` into a directory that TensorBoard and XProf read.
 
-    A context: what was profiled is written when the run is left earlier, too.
+    A context manager: the profile is also written when the run ends earlier.
     """
 
     def __init__(self, steps: Sequence[int], directory: Path):
@@ -20,7 +20,7 @@ class StepProfiler:
 
         Args:
           steps: (first, last), 1-based; empty: never.
-          directory: made by the first step that is profiled.
+          directory: made when the first step is profiled.
         """
         self._first, self._last = steps or (0, -1)
         self._directory = directory
@@ -28,7 +28,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step ``number``; starts before the first and stops after the last."""
+        """The context of step ``number``: profiling starts before the first step and stops after the last."""
         if not self.running and self._first <= number <= self._last:
             jax.profiler.start_trace(self._directory)
             self.running = True

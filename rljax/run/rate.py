@@ -18,28 +18,25 @@ ScheduleKind = Literal["constant", "linear", "cosine", "length_decay", "length_t
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate moves.
-
-    Attributes:
-      kind: constant; linear or cosine from the initial rate down to ``floor_ratio`` of it at the last step;
-        length_decay (Algorithm 1 of arXiv 2602.01826 with a known period); or length_triggered, the same with the
-        period set by the response-length surge. Every kind watches for the surge and records it.
-      decay_period: steps between decays, for length_decay.
-      multiplier: decay period = multiplier x surge step, for length_triggered.
-      decay_factor: the rate is multiplied by it at every multiple of the period.
-      floor_ratio: the rate never falls below this share of the initial one.
-      metric: the recorded metric that the surge tracker watches; positive. One that a step only yields after its
-        update (``mismatch/...``) is watched with a delay of one step.
-      surge: the tracker's rules.
-    """
+    """How the learning rate moves."""
 
     kind: ScheduleKind = "length_triggered"
+    """constant. linear or cosine: from the initial rate down to ``floor_ratio`` of it at the last step. length_decay:
+    Algorithm 1 of arXiv 2602.01826 with a known period. length_triggered: the same, with the period set by the surge of
+    the response length. Every kind watches for the surge and records it."""
     decay_period: int | None = None
+    """Steps between decays. Only for length_decay."""
     multiplier: float = 1.8
+    """Decay period divided by the surge step. Only for length_triggered."""
     decay_factor: float = 0.5
+    """The rate is multiplied by this factor at each multiple of the decay period."""
     floor_ratio: float = 0.1
+    """The rate never falls below this fraction of the initial rate."""
     metric: str = "response_length/mean"
+    """The recorded metric that the surge tracker watches. Its values must be positive. A metric that is only known
+    after the update (``mismatch/...``) is watched one step later."""
     surge: SurgeConfig = field(default_factory=SurgeConfig)
+    """The rules of the surge tracker."""
 
     def __post_init__(self) -> None:
         if (self.kind == "length_decay") != (self.decay_period is not None):

@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from rljax.mismatch import bin_edges
 from rljax.report.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 PLAIN_EVERY_STEPS = 10
 PLAIN_EVERY_SECONDS = 30.0
@@ -41,12 +43,12 @@ class Recorder:
     Args:
       run_dir: made if it is not there.
       total_steps: the run's last step.
-      first_step: 1-based step of the first row to come. Rows from there on are dropped from an earlier record.
+      first_step: 1-based step of the first row that will be written; an earlier record is cut before it.
       tensorboard: whether to write ``tb/``.
       progress: whether to report on stderr.
 
     Raises:
-      RuntimeError: the record on disk does not hold exactly the steps 1 .. first_step - 1 before that, or is damaged.
+      RuntimeError: the record on disk is damaged, or its steps before that are not exactly 1 .. first_step - 1.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Recorder:
         self._console = _make_console(total_steps, first_step) if progress else None
 
     def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
-        """Records the row of the next step; the values are None, strings, bools or numbers (numpy and jax scalars too).
+        """Records the row of the next step; its values are None, strings, bools or numbers (also of numpy and jax).
 
         ``histograms``: name -> counts in the bins of ``rljax.mismatch.bin_edges``, for TensorBoard alone.
 
@@ -81,7 +83,7 @@ class Recorder:
         values = {key: _to_python(key, value) for key, value in row.items()}
         if values.get("step") != self._next_step:
             raise ValueError(f"expected the row of step {self._next_step}, got step {values.get('step')}")
-        # One write of a whole line: a kill leaves at most one torn line, at the end.
+        # Written as one whole line: a process that is killed leaves at most one incomplete line, the last.
         self._file.write(_encode(values) + "\n")
         self._file.flush()
         self._next_step += 1
@@ -95,7 +97,7 @@ class Recorder:
             self._console.show(values)
 
     def close(self) -> None:
-        """Flushes and closes everything; may be called twice."""
+        """Flushes and closes everything; a second call does nothing."""
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -105,22 +107,24 @@ class Recorder:
 
 def _make_tensorboard(directory: Path, first_step: int) -> SummaryWriter:
     # Event files are named by the second: without the suffix, a resume within it would overwrite the file before.
+    from tensorboardX import SummaryWriter  # imports torch where there is one: seconds
+
     return SummaryWriter(str(directory), purge_step=first_step, filename_suffix=f".{first_step:08d}")
 
 
 def _add_histogram(writer: SummaryWriter, name: str, counts: np.ndarray, step: int) -> None:
-    """One histogram of log-spaced bins; the values themselves are gone, so moments are taken at the bins' middles."""
+    """One histogram of log-spaced bins; its moments are those of the bins' middles, because only counts are known."""
     edges = bin_edges()
     uppers = np.append(edges, edges[-1] ** 2 / edges[-2])
     middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), edges[-1:]])
-    held = np.flatnonzero(counts)
-    if not len(held):
+    filled = np.flatnonzero(counts)
+    if not len(filled):
         return
-    part = slice(held[0], held[-1] + 1)
+    part = slice(filled[0], filled[-1] + 1)
     writer.add_histogram_raw(
         name,
-        min=float(middles[held[0]]),
-        max=float(middles[held[-1]]),
+        min=float(middles[filled[0]]),
+        max=float(middles[filled[-1]]),
         num=int(counts.sum()),
         sum=float(counts @ middles),
         sum_squares=float(counts @ middles**2),
@@ -139,7 +143,7 @@ def _encode(values: Row) -> str:
 
 def _to_python(key: str, value: Any) -> Any:
     if key == NONFINITE_KEYS:
-        raise ValueError(f"the key {NONFINITE_KEYS} is the recorder's own")
+        raise ValueError(f"the key {NONFINITE_KEYS} is reserved for the recorder")
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -218,6 +222,3 @@ def _make_console(total_steps: int, first_step: int) -> _Bar | _Lines:
 
 def _console_parts(row: Row) -> list[str]:
     return [f"{label} {format_value(form, row.get(key))}" for label, key, form in _CONSOLE]
-
-
-# --- the summary ------------------------------------------------------------------------------------------------------

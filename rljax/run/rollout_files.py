@@ -83,7 +83,7 @@ def write_rollouts(
 def write_tokens(config: Config, rollouts: StepRollouts) -> Path:
     """Writes ``rollouts/step_<step>.parquet`` (see ``compare.dump``) with the columns ``rollout`` and ``trainer``."""
     stale = any(s.staleness is not None and s.staleness.any() for s in rollouts.sequences)
-    # Names the weights without hashing them: equal strings are equal weights.
+    # A name in place of a hash: equal names are equal weights.
     weights = f"{config.run.dir} version {rollouts.policy_version}"
     temperature = config.rollout.temperature
     engine = {"jax": f"jax {jax.__version__} decode"}.get(config.rollout.engine, config.rollout.engine)
@@ -102,7 +102,7 @@ def write_tokens(config: Config, rollouts: StepRollouts) -> Path:
 
 
 def write_transcript(config: Config, rollouts: StepRollouts) -> Path:
-    """Writes ``rollouts/step_<step>.jsonl``: a response a line, with its reward and how far the engines lie apart."""
+    """Writes ``rollouts/step_<step>.jsonl``: one response per line, with reward and log-ratios."""
     path = _path(config, rollouts.step, "jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(_line(rollouts, i), ensure_ascii=False) + "\n" for i in range(len(rollouts.sequences))]

@@ -1,4 +1,4 @@
-"""The responses of a step: sampled, scored as they land, and turned into what the trainer takes."""
+"""The responses of a step: sampled, scored as they arrive, and turned into the trainer's sequences."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sample_and_score(
     *,
     seed: int,
 ) -> Rollouts:
-    """Samples ``group_size`` responses to each problem; each is handed to the reward pool as it lands.
+    """Samples ``group_size`` responses to each problem; each goes to the reward pool as soon as it arrives.
 
     Raises:
       RuntimeError: the engine returned another number of responses.

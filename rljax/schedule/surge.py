@@ -29,29 +29,26 @@ _SMALLEST_LENGTH = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True)
 class SurgeConfig:
-    """The rules of a call. The defaults suit runs of the paper's size: a surge after step 40, done within 50 steps.
-
-    Attributes:
-      ratio: a step crosses when its smoothed length is at least this many baselines (a number above 1).
-      window: how far back the rule looks (steps with a usable length). Growth slower than this is not a surge.
-      baseline_quantile: which quantile of the window, the newest ``smooth`` lengths left out, is the baseline (a
-        fraction in [0, 1]; between two lengths the smaller). A surge that fills the rest lifts its own baseline.
-      smooth: the smoothed length is the median of this many newest lengths (an odd number of steps).
-      persistence: the newest lengths that must all have left the baseline (steps).
-      held_ratio: a length has left the baseline when it is at least this many baselines (a number in (0, ratio]).
-      warmup: usable lengths needed before any call (steps).
-      max_truncated: a batch in which a larger fraction of the responses hit the length limit is held out: its length
-        measures the limit (a fraction in [0, 1]).
-    """
+    """The rules of a call. The defaults suit runs of the paper's size: a surge after step 40, done within 50 steps."""
 
     ratio: float = 3.0
+    """A step crosses when its smoothed length is at least this many times the baseline. Above 1."""
     window: int = 100
+    """Number of past steps with a usable length that the rule looks at. Slower growth than this is not a surge."""
     baseline_quantile: float = 0.3
+    """The baseline is this quantile (in [0, 1]; between two lengths the smaller) of the window without its newest
+    ``smooth`` lengths. A surge that fills the rest of the window raises its own baseline."""
     smooth: int = 5
+    """The smoothed length is the median of this many newest lengths (steps). It must be odd."""
     persistence: int = 6
+    """Number of newest lengths (steps) that must all have left the baseline."""
     held_ratio: float = 1.5
+    """A length has left the baseline when it is at least this many times the baseline. In (0, ratio]."""
     warmup: int = 40
+    """Number of usable lengths (steps) before the tracker may report a surge."""
     max_truncated: float = 0.25
+    """A batch is left out if a larger fraction (in [0, 1]) of its responses reached the length limit, because its mean
+    length then measures the limit."""
 
     def __post_init__(self) -> None:
         if not 1.0 < self.ratio < math.inf:

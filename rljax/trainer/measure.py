@@ -34,23 +34,20 @@ HISTOGRAM = "mismatch/logprob_abs_diff"
 
 @dataclass(frozen=True)
 class DiagnosisConfig:
-    """How finely the mismatch is taken apart.
-
-    Attributes:
-      position_edges: positions in the response (tokens, from 1) that begin a new bucket of ``mismatch_position/``.
-      entropy_edges: entropies of the policy (nats) that begin a new bucket of ``mismatch_entropy/``.
-      staleness_buckets: buckets of ``mismatch_staleness/``: 0, 1, ... policy versions behind, the last open.
-      is_threshold: C of the shares above C and below 1 / C in ``is/``, at least 1.
-      reference_steps: first steps of the run that a rise of ``mismatch/log_ppl_abs_diff_sum`` is measured against.
-      grad_noise_every: steps between measurements of ``optimizer/grad_noise``; 0: never.
-    """
+    """How finely the mismatch is taken apart."""
 
     position_edges: tuple[int, ...] = POSITION_EDGES
+    """Positions in the response (tokens, from 1) at which a new bucket of ``mismatch_position/`` begins."""
     entropy_edges: tuple[float, ...] = ENTROPY_EDGES
+    """Entropies of the policy (nats) at which a new bucket of ``mismatch_entropy/`` begins."""
     staleness_buckets: int = 4
+    """Number of buckets of ``mismatch_staleness/``: 0, 1, ... policy versions behind. The last one has no upper end."""
     is_threshold: float = 2.0
+    """Threshold C of ``is/``: the fractions of the ratios above C and below 1 / C are recorded. At least 1."""
     reference_steps: int = 10
+    """Number of first steps of the run with which a rise of ``mismatch/log_ppl_abs_diff_sum`` is compared."""
     grad_noise_every: int = 10
+    """Steps between measurements of ``optimizer/grad_noise``. 0: never."""
 
     def __post_init__(self) -> None:
         for name in ("position_edges", "entropy_edges"):

@@ -11,16 +11,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PackingConfig:
-    """The one shape the training step is compiled for.
-
-    Attributes:
-      row_tokens: tokens of a row; 0 means the longest sequence that can occur, rounded up to a multiple of 64, or of
-        1024 above that (attention goes through long rows in chunks of 1024 queries).
-      rows_per_micro_batch: rows of a micro-batch; a multiple of the mesh's fsdp size.
-    """
+    """The one shape the training step is compiled for."""
 
     row_tokens: int = 0
+    """Length of a row (tokens). 0: the longest sequence that can occur, rounded up to a multiple of 64, or above 1024
+    to a multiple of 1024 (attention processes long rows in chunks of 1024 queries)."""
     rows_per_micro_batch: int = 8
+    """Rows of a micro-batch. It must be a multiple of the size of the mesh axis fsdp."""
 
     def __post_init__(self) -> None:
         if self.row_tokens < 0:

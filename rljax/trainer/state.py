@@ -23,23 +23,20 @@ MAX_SCALE = 2.0**24
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW; the defaults are Table 1 of arXiv 2602.01826 and, where it is silent, verl's.
-
-    Attributes:
-      learning_rate: initial rate (per update).
-      weight_decay: decoupled, scaled by the rate as AdamW does.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
-      clip_norm: the gradient's global norm is clipped to this; 0 turns clipping off.
-    """
+    """AdamW; the defaults are Table 1 of arXiv 2602.01826 and, where it is silent, verl's."""
 
     learning_rate: float = 1e-6
+    """Initial learning rate."""
     weight_decay: float = 0.01
+    """Decoupled weight decay. As in AdamW it is multiplied by the learning rate."""
     b1: float = 0.9
+    """Decay rate of the first moment."""
     b2: float = 0.999
+    """Decay rate of the second moment."""
     eps: float = 1e-8
+    """Added to the square root of the second moment."""
     clip_norm: float = 1.0
+    """The global norm of the gradient is clipped to this value. 0: no clipping."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.learning_rate < float("inf"):

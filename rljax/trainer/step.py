@@ -34,18 +34,15 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Numbers of the trainer's forward and backward; masters, moments and accumulators are always float32.
-
-    Attributes:
-      compute_dtype: weights are cast to it once a step. float16 turns dynamic loss scaling on; float32 multiplies at
-        the highest precision.
-      lm_head_dtype: dtype of the LM head's products, "compute" for ``compute_dtype``; accumulation is float32 anyway.
-      remat: recompute each block in the backward pass instead of keeping its activations.
-    """
+    """Numbers of the trainer's forward and backward; masters, moments and accumulators are always float32."""
 
     compute_dtype: Dtype = "bfloat16"
+    """The weights are cast to this dtype once a step. float16 turns on dynamic loss scaling. float32 multiplies at the
+    highest precision."""
     lm_head_dtype: Literal["compute", "float32"] = "compute"
+    """Dtype of the products of the LM head. compute: the same as ``compute_dtype``. Sums are in float32 either way."""
     remat: bool = False
+    """Recompute each block in the backward pass instead of storing its activations."""
 
     @property
     def head_dtype(self) -> Any:

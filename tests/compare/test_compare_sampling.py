@@ -5,7 +5,7 @@ import pytest
 
 from rljax.compare.dump import make_dump
 from rljax.compare.report import compare_columns
-from rljax.compare.sampling import DrawConfig, sample_responses, split_sampler, toy_prompts
+from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import score_column
 from rljax.data.toy import ALPHABET, build_tokenizer
 from rljax.policy.config import PolicyConfig
@@ -26,7 +26,7 @@ PROMPTS = make_dump(["p", "q"], [[1, 2, 5, 9], [4, 5]], [[False, False, True, Fa
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_drawn_responses_score_as_they_were_drawn(model, temperature):
-    config = DrawConfig(responses=4, max_response_tokens=12, temperature=temperature, seed=3)
+    config = SampleConfig(responses=4, max_response_tokens=12, temperature=temperature, seed=3)
     dump = sample_responses(PROMPTS, model, "jax-decode:float32", config)
     assert dump.sequence_ids == ("p/0", "p/1", "p/2", "p/3", "q/0", "q/1", "q/2", "q/3")
     for name, ids, mask in zip(dump.sequence_ids, dump.token_ids, dump.response_mask, strict=True):
@@ -68,7 +68,7 @@ def test_what_cannot_be_drawn_is_refused(model, ids, mask, message):
 
 def test_a_draw_of_nothing_is_refused():
     with pytest.raises(ValueError, match="must be positive, got 0, 8 and 1"):
-        DrawConfig(responses=0)
+        SampleConfig(responses=0)
 
 
 @pytest.mark.parametrize("spec", ["float32", "jax:float32", "jax-decode:int8", "vllm-decode:localhost:80", "x"])
@@ -77,7 +77,7 @@ def test_an_unknown_sampler_is_refused(spec):
         split_sampler(spec)
 
 
-def test_toy_prompts_are_held_problems_in_the_models_tokens(tmp_path):
+def test_toy_prompts_are_the_eval_split_in_the_models_tokens(tmp_path):
     build_tokenizer().save(tmp_path)
     dump = toy_prompts(5, tmp_path)
     assert dump.sequence_ids == ("held/0", "held/1", "held/2", "held/3", "held/4")
@@ -85,5 +85,5 @@ def test_toy_prompts_are_held_problems_in_the_models_tokens(tmp_path):
     texts = ["".join(ALPHABET[token] for token in ids) for ids in dump.token_ids]
     assert all(len(text) == 8 and text[3] == "+" and text[-1] == "=" for text in texts)
     assert len(set(texts)) == 5
-    with pytest.raises(ValueError, match="held split has 200 problems"):
+    with pytest.raises(ValueError, match="eval split has 200 problems"):
         toy_prompts(201, tmp_path)

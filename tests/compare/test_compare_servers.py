@@ -10,10 +10,9 @@ from vllm_fake import FakeVllm
 
 from rljax.compare.dump import make_dump, read_dump, write_dump
 from rljax.compare.report import compare_columns
-from rljax.compare.sampling import DrawConfig, sample_responses
-from rljax.compare.scorers import name_columns, score_column, split_spec
-from rljax.compare.servers import connect
-from rljax.errors import run_cli
+from rljax.compare.sampling import SampleConfig, sample_responses
+from rljax.compare.scorers import name_columns, open_server, score_column, server_source, split_spec
+from rljax.errors import ReplyError, ServerGoneError, run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.qwen3 import init_params
@@ -52,8 +51,8 @@ def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
 
 def test_weights_that_were_published_since_have_no_known_hash(fake, model):
     fake.root, fake.version = str(model), "run7/3"
-    with connect(fake.url) as server:
-        assert server.info.weights_hash == ""
+    with open_server(fake.url) as server:
+        assert server_source(server.info, "", 1.0).weights_hash == ""
 
 
 def test_a_plain_server_is_scored_under_its_own_names(fake):
@@ -84,8 +83,8 @@ def test_columns_are_named_by_dtype_and_kept_apart(fake):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([5] * 128, "'x' has 128 tokens and the server takes 127"),
-        ([5, 64], "'x' has token 64, but the server's model knows 64"),
+        ([5] * 128, "prompt 0 has 128 tokens; with 1 of response it must have 1 to 127"),
+        ([5, 64], r"prompt 0 has token ids outside 0\.\.63"),
     ],
 )
 def test_what_would_be_cut_short_or_end_the_server_is_not_sent(fake, ids, message):
@@ -99,10 +98,10 @@ def test_other_refusals(fake):
     with pytest.raises(ValueError, match=r"cannot score: over HTTP no server decodes given tokens; .* vllm:http://h"):
         split_spec("vllm-decode:http://h")
     fake.logprob = 2.0
-    with pytest.raises(ValueError, match="gives logits"):
+    with pytest.raises(ReplyError, match="gives logits"):
         score_column(f"vllm:{fake.url}", DUMP)
     fake.finish = "abort"
-    with pytest.raises(ConnectionError, match="ended a response with 'abort'"):
+    with pytest.raises(ServerGoneError, match="ended a response with 'abort'"):
         score_column(f"vllm:{fake.url}", DUMP)
     fake.paused = True
     with pytest.raises(ValueError, match="is paused"):
@@ -111,7 +110,7 @@ def test_other_refusals(fake):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.4])
 def test_the_temperature_of_drawn_logprobs_is_probed(fake, temperature):
-    with connect(fake.url) as server:
+    with open_server(fake.url) as server:
         assert server.logprobs_temperature(temperature) == temperature
         fake.raw = True
         assert server.logprobs_temperature(temperature) == 1.0
@@ -136,7 +135,7 @@ def test_a_second_draw_counts_up_to_the_first_other_token(fake, model, monkeypat
         return status, reply
 
     monkeypatch.setattr(fake, "answer", bent)
-    config = DrawConfig(responses=2, max_response_tokens=4, second_run=True, temperature=0.7)
+    config = SampleConfig(responses=2, max_response_tokens=4, second_run=True, temperature=0.7)
     drawn = sample_responses(dump, model, f"vllm-decode:{fake.url}", config)
     assert drawn.sequence_ids == ("p/0", "p/1")
     assert asked == 4
@@ -168,7 +167,7 @@ def test_a_server_that_dies_leaves_one_line_and_what_was_scored(fake, model, tmp
     out = tmp_path / "out"
     assert run_cli(runpy.run_path(str(TOOL))["main"], [*arguments, "--batch-size", "2", "--out", str(out)]) == 2
     said = capsys.readouterr()
-    assert said.err.splitlines()[-1].startswith(f"error: the vLLM server is gone: {fake.url}: ")
+    assert said.err.splitlines()[-1].startswith(f"error: no answer from {fake.url}/")
     assert "jax:float32 / vllm:float32" in said.out
     assert sorted(read_dump(out / "tokens.parquet").logprobs) == ["jax:float32", "jax:float32@2", "vllm:float32"]
 
@@ -178,5 +177,5 @@ def test_a_server_that_is_not_there_is_said_before_anything_is_scored(fake, mode
     fake.stop()
     arguments = [str(path), "--model", str(model), "--scorer", "jax:float32", "--scorer", f"vllm:{url}"]
     assert run_cli(runpy.run_path(str(TOOL))["main"], [*arguments, "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.startswith("error: the vLLM server is gone")
+    assert capsys.readouterr().err.startswith("error: no answer from")
     assert not (tmp_path / "out").exists()

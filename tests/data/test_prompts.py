@@ -4,18 +4,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from rljax.data.prompts import (
     DataConfig,
     PromptStream,
     check_lengths,
     evaluation_datasets,
-    held_problems,
     render_prompt,
     training_problems,
 )
-from rljax.data.tokenizer import Tokenizer
+from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import build_tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
@@ -33,9 +31,8 @@ def bare():
 @pytest.fixture
 def chatty(tmp_path):
     build_tokenizer().save(tmp_path)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    tokenizer.chat_template = TEMPLATE
-    return Tokenizer(tokenizer)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return load_tokenizer(tmp_path)
 
 
 def file_config(name="additions_chat.parquet", **changes):
@@ -62,7 +59,7 @@ def test_the_chat_template_is_applied_as_configured(prompt, template, with_templ
 
 
 def test_a_template_may_refuse_and_says_so(chatty):
-    chatty._tokenizer.chat_template = "{{ raise_exception('no system message') }}"
+    chatty._chat_template = "{{ raise_exception('no system message') }}"
     with pytest.raises(ValueError, match="the chat template refuses a prompt: no system message"):
         render_prompt(CHAT, chatty, "auto")
 
@@ -77,10 +74,9 @@ def test_a_file_of_verls_form_becomes_problems(bare):
         assert problem["answer"] == str(int(a) + int(b))
         assert problem["data_source"] == "additions"
         assert set(problem["extra_info"]) == {"index"}
-    assert held_problems(file_config()) == []
 
 
-def test_smaller_fractions_are_part_of_larger_ones_and_drawn_by_the_seed(bare):
+def test_smaller_fractions_are_part_of_larger_ones_and_chosen_by_the_seed(bare):
     def drawn(fraction, seed=0):
         problems = training_problems(file_config(fraction=fraction, seed=seed), bare)
         return [problem["extra_info"]["index"] for problem in problems]

@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 
-from rljax.data.prompts import DataConfig, PromptStream, held_problems, training_problems
+from rljax.data.prompts import DataConfig, PromptStream, evaluation_datasets, training_problems
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import (
     ALPHABET,
     EOS,
     MAX_RESPONSE_TOKENS,
-    AdditionProblems,
     ToyBaseConfig,
+    addition_problems,
+    addition_reward,
     build_tokenizer,
     demonstration_batch,
     scratchpad,
 )
-from rljax.rewards.toy import addition_reward
 
 
 def test_scratchpad_by_hand():
@@ -44,13 +44,13 @@ def test_near_misses_are_not_rewarded(response):
 
 
 def test_splits_are_disjoint_and_fixed_by_the_seed():
-    train, held = AdditionProblems("train", seed=3), AdditionProblems("held", 200, seed=3)
+    train, eval_split = addition_problems("train", seed=3), addition_problems("eval", 200, seed=3)
     prompts = {p["prompt"] for p in train}
     assert len(prompts) == 20_000
-    assert len({p["prompt"] for p in held} - prompts) == 200
-    assert list(held) == list(AdditionProblems("held", 200, seed=3))
-    assert list(held) != list(AdditionProblems("held", 200, seed=4))
-    for p in held:
+    assert len({p["prompt"] for p in eval_split} - prompts) == 200
+    assert list(eval_split) == list(addition_problems("eval", 200, seed=3))
+    assert list(eval_split) != list(addition_problems("eval", 200, seed=4))
+    for p in eval_split:
         a, b = p["prompt"][:-1].split("+")
         assert int(a) + int(b) == int(p["answer"])
 
@@ -69,7 +69,7 @@ def test_tokenizer_is_one_token_a_character_and_reads_back(tmp_path):
 def test_demonstrations_have_the_declared_rates():
     config = ToyBaseConfig(batch_size=4000)
     for settled, rate in ((True, config.scratchpad_rate), (False, config.practice_rate)):
-        tokens, lengths = demonstration_batch(np.random.default_rng(0), config, build_tokenizer(), settled=settled)
+        tokens, lengths = demonstration_batch(np.random.default_rng(0), config, settled=settled)
         texts = ["".join(ALPHABET[i] for i in row[:n]) for row, n in zip(tokens, lengths, strict=True)]
         pads = [text for text in texts if ">" in text]
         direct = [text for text in texts if ">" not in text]
@@ -86,7 +86,7 @@ def test_demonstrations_have_the_declared_rates():
 
 
 def test_stream_is_shuffled_repeats_differently_and_resumes():
-    problems = AdditionProblems("train", 40)
+    problems = addition_problems("train", 40)
     stream = PromptStream(problems, 20, seed=1)
     batches = [stream.next_batch() for _ in range(2)]
     state = stream.state_dict()
@@ -99,11 +99,12 @@ def test_stream_is_shuffled_repeats_differently_and_resumes():
     resumed.load_state_dict(state)
     assert [resumed.next_batch() for _ in range(4)] == batches[2:]
     assert PromptStream(problems, 20, seed=2).next_batch() != batches[0]
-    with pytest.raises(ValueError, match="40 problems were drawn so far, not a multiple of batch_size = 30"):
+    with pytest.raises(ValueError, match="40 problems were taken so far, not a multiple of batch_size = 30"):
         PromptStream(problems, 30, seed=1).load_state_dict(state)
 
 
-def test_training_never_sees_a_held_problem():
+def test_training_never_sees_a_problem_of_the_eval_split():
     config = DataConfig(seed=7)
-    held = {p["prompt"] for p in held_problems(config)}
-    assert not held & {p["prompt"] for p in training_problems(config)}
+    (problems,) = evaluation_datasets([], config).values()
+    assert len(problems) == 200
+    assert not {p["prompt"] for p in problems} & {p["prompt"] for p in training_problems(config)}

@@ -11,14 +11,14 @@ from rljax.data.toy_swaps import (
     LETTERS,
     MAX_RESPONSE_TOKENS,
     SWAPS,
-    SwapProblems,
     build_tokenizer,
     demonstration_batch,
     orders,
     policy_config,
     scratchpad,
+    swap_problems,
+    swaps_reward,
 )
-from rljax.rewards.toy import swaps_reward
 
 
 def followed(prompt):
@@ -41,7 +41,7 @@ def test_scratchpad_by_hand():
 @pytest.mark.parametrize("seed", range(3))
 def test_right_scratchpads_are_rewarded_and_wrong_ones_are_not(seed):
     rng = np.random.default_rng(seed)
-    for problem in SwapProblems("train", 200, seed=seed):
+    for problem in swap_problems("train", 200, seed=seed):
         text = problem["prompt"][:-1]
         pairs = [text[i : i + 2] for i in range(0, len(text), 2)]
         assert problem["answer"] == followed(text)
@@ -59,16 +59,16 @@ def test_near_misses_are_not_rewarded(response):
 
 
 def test_splits_are_disjoint_and_fixed_by_the_seed():
-    train, held = SwapProblems("train", seed=3), SwapProblems("held", seed=3)
+    train, eval_split = swap_problems("train", seed=3), swap_problems("eval", seed=3)
     prompts = {p["prompt"] for p in train}
     assert len(prompts) == len(train) == 9800
-    assert len({p["prompt"] for p in held} - prompts) == len(held) == 200
-    assert list(held) == list(SwapProblems("held", 200, seed=3))
-    assert list(held) != list(SwapProblems("held", 200, seed=4))
-    with pytest.raises(ValueError, match="split must be 'train' or 'held', got 'test'"):
-        SwapProblems("test")
-    with pytest.raises(ValueError, match="the held split has 200 problems, got size = 201"):
-        SwapProblems("held", 201)
+    assert len({p["prompt"] for p in eval_split} - prompts) == len(eval_split) == 200
+    assert list(eval_split) == list(swap_problems("eval", 200, seed=3))
+    assert list(eval_split) != list(swap_problems("eval", 200, seed=4))
+    with pytest.raises(ValueError, match="split must be 'train' or 'eval', got 'test'"):
+        swap_problems("test")
+    with pytest.raises(ValueError, match="the eval split has 200 problems, got size = 201"):
+        swap_problems("eval", 201)
 
 
 def test_tokenizer_is_one_token_a_character_and_agrees_with_the_policy(tmp_path):
@@ -84,7 +84,7 @@ def test_tokenizer_is_one_token_a_character_and_agrees_with_the_policy(tmp_path)
 def test_demonstrations_have_the_declared_rates():
     config = ToyBaseConfig(batch_size=4000)
     for settled, rate in ((True, config.scratchpad_rate), (False, config.practice_rate)):
-        tokens, lengths = demonstration_batch(np.random.default_rng(0), config, build_tokenizer(), settled=settled)
+        tokens, lengths = demonstration_batch(np.random.default_rng(0), config, settled=settled)
         texts = ["".join(ALPHABET[i] for i in row[:n]) for row, n in zip(tokens, lengths, strict=True)]
         assert all(text.endswith(EOS) for text in texts)
         right = {True: [], False: []}

@@ -3,9 +3,9 @@
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 
+import correction_bias
 import numpy as np
 import pytest
 from tabular import (
@@ -22,10 +22,6 @@ from tabular import (
 from rljax.mismatch import importance_weights, rejection_mask
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import correction_bias  # noqa: E402
-
-sys.path.remove(str(ROOT / "tools"))
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
 

@@ -27,11 +27,14 @@ DOORS = {
     "tqdm": {"run.record", "evaluate"},
     "jinja2": {"data.tokenizer"},
     "tyro": {"run.config_file"},
+    "pydantic": {"run.config_file"},
     "yaml": {"run.config_file"},
-    "matplotlib": {"report.panels", "report.lengths"},
+    "matplotlib": {"report.panels", "report.figure"},
     "math_verify": {"rewards.math_answer"},
     "latex2sympy2_extended": {"rewards.math_answer"},
 }
+# What the start of a command does not import: it answers within two seconds and prints nothing of theirs.
+LATE = {"transformers", "torch", "grain", "orbax", "matplotlib", "tensorboardX", "huggingface_hub", "math_verify"}
 LEVEL_0 = ("errors", "schedule", "mismatch")
 # What other rooms may use of rljax.mismatch beside the names of its __init__.
 MISMATCH_MODULES = {"metrics", "importance", "correction", "diagnosis", "names"}
@@ -116,3 +119,12 @@ def brought_in(module: str) -> set[str]:
 def test_what_runs_beside_vllm_does_not_lead_to_jax(module):
     tops = {name.split(".")[0] for one in brought_in(module) for name in imported(one)}
     assert not tops & {"jax", "optax", "flax"}
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_the_start_of_a_command_is_light_and_silent(command):
+    code = f"import sys, rljax.{command}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 1
+    assert not LATE & set(done.stdout.split())

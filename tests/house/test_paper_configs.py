@@ -1,4 +1,4 @@
-"""Every shipped configuration: it loads, its parts build from shapes, its step traces, its head says what it is."""
+"""Every shipped configuration and every arm of docs/paper.md: it loads, its parts build, its step traces."""
 
 import dataclasses
 import json
@@ -27,8 +27,16 @@ from rljax.trainer.update import SingleUpdate
 ROOT = Path(__file__).parents[2]
 FILES = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "study" not in path.parts]
 PAPER = [path for path in FILES if path.parent.name == "paper"]
-SHARED = ("setup", "sanity")
-ARMS = {path.stem: path for path in PAPER if path.stem not in SHARED}
+PAGE = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
+# Name of an arm -> its file, its options, the paper's result, as the page's tables have them.
+ARMS = {
+    name: (ROOT / "configs/paper" / file, options.split(), result)
+    for name, file, options, result in re.findall(
+        r"^\| `(qwen3_[^`]+)` \| `(\S+\.yaml)([^`]*)` \| ([^|]+) \|$",
+        (ROOT / "docs/paper.md").read_text(),
+        re.MULTILINE,
+    )
+}
 TINY = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True)
 
 # What each arm of arXiv 2602.01826 changes of Table 1.
@@ -41,6 +49,17 @@ def known_period(steps):
     return {"schedule.kind": "length_decay", "schedule.decay_period": steps}
 
 
+SANITY = {
+    "model.path": "Qwen/Qwen3-1.7B-Base",
+    "run.steps": 1000,
+    "data.path": "runs/data/math-perfectible.parquet",
+    "rollout.group_size": 8,
+    "advantage.estimator": "grpo_no_std",
+    "loss.clip_high": 0.2,
+    "loss.aggregation": "sequence_sum",
+    "loss.mini_batches": 4,
+}
+LARGER = {"model.path": "Qwen/Qwen3-8B-Base"}
 EXPECTED = {
     "qwen3_4b": {
         "constant_1e-6": CONSTANT,
@@ -56,19 +75,26 @@ EXPECTED = {
         "fp16_schedule": TRIGGERED | FLOAT16,
         "data_25": CONSTANT | {"data.fraction": 0.25},
         "data_2.5": CONSTANT | {"data.fraction": 0.025},
-        **{f"multiplier_{m}": TRIGGERED | {"schedule.multiplier": m} for m in (1.5, 1.8, 2.0)},
+        **{f"multiplier_{m}": TRIGGERED | {"schedule.multiplier": m} for m in (1.5, 2.0)},
     },
     "qwen3_8b": {
-        "constant_1e-6": CONSTANT,
-        "constant_1e-7": CONSTANT | SLOW,
-        "length_triggered": TRIGGERED,
-        **{f"period_{steps}": known_period(steps) for steps in (100, 160, 204)},
+        "constant_1e-6": LARGER | CONSTANT,
+        "constant_1e-7": LARGER | CONSTANT | SLOW,
+        "length_triggered": LARGER | TRIGGERED,
+        **{f"period_{steps}": LARGER | known_period(steps) for steps in (100, 160, 204)},
     },
+    "qwen3_1.7b": {"sanity_bf16": SANITY, "sanity_fp16": SANITY | FLOAT16},
 }
 
 
-def load(path):
-    return load_config(Config, [str(path)], prog="test", description="")
+def load(path, *options):
+    return load_config(Config, [str(path), *options], prog="test", description="")
+
+
+def load_arm(name):
+    """The arm as the page's command runs it."""
+    path, options, _ = ARMS[name]
+    return load(path, "--run.dir", f"runs/paper/{name}", *options)
 
 
 def flat(section, prefix=""):
@@ -81,18 +107,21 @@ def flat(section, prefix=""):
     return found
 
 
-def test_the_arms_are_those_of_the_paper():
-    named = {f"{model}_{arm}" for model, arms in EXPECTED.items() for arm in arms}
-    assert set(ARMS) == named | {"qwen3_1.7b_sanity_bf16", "qwen3_1.7b_sanity_fp16"}
+def test_the_page_has_the_arms_of_the_papers():
+    assert sorted(ARMS) == sorted(f"{model}_{arm}" for model, arms in EXPECTED.items() for arm in arms)
+
+
+def test_each_file_is_an_arm_without_options_and_the_base_of_every_other_arm_that_differs_in_an_option():
+    assert {path for path, _, _ in ARMS.values()} == {path for path in PAPER if path.stem != "setup"}
+    for name, (path, options, _) in ARMS.items():
+        assert (path.stem == name) == (not options)
 
 
 @pytest.mark.parametrize(("model", "arm"), [(model, arm) for model, arms in EXPECTED.items() for arm in arms])
 def test_an_arm_differs_from_table_1_in_what_it_says_and_nothing_else(model, arm):
     name = f"{model}_{arm}"
     changes = {"run.dir": f"runs/paper/{name}"} | EXPECTED[model][arm]
-    if model == "qwen3_8b":
-        changes["model.path"] = "Qwen/Qwen3-8B-Base"
-    assert flat(load(ARMS[name])) == flat(load(ROOT / "configs/paper/setup.yaml")) | changes
+    assert flat(load_arm(name)) == flat(load(ROOT / "configs/paper/setup.yaml")) | changes
 
 
 def test_table_1():
@@ -121,8 +150,10 @@ def test_table_1():
         "optimizer.b1": 0.9,
         "optimizer.b2": 0.999,
         "optimizer.clip_norm": 1.0,
+        "schedule.multiplier": 1.8,
         "schedule.decay_factor": 0.5,
         "schedule.floor_ratio": 0.1,
+        "eval.datasets": ("runs/data/aime-24.parquet",),
     }
     assert {key: config[key] for key in table} == table
 
@@ -134,23 +165,19 @@ def test_the_presets_are_the_papers_at_2():
     )
 
 
-def test_the_page_has_each_arm_once_with_its_own_heads_result():
-    rows = re.findall(
-        r"^\| `(qwen3_[^`]+)` \| [^|]+ \| ([^|]+) \|$", (ROOT / "docs/paper.md").read_text(), re.MULTILINE
-    )
-    assert sorted(name for name, _ in rows) == sorted(ARMS)
-    for name, result in rows:
-        if not name.startswith("qwen3_1.7b"):
-            head = " ".join(line.lstrip("# ") for line in ARMS[name].read_text().splitlines() if line.startswith("#"))
+def test_the_head_of_a_file_has_the_pages_result():
+    for path, options, result in ARMS.values():
+        if not options and "sanity" not in path.stem:
+            head = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
             assert f"The paper's result (arXiv 2602.01826): {result}." in head
 
 
 @pytest.mark.parametrize(("name", "period"), [("qwen3_4b_length_triggered", 198), ("qwen3_8b_length_triggered", 162)])
 def test_the_papers_surge_makes_the_papers_period(name, period):
-    config = load(ARMS[name])
+    config = load_arm(name)
     controller = make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps)
     surge = {198: 110, 162: 90}[period]
-    # Lengths that hold at 1000 and jump to 3500 just so early that the call comes at the paper's step.
+    # Lengths that stay at 1000 and jump to 3500 just so early that the call comes at the paper's step.
     jump = surge - config.schedule.surge.persistence + 1
     rates = [controller.step(1000.0 if step < jump else 3500.0, 0.0) for step in range(1, 2 * period + 1)]
     assert controller.tracker.surge_step == surge
@@ -164,9 +191,9 @@ def test_the_papers_surge_makes_the_papers_period(name, period):
 def test_its_parts_build_from_shapes(path, tmp_path, monkeypatch):
     (tmp_path / "runs/toy-base").mkdir(parents=True)
     (tmp_path / "runs/toy-base/config.json").write_text(toy_config())
+    config = load(path)
     monkeypatch.chdir(tmp_path)
-    text = dry_run(load(path))
-    assert f"dry run of {load(path).run.dir}: " in text
+    assert f"dry run of {config.run.dir}: " in dry_run(config)
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"config.json"}
 
 
@@ -190,14 +217,14 @@ def toy_sized(config):
 def combinations():
     """One configuration for each distinct (loss, correction, precision)."""
     found = {}
-    for path in FILES:
-        config = load(path)
+    configs = {path.stem: load(path) for path in FILES} | {name: load_arm(name) for name in ARMS}
+    for name, config in configs.items():
         key = (config.loss, config.correction.resolved(), config.precision)
-        found.setdefault(key, pytest.param(config, id=path.stem))
+        found.setdefault(key, pytest.param(config, id=name))
     return list(found.values())
 
 
-def drawn(count):
+def random_sequences(count):
     rng = np.random.default_rng(0)
     for index in range(count):
         tokens, length = rng.integers(0, 24, 16).astype(np.int32), 3 + index
@@ -214,7 +241,7 @@ def test_a_toy_sized_step_is_built_and_lowered(full):
     count = config.num_sequences // config.loss.mini_batches
     dynamic = config.precision.compute_dtype == "float16"
     state = abstract_state(TINY, tx, mesh, dynamic_scale=dynamic)
-    sequences = list(drawn(count))
+    sequences = list(random_sequences(count))
     if isinstance(update, SingleUpdate):
         batch = update.pack(sequences)
     else:
@@ -233,12 +260,12 @@ def test_a_toy_sized_step_is_built_and_lowered(full):
 
 @pytest.mark.parametrize("name", ["qwen3_4b_token_mis_schedule", "qwen3_1.7b_sanity_fp16"])
 def test_a_toy_sized_step_moves_the_policy(name):
-    config, mesh = toy_sized(load(ARMS[name])), make_mesh(MeshConfig(1, 1))
+    config, mesh = toy_sized(load_arm(name)), make_mesh(MeshConfig(1, 1))
     tx = make_optimizer(config.optimizer)
     dynamic = config.precision.compute_dtype == "float16"
     state = create_state(init_params(TINY, 0), TINY, tx, mesh, dynamic_scale=dynamic)
     before = jax.device_get(state.params["embed"])
-    update, sequences = make_update(config, TINY, tx, mesh), list(drawn(config.num_sequences))
+    update, sequences = make_update(config, TINY, tx, mesh), list(random_sequences(config.num_sequences))
     updated = update(state, update.pack(sequences), sequences, 1e-3, seed=0, noise=False)
     assert np.isfinite(updated.row["optimizer/grad_norm"])
     assert updated.row["optimizer/grad_norm"] > 0
@@ -257,5 +284,5 @@ def test_a_file_opens_with_hardware_result_and_command(path):
         assert "# Not run here." in head
         assert re.search(r"^# The paper's result( \(arXiv [\d.]+\))?: ", head, re.MULTILINE)
         for named in re.findall(r"\S+\.yaml", commands):
-            assert named == str(path.relative_to(ROOT)) or path.stem in SHARED
+            assert named == str(path.relative_to(ROOT))
     assert max(map(len, path.read_text().splitlines())) <= 120

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from rljax.report.paper_figures import FIGURES, PANELS, figures_table
 from rljax.run.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -59,15 +58,3 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_exist():
     for name in re.findall(r"\b(?:tools|launch|configs|rljax)/[\w/.]+\.(?:py|sh|yaml)", TEXT):
         assert (ROOT / name).is_file(), name
-
-
-def test_the_table_of_plots_is_the_programs():
-    text = (ROOT / "docs" / "plots.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([a-z0-9-]+)` \| (.+) \|$", text, re.MULTILINE))
-    assert list(rows) == list(FIGURES)
-    for name, figure in FIGURES.items():
-        title, runs, metrics, _ = rows[name].split(" | ")
-        assert title == figure.title
-        assert runs == ", ".join(f"`{run}`" for run in figure.runs)
-        assert metrics == ", ".join(f"`{PANELS[panel][1]}`" for panel in figure.names)
-        assert f"{name}: {title}" in figures_table()

@@ -17,8 +17,9 @@ from rljax.data.toy import ToyBaseConfig, build_tokenizer, policy_config
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import hf_tensors, load_params, save_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.served.engine import VllmConfig, VllmEngine
-from rljax.rollout.vllm.handshake import Expectation
+from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.types import RolloutConfig
+from rljax.rollout.vllm.backend import VllmBackend
 from rljax.rollout.vllm.server import ServerConfig, VllmServer, start, vllm_python
 
 HERE = Path(__file__).parent
@@ -85,16 +86,23 @@ class Served:
     def url(self) -> str:
         return self.server.url
 
-    def expected(self, **changes) -> Expectation:
-        return dataclasses.replace(Expectation(self.dtype, self.model.hf_config, MAX_LEN), **changes)
-
-    def engine(self, *, tensors: Callable | None = None, expected: Expectation | None = None, **config) -> VllmEngine:
-        return VllmEngine(
-            [self.url],
-            expected or self.expected(),
+    def engine(
+        self,
+        *,
+        tensors: Callable | None = None,
+        hf_config: dict | None = None,
+        max_tokens: int = MAX_LEN,
+        **config,
+    ) -> ServedEngine:
+        """``config`` are fields of RolloutConfig."""
+        return ServedEngine(
+            RolloutConfig(engine="vllm", urls=(self.url,), **{"dtype": self.dtype, **config}),
+            VllmBackend(),
+            hf_config=hf_config or self.model.hf_config,
+            max_tokens=max_tokens,
             tensors=tensors or self.model.tensors(self.dtype),
             score=self.score,
-            config=VllmConfig(**config),
+            should_stop=lambda: not self.server.alive(),
         )
 
 
@@ -141,6 +149,7 @@ def make_model(tmp_path_factory) -> Callable[[bool], Model]:
 @pytest.fixture(scope="session")
 def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer]:
     def run(model: Model, dtype: str, *, port: int = 0) -> VllmServer:
+        path = [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
         config = ServerConfig(
             model=str(model.path),
             python=vllm_interpreter,
@@ -150,13 +159,9 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer
             max_num_seqs=64,
             log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
             extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage"),
-            extra_env={
-                "PYTHONPATH": os.pathsep.join(
-                    [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-                )
-            },
+            extra_env={"PYTHONPATH": os.pathsep.join(path)},
         )
-        return start(config, timeout_s=240)
+        return start(config, timeout_s=480)
 
     return run
 

@@ -11,11 +11,11 @@ import pytest
 
 from rljax.compare.dump import ColumnSource, make_dump
 from rljax.compare.report import compare_columns
-from rljax.compare.sampling import DrawConfig, sample_responses
-from rljax.compare.scorers import score_column
-from rljax.compare.servers import connect
+from rljax.compare.sampling import SampleConfig, sample_responses
+from rljax.compare.scorers import open_server, score_column
 from rljax.errors import run_cli
-from rljax.rollout.served.client import VllmClient
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
 TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
@@ -37,7 +37,7 @@ def prompts_dump(prompts):
 
 
 def draw(served, prompts, **changes):
-    config = DrawConfig(responses=8, max_response_tokens=24, batch_size=40, **changes)
+    config = SampleConfig(responses=8, max_response_tokens=24, batch_size=40, **changes)
     return sample_responses(prompts_dump(prompts), served.model.path, f"vllm-decode:{served.url}", config)
 
 
@@ -91,7 +91,7 @@ def test_an_off_by_one_is_refused(served, sound):
 
 @contextlib.contextmanager
 def logprobs_mode(served, mode):
-    client = VllmClient([served.url])
+    client = ServerClient([served.url], VllmBackend())
     body = {"method": "sabotage_logprobs_mode"}
     try:
         client.call(served.url, "POST", "/collective_rpc", json=body | {"args": [mode]})
@@ -160,7 +160,7 @@ def test_the_program_draws_scores_and_reports(float32, prompts, tmp_path):
 
 
 def test_tokens_that_would_end_the_server_are_refused(float32):
-    with connect(float32.url) as server:
+    with open_server(float32.url) as server:
         assert (server.info.vocab_size, server.info.model, server.info.dtype) == (256, "policy", "float32")
-    with pytest.raises(ValueError, match="token 256, but the server's model knows 256"):
+    with pytest.raises(ValueError, match=r"token ids outside 0\.\.255"):
         score_column(f"vllm:{float32.url}", make_dump(["x"], [[1, 256]], [[False, True]], {}))

@@ -1,14 +1,25 @@
 """Whole runs with the exact engine: mismatch exactly 0 at every step, and what is injected is all there is."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from rljax.rollout.inject import add_noise
 from toy_runs import command, comparable, complete
 
+from rljax.compare.importers import read_tokens
+from rljax.policy.config import read_config
+from rljax.policy.hf import load_params
+from rljax.policy.qwen3 import logical_axes
+from rljax.policy.score import make_scorer
+
 STEPS = 6
+TEMPERATURE = 0.9
+VOCAB = 16
 SMALL = [
     *("--rollout.engine", "exact", "--data.batch-size", "6", "--rollout.group-size", "4"),
     *("--packing.rows-per-micro-batch", "8", "--packing.row-tokens", "44"),
     *("--run.steps", str(STEPS), "--eval.every", "0", "--checkpoint.every", "0"),
-    *("--optimizer.learning-rate", "3e-4", "--rollout.temperature", "0.9"),
+    *("--optimizer.learning-rate", "3e-4", "--rollout.temperature", str(TEMPERATURE)),
 ]
 ZERO = {
     *("kl", "k3_kl", "slope_per_1k", "chi2_token", "chi2_seq", "prob_abs_diff_mean", "prob_abs_diff_max"),
@@ -44,10 +55,55 @@ def test_the_mismatch_is_exactly_zero_at_every_step(dtype, toy_base, cache, tmp_
     assert all(row["optimizer/grad_norm"] > 0 for row in rows if row["reward/groups_with_signal"])
 
 
+def noise_bounds(logprobs, size):
+    """Bounds on the mean |difference| of log-probabilities that noise on the logits makes, and its standard error.
+
+    Noise of standard deviation s on every logit, g_j of its own each, moves the log-probability of token k by
+    s (g_k - sum_j p_j g_j) to first order: a Gaussian of variance s^2 ((1 - p_k)^2 + sum_{j != k} p_j^2). The sum over
+    the v - 1 other tokens lies between (1 - p_k)^2 / (v - 1), all alike, and (1 - p_k)^2, one alone. The mean of |x| of
+    a Gaussian is sqrt(2 / pi) of its deviation; the deviation of |x| is sqrt(1 - 2 / pi) of it.
+
+    Args:
+      logprobs: float64 [n], the trainer's, of the tokens drawn.
+      size: s, after the temperature.
+    """
+    others = size * -np.expm1(logprobs)
+    low, high = np.sqrt(2 / np.pi * (1 + 1 / (VOCAB - 1))) * others.mean(), np.sqrt(2 / np.pi * 2) * others.mean()
+    return low, high, np.sqrt((1 - 2 / np.pi) * 2 * np.square(others).sum()) / len(others)
+
+
+def tokens_of(run_dir, step):
+    """(sequences, log-probabilities of their response tokens by column) of a step's dump."""
+    dump = read_tokens(run_dir / f"rollouts/step_{step:06d}.parquet")
+    columns = {
+        name: np.concatenate([v[m] for v, m in zip(vectors, dump.response_mask, strict=True)]).astype(np.float64)
+        for name, vectors in dump.logprobs.items()
+    }
+    return dump, columns
+
+
 def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, cache, tmp_path):
+    """In float32, so that what the processor rounds (1e-6) is nothing beside what is injected."""
     options = ["--rollout.inject.weight-noise", "0.01", "--rollout.inject.logit-noise", "0.02"]
-    rows = run(toy_base, tmp_path / "run", cache, "bfloat16", *options, "--rollout.inject.staleness", "2")
-    assert all(0.01 < row["mismatch/logprob_abs_diff_mean"] < 0.3 for row in rows)
+    options += ["--rollout.inject.staleness", "2", "--rollout.dump-every", "1"]
+    rows = run(toy_base, tmp_path / "run", cache, "float32", *options)
+    for row in rows:
+        # Other weights move a log-probability by some a, the noise by a symmetric b of its own: the mean of |a + b| is
+        # that of max(|a|, |b|), so no less than that of |b|.
+        _, columns = tokens_of(tmp_path / "run", row["step"])
+        measured = np.abs(columns["trainer"] - columns["rollout"]).mean()
+        low, _, error = noise_bounds(columns["trainer"], 0.02 / TEMPERATURE)
+        assert row["mismatch/logprob_abs_diff_mean"] == pytest.approx(measured, rel=1e-4)
+        assert measured > low - 4 * error
+    # Nothing is stale at step 1: the noise on the weights is known, and what it leaves is the noise on the logits.
+    dump, columns = tokens_of(tmp_path / "run", 1)
+    config = read_config(toy_base)
+    noisy = add_noise(load_params(toy_base, config), logical_axes(config), *map(jnp.asarray, (0.01, 0, 0)))
+    scored = make_scorer(config, jnp.float32, temperature=TEMPERATURE)(noisy, dump.token_ids)
+    expected = np.concatenate([v[m] for v, m in zip(scored, dump.response_mask, strict=True)])
+    low, high, error = noise_bounds(columns["trainer"], 0.02 / TEMPERATURE)
+    assert low - 4 * error < np.abs(expected - columns["rollout"]).mean() < high + 4 * error
+    assert np.abs(columns["trainer"] - columns["rollout"]).mean() > high + 4 * error
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 2, 2, 2, 2]
     assert [row["rollout/policy_version"] for row in rows] == [0, 0, 0, 1, 2, 3]
     for row, behind in zip(rows, [0, 1, 2, 2, 2, 2], strict=True):

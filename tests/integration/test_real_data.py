@@ -54,7 +54,7 @@ def train(prepared, toy_base, cache, tmp_path_factory):
     def run(name, *options):
         words = [
             *("--data.task", "file", "--data.path", str(prepared), "--data.chat-template", "false"),
-            *("--data.reward", "rljax.rewards.toy:addition_reward", "--data.batch-size", "4"),
+            *("--data.reward", "rljax.data.toy:addition_reward", "--data.batch-size", "4"),
             *("--rollout.group-size", "8", "--packing.rows-per-micro-batch", "4", "--optimizer.learning-rate", "2e-4"),
         ]
         code, output = complete(command(toy_base, place / name, *words, *options), cache)

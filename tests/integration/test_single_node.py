@@ -1,6 +1,7 @@
 """``launch/single_node.sh``: what it says it would start, a short run on the CPU, and nothing left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from toy_runs import ROOT, comparable, environment, wait_for_rows
+from vllm_processes import kill_worker, members
 
 from rljax.data.toy import build_tokenizer, policy_config
 from rljax.policy.hf import save_params
@@ -119,9 +121,26 @@ def test_ctrl_c_saves_the_step_and_leaves_no_process(launch):
 
 
 @pytest.mark.vllm
+def test_the_death_of_its_server_ends_the_run_at_once(launch):
+    """The worker dies of SIGILL, as where AMX is used without permission: status 1, the steps saved, nothing left."""
+    process, mark, run_dir = launch("--run.steps", "1000", "--checkpoint.every", "0")
+    wait_for_rows(process, run_dir, 2)
+    (group,) = (int(pid) for pid, line in marked(mark).items() if "--guard" in line)
+    kill_worker(group)
+    output, _ = process.communicate(timeout=LIMIT_S)  # by itself the trainer would wait for 900 s
+    assert process.returncode == 1, output
+    log = Path(f"{run_dir}-servers/0.log")
+    assert f"single_node: server 0 ended, 0 of 1 left; the whole log is {log}\n" in output
+    assert "single_node: no vLLM server is left; stopping the training\n" in output
+    assert log.read_text().splitlines()[-1] in output
+    assert saved_steps(run_dir) == [len(comparable(run_dir))]
+    assert marked(mark) == members(group) == {}
+
+
+@pytest.mark.vllm
 def test_a_signal_before_the_server_is_healthy_ends_it(launch):
     process, mark, run_dir = launch("--run.steps", "1")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while not any("vllm.entrypoints" in line for line in marked(mark).values()):
         assert time.monotonic() < deadline
         assert process.poll() is None
@@ -149,6 +168,35 @@ def test_a_dry_run_shows_a_server_for_each_group_of_gpus(cache, tmp_path):
     assert "--run.steps 7 --rollout.engine vllm --rollout.urls <server 0> <server 1>" in trainer
     assert "4,022,468,096" in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(cache, tmp_path):
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/dapo.sh"), "--dry-run", "--", "--run.dir", str(tmp_path / "run")],
+        env=settings(cache),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    servers = [line.split()[2] for line in lines if line.startswith("server ")]
+    assert servers == [f"CUDA_VISIBLE_DEVICES={gpu}" for gpu in (4, 5, 6, 7)]
+    assert any(line.startswith("trainer:  CUDA_VISIBLE_DEVICES=0,1,2,3 ") for line in lines)
+    assert any(re.fullmatch(r"mesh +fsdp 4 x tp 1 = 4 devices.*", line) for line in lines)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("status", "extra"), [(0, "gpu"), (9, "train"), (None, "train")])
+def test_the_environment_has_cuda_where_nvidia_smi_finds_a_gpu(tmp_path, status, extra):
+    """Status 9: the program is there and finds no driver."""
+    if status is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    script = f"source {ROOT}/launch/environment.sh; PATH={tmp_path} trainer_extra"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == extra + "\n"
 
 
 def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(cache, fresh_base):

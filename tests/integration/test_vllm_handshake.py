@@ -5,14 +5,18 @@ import json
 import pytest
 
 from rljax.errors import HandshakeError
-from rljax.rollout.served.client import VllmClient
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.types import RolloutConfig
+from rljax.rollout.vllm.backend import VllmBackend
+from rljax.rollout.vllm.server import free_port
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
 def rpc(float32):
-    client = VllmClient([float32.url])
+    client = ServerClient([float32.url], VllmBackend())
 
     def call(method: str, argument: str) -> None:
         client.call(float32.url, "POST", "/collective_rpc", json={"method": method, "args": [argument]})
@@ -26,7 +30,7 @@ def refused(served, **changes) -> str:
     if hf_config is not None:
         changes["hf_config"] = {**served.model.hf_config, **hf_config}
     with pytest.raises(HandshakeError) as caught:
-        served.engine(expected=served.expected(**changes))
+        served.engine(**changes)
     message = str(caught.value)
     assert all(line.startswith(served.url) for line in message.splitlines())
     print(message)
@@ -88,15 +92,12 @@ def test_protocol(float32, monkeypatch):
 
 def test_nobody_there():
     """A bounded wait, then one line."""
-    from rljax.rollout.served.engine import VllmConfig, VllmEngine
-    from rljax.rollout.vllm.handshake import Expectation
-    from rljax.rollout.vllm.server import free_port
-
     with pytest.raises(RuntimeError, match="no vLLM server came back within 1 s"):
-        VllmEngine(
-            [f"http://127.0.0.1:{free_port()}"],
-            Expectation("float32", {}, 1),
+        ServedEngine(
+            RolloutConfig(engine="vllm", urls=(f"http://127.0.0.1:{free_port()}",), server_wait_s=1.0),
+            VllmBackend(),
+            hf_config={},
+            max_tokens=1,
             tensors=dict.items,
             score=lambda params, sequences: [],
-            config=VllmConfig(server_wait_s=1.0),
         )

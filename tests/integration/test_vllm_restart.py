@@ -1,5 +1,6 @@
 """A server that dies and comes back: nothing is lost, and nothing is drawn from its old weights."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,13 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm_processes import kill_worker
 
-from rljax.rollout.served.engine import VllmConfig, VllmEngine
-from rljax.rollout.types import SamplingParams, VersionSpan
-from rljax.rollout.vllm.handshake import Expectation
+from rljax.errors import StoppedWaitingError
+from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.types import RolloutConfig, SamplingParams, VersionSpan
+from rljax.rollout.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
 REPO = Path(__file__).resolve().parents[2]
+CPUINFO = Path("/proc/cpuinfo")
+AMX = CPUINFO.exists() and "amx_tile" in CPUINFO.read_text()
 
 
 def worst_gap(served, params, prompts, responses) -> float:
@@ -33,7 +38,7 @@ def test_weights_changed_behind_our_back(float32, prompts):
         engine.publish(params, 3)
         engine._client.call(float32.url, "POST", "/update_weight_version", json={"new_version": "default"})
         responses = list(engine.generate(prompts, 2, SamplingParams(8), seed=0))
-        metrics = engine.take_metrics()
+        metrics = engine.pop_metrics()
     finally:
         engine.close()
     assert all(r.versions == (VersionSpan(3, 0, 8),) for r in responses)
@@ -46,20 +51,22 @@ def test_killed_in_mid_rollout_and_restarted(make_model, start_server, float32, 
     model = make_model(True)
     servers = [start_server(model, "float32")]
     port = servers[0].port
-    engine = VllmEngine(
-        [servers[0].url],
-        Expectation("float32", model.hf_config, 512),
-        tensors=model.tensors("float32"),
-        score=float32.score,
-        config=VllmConfig(server_wait_s=300),
-    )
-    params = model.moved(9)
 
     def kill_and_restart() -> None:
         servers[0].kill()
         servers.append(start_server(model, "float32", port=port))
 
     thread = threading.Thread(target=kill_and_restart)
+    engine = ServedEngine(
+        RolloutConfig(engine="vllm", urls=(servers[0].url,), dtype="float32", server_wait_s=300.0),
+        VllmBackend(),
+        hf_config=model.hf_config,
+        max_tokens=512,
+        tensors=model.tensors("float32"),
+        score=float32.score,
+        should_stop=lambda: not thread.is_alive() and not servers[-1].alive(),
+    )
+    params = model.moved(9)
     try:
         engine.publish(model.params, 0)
         engine.publish(params, 1)
@@ -68,7 +75,7 @@ def test_killed_in_mid_rollout_and_restarted(make_model, start_server, float32, 
         responses = [next(stream)]
         thread.start()
         responses += stream
-        metrics = engine.take_metrics()
+        metrics = engine.pop_metrics()
     finally:
         thread.join()
         engine.close()
@@ -79,6 +86,68 @@ def test_killed_in_mid_rollout_and_restarted(make_model, start_server, float32, 
     assert metrics["rollout/server_losses"] == metrics["rollout/servers_brought_back"] == 1
     assert metrics["rollout/retries"] > 0
     assert worst_gap(float32, params, prompts, responses) < 1e-4
+
+
+def test_the_death_of_a_server_of_ours_ends_the_wait(make_model, start_server, float32, prompts):
+    """Its worker dies as of SIGILL: the engine's wait of 900 s ends with the server, which `alive` notices."""
+    model = make_model(True)
+    with start_server(model, "float32") as server:
+        engine = dataclasses.replace(float32, server=server).engine()
+        try:
+            engine.publish(model.params, 0)
+            stream = engine.generate(prompts, 24, SamplingParams(300), seed=0)
+            next(stream)
+            kill_worker(server.pid)
+            began = time.monotonic()
+            with pytest.raises(StoppedWaitingError, match="no vLLM server answers"):
+                list(stream)
+            assert time.monotonic() - began < 240
+        finally:
+            engine.close()
+        assert not server.alive()
+        assert "EngineDeadError" in server.log_tail(200)
+
+
+ASKED = """
+    import ctypes
+    from rljax.rollout.vllm.plugin import register
+
+    def granted():  # arch_prctl(ARCH_GET_XCOMP_PERM); bit 18 stands for the tiles' data
+        mask = ctypes.c_uint64()
+        assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(mask)) == 0
+        return bool(mask.value >> 18 & 1)
+
+    before = granted()
+    register()
+    print(before, granted())
+"""
+OTHER_TORCH = """
+    import torch
+    from rljax.rollout.vllm.plugin import BACKEND, WeightTransferEngineFactory, register
+
+    del torch.cpu.{name}
+    register()
+    print(BACKEND in WeightTransferEngineFactory._registry)
+"""
+
+
+def _in_vllm(interpreter: str, code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [interpreter, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.skipif(not AMX, reason="this processor has no AMX tiles")
+def test_the_plugin_gets_the_permission_to_use_tiles(vllm_interpreter):
+    assert _in_vllm(vllm_interpreter, ASKED) == "False True"
+
+
+@pytest.mark.parametrize("name", ["_is_amx_tile_supported", "_init_amx"])
+def test_the_plugin_registers_where_torch_knows_no_tiles(name, vllm_interpreter):
+    assert _in_vllm(vllm_interpreter, OTHER_TORCH.format(name=name)) == "True"
 
 
 def test_plugin_loads_without_jax(vllm_interpreter):
@@ -99,7 +168,7 @@ def test_plugin_loads_without_jax(vllm_interpreter):
         assert "rljax_file" in WeightTransferEngineFactory._registry
         ours = sorted(name for name in sys.modules if name.split(".")[0] == "rljax")
         print(ours)
-        assert ours == ["rljax", "rljax.rollout", "rljax.rollout.vllm.plugin"], ours
+        assert ours == ["rljax", "rljax.rollout", "rljax.rollout.vllm", "rljax.rollout.vllm.plugin"], ours
     """
     done = subprocess.run([vllm_interpreter, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -121,7 +190,7 @@ def test_launch_script_prints_the_url_and_leaves_nothing(make_model, vllm_interp
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, env=environment
     )
     try:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 480
         while not url_file.exists():
             assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
             time.sleep(0.5)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from rljax.errors import VerificationError
+from rljax.rollout.served.client import ServerClient
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.update import push
+from rljax.rollout.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
 OUT_OF_BAND = "does not sample from the trainer's weights"
@@ -31,9 +32,7 @@ def calibrated(request):
 
 
 def rpc(served, method: str, argument: str) -> None:
-    from rljax.rollout.served.client import VllmClient
-
-    client = VllmClient([served.url])
+    client = ServerClient([served.url], VllmBackend())
     try:
         client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": [argument]})
     finally:
@@ -109,7 +108,7 @@ def test_bfloat16_published_to_a_float16_server(float16, calibrated):
         engine.publish(params, 1)
     version = engine._files.write(coarse(params), 2)
     assert version.dtype == np.dtype(ml_dtypes.bfloat16).name
-    push(engine._client, float16.url, version)
+    VllmBackend().push(engine._client, float16.url, version)
     with pytest.raises(VerificationError, match=OUT_OF_BAND):
         engine._verifier.check(engine._client, float16.url, params)
 
@@ -126,7 +125,7 @@ def test_calibration_has_a_hard_ceiling(bfloat16):
 
 
 def test_no_rollout_after_a_failed_verification(float32, calibrated):
-    """The client holds rollouts back: a generate after a failed publish draws nothing, and says so in time."""
+    """The client pauses rollouts: a generate after a failed publish draws nothing, and says so in time."""
     tensors = float32.model.tensors("float32")
     stale = []
     engine = calibrated(float32, tensors=lambda params: tensors(stale[0] if stale else params), server_wait_s=1.0)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from rljax.rollout.build import connect
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.served_model import ServedModel
 
 pytestmark = pytest.mark.vllm
 
@@ -18,9 +18,9 @@ def test_a_served_model_draws_with_the_weights_that_the_server_holds(served, pro
         expected = {(r.prompt_index, r.sample_index): r for r in engine.generate(prompts, 3, sampling, seed=4)}
     finally:
         engine.close()
-    model = ServedModel([served.url])
+    model = connect([served.url])
     try:
-        assert model.model == str(served.model.path)
+        assert model.info.root == str(served.model.path)
         drawn = list(model.generate(prompts, 3, sampling, seed=4))
     finally:
         model.close()

@@ -33,7 +33,7 @@ def test_engines_agree_after_each_publish(served, prompts):
             assert {(r.prompt_index, r.sample_index) for r in responses} == {(i, j) for i in range(5) for j in range(4)}
             assert all(r.versions == (VersionSpan(version, 0, 24),) and r.truncated for r in responses)
             measured.append(gaps(served, params, prompts, responses))
-            metrics = engine.take_metrics()
+            metrics = engine.pop_metrics()
             assert metrics["publish/seconds"] >= metrics["publish/stall_s"] > 0
             assert metrics["publish/bytes"] > 0
             assert metrics["rollout/requests"] == 20
@@ -57,9 +57,9 @@ def test_changed_fraction_counts_what_the_dtype_keeps(served):
     try:
         engine.publish(served.model.params, 0)
         engine.publish(served.model.params, 1)
-        assert engine.take_metrics()["publish/changed_fraction"] == 0.0
+        assert engine.pop_metrics()["publish/changed_fraction"] == 0.0
         engine.publish(jax.tree.map(lambda p: p * (1 + 1e-4), served.model.params), 2)
-        share = engine.take_metrics()["publish/changed_fraction"]
+        share = engine.pop_metrics()["publish/changed_fraction"]
     finally:
         engine.close()
     assert (share > 0.95) if served.dtype == "float32" else (0.0 < share < 0.6)
@@ -143,7 +143,7 @@ def test_giving_up_early_leaves_the_engine_usable(bfloat16, prompts):
         stream.close()
         engine.publish(bfloat16.model.moved(1), 1)
         assert len(list(engine.generate(prompts, 1, SamplingParams(4), seed=0))) == 5
-        assert engine.take_metrics()["publish/stall_s"] < 20
+        assert engine.pop_metrics()["publish/stall_s"] < 20
     finally:
         engine.close()
 

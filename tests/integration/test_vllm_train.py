@@ -20,7 +20,7 @@ def server(toy_base, vllm_interpreter, tmp_path_factory):
     config = ServerConfig(
         model=str(toy_base), python=vllm_interpreter, dtype="float32", max_model_len=512, log_path=log
     )
-    started = start(config, timeout_s=240)
+    started = start(config, timeout_s=480)
     yield started
     started.stop()
 
@@ -34,7 +34,7 @@ def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy
     run_dir = tmp_path / "run"
     for steps in ("4", "6"):
         options = [*FLOAT32, "--run.steps", steps, "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
-        code, output = complete(over_http(server, toy_base, run_dir, *options), cache)
+        code, output = complete(over_http(server, toy_base, run_dir, *options), cache, server)
         assert code == 0, output
     rows = comparable(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -49,7 +49,7 @@ def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy
 
 
 def test_a_server_of_another_dtype_is_one_line_and_exit_code_2(server, toy_base, cache, tmp_path):
-    code, output = complete(over_http(server, toy_base, tmp_path / "run", "--rollout.dtype", "bfloat16"), cache)
+    code, output = complete(over_http(server, toy_base, tmp_path / "run", "--rollout.dtype", "bfloat16"), cache, server)
     assert code == 2
     assert output.strip().splitlines() == [
         f"error: {server.url}: the dtype is float32, expected bfloat16 (rollout.dtype)"
@@ -67,7 +67,7 @@ def test_asked_to_stop_while_the_server_is_gone_it_saves_the_last_step(server, t
         server.kill()
         time.sleep(3)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
     finally:
         process.kill()
     done = len(comparable(run_dir))

@@ -48,7 +48,7 @@ def test_the_pool_gives_the_same_verdicts():
     with RewardPool("math", 2, timeout_s=30.0) as pool:
         futures = [pool.submit(row, row["response"], row.get("truncated", False)) for row in rows]
         assert [future.result(timeout=120) for future in futures] == [row["verdict"] for row in rows]
-        assert pool.take_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
+        assert pool.pop_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
 
 
 def test_a_power_tower_is_stopped_and_the_next_response_is_scored():
@@ -61,7 +61,7 @@ def test_a_power_tower_is_stopped_and_the_next_response_is_scored():
         assert stopped.result(timeout=60) == 0.0
         assert time.monotonic() - start < 10.0
         assert after.result(timeout=60) == 1.0
-        assert pool.take_metrics()["reward/errors"] == 1
+        assert pool.pop_metrics()["reward/errors"] == 1
 
 
 @pytest.mark.parametrize("answer", ["", "  "])

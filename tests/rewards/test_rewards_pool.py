@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rljax.rewards.pool import RewardConfig, RewardPool, make_pool
-from rljax.rewards.toy import addition_reward
+from rljax.data.toy import addition_reward
+from rljax.rewards.pool import RewardPool
 
 # What a person's reward may do; the response says which.
 REWARDS = """
@@ -81,7 +81,7 @@ def test_rewards_come_back_to_their_responses(workers):
         answers = [("right", False), ("wrong", False), ("right", True), ("wrong", True), ("print", False)]
         futures = [pool.submit(PROBLEM, response, truncated) for response, truncated in answers * 20]
         assert [future.result(timeout=60) for future in futures] == [1.0, 0.0, 1.5, 0.5, 0.0] * 20
-        assert pool.take_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
+        assert pool.pop_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -90,8 +90,8 @@ def test_what_cannot_be_scored_earns_zero_and_is_an_error(response, workers, cap
     with pool_of(workers) as pool, caplog.at_level(logging.WARNING):
         assert pool.submit(PROBLEM, response, False).result(timeout=60) == 0.0
         assert pool.submit(PROBLEM, "wrong", False).result(timeout=60) == 0.0
-        assert pool.take_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
-        assert pool.take_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
+        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
+        assert pool.pop_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
     (record,) = caplog.records
     assert "\n" not in record.getMessage()
     if response == "raise":
@@ -107,7 +107,7 @@ def test_a_response_that_kills_or_blocks_its_worker_costs_only_itself(response):
         assert rewards == [1.0, 0.0, 1.0]
         assert second != first
         assert gone(int(first))
-        assert pool.take_metrics() == {"reward/errors": 1, "reward/timeouts": int(response == "hang deaf")}
+        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": int(response == "hang deaf")}
 
 
 def test_every_response_is_bounded_in_time_and_others_pass_by():
@@ -120,7 +120,7 @@ def test_every_response_is_bounded_in_time_and_others_pass_by():
         assert not hanging.done()
         assert hanging.result(timeout=60) == 0.0
         assert 0.9 < time.monotonic() - start < 5.0
-        assert pool.take_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
+        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
 
 
 def test_a_worker_that_died_while_idle_costs_no_response():
@@ -129,21 +129,21 @@ def test_a_worker_that_died_while_idle_costs_no_response():
         os.kill(pid, 9)
         time.sleep(0.2)
         assert pool.submit(PROBLEM, "right", False).result(timeout=60) == 1.0
-        assert pool.take_metrics()["reward/errors"] == 0
+        assert pool.pop_metrics()["reward/errors"] == 0
 
 
 def test_memory_is_bounded():
     with pool_of(1, memory_gib=1.0) as pool:
         assert pool.submit(PROBLEM, "memory", False).result(timeout=60) == 0.0
         assert pool.submit(PROBLEM, "right", False).result(timeout=60) == 1.0
-        assert pool.take_metrics()["reward/errors"] == 1
+        assert pool.pop_metrics()["reward/errors"] == 1
 
 
 def test_a_problem_that_cannot_be_sent_is_an_error_of_its_own():
     with pool_of(1) as pool:
         assert pool.submit({"answer": lambda: 0}, "right", False).result(timeout=60) == 0.0
         assert pool.submit(PROBLEM, "right", False).result(timeout=60) == 1.0
-        assert pool.take_metrics()["reward/errors"] == 1
+        assert pool.pop_metrics()["reward/errors"] == 1
 
 
 def test_close_ends_every_process_and_cancels_what_waits():
@@ -158,7 +158,7 @@ def test_close_ends_every_process_and_cancels_what_waits():
     for future in futures:
         with pytest.raises(CancelledError):
             future.result(timeout=1)
-    assert pool.take_metrics()["reward/errors"] == 0
+    assert pool.pop_metrics()["reward/errors"] == 0
     pool.close()
     with pytest.raises(RuntimeError, match="the reward pool is closed"):
         pool.submit(PROBLEM, "right", False)
@@ -170,7 +170,7 @@ def test_a_cancelled_future_is_skipped():
         assert waiting.cancel()
         assert hanging.result(timeout=60) == 0.0
         assert last.result(timeout=60) == 1.0
-        assert pool.take_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
+        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
 
 
 def test_workers_that_cannot_start_stop_the_pool_instead_of_scoring_zeros():
@@ -228,12 +228,15 @@ def test_a_function_may_stand_for_its_name():
         RewardPool(lambda problem, response, truncated: 0.25, 1)
 
 
-def test_the_toys_run_inline_and_mathematics_in_processes():
-    assert RewardConfig().worker_count() == 0
-    assert RewardConfig("swaps").worker_count() == 0
-    assert 1 <= RewardConfig("math").worker_count() <= 8
-    assert RewardConfig("math", workers=3).worker_count() == 3
-    with make_pool(RewardConfig("swaps")) as pool:
+def test_the_toys_run_in_this_process_and_mathematics_in_workers():
+    def workers(*arguments):
+        with RewardPool(*arguments) as pool:
+            return len(pool._workers)
+
+    assert workers("addition") == workers("swaps") == 0
+    assert workers("math") == max(1, min(8, os.cpu_count() - 1))
+    assert workers("math", 2) == 2
+    with RewardPool("swaps") as pool:
         assert pool.submit({"answer": "abc"}, "ab:abc", False).result() == 1.0
 
 
@@ -246,6 +249,6 @@ def test_the_toys_run_inline_and_mathematics_in_processes():
         ({"memory_gib": 0.0}, "memory_gib must be positive, got 0.0"),
     ],
 )
-def test_a_configuration_that_cannot_be(wrong, message):
+def test_arguments_out_of_range(wrong, message):
     with pytest.raises(ValueError, match=message):
-        RewardConfig(**wrong)
+        RewardPool("addition", **wrong)

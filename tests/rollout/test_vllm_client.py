@@ -7,12 +7,14 @@ import pytest
 from vllm_fake import FakeVllm
 
 from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
-from rljax.rollout.served.client import ClientLimits, VllmClient
-from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.wire import COMPLETIONS, GENERATE, Request, body, completion
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.wire import Request
+from rljax.rollout.types import ClientLimits, SamplingParams
+from rljax.rollout.vllm.wire import COMPLETIONS, GENERATE, VllmWire
 
 PROMPT = np.array([3, 4, 5], np.int32)
 FAST = ClientLimits(backoff_s=0.01, max_backoff_s=0.02)
+WIRE = VllmWire()
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def fake():
 
 @pytest.fixture
 def client(fake):
-    made = VllmClient([fake.url], FAST)
+    made = ServerClient([fake.url], WIRE, FAST)
     made.open(fake.url, "")
     yield made
     made.close()
@@ -69,7 +71,9 @@ def test_a_server_may_call_its_model_otherwise(fake, client, route):
 
 @pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
 def test_body_leaves_no_default_to_the_server(route):
-    sent = body(route, Request(PROMPT, SamplingParams(7, temperature=0.5, stop_token_ids=(1, 2)), seed=9))
+    sent = WIRE.body(
+        route, Request(PROMPT, SamplingParams(7, temperature=0.5, stop_token_ids=(1, 2)), seed=9), WIRE.model
+    )
     sampling = sent.get("sampling_params", sent)
     assert (sampling["top_p"], sampling["top_k"], sampling["min_p"], sampling["repetition_penalty"]) == (1, 0, 0, 1)
     assert sampling["max_tokens"] == 7
@@ -89,14 +93,14 @@ def test_body_leaves_no_default_to_the_server(route):
 )
 def test_replies_that_are_none(reply):
     with pytest.raises(ReplyError):
-        completion(GENERATE, reply)
+        WIRE.completion(GENERATE, reply)
 
 
 def test_server_errors_are_retried_and_counted(fake, client):
     fake.fail_next = [500, 429, 500]
     assert len(drawn(client, [Request(PROMPT, SamplingParams(1))])) == 1
-    assert client.take_counts() == {"requests": 4, "retries": 3, "server_losses": 0}
-    assert client.take_counts() == {"requests": 0, "retries": 0, "server_losses": 0}
+    assert client.pop_counts() == {"requests": 4, "retries": 3, "server_losses": 0}
+    assert client.pop_counts() == {"requests": 0, "retries": 0, "server_losses": 0}
 
 
 def test_retries_are_bounded(fake, client):
@@ -109,36 +113,36 @@ def test_a_refusal_is_not_retried(fake, client):
     fake.fail_next = [400]
     with pytest.raises(ServerRefusedError, match="answered 400"):
         drawn(client, [Request(PROMPT, SamplingParams(1))])
-    assert client.take_counts()["requests"] == 1
+    assert client.pop_counts()["requests"] == 1
 
 
-def test_aborted_responses_are_drawn_again(fake, client):
+def test_aborted_responses_are_sampled_again(fake, client):
     fake.finish = "abort"
     with pytest.raises(RuntimeError, match="ended a response with 'abort'"):
         drawn(client, [Request(PROMPT, SamplingParams(1))])
 
 
-def test_a_thousand_responses_land_as_they_come(fake, client):
+def test_a_thousand_responses_come_back_as_they_complete(fake, client):
     """1,024 responses of 8,192 tokens' worth of requests: none times out, at most max_outstanding at once."""
     fake.delay_s = 0.2
     requests = [Request(np.array([i % 64], np.int32), SamplingParams(8)) for i in range(1024)]
     began = time.monotonic()
     first = None
-    landed = set()
+    completed = set()
     for item in client.stream(requests):
         if item is not None:
             first = first or time.monotonic() - began
-            landed.add(item[0])
+            completed.add(item[0])
             assert item[1].token_ids[0] == item[0] % 64
-    assert landed == set(range(1024))
+    assert completed == set(range(1024))
     assert first < 0.8 * (time.monotonic() - began)
     assert 256 < fake.most_running <= 512
 
 
-def test_the_idler_server_draws_more():
+def test_the_idler_server_samples_more():
     slow, fast = FakeVllm(), FakeVllm()
-    slow.delay_s, fast.delay_s = 0.2, 0.02
-    client = VllmClient([slow.url, fast.url], ClientLimits(max_outstanding=4))
+    slow.delay_s, fast.delay_s = 0.5, 0.02
+    client = ServerClient([slow.url, fast.url], WIRE, ClientLimits(max_outstanding=4))
     try:
         for fake in (slow, fast):
             client.open(fake.url, "")
@@ -151,15 +155,15 @@ def test_the_idler_server_draws_more():
     assert max(fast.most_running, slow.most_running) <= 4
 
 
-def test_a_lost_servers_work_goes_to_the_others():
+def test_the_work_of_a_server_that_is_down_goes_to_the_others():
     good, bad = FakeVllm(), FakeVllm()
-    client = VllmClient([good.url, bad.url], FAST)
+    client = ServerClient([good.url, bad.url], WIRE, FAST)
     try:
         for fake in (good, bad):
             client.open(fake.url, "")
         bad.stop()
         assert len(drawn(client, [Request(PROMPT, SamplingParams(1)) for _ in range(20)])) == 20
-        assert list(client.lost()) == [bad.url]
+        assert list(client.down()) == [bad.url]
         assert client.opened() == [good.url]
     finally:
         client.close()
@@ -167,12 +171,12 @@ def test_a_lost_servers_work_goes_to_the_others():
 
 
 def test_replies_of_other_weights_are_not_handed_on(fake):
-    client = VllmClient([fake.url], FAST)
+    client = ServerClient([fake.url], WIRE, FAST)
     try:
         client.open(fake.url, "run.")
         stream = client.stream([Request(PROMPT, SamplingParams(1))])
         assert next(stream) is None
-        assert "draws from weights 'default'" in client.lost()[fake.url]
+        assert "samples from weights 'default'" in client.down()[fake.url]
         fake.version = "run.1"
         client.open(fake.url, "run.")
         (item,) = [item for item in stream if item is not None]
@@ -181,8 +185,8 @@ def test_replies_of_other_weights_are_not_handed_on(fake):
         client.close()
 
 
-def test_held_back_until_opened(fake):
-    client = VllmClient([fake.url], FAST)
+def test_nothing_is_sent_until_a_server_is_opened(fake):
+    client = ServerClient([fake.url], WIRE, FAST)
     try:
         stream = client.stream([Request(PROMPT, SamplingParams(1))])
         assert next(stream) is None
@@ -206,6 +210,6 @@ def test_control_plane_errors(fake, client):
 
 def test_urls_must_be_distinct():
     with pytest.raises(ValueError, match="distinct"):
-        VllmClient(["http://a:1", "http://a:1"])
+        ServerClient(["http://a:1", "http://a:1"], WIRE)
     with pytest.raises(ValueError, match="at least one"):
-        VllmClient([])
+        ServerClient([], WIRE)

@@ -9,10 +9,9 @@ import pytest
 from vllm_fake import SHAPE, FakeVllm
 
 from rljax.errors import HandshakeError, StoppedWaitingError, VerificationError
-from rljax.rollout.served.client import ClientLimits
-from rljax.rollout.served.engine import VllmConfig, VllmEngine
-from rljax.rollout.types import SamplingParams, VersionSpan
-from rljax.rollout.vllm.handshake import Expectation
+from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams, VersionSpan
+from rljax.rollout.vllm.backend import VllmBackend
 from rljax.rollout.vllm.wire import COMPLETIONS
 
 PROMPTS = [np.array([1, 2], np.int32), np.array([9], np.int32)]
@@ -39,18 +38,19 @@ def make(
         return [np.full(len(s), -1.0 + score_shift(), np.float32) for s in sequences]
 
     config = {"server_wait_s": 10.0, "limits": ClientLimits(backoff_s=0.01, max_backoff_s=0.02), **config}
-    return VllmEngine(
-        urls,
-        Expectation(dtype, SHAPE, 100),
+    return ServedEngine(
+        RolloutConfig(engine="vllm", urls=urls, dtype=dtype, transfer_dir=tmp_path and str(tmp_path), **config),
+        VllmBackend(),
+        hf_config=SHAPE,
+        max_tokens=100,
         tensors=tensors,
         score=score,
-        config=VllmConfig(transfer_dir=None if tmp_path is None else str(tmp_path), **config),
         should_stop=should_stop,
     )
 
 
 def test_publish_keeps_its_order(fake):
-    """Probes are cached before the pause; nothing is drawn between pause and resume; verification comes last."""
+    """Probes are cached before the pause; nothing is sampled between pause and resume; verification comes last."""
     engine = make(fake.url)
     try:
         fake.events.clear()
@@ -68,7 +68,7 @@ def test_publish_keeps_its_order(fake):
         engine.close()
 
 
-def test_nothing_is_drawn_before_a_publish(fake):
+def test_nothing_is_sampled_before_a_publish(fake):
     engine = make(fake.url)
     try:
         with pytest.raises(RuntimeError, match="publish first"):
@@ -92,7 +92,7 @@ def test_out_of_band_stops_and_stays_stopped(fake):
         engine.close()
 
 
-def test_a_server_restarted_between_rollouts_is_brought_up_first(fake, caplog):
+def test_a_server_restarted_between_rollouts_is_recovered_first(fake, caplog):
     engine = make(fake.url)
     try:
         engine.publish(PARAMS, 2)
@@ -100,7 +100,7 @@ def test_a_server_restarted_between_rollouts_is_brought_up_first(fake, caplog):
         fake.stop()
         again = FakeVllm(port)
         responses = list(engine.generate(PROMPTS, 2, SamplingParams(3), seed=0))
-        metrics = engine.take_metrics()
+        metrics = engine.pop_metrics()
     finally:
         engine.close()
         again.stop()
@@ -188,7 +188,7 @@ def test_a_broken_connection_alone_needs_no_update(fake):
     engine = make(fake.url)
     try:
         engine.publish(PARAMS, 0)
-        engine._client.lose(fake.url, "a reset connection")
+        engine._client.mark_down(fake.url, "a reset connection")
         assert len(list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))) == 2
         assert fake.seen["/update_weights"] == 1
     finally:
@@ -206,6 +206,29 @@ def test_two_servers_are_both_published_to_and_used(fake):
     finally:
         engine.close()
         other.stop()
+
+
+def test_a_publish_goes_on_with_the_others_and_recovers_the_one_that_was_gone(fake):
+    other = FakeVllm()
+    engine = make(fake.url, other.url, server_wait_s=60.0)
+    again = None
+    try:
+        engine.publish(PARAMS, 0)
+        port = other.port
+        other.stop()
+        began = time.monotonic()
+        engine.publish(PARAMS, 1)
+        assert time.monotonic() - began < 30
+        assert engine._client.opened() == [fake.url]
+        again = FakeVllm(port)
+        engine.publish(PARAMS, 2)
+        assert fake.version == again.version == engine._files.tag(2)
+        assert sorted(engine._client.opened()) == sorted([fake.url, again.url])
+        metrics = engine.pop_metrics()
+    finally:
+        engine.close()
+        again.stop()
+    assert metrics["rollout/server_losses"] == metrics["rollout/servers_brought_back"] == 1
 
 
 def test_older_servers_are_served_by_the_fallback(fake):
@@ -265,7 +288,7 @@ def test_servers_without_what_is_needed(fake):
         make(fake.url)
     fake.refuse = {}
     fake.routes.clear()
-    with pytest.raises(HandshakeError, match="neither /inference/v1/generate nor /v1/completions"):
+    with pytest.raises(HandshakeError, match="not there: /inference/v1/generate, /v1/completions"):
         make(fake.url)
 
 

@@ -86,6 +86,27 @@ def test_a_server_that_ends_shows_its_log(script, tmp_path):
         start(ServerConfig("m", python=script(text), log_path=tmp_path / "log"), timeout_s=30)
 
 
+def test_a_server_whose_engine_died_is_ended(script, tmp_path):
+    """/health answers 503 then, though the API process goes on: the program that serves ends it, with its log."""
+    log = tmp_path / "log"
+    dead = tmp_path / "dead"
+    status = f"(503 if __import__('os').path.exists({str(dead)!r}) else 200)"
+    text = HEALTHY.replace("send_response(200)", f"send_response({status})")
+    arguments = ["m", "--python", script(text), "--log", str(log), "--timeout", "30"]
+    caller = subprocess.Popen(
+        [sys.executable, "-m", "rljax.rollout.vllm.server", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert caller.stdout.readline().startswith("http://127.0.0.1:")
+    dead.touch()
+    _, said = caller.communicate(timeout=30)
+    assert caller.returncode == 1
+    assert f"the server ended; the end of {log}:\nhelper {helper_of(log)}" in said
+    assert gone(helper_of(log))
+
+
 def test_the_wait_is_bounded(script, tmp_path):
     log = tmp_path / "log"
     text = "import os, time; print('helper', os.getpid(), flush=True); time.sleep(600)"

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from rljax.errors import VerificationError
-from rljax.rollout.served.verify import Verifier, VerifyConfig, probe_length
-from rljax.rollout.vllm.wire import Completion
+from rljax.rollout.served.verify import Verifier, probe_length
+from rljax.rollout.served.wire import Completion, ServerInfo
+from rljax.rollout.types import VerifyConfig
 
 
 class Server:
@@ -27,7 +28,7 @@ def verifier(dtype="float32", **config) -> Verifier:
     def score(params, sequences):
         return [np.full(len(s), -2.0, np.float32) for s in sequences]
 
-    return Verifier(VerifyConfig(**config), score, dtype=dtype, vocab_size=50, block_size=128)
+    return Verifier(VerifyConfig(**config), score, ServerInfo("url", vocab_size=50, block_size=128), dtype=dtype)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from rljax.data.toy import AdditionProblems, build_tokenizer
+from rljax.data.toy import addition_problems, build_tokenizer
 from rljax.errors import ConfigError
 from rljax.evaluate import Arguments, find_policy, in_batches, write_responses
 from rljax.rewards.pool import RewardPool
@@ -111,10 +111,10 @@ def test_an_evaluation_names_its_datasets_and_counts_its_own_errors(tokenizer):
 
     with RewardPool(breaks, 0) as pool:
         pool.submit(PROBLEMS[0], "44", False)
-        pool.take_metrics()
+        pool.pop_metrics()
         evaluate = Evaluation(engine, tokenizer, {"a": PROBLEMS, "b": PROBLEMS}, pool, SAMPLING, 3, (1,), seed=9)
         row = evaluate()
-        assert pool.take_metrics()["reward/errors"] == 0
+        assert pool.pop_metrics()["reward/errors"] == 0
         assert evaluate() == row
     assert {asked[3] for asked in engine.asked} == {9}
     assert row["eval/a/reward_errors"] == row["eval/b/reward_errors"] == 1
@@ -138,7 +138,7 @@ def test_the_mean_accuracy_is_over_datasets_and_leaves_the_start_out():
     ("wrong", "message"),
     [
         ({"n": 0}, "n must be at least 1, got 0"),
-        ({"n": 4}, "temperature = 0 draws the same response each time, but n = 4"),
+        ({"n": 4}, "temperature = 0 samples the same response each time, but n = 4"),
         ({"n": 4, "temperature": 1.0, "pass_k": (1, 5)}, r"pass_k = \[1, 5\] must be from 1 to n = 4"),
         ({"pass_k": (0,)}, r"pass_k = \[0\] must be from 1 to n = 1"),
         ({"temperature": -0.5}, "temperature must be finite and not negative, got -0.5"),
@@ -192,6 +192,6 @@ def test_every_response_is_written_in_order(tmp_path):
 
 
 def test_batches_cover_the_problems_in_order():
-    problems = AdditionProblems("held", 5)
+    problems = addition_problems("eval", 5)
     assert [(start, len(part)) for start, part in in_batches(problems, 2)] == [(0, 2), (2, 2), (4, 1)]
     assert [problem for _, part in in_batches(problems, 2) for problem in part] == list(problems)

@@ -1,12 +1,13 @@
-"""Drawing from servers as they stand, against a stand-in server."""
+"""Sampling from servers as they stand, against a stand-in server."""
 
 import numpy as np
 import pytest
 from vllm_fake import FakeVllm
 
-from rljax.rollout.served.client import ClientLimits
-from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.served_model import ServedModel
+from rljax.errors import ServerGoneError
+from rljax.rollout.served.model import ServedModel
+from rljax.rollout.types import ClientLimits, SamplingParams
+from rljax.rollout.vllm.backend import VllmBackend
 
 FAST = ClientLimits(backoff_s=0.01, max_backoff_s=0.02, connect_timeout_s=0.5)
 PROMPTS = [np.array([3, 4, 5], np.int32), np.array([9], np.int32)]
@@ -32,15 +33,15 @@ def test_responses_of_all_servers_come_back_to_their_prompts(fakes, old):
         fake.delay_s = 0.02
         if old:
             fake.routes.discard("/inference/v1/generate")
-    model = ServedModel([fake.url for fake in fakes], limits=FAST)
-    assert (model.model, model.max_model_len) == ("org/name", 128)
+    model = ServedModel([fake.url for fake in fakes], VllmBackend(), limits=FAST)
+    assert (model.info.root, model.info.max_model_len) == ("org/name", 128)
     responses = drawn(model)
     assert sorted((r.prompt_index, r.sample_index) for r in responses) == [(i, j) for i in range(2) for j in range(3)]
     for response in responses:
         assert response.token_ids.tolist() == ([5, 6] if response.prompt_index == 0 else [9, 10])
         assert response.truncated
     assert all("draw" in fake.events for fake in fakes)
-    assert model.take_metrics()["rollout/requests"] == 6
+    assert model.pop_metrics()["rollout/requests"] == 6
     with pytest.raises(RuntimeError, match="weights cannot be published to a served model"):
         model.publish({}, 1)
     model.close()
@@ -48,22 +49,22 @@ def test_responses_of_all_servers_come_back_to_their_prompts(fakes, old):
 
 
 def test_a_server_that_goes_away_loses_nothing(fakes):
-    model = ServedModel([fake.url for fake in fakes], limits=FAST)
+    model = ServedModel([fake.url for fake in fakes], VllmBackend(), limits=FAST)
     fakes[0].stop()
     assert len(drawn(model)) == 6
     model.close()
 
 
 def test_no_server_left_ends_the_evaluation_in_bounded_time(fakes):
-    model = ServedModel([fakes[0].url], wait_s=0.5, limits=ClientLimits(backoff_s=0.01, max_attempts=50))
+    model = ServedModel([fakes[0].url], VllmBackend(), wait_s=0.5, limits=ClientLimits(backoff_s=0.01, max_attempts=50))
     fakes[0].stop()
-    with pytest.raises(RuntimeError, match=r"no server answered for|failed 50 times"):
+    with pytest.raises(RuntimeError, match=r"no vLLM server came back within 0\.5 s|failed 50 times"):
         drawn(model)
     model.close()
 
 
 def test_what_does_not_fit_is_refused_before_the_server_would_cut_it(fakes):
-    model = ServedModel([fakes[0].url], limits=FAST)
+    model = ServedModel([fakes[0].url], VllmBackend(), limits=FAST)
     with pytest.raises(ValueError, match=r"prompt 0 has 3 tokens; with 126 of response it must have 1 to 2"):
         drawn(model, tokens=126)
     model.close()
@@ -72,7 +73,7 @@ def test_what_does_not_fit_is_refused_before_the_server_would_cut_it(fakes):
 def test_servers_of_different_models_and_no_servers_are_named(fakes):
     fakes[1].root = "another"
     with pytest.raises(ValueError, match="the servers hold different models: org/name and another"):
-        ServedModel([fake.url for fake in fakes], limits=FAST)
+        ServedModel([fake.url for fake in fakes], VllmBackend(), limits=FAST)
     fakes[0].stop()
-    with pytest.raises(ValueError, match="does not answer as a vLLM server does"):
-        ServedModel([fakes[0].url], limits=FAST)
+    with pytest.raises(ServerGoneError, match="no answer from"):
+        ServedModel([fakes[0].url], VllmBackend(), limits=FAST)

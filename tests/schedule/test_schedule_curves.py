@@ -1,20 +1,16 @@
-"""The tracker on the curves of tools/study_surge.py: a few hundred seeds of what the tool runs by thousands."""
+"""The tracker on the curves of experiments/study_surge.py: a few hundred seeds of what the tool runs by thousands."""
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import study_surge
 
 from rljax.schedule import SurgeConfig
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import study_surge  # noqa: E402
-
-sys.path.remove(str(ROOT / "tools"))
 
 SURGE_SEEDS, QUIET_SEEDS = 300, 60
 

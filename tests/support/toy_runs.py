@@ -16,10 +16,11 @@ TIMEOUT = 600
 
 def environment(cache):
     """The many devices of the test session are not passed on; compiled programs are shared between the runs."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
     settings = {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": " ".join(flag for flag in flags if "device_count" not in flag),
         "PYTHONPATH": str(ROOT),
     }
     return os.environ | settings
@@ -37,14 +38,22 @@ def start(arguments, cache):
     )
 
 
-def complete(arguments, cache):
-    """Runs to the end. Returns (exit status, output)."""
+def complete(arguments, cache, server=None, timeout=TIMEOUT):
+    """Runs to the end. Returns (exit status, output). When ``server`` dies, the test fails at once."""
     process = start(arguments, cache)
+    deadline = time.monotonic() + timeout
     try:
-        output, _ = process.communicate(timeout=TIMEOUT)
+        while True:
+            try:
+                output, _ = process.communicate(timeout=1)
+                return process.returncode, output
+            except subprocess.TimeoutExpired:
+                if server is not None and not server.alive():
+                    pytest.fail(f"the vLLM server ended; the end of {server.log_path}:\n{server.log_tail()}")
+                if time.monotonic() > deadline:
+                    raise
     finally:
         process.kill()
-    return process.returncode, output
 
 
 def wait_for_rows(process, run_dir, count):

@@ -1,8 +1,8 @@
-"""HTTP to one or several vLLM servers, from an event loop on a thread of its own.
+"""HTTP to one or several servers, from an event loop on a thread of its own.
 
-Rollouts go to the open server with the least outstanding work and come back as they land. A server is *held* until its
-weights are verified, *open* while it may draw rollouts, and *lost* from a failure until somebody proves it current
-again; a lost server's requests are drawn again elsewhere, or wait.
+Requests go to the open server with the least outstanding work and come back as they complete. A server is *paused*
+until its weights are verified, *open* while it may sample rollouts, and *down* from a failure until somebody proves it
+current again, at the start too; the requests of a server that is down are sent again to another, or wait.
 """
 
 from __future__ import annotations
@@ -20,62 +20,53 @@ import httpx
 import numpy as np
 
 from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
-from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.wire import COMPLETIONS, GENERATE, MODEL, Completion, Request, body, completion
+from rljax.rollout.served.wire import Completion, Request, Wire
+from rljax.rollout.types import ClientLimits, SamplingParams
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Results = queue.SimpleQueue["tuple[int, Completion] | RuntimeError"]
+State = Literal["paused", "open", "down"]
 _TICK_S = 0.25
-
-
-@dataclass(frozen=True)
-class ClientLimits:
-    """How long and how much.
-
-    Attributes:
-      request_timeout_s: longest one response may take, queueing at the server included (seconds).
-      connect_timeout_s: longest a connection may take to open (seconds).
-      max_outstanding: requests at one server at a time; the others wait here, so a faster server draws more.
-      max_attempts: times one response is tried before the run gives up.
-      backoff_s, max_backoff_s: wait before the first retry, doubled for each further one, and its limit (seconds).
-    """
-
-    request_timeout_s: float = 3600.0
-    connect_timeout_s: float = 10.0
-    max_outstanding: int = 512
-    max_attempts: int = 6
-    backoff_s: float = 0.25
-    max_backoff_s: float = 8.0
-
-    def __post_init__(self) -> None:
-        for name in ("request_timeout_s", "connect_timeout_s", "max_outstanding", "max_attempts", "max_backoff_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass
 class _Server:
     url: str
-    route: str = GENERATE
-    model: str = MODEL
-    state: Literal["held", "open", "lost"] = "held"
+    route: str
+    model: str
+    reason: str
+    state: State = "down"
     outstanding: int = 0
     prefix: str = ""
-    reason: str = ""
 
 
-class VllmClient:
+class ServerClient:
     """Thread-safe facade; every method blocks its caller, never the loop."""
 
-    def __init__(self, urls: Sequence[str], limits: ClientLimits | None = None) -> None:
+    def __init__(self, urls: Sequence[str], wire: Wire, limits: ClientLimits | None = None) -> None:
+        """Sends nothing yet; every server is down until it is opened.
+
+        Args:
+          urls: of the servers, all of one kind, as ``http://host:port``.
+          wire: how that kind is spoken to.
+          limits: how long to wait, and how much to send.
+
+        Raises:
+          ValueError: ``urls`` are none, or one stands twice.
+        """
         if not urls or len(set(urls)) != len(urls):
             raise ValueError(f"urls must be distinct and at least one, got {list(urls)}")
         self.limits = limits or ClientLimits()
-        self._servers = {url.rstrip("/"): _Server(url.rstrip("/")) for url in urls}
+        self._wire = wire
+        self._servers = {
+            url: _Server(url, wire.routes[0], wire.model, reason=f"{url}: /health does not answer 200")
+            for url in (url.rstrip("/") for url in urls)
+        }
         self._counts = {"requests": 0, "retries": 0, "server_losses": 0}
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-vllm-client", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-server-client", daemon=True)
         self._thread.start()
         self._changed, self._http = self._await(self._open_transport())
 
@@ -84,10 +75,10 @@ class VllmClient:
         """The servers, in the order given."""
         return tuple(self._servers)
 
-    def take_counts(self) -> dict[str, int]:
+    def pop_counts(self) -> dict[str, int]:
         """Requests, retries and server losses since the last call."""
-        taken, self._counts = self._counts, dict.fromkeys(self._counts, 0)
-        return taken
+        counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
+        return counts
 
     def call(
         self, url: str, method: str, path: str, *, params: Any = None, json: Any = None, timeout_s: float = 300.0
@@ -109,12 +100,12 @@ class VllmClient:
         return True
 
     def set_route(self, url: str, route: str) -> None:
-        """Which endpoint draws at ``url``."""
+        """Which endpoint samples at ``url``."""
         self._servers[url].route = route
 
     def find_route(self, url: str) -> None:
-        """Sets the endpoint that draws at ``url``: the first that is there. Raises as :meth:`call` when none is."""
-        for route in (GENERATE, COMPLETIONS):
+        """Sets the endpoint that samples at ``url``: the first that is there. Raises as :meth:`call` when none is."""
+        for route in self._wire.routes:
             self.set_route(url, route)
             try:
                 self.sample(url, [Request(np.zeros(1, np.int32), SamplingParams(1))])
@@ -122,71 +113,55 @@ class VllmClient:
             except ServerRefusedError as error:
                 if error.status != 404:
                     raise
-        raise ServerRefusedError(f"{url}: neither {GENERATE} nor {COMPLETIONS} is there", 404)
+        raise ServerRefusedError(f"{url}: not there: {', '.join(self._wire.routes)}", 404)
 
     def set_model(self, url: str, model: str) -> None:
-        """What the server at ``url`` calls its model; ``launch/vllm_server.sh`` needs no such call."""
+        """What the server at ``url`` calls its model; those that rljax starts call it ``wire.model``."""
         self._servers[url].model = model
 
     def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
-        """Draws from one server, held or not; for probes. Raises as :meth:`call`."""
+        """Samples from one server, in whatever state; for probes. Raises as :meth:`call`."""
 
         async def run() -> list[Completion]:
             server = self._servers[url]
-            return list(await asyncio.gather(*(self._draw(server, request) for request in requests)))
+            return list(await asyncio.gather(*(self._sample(server, request) for request in requests)))
 
         return self._await(run())
 
-    def hold(self) -> None:
-        """No further rollout is sent until :meth:`open`; those under way go on."""
-
-        async def run() -> None:
-            for server in self._servers.values():
-                if server.state == "open":
-                    server.state = "held"
-
-        self._await(run())
+    def pause(self, url: str) -> None:
+        """Sends no further rollout to ``url`` until :meth:`open`; those under way go on."""
+        self._await(self._set(self._servers[url], "paused"))
 
     def open(self, url: str, prefix: str) -> None:
-        """Admits rollouts to ``url``; a reply drawn under a weight version without ``prefix`` loses the server."""
+        """Admits rollouts to ``url``; a reply sampled under a weight version without ``prefix`` marks it down."""
+        self._servers[url].prefix = prefix
+        self._await(self._set(self._servers[url], "open"))
 
-        async def run() -> None:
-            async with self._changed:
-                server = self._servers[url]
-                server.state, server.prefix = "open", prefix
-                self._changed.notify_all()
-
-        self._await(run())
-
-    def lose(self, url: str, reason: str) -> None:
+    def mark_down(self, url: str, reason: str) -> None:
         """Sends no further rollout to ``url`` until it is opened again."""
+        self._await(self._set(self._servers[url], "down", reason))
 
-        async def run() -> None:
-            self._lose(self._servers[url], reason)
-
-        self._await(run())
-
-    def lost(self) -> dict[str, str]:
-        """Each lost server and why."""
-        return {s.url: s.reason for s in self._servers.values() if s.state == "lost"}
+    def down(self) -> dict[str, str]:
+        """Each server that is down, and why."""
+        return {s.url: s.reason for s in self._servers.values() if s.state == "down"}
 
     def opened(self) -> list[str]:
         """The servers that rollouts may go to."""
         return [s.url for s in self._servers.values() if s.state == "open"]
 
     def stream(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion] | None]:
-        """Draws all ``requests`` from open servers and yields (index, completion) as they land.
+        """Samples all ``requests`` from open servers and yields (index, completion) as they complete.
 
-        Yields None every quarter of a second while nothing lands, so that the caller can look after lost servers.
-        Closing the iterator gives up what has not landed.
+        Yields None every quarter of a second while nothing completes, so that the caller can recover servers. Closing
+        the iterator gives up what has not completed.
 
         Raises:
           RuntimeError: a response failed ``max_attempts`` times, or was refused.
         """
-        landed: queue.SimpleQueue[tuple[int, Completion] | RuntimeError] = queue.SimpleQueue()
+        results: _Results = queue.SimpleQueue()
 
         async def start() -> list[asyncio.Task[None]]:
-            return [asyncio.create_task(self._land(i, request, landed)) for i, request in enumerate(requests)]
+            return [asyncio.create_task(self._complete(i, request, results)) for i, request in enumerate(requests)]
 
         async def stop() -> None:
             for task in tasks:
@@ -198,7 +173,7 @@ class VllmClient:
         try:
             while remaining:
                 try:
-                    item = landed.get(timeout=_TICK_S)
+                    item = results.get(timeout=_TICK_S)
                 except queue.Empty:
                     yield None
                     continue
@@ -247,22 +222,23 @@ class VllmClient:
         try:
             reply = await self._http.request(method, server.url + path, params=params, json=json, timeout=timeout)
         except httpx.TransportError as error:
-            raise ServerGoneError(f"{server.url}{path}: {type(error).__name__} {error}".rstrip()) from error
+            raise _gone(server.url + path, error) from error
         if reply.status_code != 200:
             if path == "/health":
                 raise ServerGoneError(f"{server.url} is not healthy: {_reason(reply)}")
             await self._refuse(server, path, reply)
         return _object(reply) if reply.content else {}
 
-    async def _draw(self, server: _Server, request: Request) -> Completion:
+    async def _sample(self, server: _Server, request: Request) -> Completion:
         """One completion. Raises ServerGoneError, ServerRefusedError or ReplyError."""
+        body = self._wire.body(server.route, request, server.model)
         try:
-            reply = await self._http.post(server.url + server.route, json=body(server.route, request, server.model))
+            reply = await self._http.post(server.url + server.route, json=body)
         except httpx.TransportError as error:
-            raise ServerGoneError(f"{server.url}: {type(error).__name__} {error}".rstrip()) from error
+            raise _gone(server.url + server.route, error) from error
         if reply.status_code != 200:
             await self._refuse(server, server.route, reply)
-        return completion(server.route, _object(reply))
+        return self._wire.completion(server.route, _object(reply))
 
     async def _refuse(self, server: _Server, path: str, reply: httpx.Response) -> NoReturn:
         """Raises ServerGoneError for a 5xx of a server that is not healthy any more, ServerRefusedError otherwise."""
@@ -270,45 +246,44 @@ class VllmClient:
             await self._call(server, "GET", "/health", None, None, 10.0)
         raise ServerRefusedError(f"{server.url}{path} answered {_reason(reply)}", reply.status_code)
 
-    async def _land(
-        self, index: int, request: Request, landed: queue.SimpleQueue[tuple[int, Completion] | RuntimeError]
-    ) -> None:
+    async def _complete(self, index: int, request: Request, results: _Results) -> None:
+        """Puts one completion into ``results``, or the error that ends the attempts."""
         failure = ""
         for attempt in range(self.limits.max_attempts):
             if attempt:
                 self._counts["retries"] += 1
                 await asyncio.sleep(_backoff(self.limits, attempt))
-            server = await self._admit()
+            server = await self._acquire()
             self._counts["requests"] += 1
             try:
-                drawn = await self._draw(server, request)
+                completion = await self._sample(server, request)
             except ServerGoneError as error:
                 failure = str(error)
-                self._lose(server, failure)
+                await self._set(server, "down", failure)
                 continue
             except ServerRefusedError as error:
                 if error.status < 500 and error.status not in (408, 429):
-                    landed.put(error)
+                    results.put(error)
                     return
                 failure = str(error)
                 continue
             except ReplyError as error:
-                landed.put(error)
+                results.put(error)
                 return
             finally:
-                await self._leave(server)
-            foreign = [tag for tag, _, _ in drawn.spans or () if not tag.startswith(server.prefix)]
+                await self._release(server)
+            foreign = [tag for tag, _, _ in completion.spans or () if not tag.startswith(server.prefix)]
             if foreign:
-                failure = f"{server.url} draws from weights {foreign[0]!r}, not from this run's"
-                self._lose(server, failure)
-            elif drawn.finish_reason not in ("stop", "length"):
-                failure = f"{server.url} ended a response with {drawn.finish_reason!r}"
+                failure = f"{server.url} samples from weights {foreign[0]!r}, not from this run's"
+                await self._set(server, "down", failure)
+            elif completion.finish_reason not in ("stop", "length"):
+                failure = f"{server.url} ended a response with {completion.finish_reason!r}"
             else:
-                landed.put((index, drawn))
+                results.put((index, completion))
                 return
-        landed.put(RuntimeError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}"))
+        results.put(RuntimeError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}"))
 
-    async def _admit(self) -> _Server:
+    async def _acquire(self) -> _Server:
         """Waits for the open server with the least outstanding work that has room."""
         async with self._changed:
             while True:
@@ -323,16 +298,22 @@ class VllmClient:
                     return server
                 await self._changed.wait()
 
-    async def _leave(self, server: _Server) -> None:
+    async def _release(self, server: _Server) -> None:
         async with self._changed:
             server.outstanding -= 1
             self._changed.notify()
 
-    def _lose(self, server: _Server, reason: str) -> None:
-        if server.state != "lost":
-            log.warning("lost a vLLM server: %s", reason)
-            self._counts["server_losses"] += 1
-            server.state, server.reason = "lost", reason
+    async def _set(self, server: _Server, state: State, reason: str = "") -> None:
+        async with self._changed:
+            if state == "down" != server.state:
+                log.warning("a %s server is down: %s", self._wire.name, reason)
+                self._counts["server_losses"] += 1
+            server.state, server.reason = state, reason
+            self._changed.notify_all()
+
+
+def _gone(url: str, error: httpx.TransportError) -> ServerGoneError:
+    return ServerGoneError(f"no answer from {url}: {type(error).__name__} {error}".rstrip())
 
 
 def _backoff(limits: ClientLimits, attempt: int) -> float:

@@ -8,51 +8,20 @@ weights, a head that was not repacked, a tensor left out and a wrong dtype all s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rljax.errors import VerificationError
-from rljax.rollout.served.client import VllmClient
-from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.wire import Request
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.wire import Request, ServerInfo
+from rljax.rollout.types import SamplingParams, VerifyConfig
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
 
-# Mean |server - trainer| per token (nats). Floors: no tighter than this, because a policy's own mismatch moves while it
-# learns. Ceilings: above them calibration itself is refused. Seen with equal weights on a tiny random model: bf16
-# 1.2e-2, fp16 1.6e-3, fp32 9e-7.
-_FLOORS = {"bfloat16": 2e-2, "float16": 2.5e-3, "float32": 1e-5}
-_CEILINGS = {"bfloat16": 8e-2, "float16": 1e-2, "float32": 1e-3}
-
-
-@dataclass(frozen=True)
-class VerifyConfig:
-    """How hard to look.
-
-    Attributes:
-      prompts: probe prompts.
-      tokens: tokens generated from each; the statistic is a mean over ``prompts * tokens`` of them.
-      rounds: times the probes are drawn for calibration.
-      factor: the band is ``factor`` times the worst calibration round, between floor and ceiling of the dtype.
-      floors: mean |server - trainer| (nats) below which no band goes, by dtype.
-      ceilings: the same above which no band goes, by dtype.
-      seed: of the probe prompts.
-    """
-
-    prompts: int = 4
-    tokens: int = 16
-    rounds: int = 3
-    factor: float = 4.0
-    floors: Mapping[str, float] = field(default_factory=lambda: dict(_FLOORS))
-    ceilings: Mapping[str, float] = field(default_factory=lambda: dict(_CEILINGS))
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.prompts, self.tokens, self.rounds) < 1 or self.factor < 1.0:
-            raise ValueError(f"prompts, tokens and rounds must be at least 1 and factor at least 1.0, got {self}")
+TOP = 8  # likeliest tokens that the probe of the temperature compares
 
 
 @dataclass(frozen=True)
@@ -69,46 +38,71 @@ def probe_length(block_size: int) -> int:
     return 2 * block_size + max(block_size // 3, 1)
 
 
+def random_prompts(shape: tuple[int, int], vocab_size: int, seed: int = 0) -> list[np.ndarray]:
+    """``shape[0]`` prompts of ``shape[1]`` token ids below ``vocab_size``, int32."""
+    return list(np.random.default_rng(seed).integers(0, vocab_size, size=shape).astype(np.int32))
+
+
+def sharpening(client: ServerClient, url: str, vocab_size: int, temperature: float) -> float:
+    """How many times as far apart the likeliest tokens' log-probabilities are at ``temperature`` as at 1.
+
+    1 / temperature of a server that reports the distribution it samples from, 1 of one that reports it before the
+    temperature; NaN when the log-probabilities at 1 are not finite, or all equal.
+    """
+    prompts = random_prompts((8, 4), vocab_size)
+    replies = [
+        client.sample(url, [Request(prompt, SamplingParams(1, t), seed=1, top_logprobs=TOP) for prompt in prompts])
+        for t in (1.0, temperature)
+    ]
+    gaps = np.zeros(2)
+    for pair in zip(*replies, strict=True):
+        tops = [reply.top_logprobs[0] for reply in pair]
+        common = tops[0].keys() & tops[1].keys()  # which tokens are reported depends on the one that was sampled
+        gaps += [np.ptp([top[token] for token in common]) if common else 0.0 for top in tops]
+    return float(gaps[1] / gaps[0]) if np.isfinite(gaps).all() and gaps[0] > 0 else float("nan")
+
+
 class Verifier:
     """Probes, and the band they must stay in."""
 
-    def __init__(self, config: VerifyConfig, score: Score, *, dtype: str, vocab_size: int, block_size: int) -> None:
-        """Draws the probe prompts.
+    def __init__(self, config: VerifyConfig, score: Score, info: ServerInfo, *, dtype: str) -> None:
+        """Samples the probe prompts.
 
         Args:
           config: how hard to look.
           score: the trainer's side: log-probability of each token of each sequence under the given params.
+          info: of a server; its vocabulary and the block size of its prefix cache are known.
           dtype: of the rollout.
-          vocab_size: v; token ids of the probes are below it.
-          block_size: of the server's prefix cache (tokens).
         """
+        assert info.vocab_size is not None
+        assert info.block_size is not None
         self.config, self._score, self._dtype = config, score, dtype
-        draw = np.random.default_rng(config.seed)
-        shape = (config.prompts, probe_length(block_size))
-        self._prompts = list(draw.integers(0, vocab_size, size=shape).astype(np.int32))
+        self._floor, self._ceiling = getattr(config.floors, dtype), getattr(config.ceilings, dtype)
+        shape = (config.prompts, probe_length(info.block_size))
+        self._prompts = random_prompts(shape, info.vocab_size, config.seed)
         self.band: float | None = None
-        self._draws = 0
+        self._measured = 0
 
-    def warm(self, client: VllmClient, url: str) -> None:
+    def warm(self, client: ServerClient, url: str) -> None:
         """Sends the probes so that the server caches their blocks under the weights it has now."""
         client.sample(url, [Request(prompt, SamplingParams(1)) for prompt in self._prompts])
 
-    def measure(self, client: VllmClient, url: str, params: Any) -> Difference:
+    def measure(self, client: ServerClient, url: str, params: Any) -> Difference:
         """Lets the server generate from the probes and compares with the trainer's ``params``."""
         sampling = SamplingParams(self.config.tokens)
-        self._draws += 1
-        requests = [Request(p, sampling, seed=self._draws * 1000 + i) for i, p in enumerate(self._prompts)]
-        drawn = client.sample(url, requests)
-        sequences = [np.concatenate([p, d.token_ids]) for p, d in zip(self._prompts, drawn, strict=True)]
+        self._measured += 1
+        requests = [Request(p, sampling, seed=self._measured * 1000 + i) for i, p in enumerate(self._prompts)]
+        sampled = client.sample(url, requests)
+        sequences = [np.concatenate([p, s.token_ids]) for p, s in zip(self._prompts, sampled, strict=True)]
         scored = self._score(params, sequences)
         gaps = [
-            np.abs(np.asarray(s, np.float32)[len(p) : len(p) + len(d.token_ids)] - d.logprobs)
-            for p, d, s in zip(self._prompts, drawn, scored, strict=True)
+            np.abs(np.asarray(logprobs, np.float32)[len(p) : len(p) + len(s.token_ids)] - s.logprobs)
+            for p, s, logprobs in zip(self._prompts, sampled, scored, strict=True)
         ]
         together = np.concatenate(gaps)
         return Difference(float(together.mean()), float(together.max()), tuple(float(gap.mean()) for gap in gaps))
 
-    def calibrate(self, client: VllmClient, url: str, params: Any) -> Difference:
+    def calibrate(self, client: ServerClient, url: str, params: Any) -> Difference:
         """Sets the band from ``rounds`` measurements under equal weights, and returns the worst of them.
 
         Raises:
@@ -116,13 +110,12 @@ class Verifier:
         """
         rounds = [self.measure(client, url, params) for _ in range(self.config.rounds)]
         worst = max(rounds, key=lambda d: d.mean if np.isfinite(d.mean) else np.inf)
-        ceiling = self.config.ceilings[self._dtype]
-        if not worst.mean <= ceiling:
-            raise VerificationError(self._says(url, worst, f"the ceiling for {self._dtype} is {ceiling:.3g}"))
-        self.band = min(ceiling, max(self.config.floors[self._dtype], self.config.factor * worst.mean))
+        if not worst.mean <= self._ceiling:
+            raise VerificationError(self._says(url, worst, f"the ceiling for {self._dtype} is {self._ceiling:.3g}"))
+        self.band = min(self._ceiling, max(self._floor, self.config.factor * worst.mean))
         return worst
 
-    def check(self, client: VllmClient, url: str, params: Any) -> Difference:
+    def check(self, client: ServerClient, url: str, params: Any) -> Difference:
         """Measures once against the band; the first call calibrates it.
 
         Raises:

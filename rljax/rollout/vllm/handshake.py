@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rljax.errors import HandshakeError, ServerRefusedError
-from rljax.rollout.served.client import VllmClient
-from rljax.rollout.served.verify import VerifyConfig, probe_length
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.served.backend import Expectation
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.verify import TOP, probe_length, sharpening
+from rljax.rollout.served.wire import ServerInfo
 from rljax.rollout.vllm.server import BACKEND
-from rljax.rollout.vllm.wire import Request, sharpening
 from rljax.rollout.weights.files import PROTOCOL, WeightFiles
 
 log = logging.getLogger(__name__)
@@ -29,27 +28,9 @@ SHAPE = (
     "head_dim",
     "tie_word_embeddings",
 )
-_TOP = 8
 
 
-@dataclass(frozen=True)
-class Expectation:
-    """The trainer's side of the handshake.
-
-    Attributes:
-      dtype: "bfloat16", "float16" or "float32": of the published weights, so of the server.
-      hf_config: the policy's ``config.json`` as a mapping; the keys of ``SHAPE`` are compared where it has them.
-      max_tokens: longest prompt plus longest response the run will ask for (tokens).
-    """
-
-    dtype: str
-    hf_config: Mapping[str, Any]
-    max_tokens: int
-
-
-def shake_hands(
-    client: VllmClient, url: str, expected: Expectation, files: WeightFiles, verify: VerifyConfig
-) -> dict[str, Any]:
+def shake_hands(client: ServerClient, url: str, expected: Expectation, files: WeightFiles) -> ServerInfo:
     """Checks one healthy server, readies its weight transfer, and returns its description of itself.
 
     Raises:
@@ -58,24 +39,37 @@ def shake_hands(
     """
     _check_development(client, url)
     described = _describe(client, url)
-    differing = _differences(described, expected, verify)
+    differing = _differences(described, expected)
     if differing:
         raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
     _find_route(client, url)
-    _check_logprobs(client, url, int(described["shape"]["vocab_size"]))
+    info = server_info(url, described)
+    _check_logprobs(client, url, info)
     path, text = files.probe()
     try:
-        info = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL}
-        client.call(url, "POST", "/init_weight_transfer_engine", json={"init_info": info})
+        probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL}
+        client.call(url, "POST", "/init_weight_transfer_engine", json={"init_info": probe})
     except ServerRefusedError as error:
         raise HandshakeError(
             f"{url}: the server cannot read the weight directory {files.root}; set transfer_dir to one that both see "
             f"({error})"
         ) from error
-    return described
+    return info
 
 
-def _check_development(client: VllmClient, url: str) -> None:
+def server_info(url: str, described: Mapping[str, Any]) -> ServerInfo:
+    """The plugin's description, as far as there is one."""
+    return ServerInfo(
+        url=url,
+        version=str(described.get("vllm", "")),
+        dtype=str(described.get("dtype", "")),
+        vocab_size=described.get("shape", {}).get("vocab_size"),
+        max_model_len=described.get("max_model_len"),
+        block_size=described.get("block_size"),
+    )
+
+
+def _check_development(client: ServerClient, url: str) -> None:
     """The pause and update endpoints are open; a server that an earlier run left paused is resumed."""
     try:
         if client.call(url, "GET", "/is_paused").get("is_paused"):
@@ -89,7 +83,7 @@ def _check_development(client: VllmClient, url: str) -> None:
         ) from error
 
 
-def _describe(client: VllmClient, url: str) -> dict[str, Any]:
+def _describe(client: ServerClient, url: str) -> dict[str, Any]:
     try:
         results = client.call(url, "POST", "/collective_rpc", json={"method": "rljax_describe"})["results"]
     except ServerRefusedError as error:
@@ -103,7 +97,7 @@ def _describe(client: VllmClient, url: str) -> dict[str, Any]:
     return described
 
 
-def _differences(described: Mapping[str, Any], expected: Expectation, verify: VerifyConfig) -> list[str]:
+def _differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
     """One line for each thing that differs."""
     lines = []
     if described["backend"] != BACKEND:
@@ -122,13 +116,13 @@ def _differences(described: Mapping[str, Any], expected: Expectation, verify: Ve
     sizes = described.get("head_sizes")
     if sizes and shape["head_dim"] not in sizes:
         lines.append(f"head_dim is {shape['head_dim']}; vLLM's attention on the server's device takes {sizes}")
-    probe = probe_length(described["block_size"]) + verify.tokens
+    probe = probe_length(described["block_size"]) + expected.verify.tokens
     longest = max(expected.max_tokens, probe)
     if described["max_model_len"] < longest:
         why = "prompt plus response" if longest == expected.max_tokens else "the verification's probes"
         lines.append(f"max_model_len is {described['max_model_len']}, expected at least {longest} for {why}")
-    if described["max_logprobs"] < _TOP:
-        lines.append(f"max_logprobs is {described['max_logprobs']}, expected at least {_TOP}")
+    if described["max_logprobs"] < TOP:
+        lines.append(f"max_logprobs is {described['max_logprobs']}, expected at least {TOP}")
     if described["default_sampling"]:
         lines.append(
             f"default sampling is not plain: {described['default_sampling']}; start with --generation-config vllm"
@@ -136,7 +130,7 @@ def _differences(described: Mapping[str, Any], expected: Expectation, verify: Ve
     return lines
 
 
-def _find_route(client: VllmClient, url: str) -> None:
+def _find_route(client: ServerClient, url: str) -> None:
     try:
         client.find_route(url)
     except ServerRefusedError as error:
@@ -145,18 +139,14 @@ def _find_route(client: VllmClient, url: str) -> None:
         raise HandshakeError(str(error)) from error
 
 
-def _check_logprobs(client: VllmClient, url: str, vocab_size: int) -> None:
-    """Log-probabilities are those of the distribution drawn from: halving the temperature doubles their gaps."""
-    draw = np.random.default_rng(0)
-    prompts = list(draw.integers(0, vocab_size, size=(8, 4)).astype(np.int32))
-    drawn = [
-        client.sample(url, [Request(p, SamplingParams(1, temperature), seed=1, top_logprobs=_TOP) for p in prompts])
-        for temperature in (1.0, 0.5)
-    ]
-    reported = [value for side in drawn for reply in side for value in reply.top_logprobs[0].values()]
-    if not np.isfinite(reported).all():
-        raise HandshakeError(f"{url}: log-probabilities are not finite: the server's weights are broken; restart it")
-    ratio = sharpening(*drawn)
+def _check_logprobs(client: ServerClient, url: str, info: ServerInfo) -> None:
+    """Log-probabilities are those of the distribution sampled from: halving the temperature doubles their gaps."""
+    assert info.vocab_size is not None
+    ratio = sharpening(client, url, info.vocab_size, 0.5)
+    if np.isnan(ratio):
+        raise HandshakeError(
+            f"{url}: log-probabilities are not finite, or all equal: the server's weights are broken; restart it"
+        )
     if not 1.8 < ratio < 2.2:
         raise HandshakeError(
             f"{url}: log-probabilities are not of the distribution sampled from (at temperature 0.5 their gaps are "

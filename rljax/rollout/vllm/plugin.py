@@ -32,9 +32,22 @@ PROTOCOL = 1
 
 
 def register() -> None:
-    """Makes the backend known; vLLM may call it several times in one process."""
+    """Makes the backend known and asks for AMX; vLLM may call it several times in one process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
+    request_amx()
+
+
+def request_amx() -> None:
+    """Asks Linux for this process's permission to use AMX tiles, where the processor has them.
+
+    vLLM's bfloat16 attention on a CPU uses tiles without asking, and a process without the permission then dies of
+    SIGILL. A torch that lacks these private functions is left as it is.
+    """
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    request = getattr(torch.cpu, "_init_amx", None)
+    if supported is not None and request is not None and supported():
+        request()
 
 
 @dataclass

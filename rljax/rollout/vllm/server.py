@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 DTYPES = ("bfloat16", "float16", "float32")
 BACKEND = "rljax_file"
 WORKER_EXTENSION = "rljax.rollout.vllm.plugin.WorkerExtension"
+_HEALTH_S = 2.0  # seconds that /health has to answer
+_ENGINE_DIED = 503  # /health of a server whose engine or worker ended while its API process goes on
 _GRACE_S = 15.0  # seconds between asking vLLM to end and going on without its answer
 _CLEANUP_S = 5.0  # seconds its helper processes then have
 _CPU_ENV = {
@@ -168,16 +170,22 @@ class VllmServer:
         return self._guard.pid
 
     def alive(self) -> bool:
-        """Whether the server's processes still run."""
-        return self._guard.poll() is None
+        """Whether the server can answer, now or later: its processes run, and its engine has not died."""
+        return self._guard.poll() is None and self._health() != _ENGINE_DIED
 
-    def healthy(self, timeout_s: float = 2.0) -> bool:
+    def healthy(self) -> bool:
         """Whether ``/health`` answers 200."""
+        return self._health() == 200
+
+    def _health(self) -> int | None:
+        """Status of ``/health``; None when nothing answers."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s) as reply:
-                return bool(reply.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+            with urllib.request.urlopen(f"{self.url}/health", timeout=_HEALTH_S) as reply:
+                return int(reply.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return None
 
     def log_tail(self, lines: int = 40) -> str:
         """The last lines of the server's output."""
@@ -192,8 +200,9 @@ class VllmServer:
         began = said = time.monotonic()
         while not self.healthy():
             now = time.monotonic()
-            if not self.alive() or now - began > timeout_s:
-                why = "did not become healthy within" if self.alive() else "ended after"
+            alive = self.alive()
+            if not alive or now - began > timeout_s:
+                why = "did not become healthy within" if alive else "ended after"
                 self.stop()
                 raise ServerFailedError(
                     f"the vLLM server {why} {now - began:.0f} s; the end of {self.log_path}:\n{self.log_tail()}"

@@ -1,0 +1,77 @@
+"""Compares two engines from the files they left: no server and no model is needed.
+
+    pip install '.[train]' && python examples/offline_comparison.py
+    python examples/offline_comparison.py TRAINER.parquet#COLUMN ROLLOUT.parquet#COLUMN
+
+Each file holds the same sequences with one or more columns of log-probabilities: token dumps, or the JSONL and the
+exports that docs/compare.md names. Without arguments the program makes two small dumps first: tokens are sampled from
+logits rounded to bfloat16, and scored once with those and once without the rounding.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rljax.compare.dump import ColumnSource, make_dump, write_dump
+from rljax.compare.importers import read_tokens
+from rljax.compare.report import Comparison, compare_columns, to_text
+from rljax.compare.scorers import score_column
+
+PROMPT, RESPONSE, VOCABULARY = 4, 60, 64  # tokens, tokens, ids
+
+
+def make_files(directory: Path, sequences: int = 32, seed: int = 0) -> tuple[str, str]:
+    """Writes one dump of a trainer and one of a rollout engine; returns ``FILE#COLUMN`` of each."""
+    rng = np.random.default_rng(seed)
+    exact = jnp.asarray(rng.normal(0.0, 3.0, (sequences, RESPONSE, VOCABULARY)), jnp.float32)
+    rounded = exact.astype(jnp.bfloat16).astype(jnp.float32)
+    responses = jax.random.categorical(jax.random.key(seed), rounded)  # [b, t]
+    prompts = rng.integers(VOCABULARY, size=(sequences, PROMPT))
+    tokens = np.concatenate([prompts, responses], axis=1)
+    mask = np.arange(PROMPT + RESPONSE) >= PROMPT
+    written = []
+    for name, logits, dtype in (("trainer", exact, "float32"), ("rollout", rounded, "bfloat16")):
+        scores = jnp.take_along_axis(jax.nn.log_softmax(logits), responses[..., None], axis=-1)[..., 0]
+        columns = np.concatenate([np.full((sequences, PROMPT), np.nan), scores], axis=1)
+        dump = make_dump(
+            [f"sequence {i}" for i in range(sequences)],
+            tokens,
+            [mask] * sequences,
+            {name: columns},
+            {name: ColumnSource(engine=name, dtype=dtype, temperature=1.0)},
+            {"temperature": 1.0},
+        )
+        write_dump(directory / f"{name}.parquet", dump)
+        written.append(f"{directory / name}.parquet#{name}")
+    return written[0], written[1]
+
+
+def compare(trainer: str, rollout: str) -> Comparison:
+    """The comparison of two ``FILE#COLUMN``; sequences go by their ids, and their tokens must be the same."""
+    dump = read_tokens(trainer.rpartition("#")[0])
+    for role, place in (("trainer", trainer), ("rollout", rollout)):
+        vectors, source = score_column(f"dump:{place}", dump)
+        dump = dump.with_column(role, vectors, source)
+    return compare_columns(dump, ["trainer", "rollout"])
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the comparison; returns 0 when the pair passes, 1 when it fails, 2 for other arguments."""
+    if len(arguments) not in (0, 2):
+        print(__doc__, file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, rollout = arguments or make_files(Path(folder))
+        comparison = compare(trainer, rollout)
+    print(to_text(comparison))
+    return 0 if comparison.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

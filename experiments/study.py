@@ -1,0 +1,252 @@
+"""Runs the arms of a study and reports what became of each: ``python experiments/study.py configs/study/toy.yaml``.
+
+A study is a YAML file: ``config`` (a run's YAML), ``settings`` for every arm, ``seeds``, and ``arms``, each a name with
+settings of its own (``{schedule.kind: constant}``). Each arm and seed is one run of ``python -m rljax.train`` in
+OUT/ARM-SEED; a run that is complete is left alone and one that was stopped goes on: the same command resumes a study.
+Runs are taken seed by seed, so that a study that is not whole yet has all arms of its first seeds.
+The report (OUT/report.md, outcomes.json, a figure for each group of arms and seed) is made from the run directories
+alone; --report-only makes it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+import yaml
+from tqdm import tqdm
+
+from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.report.figure import plot_report
+from rljax.report.rows import read_rows
+from rljax.report.summary import Outcome, outcome_of
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Which study.
+
+    Attributes:
+      study: YAML file of the study.
+      out: directory of its runs and report; by default runs/study-<name of the file>.
+      arms: only these arms.
+      seeds: only these seeds.
+      jobs: runs at a time, each with its share of the cores: more runs an hour than one with all of them.
+      report_only: run nothing.
+    """
+
+    study: Annotated[Path, tyro.conf.Positional]
+    out: Path | None = None
+    arms: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+    jobs: int = 1
+    report_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.jobs < 1:
+            raise ConfigError(f"--jobs must be at least 1, got {self.jobs}")
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the YAML file says; settings are dotted keys of a run's configuration."""
+
+    config: str
+    seeds: tuple[int, ...]
+    settings: dict[str, Any]
+    arms: dict[str, dict[str, Any]]
+    figures: dict[str, list[str]]
+
+
+def read_study(path: Path) -> Study:
+    """Raises ConfigError when the file is not a study."""
+    with caller_errors():
+        text = path.read_text(encoding="utf-8")
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
+    keys = {field.name for field in dataclasses.fields(Study)}
+    if not isinstance(found, dict) or set(found) - keys or not {"config", "arms", "seeds"} <= set(found):
+        raise ConfigError(f"{path}: a study has config, seeds, arms, and may have settings and figures")
+    arms = {name: dict(settings or {}) for name, settings in found["arms"].items()}
+    unknown = {name for names in found.get("figures", {}).values() for name in names} - set(arms)
+    if unknown:
+        raise ConfigError(f"{path}: figures name arms that are not there: {', '.join(sorted(unknown))}")
+    return Study(
+        found["config"],
+        tuple(found["seeds"]),
+        found.get("settings", {}),
+        arms,
+        found.get("figures", {"all": list(arms)}),
+    )
+
+
+def run_command(study: Study, arm: str, seed: int, run_dir: Path) -> list[str]:
+    """The command line of a run; ``{seed}`` in a setting stands for the seed."""
+    settings = study.settings | study.arms[arm] | {"run.seed": seed, "run.dir": str(run_dir)}
+    words = [sys.executable, "-m", "rljax.train", study.config]
+    for key, value in settings.items():
+        values = value if isinstance(value, list) else [value]
+        words += ["--" + key.replace("_", "-"), *(str(item).format(seed=seed) for item in values)]
+    return words
+
+
+def is_complete(run_dir: Path) -> bool:
+    """Whether the run is there and ended by itself."""
+    if not (run_dir / "summary.json").exists() or not (run_dir / "report.png").exists():
+        return False
+    steps = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["run"]["steps"]
+    return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["steps"] >= steps
+
+
+def run_arms(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> list[str]:
+    """Runs what is not complete, ``jobs`` at a time with a share of the cores each; returns the failed runs."""
+    waiting = [(arm, seed) for seed in seeds for arm in arms if not is_complete(out / f"{arm}-{seed}")]
+    cores = sorted(os.sched_getaffinity(0))
+    free: SimpleQueue[list[int]] = SimpleQueue()
+    for i in range(jobs):
+        free.put(cores[i::jobs] or cores)
+
+    def run_one(arm: str, seed: int) -> str | None:
+        run_dir = out / f"{arm}-{seed}"
+        run_dir.mkdir(parents=True, exist_ok=True)
+        share = free.get()
+        try:
+            with (run_dir / "log.txt").open("ab") as log:
+                process = subprocess.Popen(run_command(study, arm, seed, run_dir), stdout=log, stderr=log)
+                os.sched_setaffinity(process.pid, share)
+                status = process.wait()
+        finally:
+            free.put(share)
+        return f"{run_dir.name} (exit {status}, see {run_dir / 'log.txt'})" if status else None
+
+    failed = []
+    total = len(arms) * len(seeds)
+    with ThreadPoolExecutor(jobs) as pool, tqdm(total=total, initial=total - len(waiting), unit="run") as bar:
+        runs = {pool.submit(run_one, *job): "-".join(map(str, job)) for job in waiting}
+        try:
+            for done in as_completed(runs):
+                bar.set_postfix_str(runs[done])
+                bar.update()
+                failed += [line for line in [done.result()] if line]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return failed
+
+
+def read_outcomes(out: Path, arms: Sequence[str], seeds: Sequence[int]) -> dict[str, dict[int, Outcome]]:
+    """Arm -> seed -> outcome, of the runs that have rows."""
+    found: dict[str, dict[int, Outcome]] = {}
+    for arm in arms:
+        for seed in seeds:
+            path = out / f"{arm}-{seed}" / "metrics.jsonl"
+            rows = read_rows(path) if path.exists() else []
+            if rows:
+                found.setdefault(arm, {})[seed] = outcome_of(rows)
+    return found
+
+
+def report(outcomes: dict[str, dict[int, Outcome]], figures: Sequence[str], command: str) -> str:
+    """The Markdown report."""
+    seconds = sum(outcome.wall_seconds for found in outcomes.values() for outcome in found.values())
+    lines = [
+        f"Command: `{command}`. {sum(map(len, outcomes.values()))} runs, {seconds / 3600:.1f} hours of training time.",
+        "",
+        "Medians over the seeds; accuracy is the mean reward of the rollouts over ten steps, a collapse is accuracy "
+        "under half its peak from there to the end, and end is the collapse where there was one. Mismatch is "
+        "log_ppl_abs_diff, lead the steps from surge to collapse, C the threshold of the importance ratio. Both sides "
+        "of an arrow are medians of their own.",
+        "",
+        "| arm | seeds | peak | final | final of each | held-out final | collapsed | at step | surge | lead | "
+        "mismatch at peak -> end | gradient norm at peak -> end | tokens above C | of the worst step | final rate |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_line(arm, list(found.values())) for arm, found in outcomes.items()]
+    for name in figures:
+        lines += ["", f"![{name}]({name}.png)"]
+    return "\n".join(lines) + "\n"
+
+
+def _line(arm: str, found: list[Outcome]) -> str:
+    collapsed = [outcome for outcome in found if outcome.collapse_step is not None]
+    leads = [outcome.lead for outcome in collapsed if outcome.lead is not None]
+    held = [outcome.evaluation_final for outcome in found if outcome.evaluation_final is not None]
+
+    def median(values: Sequence[float | None], form: str) -> str:
+        known = [value for value in values if value is not None]
+        return format(float(np.median(known)), form) if known else "-"
+
+    def pair(name: str) -> str:
+        return f"{median([o.at_peak[name] for o in found], '.1e')} -> {median([o.at_end[name] for o in found], '.1e')}"
+
+    cells = [
+        arm,
+        str(len(found)),
+        median([outcome.peak for outcome in found], ".3f"),
+        median([outcome.final for outcome in found], ".3f"),
+        " ".join(f"{outcome.final:.2f}" for outcome in found),
+        median(held, ".3f"),
+        f"{len(collapsed)} of {len(found)}",
+        median([outcome.collapse_step for outcome in collapsed], ".0f"),
+        median([outcome.surge_step for outcome in found], ".0f"),
+        median(leads, ".0f"),
+        pair("log_ppl_abs_diff"),
+        pair("grad_norm"),
+        median([outcome.above_share for outcome in found], ".2%"),
+        median([outcome.above_share_largest for outcome in found], ".1%"),
+        median([outcome.final_rate for outcome in found], ".1e"),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def write_report(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[int], command: str) -> Path:
+    """Writes report.md, outcomes.json and the figures; returns the report's path."""
+    outcomes = read_outcomes(out, arms, seeds)
+    if not outcomes:
+        raise ConfigError(f"{out} holds no runs of this study")
+    drawn = []
+    for name, members in study.figures.items():
+        for seed in seeds:
+            there = [arm for arm in members if seed in outcomes.get(arm, {})]
+            if there:
+                drawn.append(f"{name}-{seed}")
+                plot_report([out / f"{arm}-{seed}" for arm in there], out / f"{drawn[-1]}.png", labels=there)
+    tables = {arm: {str(seed): dataclasses.asdict(o) for seed, o in found.items()} for arm, found in outcomes.items()}
+    (out / "outcomes.json").write_text(json.dumps({"command": command, "arms": tables}, indent=1) + "\n")
+    path = out / "report.md"
+    path.write_text(report(outcomes, drawn, command), encoding="utf-8")
+    return path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a study; exit status 1 when a run failed."""
+    arguments = tyro.cli(Arguments, args=list(argv), prog="python experiments/study.py", description=__doc__)
+    study = read_study(arguments.study)
+    out = arguments.out or Path("runs") / f"study-{arguments.study.stem}"
+    if unknown := set(arguments.arms) - set(study.arms):
+        raise ConfigError(f"{arguments.study} has no arm {', '.join(sorted(unknown))}; it has {', '.join(study.arms)}")
+    arms, seeds = arguments.arms or tuple(study.arms), arguments.seeds or study.seeds
+    failed = [] if arguments.report_only else run_arms(study, out, arms, seeds, arguments.jobs)
+    for name in failed:
+        print(f"failed: {name}", file=sys.stderr)
+    path = write_report(study, out, arms, seeds, f"python experiments/study.py {arguments.study}")
+    print(path.read_text(encoding="utf-8"))
+    print(f"written to {path}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

@@ -1,0 +1,153 @@
+"""Mismatch put in on purpose: an engine that samples with other weights than those published to it.
+
+Each change is seeded and repeatable, and none at size 0. With the exact engine inside, what is measured is the change
+alone; with another engine it comes on top of that engine's own mismatch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import Params, logical_axes, param_shardings
+from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.types import InjectConfig, Response, SamplingParams
+
+LARGEST = {"int8": 127.0, "fp8": float(jnp.finfo(jnp.float8_e4m3fn).max)}
+STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+
+
+class Quantized(NamedTuple):
+    """A weight as an engine stores it: values times scale."""
+
+    values: Array  # int8 or float8_e4m3fn
+    scale: Array  # float32, size 1 along the axes that are summed over
+
+
+def add_noise(params: Params, logical: Params, size: Array, seed: Array, version: Array) -> Params:
+    """Each tensor plus Gaussian noise of standard deviation ``size`` times its root mean square.
+
+    Args:
+      params: float32 masters. Layers of a stack are tensors of their own.
+      logical: logical axes at each leaf.
+      size: float32 scalar.
+      seed: of the noise.
+      version: policy version; each has noise of its own.
+    """
+    key = jax.random.fold_in(jax.random.key(seed), version)
+
+    def noisy(index: int, weight: Array, axes: tuple[str, ...]) -> Array:
+        own = tuple(i for i, axis in enumerate(axes) if axis != "layers")
+        spread = jnp.sqrt(jnp.mean(jnp.square(weight), axis=own, keepdims=True))
+        return weight + size * spread * jax.random.normal(jax.random.fold_in(key, index), weight.shape)
+
+    leaves, tree = jax.tree.flatten(params)
+    axes = jax.tree.leaves(logical, is_leaf=_is_tuple)
+    return jax.tree.unflatten(tree, [noisy(i, *pair) for i, pair in enumerate(zip(leaves, axes, strict=True))])
+
+
+def summed_axes(logical: tuple[str, ...]) -> tuple[int, ...]:
+    """The axes that a block's matrix sums over: its inputs. () for what is no block's matrix.
+
+    The model width is the input where it comes first and the output where it comes last.
+    """
+    if logical[0] != "layers" or "embed" not in logical:
+        return ()
+    inputs = (1,) if logical[1] == "embed" else range(1, len(logical) - 1)
+    return tuple(inputs)
+
+
+def quantize(params: Params, logical: Params, kind: str) -> Params:
+    """The blocks' matrices as ``Quantized``, symmetric with a scale an output channel; other leaves as they are.
+
+    Embedding, LM head and norms stay as they are, as in vLLM's int8 and fp8.
+    """
+
+    def stored(weight: Array, axes: tuple[str, ...]) -> Any:
+        inputs = summed_axes(axes)
+        if not inputs:
+            return weight
+        largest = jnp.max(jnp.abs(weight), axis=inputs, keepdims=True)
+        scale = jnp.where(largest > 0, largest, 1.0) / LARGEST[kind]
+        scaled = jnp.clip(weight / scale, -LARGEST[kind], LARGEST[kind])
+        return Quantized((jnp.round(scaled) if kind == "int8" else scaled).astype(STORED[kind]), scale)
+
+    return jax.tree.map(stored, params, logical, is_leaf=_is_tuple)
+
+
+def _is_tuple(leaf: Any) -> bool:
+    return isinstance(leaf, tuple)
+
+
+def restore(params: Params) -> Params:
+    """Float32 weights of what ``quantize`` or a cast stored."""
+
+    def plain(weight: Any) -> Array:
+        if isinstance(weight, Quantized):
+            return weight.values.astype(jnp.float32) * weight.scale
+        return weight.astype(jnp.float32)
+
+    return jax.tree.map(plain, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+
+
+class InjectedEngine:
+    """RolloutEngine around another, which is given changed weights; its responses name the version they were made of.
+
+    With ``staleness`` k it samples with the weights published k versions ago, or with the oldest that it was given
+    while there are fewer: a resumed run is as stale as before only after k steps. Each of them is kept on the devices.
+    """
+
+    def __init__(self, engine: RolloutEngine, inject: InjectConfig, config: PolicyConfig, mesh: Mesh):
+        """``engine`` is closed with this one; ``config`` and ``mesh`` are the trainer's."""
+        self._engine, self._inject, self._mesh = engine, inject, mesh
+        logical, shardings = logical_axes(config), param_shardings(config, mesh)
+        self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)
+        self._noise = jax.jit(lambda params, *rest: add_noise(params, logical, *rest), out_shardings=shardings)
+        # Storing and restoring are two executables: inside one XLA may drop a pair of casts.
+        self._quantize = jax.jit(lambda params: quantize(params, logical, inject.quantize))
+        self._cast = jax.jit(lambda params: jax.tree.map(lambda p: p.astype(inject.dtype), params))
+        self._restore = jax.jit(restore, out_shardings=shardings)
+        self._kept: deque[tuple[int, Params]] = deque(maxlen=inject.staleness + 1)
+
+    def publish(self, params: Params, policy_version: int) -> None:
+        """See RolloutEngine."""
+        with jax.set_mesh(self._mesh):
+            if self._inject.staleness:
+                # A copy: the trainer's next step takes its own buffers over.
+                self._kept.append((policy_version, self._copy(params)))
+                policy_version, params = self._kept[0]
+            params = self._changed(params, policy_version)
+        self._engine.publish(params, policy_version)
+
+    def _changed(self, params: Params, version: int) -> Params:
+        inject = self._inject
+        if inject.weight_noise:
+            params = self._noise(params, np.float32(inject.weight_noise), np.uint32(inject.seed), np.uint32(version))
+        if inject.dtype != "same":
+            params = self._restore(self._cast(params))
+        if inject.quantize != "none":
+            params = self._restore(self._quantize(params))
+        return params
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
+    ) -> Iterator[Response]:
+        """See RolloutEngine."""
+        return self._engine.generate(prompts, n, sampling, seed=seed)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """See RolloutEngine."""
+        return self._engine.pop_metrics()
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+        self._kept.clear()
+        self._engine.close()

@@ -1,0 +1,74 @@
+"""What the engine asks of one kind of server beyond sampling. A new kind is a class with these methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.wire import ServerInfo, Wire
+from rljax.rollout.types import VerifyConfig
+from rljax.rollout.weights.files import WeightFiles, WeightVersion
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The trainer's side of the handshake.
+
+    Attributes:
+      dtype: "bfloat16", "float16" or "float32": of the published weights, so of the server.
+      hf_config: the policy's ``config.json`` as a mapping.
+      max_tokens: longest prompt plus longest response the run will ask for (tokens).
+      verify: how publishes are proven; the server must have room for its probes.
+    """
+
+    dtype: str
+    hf_config: Mapping[str, Any]
+    max_tokens: int
+    verify: VerifyConfig
+
+
+class Backend(Wire, Protocol):
+    """One kind of server: its wire, and how weights come into it.
+
+    Attributes:
+      start_command: the command that starts a server, for messages.
+    """
+
+    start_command: str
+
+    def describe(self, client: ServerClient, url: str) -> ServerInfo:
+        """What the server says of itself; sets the client to its model's name and its route.
+
+        Raises:
+          ServerGoneError: it does not answer.
+          ValueError: it is not a server of this kind with one model, or it is paused.
+        """
+        ...
+
+    def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightFiles) -> ServerInfo:
+        """Checks that trainer and server fit together and readies the weight transfer.
+
+        Raises:
+          HandshakeError: something differs.
+          ServerGoneError: it does not answer.
+        """
+        ...
+
+    def push(self, client: ServerClient, url: str, version: WeightVersion) -> None:
+        """Gives the server one version's weights. It is not proof that they arrived.
+
+        Raises:
+          ServerGoneError: it does not answer.
+          RuntimeError: it refused a step; it stays paused, because it may hold half of the weights.
+        """
+        ...
+
+    def serves(self, client: ServerClient, url: str, version: WeightVersion) -> bool:
+        """Whether the server says that it holds ``version``; True of a server that cannot say.
+
+        Raises:
+          ServerGoneError: it does not answer.
+        """
+        ...

@@ -1,0 +1,142 @@
+"""Servers as they stand: whatever model they were started with, nothing published, nothing verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rljax.errors import ReplyError, ServerGoneError
+from rljax.rollout.served.backend import Backend
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.servers import Servers
+from rljax.rollout.served.verify import sharpening
+from rljax.rollout.served.wire import Completion, Request, check_prompts, make_requests
+from rljax.rollout.types import ClientLimits, Response, SamplingParams
+
+_ROUNDING = 1e-3  # nats above 0 that a log-probability may have
+_FITS = 0.25  # of |log temperature|: how far a probe may be from what it is taken for
+
+
+class ServedModel:
+    """RolloutEngine over servers that already hold the policy; ``publish`` is refused. It also scores given tokens."""
+
+    def __init__(
+        self, urls: Sequence[str], backend: Backend, *, wait_s: float = 60.0, limits: ClientLimits | None = None
+    ) -> None:
+        """Asks each server what it is.
+
+        Args:
+          urls: one or several servers of one model, as ``http://host:port``.
+          backend: of their kind.
+          wait_s: longest to wait while no server answers (seconds).
+          limits: of the client.
+
+        Raises:
+          ServerError: a server does not answer.
+          ValueError: a server serves another number of models than one, is paused, or holds another model.
+        """
+        self._client = ServerClient(urls, backend, limits)
+        self._servers = Servers(self._client, backend, self._open, wait_s=wait_s, should_stop=lambda: False)
+        try:
+            infos = [backend.describe(self._client, url) for url in self._client.urls]
+            models = list(dict.fromkeys(info.root or info.model for info in infos))
+            if len(models) > 1:
+                raise ValueError(f"the servers hold different models: {' and '.join(models)}")
+        except BaseException:
+            self.close()
+            raise
+        self.info = min(infos, key=lambda info: info.max_model_len or np.inf)
+        for url in self._client.urls:
+            self._open(url)
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int, at_once: int | None = None
+    ) -> Iterator[Response]:
+        """See RolloutEngine; ``at_once`` requests are sent at a time, None: all.
+
+        Raises:
+          ServerError: no server answers for ``wait_s``, or one gives logits.
+        """
+        check_prompts(prompts, sampling.max_response_tokens, self.info)
+        return self._responses(make_requests(prompts, n, sampling, seed), n, at_once)
+
+    def _responses(self, requests: Sequence[Request], n: int, at_once: int | None) -> Iterator[Response]:
+        size = at_once or len(requests)
+        for start in range(0, len(requests), size):
+            for place, reply in self._servers.sample(requests[start : start + size]):
+                self._refuse_logits(reply)
+                i, j = divmod(start + place, n)
+                yield Response(i, j, reply.token_ids, reply.logprobs, reply.finish_reason == "length", ())
+
+    def score(self, sequences: Sequence[np.ndarray], *, at_once: int) -> Iterator[np.ndarray]:
+        """Log-probabilities at temperature 1 of given tokens, by one server, which is not waited for.
+
+        Args:
+          sequences: int32 [t] token ids of each.
+          at_once: sequences sent at a time.
+
+        Yields:
+          Float32 [t] for each in order, NaN at position 0.
+
+        Raises:
+          ServerError: the server does not answer, or not with these log-probabilities.
+          ValueError: a sequence that the server does not take.
+        """
+        check_prompts(sequences, 1, self.info)
+        for start in range(0, len(sequences), at_once):
+            batch = sequences[start : start + at_once]
+            requests = [Request(ids, SamplingParams(1), prompt_logprobs=True) for ids in batch]
+            for ids, reply in zip(batch, self._client.sample(self.info.url, requests), strict=True):
+                if reply.finish_reason not in ("stop", "length"):
+                    raise ServerGoneError(f"{self.info.url} ended a response with {reply.finish_reason!r}")
+                self._refuse_logits(reply)
+                yield self._logprobs_of(ids, reply)
+
+    def logprobs_temperature(self, temperature: float) -> float | None:
+        """Of which temperature the log-probabilities are that come with responses sampled at ``temperature``.
+
+        Returns:
+          ``temperature`` when they are of the distribution sampled from, 1 when they are of the one before the
+          temperature, None when neither fits.
+        """
+        if temperature == 1.0:
+            return 1.0
+        sharpened = np.log(sharpening(self._client, self.info.url, self.info.vocab_size or 64, temperature) or np.nan)
+        room = _FITS * abs(np.log(temperature))
+        if abs(sharpened) < room:
+            return 1.0
+        return temperature if abs(sharpened + np.log(temperature)) < room else None
+
+    def publish(self, params: Any, policy_version: int) -> None:
+        """Raises RuntimeError: these servers keep the model they have."""
+        raise RuntimeError("weights cannot be published to a served model")
+
+    def pop_metrics(self) -> dict[str, float]:
+        """See RolloutEngine."""
+        return {f"rollout/{name}": float(count) for name, count in self._client.pop_counts().items()}
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+        self._client.close()
+
+    def _open(self, url: str) -> None:
+        self._client.open(url, "")
+
+    def _refuse_logits(self, reply: Completion) -> None:
+        reported = [*reply.logprobs.tolist(), *(value for top in reply.prompt_logprobs for value in top.values())]
+        if max(reported, default=0.0) > _ROUNDING:
+            raise ReplyError(
+                f"{self.info.url} gives logits: it must give log-probabilities of the distribution sampled from "
+                "(vLLM: --logprobs-mode processed_logprobs)"
+            )
+
+    def _logprobs_of(self, ids: np.ndarray, reply: Completion) -> np.ndarray:
+        """The log-probability of each token among those reported at its place."""
+        pairs = list(zip(ids.tolist(), reply.prompt_logprobs, strict=False))[1:]
+        other = [f"{sorted(top)}, expected {token}" for token, top in pairs if token not in top]
+        if other or len(reply.prompt_logprobs) != len(ids):
+            said = other[0] if other else f"{len(reply.prompt_logprobs)}, expected {len(ids)}"
+            raise ReplyError(f"{self.info.url} scored other tokens: {said}")
+        return np.asarray([np.nan, *(top[token] for token, top in pairs)], np.float32)

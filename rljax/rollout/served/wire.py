@@ -1,0 +1,139 @@
+"""What is asked of an HTTP server and what it answers: plain data, whatever the server's kind."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rljax.rollout.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample.
+
+    Attributes:
+      prompt: int32 [s] token ids.
+      sampling: how to sample it.
+      seed: of this response alone; None leaves the seed to the server.
+      top_logprobs: how many of the likeliest tokens' log-probabilities to report at each position.
+      prompt_logprobs: whether to report the prompt's own log-probabilities; always those at temperature 1.
+    """
+
+    prompt: np.ndarray
+    sampling: SamplingParams
+    seed: int | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response as the server reports it.
+
+    Attributes:
+      token_ids: int32 [t].
+      logprobs: float32 [t], of these tokens.
+      finish_reason: "stop", "length", or "abort" when the server gave it up.
+      spans: (weight version tag, start, end) in order; None when the server does not report them.
+      top_logprobs: at each position the log-probability of each reported token; empty when the route has none.
+      prompt_logprobs: the same at each position of the prompt, its own token among them; none at the first, and empty
+        unless asked for.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: str
+    spans: tuple[tuple[str, int, int], ...] | None
+    top_logprobs: tuple[Mapping[int, float], ...] = ()
+    prompt_logprobs: tuple[Mapping[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server says of itself. An empty string or None means: not known.
+
+    Attributes:
+      url: where it listens.
+      model: its name of the model.
+      root: the model directory it was started with, as the server names it.
+      version: of the server's software.
+      dtype: of weights and activations.
+      vocab_size: token ids are below it.
+      max_model_len: longest prompt plus response (tokens).
+      block_size: of its prefix cache (tokens).
+      has_first_weights: whether it still has the weights of ``root`` that it was started with.
+    """
+
+    url: str
+    model: str = ""
+    root: str = ""
+    version: str = ""
+    dtype: str = ""
+    vocab_size: int | None = None
+    max_model_len: int | None = None
+    block_size: int | None = None
+    has_first_weights: bool = False
+
+
+class Wire(Protocol):
+    """How one kind of server is spoken to; no I/O.
+
+    Attributes:
+      name: of the kind, for messages.
+      routes: paths that may sample a response, the best first; a server has at least one of them.
+      model: what the servers that rljax starts call their model.
+    """
+
+    name: str
+    routes: Sequence[str]
+    model: str
+
+    def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
+        """The JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""
+        ...
+
+    def completion(self, route: str, reply: Mapping[str, Any]) -> Completion:
+        """Reads the reply of ``route``. Raises ReplyError when it is no completion."""
+        ...
+
+
+def make_requests(prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int | None) -> list[Request]:
+    """``n`` requests for each prompt, in order; each with a seed of its own unless ``seed`` is None."""
+    return [
+        Request(prompt, sampling, None if seed is None else response_seed(seed, i, j))
+        for i, prompt in enumerate(prompts)
+        for j in range(n)
+    ]
+
+
+def response_seed(seed: int, prompt: int, sample: int) -> int:
+    """The seed of one response, 31 bits."""
+    digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
+def check_prompts(
+    prompts: Sequence[np.ndarray], max_response_tokens: int, info: ServerInfo, stop_token_ids: Sequence[int] = ()
+) -> None:
+    """Refuses what a server would silently shorten (too long) or end at (a token id out of range).
+
+    Raises:
+      ValueError: a prompt, or a stop token, that the server described by ``info`` does not take.
+    """
+    limit, vocab = info.max_model_len, info.vocab_size
+    for i, prompt in enumerate(prompts):
+        if len(prompt) < 1 or (limit is not None and len(prompt) > limit - max_response_tokens):
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens; with {max_response_tokens} of response it must have 1 to "
+                f"{'any number' if limit is None else limit - max_response_tokens} "
+                f"(the servers' max_model_len is {limit})"
+            )
+        if vocab is not None and (prompt.min() < 0 or prompt.max() >= vocab):
+            raise ValueError(f"prompt {i} has token ids outside 0..{vocab - 1}")
+    if vocab is not None and any(not 0 <= token < vocab for token in stop_token_ids):
+        raise ValueError(f"stop_token_ids {tuple(stop_token_ids)} are outside 0..{vocab - 1}")

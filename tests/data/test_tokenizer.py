@@ -1,0 +1,230 @@
+"""The tokenizer against transformers' own reading of the same directory: ids, text and chats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rljax.data.tokenizer import Tokenizer, compile_template, load_tokenizer
+from rljax.data.toy import build_tokenizer
+
+# Qwen3's chat template as published (Apache-2.0).
+TEMPLATE = (Path(__file__).parent / "qwen3_chat_template.jinja").read_text(encoding="utf-8")
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+TEXTS = [
+    "What is 12 + 30? It's 42.",
+    "naïve café ﬁnal \u0065\u0301 日本語 🙂\n\n  two  spaces\t",
+    "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n<think>\nwell</think> so , yes .",
+    "",
+]
+
+
+def byte_level_bpe() -> tokenizers.Tokenizer:
+    """A tokenizer with the parts of Qwen's: NFC, its words, bytes, and added tokens behind the vocabulary."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(tokenizers.Regex(WORDS), behavior="isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.ByteLevel(trim_offsets=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
+    made.add_special_tokens(SPECIAL)
+    made.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in ADDED])
+    return made
+
+
+def write(directory: Path, tokenizer: tokenizers.Tokenizer, **config) -> Path:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def qwen(directory: Path) -> Path:
+    made = byte_level_bpe()
+    listed = {
+        str(made.token_to_id(token)): {"content": token, "special": token in SPECIAL, "normalized": False}
+        for token in SPECIAL + ADDED
+    }
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "added_tokens_decoder": listed,
+        "additional_special_tokens": SPECIAL[1:],
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "bos_token": None,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": TEMPLATE,
+    }
+    return write(directory, made, **config)
+
+
+def toy(directory: Path) -> Path:
+    build_tokenizer().save(directory)
+    return directory
+
+
+def tokens_in_the_configuration_alone(directory: Path) -> Path:
+    """An end token that is an ordinary word of the vocabulary, and tokens that tokenizer.json does not have."""
+    made = byte_level_bpe()
+    made.enable_truncation(3)
+    made.enable_padding(pad_token="!", pad_id=made.token_to_id("!"))
+    listed = {"400": {"content": "<late>", "special": False, "normalized": True}}
+    more = {"extra_special_tokens": ["<more>"], "added_tokens_decoder": listed}
+    return write(directory, made, eos_token={"__type": "AddedToken", "content": "."}, unk_token="<new>", **more)
+
+
+def tokens_in_a_map_of_their_own(directory: Path) -> Path:
+    (directory / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|im_end|>", "lstrip": False}, "pad_token": "<|endoftext|>"})
+    )
+    (directory / "chat_template.jinja").write_text("{{ eos_token }}{{ messages[0].content }}")
+    return write(directory, byte_level_bpe(), eos_token="<|endoftext|>", chat_template="not this")
+
+
+KINDS = [toy, qwen, tokens_in_the_configuration_alone, tokens_in_a_map_of_their_own]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.__name__)
+def pair(request, tmp_path_factory) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
+    directory = request.param(tmp_path_factory.mktemp(request.param.__name__))
+    return load_tokenizer(directory), PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def test_sizes_and_special_tokens_are_those_of_transformers(pair):
+    ours, theirs = pair
+    assert len(ours) == len(theirs)
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.pad_token_id == theirs.pad_token_id
+    assert ours.has_chat_template == (theirs.chat_template is not None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([*SPECIAL, *ADDED, *TEXTS, "<late>", "<new>", "<more>", "."]) | st.text()).map("".join))
+def test_ids_and_text_are_those_of_transformers(pair, text):
+    ours, theirs = pair
+    ids = theirs.encode(text, add_special_tokens=False)
+    got = ours.encode(text)
+    assert got.dtype == np.int32
+    assert got.tolist() == ids
+    assert ours.decode(got) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_ids_of_every_token_become_the_text_of_transformers(pair):
+    ours, theirs = pair
+    for token in range(len(ours)):
+        assert ours.decode([token]) == theirs.decode([token], skip_special_tokens=True)
+
+
+CALL = {"name": "add", "arguments": {"a": 1, "b": "<2> é"}}
+CHATS = {
+    "a question": [{"role": "user", "content": "1+1?"}],
+    "a system prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}],
+    "several turns": [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2", "tool_calls": None},
+        {"role": "user", "content": "and 2+2?"},
+    ],
+    "a tool's answer": [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+        {"role": "tool", "content": "3"},
+    ],
+}
+TOOL = {"type": "function", "function": {"name": "add", "description": "a & b > é", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
+def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path, messages):
+    ours, theirs = load_tokenizer(qwen(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ours.render_chat(messages) == expected
+    for options in ({"tools": [TOOL]}, {"enable_thinking": False}, {"tools": [TOOL], "enable_thinking": True}):
+        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        values = {"tools": None, **options}
+        assert compile_template(TEMPLATE).render(messages=given, add_generation_prompt=True, **values) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+        "  {% generation %}\n  {{ messages[0].content }}{% set a = 1 %}\n{% endgeneration %}{{ a is defined }}",
+        "{{ eos_token }}{{ pad_token }}{{ bos_token is defined }}{{ messages | tojson(indent=2) }}",
+        "{{ dict(a=1) }}{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}{{ strftime_now('%Y') }}",
+    ],
+)
+def test_what_transformers_adds_to_jinja_is_there(tmp_path, template):
+    qwen(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    messages = [{"role": "user", "content": "é<"}, {"role": "user", "content": "no"}]
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
+    assert load_tokenizer(tmp_path).render_chat(messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{{ raise_exception('no system') }}", "no system"), ("{% if %}", "Expected an expression"), ("{{ a.b.c }}", "a")],
+)
+def test_a_chat_that_the_template_refuses_is_the_callers_mistake(tmp_path, template, message):
+    qwen(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=f"the chat template refuses a prompt: .*{message}"):
+        load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "x"}])
+
+
+def test_one_of_several_templates_is_the_default(tmp_path):
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    write(tmp_path, byte_level_bpe(), eos_token="<|im_end|>", chat_template=several)
+    assert load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "yes"}]) == "yes"
+
+
+def test_what_is_saved_reads_back_here_and_in_transformers(tmp_path):
+    (tmp_path / "first").mkdir()
+    first = load_tokenizer(qwen(tmp_path / "first"))
+    first.save(tmp_path / "second")
+    again, theirs = load_tokenizer(tmp_path / "second"), AutoTokenizer.from_pretrained(tmp_path / "second")
+    for text in TEXTS:
+        assert first.encode(text).tolist() == again.encode(text).tolist() == theirs.encode(text)
+    assert (again.eos_token_id, again.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
+    assert again.render_chat(CHATS["a question"]) == first.render_chat(CHATS["a question"])
+    assert theirs.chat_template == TEMPLATE
+
+
+def test_a_directory_without_tokenizer_json_is_read_by_transformers(tmp_path):
+    config = json.loads((qwen(tmp_path) / "tokenizer_config.json").read_text())
+    byte_level_bpe().model.save(str(tmp_path))
+    fast = load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    converted, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        assert converted.encode(text).tolist() == fast.encode(text).tolist() == theirs.encode(text)
+    assert converted.eos_token_id == theirs.convert_tokens_to_ids(config["eos_token"])
+    assert converted.render_chat(CHATS["a question"]) == fast.render_chat(CHATS["a question"])
+
+
+def test_a_directory_without_a_readable_tokenizer_is_the_callers_mistake(tmp_path):
+    with pytest.raises(ValueError, match=r"no tokenizer at .*: tokenizer\.json does not exist"):
+        load_tokenizer(tmp_path)
+    write(tmp_path, byte_level_bpe())
+    with pytest.raises(ValueError, match="names no eos_token"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_tokenizer(tmp_path)

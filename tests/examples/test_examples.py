@@ -1,0 +1,75 @@
+"""Each program of examples/ does what it says."""
+
+import custom_reward
+import numpy as np
+import offline_comparison
+import optax_loop
+import pytest
+from toy_runs import ROOT
+
+from rljax.compare.importers import read_tokens
+from rljax.data.prompts import DataConfig
+from rljax.mismatch import mismatch_metrics
+from rljax.rewards.pool import make_pool
+from rljax.run.config import Config
+
+
+def test_the_optax_loop_follows_algorithm_1_after_the_surge():
+    rows = optax_loop.train()
+    surge, period = rows[-1]["surge_step"], rows[-1]["decay_period"]
+    assert 41 <= surge <= 80
+    assert period == (18 * surge + 5) // 10
+    for row in rows:
+        halvings = row["step"] // period if row["step"] >= surge else 0
+        assert row["learning_rate"] == np.float32(max(0.03 * 0.5**halvings, 0.003))
+    assert rows[-1]["learning_rate"] < rows[0]["learning_rate"]
+    before, after = (np.mean([row["length"] for row in part]) for part in (rows[:20], rows[-20:]))
+    assert after > 6 * before
+    assert rows[-1]["reward"] > 10 * rows[0]["reward"]
+
+
+def test_the_offline_comparison_gives_the_metrics_of_the_files(tmp_path):
+    trainer, rollout = offline_comparison.make_files(tmp_path, sequences=4)
+    (pair,) = offline_comparison.compare(trainer, rollout).pairs
+    assert (pair.trainer, pair.rollout) == ("trainer", "rollout")
+    columns = {name: read_tokens(tmp_path / f"{name}.parquet") for name in ("trainer", "rollout")}
+    arrays = {name: np.stack(dump.logprobs[name]).astype(np.float64) for name, dump in columns.items()}
+    mask = np.stack(columns["trainer"].response_mask)
+    assert mask.sum() == 4 * 60
+    expected = mismatch_metrics(arrays["trainer"], arrays["rollout"], mask)
+    assert pair.metrics["kl"] == pytest.approx(expected["kl"], rel=1e-9)
+    assert expected["kl"] == pytest.approx(np.mean(arrays["rollout"][mask] - arrays["trainer"][mask]), rel=1e-9)
+    assert 1e-3 < expected["logprob_abs_diff_mean"] < 3e-2  # bfloat16 rounds logits of size 3 by up to 2^-7
+
+
+def test_files_of_other_tokens_are_refused(tmp_path):
+    for folder, seed in (("a", 0), ("b", 1)):
+        (tmp_path / folder).mkdir()
+        offline_comparison.make_files(tmp_path / folder, sequences=4, seed=seed)
+    with pytest.raises(ValueError, match="tokenised differently"):
+        offline_comparison.compare(f"{tmp_path}/a/trainer.parquet#trainer", f"{tmp_path}/b/rollout.parquet#rollout")
+
+
+def test_the_programs_print_their_tables(capsys):
+    optax_loop.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 25
+    assert lines[0].startswith("step  mean length")
+    assert offline_comparison.main([]) == 0
+    assert "trainer / rollout  PASS" in capsys.readouterr().out
+    assert offline_comparison.main(["one"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("response", "truncated", "expected"),
+    [("12,130", False, 1.0), ("130", False, 1.0), ("1,120", False, 2 / 3), ("13", False, 0.0), ("130", True, 0.0)],
+)
+def test_the_custom_reward_by_hand(response, truncated, expected):
+    assert custom_reward.digits_right({"answer": "130"}, response, truncated) == expected
+
+
+def test_data_reward_names_the_custom_reward_and_a_worker_runs_it(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    config = Config(data=DataConfig(reward="examples.custom_reward:digits_right", reward_workers=1))
+    with make_pool(config.reward) as pool:
+        assert pool.submit({"answer": "130"}, "1,120", truncated=False).result(60) == 2 / 3

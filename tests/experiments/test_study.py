@@ -1,0 +1,119 @@
+"""A study's file, its command lines, and the report made from run directories."""
+
+import json
+import sys
+
+import pytest
+from study import main, read_study, run_command
+
+from rljax.errors import ConfigError
+
+STUDY = """
+config: configs/quickstart.yaml
+seeds: [0, 1]
+settings: {run.steps: 30, model.path: "runs/base{seed}"}
+arms:
+  constant: {schedule.kind: constant}
+  triggered:
+figures:
+  both: [constant, triggered]
+"""
+
+
+@pytest.fixture
+def study_file(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(STUDY)
+    return path
+
+
+def write_run(directory, rewards, surge):
+    directory.mkdir(parents=True)
+    with (directory / "metrics.jsonl").open("w") as file:
+        for step, reward in enumerate(rewards, 1):
+            row = {
+                "step": step,
+                "reward/mean": reward,
+                "response_length/mean": 5.0 + step,
+                "mismatch/log_ppl_abs_diff": 1e-3,
+                "mismatch/k3_kl": 1e-4,
+                "optimizer/grad_norm": 0.5,
+                "optimizer/skipped_updates": 0,
+                "schedule/learning_rate": 1e-4,
+                "schedule/surge_step": surge if step >= surge else None,
+                "schedule/decay_period": None,
+                "is/token_fraction_above": 0.02,
+                "time/step_s": 36.0,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def test_a_study_becomes_command_lines(study_file, tmp_path):
+    study = read_study(study_file)
+    words = run_command(study, "constant", 1, tmp_path / "constant-1")
+    assert words[:4] == [sys.executable, "-m", "rljax.train", "configs/quickstart.yaml"]
+    options = dict(zip(words[4::2], words[5::2], strict=True))
+    assert options == {
+        "--run.steps": "30",
+        "--model.path": "runs/base1",
+        "--schedule.kind": "constant",
+        "--run.seed": "1",
+        "--run.dir": str(tmp_path / "constant-1"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("arms: [", "is not YAML"),
+        ("config: a\nseeds: [0]", "a study has config, seeds, arms"),
+        ("config: a\nseeds: [0]\narms: {x: }\nfigure: {}", "a study has config, seeds, arms"),
+        ("config: a\nseeds: [0]\narms: {x: }\nfigures: {f: [y]}", "figures name arms that are not there: y"),
+    ],
+)
+def test_what_is_no_study_is_one_line(text, message, tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_study(path)
+
+
+def test_the_report_is_made_from_run_directories_alone(study_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    write_run(out / "constant-0", [0.75] * 20 + [0.0] * 30, surge=5)
+    write_run(out / "constant-1", [0.5] * 50, surge=6)
+    write_run(out / "triggered-0", [0.25] * 50, surge=7)
+    assert main([str(study_file), "--out", str(out), "--report-only"]) == 0
+    text = (out / "report.md").read_text()
+    assert text in capsys.readouterr().out
+    assert "3 runs, 1.5 hours of training time" in text
+    # One of two collapsed: under half of 0.75 from the sixth step without reward on, 21 steps after the surge at 5.
+    expected = "| constant | 2 | 0.625 | 0.250 | 0.00 0.50 | - | 1 of 2 | 26 | 6 | 21 |"
+    assert expected in text
+    assert "| triggered | 1 | 0.250 | 0.250 | 0.25 | - | 0 of 1 | - | 7 | - |" in text
+    assert all((out / f"both-{seed}.png").stat().st_size > 10_000 for seed in (0, 1))
+    assert json.loads((out / "outcomes.json").read_text())["arms"]["constant"]["0"]["collapse_step"] == 26
+
+
+def test_an_unknown_arm_and_an_empty_directory_are_one_line(study_file, tmp_path):
+    with pytest.raises(ConfigError, match="has no arm cosine; it has constant, triggered"):
+        main([str(study_file), "--arms", "cosine"])
+    with pytest.raises(ConfigError, match="holds no runs of this study"):
+        main([str(study_file), "--out", str(tmp_path / "none"), "--report-only"])
+
+
+def test_runs_that_fail_are_named_with_their_logs(tmp_path, capsys):
+    """What is complete is not run again; the other command line is refused by rljax.train itself."""
+    path = tmp_path / "bad.yaml"
+    path.write_text(STUDY.replace("configs/quickstart.yaml", str(tmp_path / "nowhere.yaml")))
+    write_run(tmp_path / "out" / "constant-0", [0.5] * 30, surge=6)
+    complete = tmp_path / "out" / "constant-0"
+    (complete / "summary.json").write_text('{"steps": 30}')
+    (complete / "report.png").touch()
+    (complete / "config.yaml").write_text("run: {steps: 30}")
+    assert main([str(path), "--out", str(tmp_path / "out"), "--seeds", "0", "--jobs", "2"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("failed")] == [
+        f"failed: triggered-0 (exit 2, see {tmp_path / 'out/triggered-0/log.txt'})"
+    ]
+    assert "nowhere.yaml" in (tmp_path / "out/triggered-0/log.txt").read_text()

@@ -1,0 +1,72 @@
+"""Every path and every dotted name of rljax that a page gives exists."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FOLDERS = "rljax|tools|experiments|launch|configs|tests|examples|benchmarks"
+# In a page of docs/, "docs/" begins a path of another project.
+IN_README = f"{FOLDERS}|docs"
+PLACEHOLDER = re.compile(r"NAME|\$")
+METADATA_KEYS = {"rljax.dump", "rljax.problems"}  # of Parquet files, not modules
+
+
+def expanded(path):
+    """``a/{b,c}.py`` as ``a/b.py`` and ``a/c.py``."""
+    found = re.search(r"\{([^}]*)\}", path)
+    if not found:
+        return [path]
+    return [each for part in found[1].split(",") for each in expanded(path.replace(found[0], part, 1))]
+
+
+def paths(text, folders):
+    for written in re.findall(rf"(?<![\w./-])(?:{folders})/[\w./{{}},*$-]*", text):
+        if not PLACEHOLDER.search(written):
+            yield from (path.rstrip(".,") for path in expanded(written))
+
+
+def resolves(name):
+    """Whether a dotted name is a module, or a name in one."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        module = ROOT.joinpath(*parts[:count])
+        if module.with_suffix(".py").is_file() or (module / "__init__.py").is_file():
+            found = importlib.import_module(".".join(parts[:count]))
+            for part in parts[count:]:
+                if not hasattr(found, part):
+                    return False
+                found = getattr(found, part)
+            return True
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    folders = IN_README if page.parent == ROOT else FOLDERS
+    assert [path for path in paths(text, folders) if not any(ROOT.glob(path))] == []
+    names = set(re.findall(r"(?<![\w./-])rljax(?:\.[A-Za-z_]\w*)+", text)) - METADATA_KEYS
+    assert sorted(name for name in names if not resolves(name)) == []
+
+
+def test_a_name_that_is_not_there_is_seen():
+    assert list(paths("see `rljax/{sharding,nowhere}.py`, launch/no.sh.", FOLDERS)) == [
+        "rljax/sharding.py",
+        "rljax/nowhere.py",
+        "launch/no.sh",
+    ]
+    assert resolves("rljax.schedule.SurgeTracker.update")
+    assert not resolves("rljax.schedule.SurgeTracker.updates")
+    assert not resolves("rljax.training")
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    assert len(links) > 20
+    assert [link for link in links if not (ROOT / link).exists()] == []

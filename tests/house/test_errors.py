@@ -1,0 +1,43 @@
+"""What a program prints and returns for a caller's mistake, an interrupt and a bug."""
+
+import pytest
+
+from rljax.errors import ConfigError, caller_errors, run_cli
+
+
+def test_run_cli_prints_one_line_and_returns_2(capsys):
+    def main(argv):
+        if argv:
+            raise ConfigError("steps: expected\n a number")
+        return 5
+
+    assert run_cli(main, []) == 5
+    assert run_cli(main, ["x"]) == 2
+    assert capsys.readouterr().err == "error: steps: expected a number\n"
+
+
+def test_run_cli_reads_the_process_arguments(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["prog", "a", "b"])
+    assert run_cli(lambda argv: len(argv)) == 2
+
+
+def test_run_cli_leaves_bugs_their_traceback_and_interrupts_quiet(capsys):
+    def bug(argv):
+        raise ValueError("shapes differ")
+
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    with pytest.raises(ValueError, match="shapes differ"):
+        run_cli(bug, [])
+    assert run_cli(interrupt, []) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_caller_errors_turns_the_callers_mistakes_into_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"^batch_size must divide, got 3$"), caller_errors():
+        raise ValueError("batch_size\n must divide, got 3")
+    with pytest.raises(ConfigError, match=r"nothing: No such file or directory$"), caller_errors():
+        (tmp_path / "nothing").read_text()
+    with pytest.raises(RuntimeError), caller_errors():
+        raise RuntimeError("server gone")

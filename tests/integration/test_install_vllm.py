@@ -1,0 +1,37 @@
+"""``launch/install_vllm.sh`` installs the plugin again where the installed entry point is outdated, and only there."""
+
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from toy_runs import ROOT
+
+GROUP = "vllm.general_plugins"
+CURRENT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]["rljax"]
+
+
+@pytest.mark.parametrize(("entry", "installs"), [(CURRENT, False), ("rljax.moved_since:register", True)])
+def test_an_outdated_entry_point_is_installed_again(entry, installs, tmp_path):
+    """The interpreter is a script that notes what it is to run with -m, and sees one installed rljax."""
+    metadata = tmp_path / "site" / "rljax-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rljax\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nrljax = {entry}\n")
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f'#!/bin/sh\nif [ "$1" = -m ]; then echo "$@" >> {tmp_path}/calls\n'
+        f'else PYTHONPATH={tmp_path}/site:{ROOT} exec {sys.executable} "$@"; fi\n'
+    )
+    python.chmod(0o755)
+    (tmp_path / "venv" / ".rljax-vllm").write_text("some-vllm\n")
+    subprocess.run(
+        ["bash", str(ROOT / "launch/install_vllm.sh"), str(tmp_path / "venv")],
+        env={**os.environ, "RLJAX_VLLM_SPEC": "some-vllm"},
+        check=True,
+        timeout=60,
+    )
+    noted = (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
+    assert noted == (f"-m pip install --no-deps -e {ROOT}\n" if installs else "")

@@ -1,0 +1,106 @@
+"""The one place where an engine is made: which settings it refuses, and that each reaches the engine it belongs to."""
+
+import jax
+import numpy as np
+import pytest
+from vllm_fake import FakeVllm
+
+from rljax.errors import ConfigError, run_cli
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import init_params
+from rljax.rollout.build import check_engine, connect, make_engine
+from rljax.rollout.injected_engine import InjectedEngine
+from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, SamplingParams, VerifyConfig
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.train import main
+
+CONFIG = PolicyConfig(64, 8, 8, 1, 1, 1, 8, tie_word_embeddings=True)
+MESH = make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+@pytest.fixture
+def fake():
+    server = FakeVllm()
+    yield server
+    server.stop()
+
+
+def make(config):
+    return make_engine(config, CONFIG, MESH, max_prompt_tokens=6, max_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("engine", "urls", "inject", "said"),
+    [
+        ("vllm", (), {}, "rollout.engine = vllm needs at least one URL in rollout.urls"),
+        ("vllm", ("http://127.0.0.1:1",), {"staleness": 1}, "rollout.inject works with rollout.engine = exact or jax"),
+        ("vllm", ("http://127.0.0.1:1",), {"logit_noise": 0.1}, "rollout.inject works with rollout.engine = exact or"),
+        ("jax", (), {"logit_noise": 0.1}, "rollout.inject.logit_noise works with rollout.engine = exact only"),
+    ],
+)
+def test_settings_that_an_engine_cannot_work_with_are_refused(engine, urls, inject, said):
+    config = RolloutConfig(engine=engine, urls=urls, inject=InjectConfig(**inject))
+    for check in (check_engine, make):
+        with pytest.raises(ValueError, match=said):
+            check(config)
+
+
+def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert run_cli(main, ["--run.dir", str(run_dir), "--model.path", "nowhere", "--rollout.engine", "vllm"]) == 2
+    assert capsys.readouterr().err == "error: rollout.engine = vllm needs at least one URL in rollout.urls\n"
+    assert not run_dir.exists()
+
+
+def test_every_setting_of_the_served_engine_is_read_and_reaches_it(fake, tmp_path):
+    """From a file and the command line, over the defaults of the fields that neither names."""
+    (tmp_path / "run.yaml").write_text("rollout: {verify: {rounds: 2, floors: {float32: 1.0e-4}}}\n")
+    options = ["--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.dtype", "float32"]
+    options += ["--rollout.limits.max-attempts", "3", "--rollout.seeded", "false", "--rollout.transfer-dir"]
+    rollout = load_config(Config, [str(tmp_path / "run.yaml"), *options, str(tmp_path / "w")], prog="", description="")
+    rollout = rollout.rollout
+    assert rollout.verify.floors.bfloat16 == VerifyConfig().floors.bfloat16
+    assert rollout.limits == ClientLimits(max_attempts=3)
+    seeds, answer = [], fake.answer
+
+    def record(method, path, body):
+        if path.endswith("/generate"):
+            seeds.append(body["sampling_params"]["seed"])
+        return answer(method, path, body)
+
+    engine = make(rollout)
+    try:
+        # The stand-in's log-probabilities are its own, so the policy that it should hold is not asked.
+        engine._verifier._score = lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences]
+        engine.publish(init_params(CONFIG, 0), 0)
+        assert (tmp_path / "w") in engine._files.root.parents
+        assert engine.pop_metrics()["publish/verify_band"] == 1e-4
+        fake.answer = record
+        list(engine.generate([np.array([3], np.int32)], 2, SamplingParams(1), seed=0))
+        assert seeds == [None, None]
+        fake.fail_next = [500] * 9
+        with pytest.raises(RuntimeError, match="failed 3 times"):
+            list(engine.generate([np.array([3], np.int32)], 1, SamplingParams(1), seed=0))
+    finally:
+        engine.close()
+
+
+def test_only_changed_weights_are_wrapped():
+    assert isinstance(make(RolloutConfig(dtype="float32")), JaxEngine)
+    assert isinstance(make(RolloutConfig(dtype="float32", inject=InjectConfig(weight_noise=0.1))), InjectedEngine)
+
+
+@pytest.mark.parametrize(
+    ("make_it", "error"),
+    [
+        (lambda url: make(RolloutConfig(engine="vllm", urls=(url,), server_wait_s=0.5)), ConfigError),
+        (lambda url: connect([url]), RuntimeError),
+    ],
+)
+def test_a_server_that_is_not_there(fake, make_it, error):
+    fake.stop()
+    with pytest.raises(error, match=fake.url):
+        make_it(fake.url)

@@ -1,0 +1,412 @@
+"""The configuration reader: precedence, one-line errors that name the place, and a YAML form that reads back equal."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.errors import ConfigError
+from rljax.run.config import Config as RealConfig
+from rljax.run.config_file import config_to_yaml, load_config
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The update rule."""
+
+    learning_rate: float = 1e-4
+    """peak rate,
+    per update"""
+    clip: float | None = 1.0
+    kind: Literal["adamw", "sgd", "off"] = "adamw"
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    kind: Literal["constant", "length_decay"] = "constant"
+    decay_period: int | None = None
+    """updates between halvings"""
+
+    def __post_init__(self) -> None:
+        if self.kind == "length_decay" and self.decay_period is None:
+            raise ValueError("length_decay needs decay_period")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    urls: tuple[str, ...] = ()
+    limits: tuple[int, ...] | None = None
+    template: bool | Literal["auto"] = "auto"
+    warmup: Schedule = field(default_factory=lambda: Schedule(kind="length_decay", decay_period=7))
+
+
+@dataclass(frozen=True)
+class Config:
+    name: str = "run"
+    steps: int = 10
+    resume: Literal["auto", "never"] | str = "auto"
+    note: str | None = None
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    rollout: Rollout = field(default_factory=Rollout)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+
+
+@dataclass(frozen=True)
+class HasBase:
+    base: str = "own"
+
+
+def load(*argv: str, root: type = Config):
+    return load_config(root, argv, prog="python -m rljax.example", description="An example.")
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path):
+    def write(text: str, name: str = "c.yaml") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def refusal(*argv: str, root: type = Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*argv, root=root)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_precedence_default_yaml_command_line(yaml_file):
+    file = yaml_file("steps: 20\noptimizer: {learning_rate: 0.5, clip: 2}\n")
+    assert load() == Config()
+    assert load(file) == Config(steps=20, optimizer=Optimizer(learning_rate=0.5, clip=2.0))
+    got = load(file, "--optimizer.learning-rate", "1e-3", "--name", "x")
+    assert got == Config(name="x", steps=20, optimizer=Optimizer(learning_rate=1e-3, clip=2.0))
+
+
+def test_a_section_given_in_part_keeps_the_rest_of_its_own_default(yaml_file):
+    assert load(yaml_file("rollout: {warmup: {decay_period: 9}}")).rollout.warmup == Schedule("length_decay", 9)
+    assert load("--rollout.warmup.decay-period", "9").rollout.warmup == Schedule("length_decay", 9)
+    assert load(yaml_file("rollout: {urls: [a]}")).rollout.warmup == Schedule("length_decay", 7)
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "0.0001", "+1.0e-4", ".0001", "1.e-4"])
+def test_every_spelling_of_a_float_in_yaml(yaml_file, text):
+    assert load(yaml_file(f"optimizer: {{learning_rate: {text}}}")).optimizer.learning_rate == 1e-4
+
+
+def test_an_int_is_taken_for_a_float_and_stored_as_one(yaml_file):
+    for got in (load(yaml_file("optimizer: {learning_rate: 2}")), load("--optimizer.learning_rate", "2")):
+        assert type(got.optimizer.learning_rate) is float
+
+
+def test_yaml_words_that_are_not_booleans_stay_strings(yaml_file):
+    assert load(yaml_file("optimizer: {kind: off}\nname: yes\n")) == Config("yes", optimizer=Optimizer(kind="off"))
+    assert load(yaml_file("name: 010\nnote: 2020-01-01\n")) == Config("010", note="2020-01-01")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--optimizer.learning-rate 2e-3", Config(optimizer=Optimizer(learning_rate=2e-3))),
+        ("--optimizer.learning_rate=2e-3", Config(optimizer=Optimizer(learning_rate=2e-3))),
+        ("--optimizer.clip None", Config(optimizer=Optimizer(clip=None))),
+        ("--note none", Config(note=None)),
+        ("--note x", Config(note="x")),
+        ("--name none", Config(name="none")),
+        ("--name 1e5", Config(name="1e5")),
+        ("--name=--odd", Config(name="--odd")),
+        ("--optimizer.nesterov", Config(optimizer=Optimizer(nesterov=True))),
+        ("--optimizer.nesterov true --steps 3", Config(steps=3, optimizer=Optimizer(nesterov=True))),
+        ("--optimizer.nesterov False", Config()),
+        ("--rollout.template=true", Config(rollout=Rollout(template=True))),
+        ("--rollout.template auto", Config()),
+        ("--optimizer.betas 0.5 1", Config(optimizer=Optimizer(betas=(0.5, 1.0)))),
+        ("--rollout.urls http://a http://b", Config(rollout=Rollout(urls=("http://a", "http://b")))),
+        ("--rollout.urls a --rollout.urls", Config()),
+        ("--rollout.limits 3", Config(rollout=Rollout(limits=(3,)))),
+        ("--rollout.limits 3 --rollout.limits None", Config()),
+        ("--rollout.warmup.decay-period -3", Config(rollout=Rollout(warmup=Schedule("length_decay", -3)))),
+        ("--steps 3 --steps 4", Config(steps=4)),
+        ("--resume runs/x", Config(resume="runs/x")),
+    ],
+)
+def test_command_line_forms(words, expected):
+    assert load(*words.split()) == expected
+
+
+def test_the_command_line_can_complete_a_file_that_is_not_valid_alone(yaml_file):
+    file = yaml_file("name: x\nschedule: {kind: length_decay}")
+    assert refusal(file) == f"{file}:2: schedule: length_decay needs decay_period"
+    assert load(file, "--schedule.decay-period", "40").schedule == Schedule("length_decay", 40)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "optimizer: {learning_rat: 1}",
+            ":1: unknown key optimizer.learning_rat; did you mean optimizer.learning_rate?",
+        ),
+        ("optimizer: {lr: 0.5}", ":1: unknown key optimizer.lr; did you mean optimizer.learning_rate?"),
+        ("\nlearning_rate: 1", ":2: unknown key learning_rate; did you mean optimizer.learning_rate?"),
+        ("rollout: {kind: x}", ":1: unknown key rollout.kind; did you mean optimizer.kind?"),
+        ("rollout: {warmup: {kin: x}}", ":1: unknown key rollout.warmup.kin; did you mean rollout.warmup.kind?"),
+        ("schedule: {zzzz: 1}", ":1: unknown key schedule.zzzz; known keys: schedule.kind, schedule.decay_period"),
+        ("zz: 1", ":1: unknown key zz; known keys: name, steps, resume, note, optimizer, schedule, rollout"),
+        ("3: 1", ":1: unknown key 3; known keys: name, steps, resume, note, optimizer, schedule, rollout"),
+        ("steps: many", ':1: steps: expected a valid integer, got "many"'),
+        ("steps: 1.5", ":1: steps: expected a valid integer, got 1.5"),
+        ("steps: true", ":1: steps: expected a valid integer, got true"),
+        ("steps: 010", ':1: steps: expected a valid integer, got "010"'),
+        ("steps: [1]", ":1: steps: expected a valid integer, got [1]"),
+        ("steps: {a: 1}", ':1: steps: expected a valid integer, got {"a": 1}'),
+        ("steps:", ":1: steps: expected a valid integer, got null"),
+        ("name: 3", ":1: name: expected a valid string, got 3"),
+        ("optimizer:\n  learning_rate: '1e-4'", ':2: optimizer.learning_rate: expected a valid number, got "1e-4"'),
+        ("optimizer: {learning_rate: true}", ":1: optimizer.learning_rate: expected a valid number, got true"),
+        ("optimizer: {nesterov: 1}", ":1: optimizer.nesterov: expected a valid boolean, got 1"),
+        ("optimizer: {nesterov: yes}", ':1: optimizer.nesterov: expected a valid boolean, got "yes"'),
+        ("optimizer: {kind: adam}", ":1: optimizer.kind: expected 'adamw', 'sgd' or 'off', got \"adam\""),
+        ("rollout: {template: x}", ":1: rollout.template: expected a valid boolean or 'auto', got \"x\""),
+        ("optimizer: {betas: [1]}", ":1: optimizer.betas: expected 2 items, got [1]"),
+        ("optimizer: {betas: [1, 2, 3]}", ":1: optimizer.betas: expected 2 items, got [1, 2, 3]"),
+        ("optimizer: {betas: 1}", ":1: optimizer.betas: expected a valid array, got 1"),
+        ("rollout: {urls: [a, 3]}", ":1: rollout.urls: expected a valid string, got 3"),
+        ("rollout: {urls: &a [*a]}", ": not valid YAML: Circular reference detected"),
+        ("rollout: &a {urls: *a}", ": not valid YAML: "),
+        ("schedule: 3", ":1: schedule: expected a mapping with the keys kind, decay_period, got 3"),
+        ("schedule:", ":1: schedule: expected a mapping with the keys kind, decay_period, got null"),
+        ("- 1", ": expected a mapping, got [1]"),
+        ("# nothing", ": expected a mapping, got an empty file"),
+        ("steps: 1\n\nsteps: 2", ":3: not valid YAML: duplicate key steps"),
+        ("optimizer:\n  clip: 1\n  clip: 1", ":3: not valid YAML: duplicate key optimizer.clip"),
+        ("steps: 1\noptimizer: {clip: ", ":2: not valid YAML: expected the node content"),
+        ("name: !!python/name:os.system ''", ":1: not valid YAML: could not determine a constructor for the tag"),
+        ("steps: !!int x", ": not valid YAML: invalid literal for int()"),
+        ("---\nsteps: 1\n---\nsteps: 2", ":3: not valid YAML: but found another document"),
+        ("name: x\nsteps: 0", ":2: steps must be at least 1, got 0"),
+        ("optimizer: {learning_rate: -1}", ":1: optimizer.learning_rate must be positive, got -1.0"),
+        ("rollout: {warmup: {decay_period: null}}", ":1: rollout.warmup: length_decay needs decay_period"),
+        (f"steps: {'x' * 200}", f':1: steps: expected a valid integer, got "{"x" * 76}...'),
+    ],
+)
+def test_yaml_mistakes(yaml_file, text, message):
+    file = yaml_file(text)
+    assert refusal(file).startswith(file + message)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--steps many", 'command line: steps: expected a valid integer, got "many"'),
+        ("--steps 1e3", 'command line: steps: expected a valid integer, got "1e3"'),
+        ("--steps 3 4", 'command line: steps: expected a valid integer, got ["3", "4"]'),
+        ("--steps", "command line: steps: expected a valid integer, got nothing"),
+        ("--steps --name x", "command line: steps: expected a valid integer, got nothing"),
+        ("--name a b", 'command line: name: expected a valid string, got ["a", "b"]'),
+        ("--optimizer.kind adam", "command line: optimizer.kind: expected 'adamw', 'sgd' or 'off', got \"adam\""),
+        ("--optimizer.clip x", 'command line: optimizer.clip: expected a valid number, got "x"'),
+        ("--optimizer.betas 1", 'command line: optimizer.betas: expected a valid array, got "1"'),
+        ("--optimizer.nesterov=1", 'command line: optimizer.nesterov: expected a valid boolean, got "1"'),
+        (
+            "--optimizer.learning-rat 3",
+            "command line: unknown key optimizer.learning_rat; did you mean optimizer.learning_rate?",
+        ),
+        ("--learning-rate=3", "command line: unknown key learning_rate; did you mean optimizer.learning_rate?"),
+        ("--optimizer x", "command line: optimizer is a section: set its keys, as in --optimizer.KEY VALUE"),
+        ("--name x -y", "command line: unexpected argument '-y'"),
+        ("no/such.yaml", "no/such.yaml: No such file or directory"),
+        (
+            "--optimizer.learning-rate -1",
+            "command line: optimizer.learning_rate must be positive, got -1.0",
+        ),
+    ],
+)
+def test_command_line_mistakes(words, message):
+    assert refusal(*words.split()) == message
+
+
+def test_a_second_file_is_refused(yaml_file):
+    assert refusal(yaml_file("steps: 3"), "b.yaml") == "command line: unexpected argument 'b.yaml'"
+
+
+def test_a_program_can_ask_for_a_file(yaml_file):
+    def needs_file(*argv):
+        return load_config(Config, argv, prog="prog", description="", example="configs/quickstart.yaml")
+
+    for argv in ([], ["--steps", "3"]):
+        with pytest.raises(
+            ConfigError, match=r"give a configuration first, as in: prog configs/quickstart\.yaml \(--h"
+        ):
+            needs_file(*argv)
+    assert needs_file(yaml_file("steps: 3")) == Config(steps=3)
+    with pytest.raises(SystemExit, match="0"):
+        needs_file("-h")
+
+
+def test_unreadable_files(tmp_path):
+    (tmp_path / "latin").write_bytes(b"name: \xff")
+    assert "not valid YAML: 'utf-8' codec" in refusal(str(tmp_path / "latin"))
+    assert "Is a directory" in refusal(str(tmp_path))
+    (tmp_path / "control").write_bytes(b"name: \x01")
+    assert "not valid YAML" in refusal(str(tmp_path / "control"))
+
+
+def test_help_explains_and_shows_the_values_of_the_file(yaml_file, capsys):
+    with pytest.raises(SystemExit) as caught:
+        load(yaml_file("optimizer: {learning_rate: 0.25}\nschedule: {kind: length_decay}"), "--steps", "many", "--help")
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    for part in ("python -m rljax.example [CONFIG.yaml]", "An example.", "--optimizer.learning-rate", "length_decay"):
+        assert part in shown
+    assert "peak rate, per update (default: 0.25)" in shown
+    assert "updates between halvings" in shown
+
+
+def documented(section: type) -> set[str]:
+    """The fields of a dataclass that have a string literal under them."""
+    body = ast.parse(inspect.getsource(section)).body[0].body
+    pairs = itertools.pairwise(body)
+    return {a.target.id for a, b in pairs if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}
+
+
+def test_every_setting_of_a_run_is_explained_under_its_field():
+    waiting = [RealConfig()]
+    while waiting:
+        section = waiting.pop()
+        values = {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
+        inner = {name for name, value in values.items() if dataclasses.is_dataclass(value)}
+        assert set(values) - inner <= documented(type(section)), type(section)
+        waiting += [values[name] for name in inner]
+
+
+def test_a_file_is_laid_over_its_base_and_the_command_line_over_both(yaml_file):
+    yaml_file("optimizer: {clip: 2.0, betas: [0.1, 0.2]}\nschedule: {decay_period: 3}", "grand.yaml")
+    yaml_file("base: grand.yaml\noptimizer: {betas: [0.3, 0.4]}", "parent.yaml")
+    child = yaml_file("base: parent.yaml\noptimizer: {clip: null}\nsteps: 4\n", "child.yaml")
+    expected = Config(steps=4, optimizer=Optimizer(clip=None, betas=(0.3, 0.4)), schedule=Schedule(decay_period=3))
+    assert load(child) == expected
+    assert load(child, "--optimizer.clip", "9").optimizer == Optimizer(clip=9.0, betas=(0.3, 0.4))
+
+
+def test_the_name_of_a_base_is_relative_to_the_file_not_to_the_caller(yaml_file, monkeypatch):
+    yaml_file("steps: 5", "setup.yaml")
+    arm = yaml_file("base: ../setup.yaml\n", "arms/one.yaml")
+    monkeypatch.chdir("/")
+    assert load(arm) == Config(steps=5)
+
+
+def test_what_is_written_back_needs_no_base(yaml_file):
+    yaml_file("steps: 5", "setup.yaml")
+    config = load(yaml_file("base: setup.yaml\nnote: x", "arm.yaml"))
+    assert load(yaml_file(config_to_yaml(config), "elsewhere/config.yaml")) == config == Config(steps=5, note="x")
+
+
+@pytest.mark.parametrize(
+    ("arm", "line"),
+    [
+        ("base: gone.yaml\n", "arm.yaml:1: base: {dir}/gone.yaml does not exist"),
+        ("steps: 1\nbase: arm.yaml\n", "arm.yaml:2: base: {dir}/arm.yaml leads back to itself"),
+        ("base: round.yaml\n", "round.yaml:1: base: {dir}/arm.yaml leads back to itself"),
+        ("base: [a]\n", 'arm.yaml:1: base: expected the name of a file, got ["a"]'),
+        ("base:\n", "arm.yaml:1: base: expected the name of a file, got null"),
+        ("base: fine.yaml\nbase: fine.yaml\n", "arm.yaml:2: not valid YAML: duplicate key base"),
+        ("base: wrong.yaml\nname: x", "wrong.yaml:2: unknown key optimizer.rat"),
+        ("base: worse.yaml\nname: x", "worse.yaml:1: steps: expected a valid integer"),
+        ("optimizer: {base: fine.yaml}\n", "arm.yaml:1: unknown key optimizer.base"),
+    ],
+)
+def test_a_mistake_names_the_file_it_is_in(yaml_file, tmp_path, arm, line):
+    yaml_file("base: arm.yaml\n", "round.yaml")
+    yaml_file("steps: 2\n", "fine.yaml")
+    yaml_file("optimizer:\n  rat: 1\n", "wrong.yaml")
+    yaml_file("steps: x\n", "worse.yaml")
+    assert line.format(dir=tmp_path) in refusal(yaml_file(arm, "arm.yaml"))
+
+
+def test_a_configuration_with_a_key_named_base_keeps_it(yaml_file):
+    assert load(yaml_file("base: mine\n"), root=HasBase) == HasBase("mine")
+
+
+words = [
+    "",
+    "~",
+    "null",
+    "yes",
+    "off",
+    "1e-4",
+    "010",
+    "1:30",
+    "2020-01-01",
+    "<<",
+    "=",
+    "- a",
+    "a: b",
+    "#",
+    "1_000",
+    "&a",
+]
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(words)
+floats = st.floats(allow_nan=False)
+configs = st.builds(
+    Config,
+    name=text,
+    steps=st.integers(1, 2**80),
+    resume=text,
+    note=st.none() | text,
+    optimizer=st.builds(
+        Optimizer,
+        learning_rate=st.floats(min_value=0, exclude_min=True),
+        clip=st.none() | floats,
+        kind=st.sampled_from(["adamw", "sgd", "off"]),
+        nesterov=st.booleans(),
+        betas=st.tuples(floats, floats),
+    ),
+    schedule=st.builds(Schedule, kind=st.sampled_from(["constant", "length_decay"]), decay_period=st.integers()),
+    rollout=st.builds(
+        Rollout,
+        urls=st.lists(text, max_size=3).map(tuple),
+        limits=st.none() | st.lists(st.integers(), max_size=3).map(tuple),
+        template=st.sampled_from([True, False, "auto"]),
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(configs)
+def test_the_yaml_form_reads_back_equal(tmp_path_factory, config):
+    path = tmp_path_factory.mktemp("yaml") / "config.yaml"
+    path.write_text(config_to_yaml(config), encoding="utf-8")
+    back = load(str(path))
+    assert back == config
+    assert config_to_yaml(back) == config_to_yaml(config)
+
+
+def test_numbers_that_are_not_finite_read_back(yaml_file):
+    back = load(yaml_file(config_to_yaml(Config(optimizer=Optimizer(clip=math.nan, betas=(math.inf, -math.inf))))))
+    assert math.isnan(back.optimizer.clip)
+    assert back.optimizer.betas == (math.inf, -math.inf)

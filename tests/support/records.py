@@ -1,0 +1,51 @@
+"""Small records of runs for the tests of reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rljax.compare.dump import ColumnSource, TokenDump, make_dump
+
+BUCKETS = {"lt_64": (64, 1e-4), "64_to_256": (192, 2e-4), "ge_256": (100, 8e-4)}
+
+
+def record_row(step, factor=1.0, *, surge=None, period=None):
+    """A row whose mismatch is ``factor`` times 1e-3, with an evaluation on every second step."""
+    row = {
+        "step": step,
+        "reward/mean": 0.01 * step,
+        "response_length/mean": 7.0 + step,
+        "schedule/learning_rate": 1e-4,
+        "schedule/surge_step": surge if surge and step >= surge else None,
+        "schedule/decay_period": period if period and step >= (surge or 1) else None,
+        "optimizer/grad_norm": 0.5,
+        "policy/entropy": 0.25,
+        "mismatch/log_ppl_abs_diff": 1e-3 * factor,
+    }
+    for name, (tokens, kl) in BUCKETS.items():
+        prefix = f"mismatch_position/{name}/"
+        row |= {prefix + "token_count": tokens, prefix + "k3_kl": kl * factor, prefix + "kl": -kl}
+    return row | ({"eval/aime24/accuracy": 0.2} if step % 2 == 0 else {})
+
+
+def write_record(directory: Path, rows) -> Path:
+    """A run directory that holds these rows."""
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def small_dump() -> TokenDump:
+    """Responses of 1 and 2 tokens whose log-ratios are -0.25, and 0.5 - 1.0; the third token has no number."""
+    rollout = [[None, -1.0], [None, -1.0, -1.0, None]]
+    trainer = [[None, -1.25], [None, -0.5, -2.0, -1.0]]
+    source = ColumnSource("jax", "float32", "", 1.0)
+    return make_dump(
+        ["a", "b"],
+        [[5, 6], [5, 6, 7, 8]],
+        [[False, True], [False, True, True, True]],
+        {"rollout": rollout, "trainer": trainer},
+        {"rollout": source, "trainer": source},
+        {},
+    )
