@@ -42,4 +42,5 @@ fi
 
 bash launch/install_vllm.sh
 dtype="$("$RLJAX_BIN/python" tools/show_config.py rollout.dtype configs/quickstart.yaml "$@")"
+export RLJAX_VENV="${RLJAX_BIN%/bin}"
 exec bash launch/single_node.sh configs/quickstart.yaml -- --run.dir "runs/quickstart-vllm-$dtype" "$@"

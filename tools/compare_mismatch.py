@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -72,6 +72,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-response-tokens", metavar="N", type=int, default=256, help="(default: 256)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
     parser.add_argument("--columns", metavar="NAME", nargs="+", help="of TOKENS, those to compare (default: all)")
+    parser.add_argument(
+        "--trainer", metavar="NAME", action="append", default=[], help="a column that is a trainer's; may be repeated"
+    )
+    parser.add_argument(
+        "--rollout",
+        "--engine",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a column that is a rollout engine's; may be repeated",
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="of the draw and of the scores (default: 1)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences at a time (default: 8)")
     parser.add_argument("--no-second-run", action="store_true", help="do not score twice for the noise floor")
@@ -137,10 +148,15 @@ def sequences(options: argparse.Namespace) -> TokenDump:
         return sample_responses(dump, options.model, options.sample, config, progress=bar.update)
 
 
-def in_order(dump: TokenDump, kept: Sequence[str], scored: Sequence[str]) -> list[str]:
-    """The columns to compare; the one that the responses were drawn with comes last, in the rollout's place."""
-    names = [name for name in dict.fromkeys([*kept, *scored]) if not name.endswith(SECOND_RUN)]
-    return sorted(names, key=lambda name: name == dump.sampling.get("column"))
+def named_roles(options: argparse.Namespace, columns: Collection[str]) -> dict[str, str]:
+    """Column -> role, as the command line says."""
+    roles = dict.fromkeys(options.trainer, "trainer") | dict.fromkeys(options.rollout, "rollout")
+    if len(roles) < len(set(options.trainer)) + len(set(options.rollout)):
+        raise ConfigError("a column cannot be both --trainer and --rollout")
+    unknown = sorted(set(roles) - set(columns))
+    if unknown:
+        raise ConfigError(f"--trainer and --rollout: no column {unknown[0]!r}, but {', '.join(sorted(columns))}")
+    return roles
 
 
 def draw(comparison: Comparison, path: Path) -> None:
@@ -206,7 +222,8 @@ def main(argv: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         dump = sequences(options)
         write_dump(options.out / "tokens.parquet", dump)
-    kept = options.columns if options.columns is not None else list(dump.logprobs)
+    kept = options.columns if options.columns is not None else sorted(dump.logprobs)
+    roles = named_roles(options, {*dump.logprobs, *columns.values()})
     try:
         for more in scored(dump, jobs(dump, columns, options), options):
             dump = more
@@ -214,11 +231,11 @@ def main(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, ConfigError) as error:
         stopped = error
     done = [column for column in columns.values() if column in dump.logprobs]
-    names = in_order(dump, kept, done)
+    names = [name for name in dict.fromkeys([*kept, *done]) if not name.endswith(SECOND_RUN)]
     if stopped is not None and len(names) < 2:
         raise stopped
     with caller_errors():
-        comparison = compare_columns(dump, names)
+        comparison = compare_columns(dump.with_roles({name: roles[name] for name in names if name in roles}), names)
     (options.out / "report.md").write_text(to_markdown(comparison), encoding="utf-8")
     (options.out / "report.json").write_text(to_json(comparison), encoding="utf-8")
     draw(comparison, options.out / "report.png")

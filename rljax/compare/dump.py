@@ -25,6 +25,9 @@ import pyarrow.parquet as pq
 FORMAT_VERSION = 1
 """Written into every file; a reader refuses any other."""
 
+ROLES = ("trainer", "rollout")
+"""What a column can be in the formulas of the mismatch: the trainer's forward, or the engine that sampled."""
+
 _KEY = b"rljax.dump"
 _PREFIX = "logprobs/"
 _PLAIN = {"sequence_id": pa.string(), "token_ids": pa.list_(pa.int32()), "response_mask": pa.list_(pa.bool_())}
@@ -40,14 +43,18 @@ class ColumnSource:
       weights_hash: of the weights, as ``compare.weights.weights_hash`` gives it ("sha256:..."), or any other name;
         hashes are compared with hashes and names with names.
       temperature: of the distribution the numbers are of: 1 for raw ones, the sampling temperature for processed ones.
+      role: "trainer" or "rollout", its place in the formulas of the mismatch.
     """
 
     engine: str = ""
     dtype: str = ""
     weights_hash: str = ""
     temperature: float | None = None
+    role: str = ""
 
     def __post_init__(self) -> None:
+        if self.role and self.role not in ROLES:
+            raise ValueError(f"role of a column must be one of {', '.join(ROLES)} or empty, got {self.role!r}")
         if self.temperature is not None and not 0.0 < self.temperature < math.inf:
             raise ValueError(f"temperature of a column must be positive and finite, got {self.temperature}")
 
@@ -62,7 +69,8 @@ class TokenDump:
       response_mask: n bool vectors [t], True on response tokens; holes are allowed.
       logprobs: column name -> n float32 vectors [t] (nats), NaN where the engine gave none.
       sources: column name -> where it comes from; every column has one.
-      sampling: JSON values: temperature, top_p, top_k, seed and whatever else fixed the draw.
+      sampling: JSON values: temperature, top_p, top_k, seed and whatever else fixed the samples; ``column`` names the
+        column that the tokens were sampled with.
     """
 
     sequence_ids: tuple[str, ...]
@@ -86,6 +94,22 @@ class TokenDump:
             if not column:
                 raise ValueError("a column must have a name, got an empty string")
             _check_vectors(f"column {column!r}", vectors, self.sequence_ids, self.token_ids)
+
+    def role(self, name: str) -> str:
+        """What column ``name`` is: "trainer", "rollout", or an empty string when nothing says.
+
+        Its source says it, or ``sampling`` does, or the name itself is one of the two.
+        """
+        if self.sources[name].role:
+            return self.sources[name].role
+        if name == self.sampling.get("column"):
+            return "rollout"
+        return name if name in ROLES else ""
+
+    def with_roles(self, roles: Mapping[str, str]) -> TokenDump:
+        """This dump with the roles of the columns named in ``roles`` declared."""
+        declared = {name: dataclasses.replace(self.sources[name], role=role) for name, role in roles.items()}
+        return dataclasses.replace(self, sources={**self.sources, **declared})
 
     def with_column(self, name: str, vectors: Sequence[np.ndarray], source: ColumnSource) -> TokenDump:
         """This dump and one more column, or another in the place of the one of that name."""

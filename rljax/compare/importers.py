@@ -53,8 +53,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> TokenDump:
     A sequence is ``{"sequence_id": ..., "token_ids": [...], "response_mask": [...], "logprobs": {column: [...]}}``;
     instead of ``token_ids`` and ``response_mask`` it may have ``prompt_ids`` and ``response_ids``, and its columns may
     then cover the response only. ``sequence_id`` defaults to the sequence's number, from 0. null is "no number here".
-    The header is ``{"rljax_tokens": 1, "columns": {column: {engine, dtype, weights_hash, temperature}}, "sampling":
-    {...}}``, every part of it optional.
+    The header is ``{"rljax_tokens": 1, "columns": {column: {engine, dtype, weights_hash, temperature, role}},
+    "sampling": {...}}``, every part of it optional.
 
     Raises:
       OSError: there is no such file.
@@ -114,7 +114,10 @@ def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
                 )
             except KeyError as error:
                 raise ValueError(f"{file}:{line}: field {error} of prime-rl's token export is missing") from error
-    sources = {"trainer": ColumnSource(engine="prime-rl trainer"), "inference": ColumnSource(engine="vllm")}
+    sources = {
+        "trainer": ColumnSource(engine="prime-rl trainer", role="trainer"),
+        "inference": ColumnSource(engine="vllm", role="rollout"),
+    }
     return _assemble(place, sequences, sources, {})
 
 

@@ -19,6 +19,7 @@ SECOND_RUN = "@2"
 """Ending of the column that is the second run of the scorer whose column has the name before it."""
 
 POSITION_EDGES = (16, 64, 256, 1024, 4096, 16384)
+_PLACES = ("trainer", "", "rollout")  # roles in the order in which a pair's columns stand
 MATRIX_METRICS = ("logprob_abs_diff_mean", "k3_kl", "log_ppl_abs_diff")
 
 
@@ -29,6 +30,8 @@ class Pair:
     Attributes:
       trainer: column in the trainer's place of every formula.
       rollout: column in the rollout engine's place.
+      roles_known: whether the roles of the columns say so. When they do not, the columns stand as they were named, and
+        the sign of ``kl`` and the direction of ``k3_kl`` may be the opposite of what is meant.
       metrics: what ``mismatch_metrics`` gives.
       growth: position bucket -> token_count, k3_kl, logprob_abs_diff_mean; buckets without a token are left out.
       verdict: what is to be thought of it.
@@ -36,6 +39,7 @@ class Pair:
 
     trainer: str
     rollout: str
+    roles_known: bool
     metrics: dict[str, float]
     growth: dict[str, dict[str, float]]
     verdict: Verdict
@@ -46,8 +50,8 @@ class Comparison:
     """All pairs of a dump's columns, and what each scorer differs from itself.
 
     Attributes:
-      sources: column -> where it comes from, in the order of the matrix; second runs are left out.
-      pairs: every two columns once, the earlier one in the trainer's place.
+      sources: column -> where it comes from and its role, in the order of the matrix; second runs are left out.
+      pairs: every two columns once.
       floors: column -> metrics between its two runs, where there is a second one.
     """
 
@@ -64,21 +68,29 @@ class Comparison:
 def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None) -> Comparison:
     """Compares every two of the columns (all of them unless named).
 
+    A pair's places follow from the roles of its columns (``TokenDump.role``): a trainer stands before a column without
+    a role, and that before a rollout engine. Two columns of one role, or of none, stand in the order of ``columns``, or
+    by name when that is None, and the pair says that its roles are not known. The order of the columns in a file
+    changes no number.
+
     Raises:
       ValueError: a named column is not there, or there are fewer than two.
     """
-    names = list(columns) if columns is not None else [c for c in dump.logprobs if not c.endswith(SECOND_RUN)]
-    missing = [name for name in names if name not in dump.logprobs]
+    given = list(columns) if columns is not None else sorted(c for c in dump.logprobs if not c.endswith(SECOND_RUN))
+    missing = [name for name in given if name not in dump.logprobs]
     if missing:
         raise ValueError(f"no column {missing[0]!r} in the dump, which has {sorted(dump.logprobs)}")
-    if len(set(names)) != len(names) or len(names) < 2:
-        raise ValueError(f"a comparison needs at least two columns, each once, got {names}")
+    if len(set(given)) != len(given) or len(given) < 2:
+        raise ValueError(f"a comparison needs at least two columns, each once, got {given}")
+    roles = {name: dump.role(name) for name in given}
+    names = sorted(given, key=lambda name: _PLACES.index(roles[name]))
     mask = _pad(dump.response_mask, False)
     arrays = {name: _pad(vectors, np.nan) for name, vectors in dump.logprobs.items()}
     pairs = [
         Pair(
             a,
             b,
+            roles[a] != roles[b],
             mismatch_metrics(arrays[a], arrays[b], mask),
             _growth(arrays[a], arrays[b], mask),
             judge(arrays[a], arrays[b], mask, dump.sources[a], dump.sources[b]),
@@ -90,7 +102,8 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None) -> Co
         for name in names
         if name + SECOND_RUN in arrays
     }
-    return Comparison({name: dump.sources[name] for name in names}, pairs, floors)
+    sources = {name: dataclasses.replace(dump.sources[name], role=roles[name]) for name in names}
+    return Comparison(sources, pairs, floors)
 
 
 def to_json(comparison: Comparison) -> str:
@@ -106,12 +119,14 @@ def to_json(comparison: Comparison) -> str:
 
 def to_markdown(comparison: Comparison) -> str:
     """The tables as Markdown."""
-    return "\n\n".join(f"## {title}\n\n{_markdown_table(rows)}" for title, rows in _tables(comparison)) + "\n"
+    parts = [f"## {title}\n\n{_markdown_table(rows)}" for title, rows in _tables(comparison)]
+    return "\n\n".join([*parts, *_unknown_roles(comparison)]) + "\n"
 
 
 def to_text(comparison: Comparison) -> str:
     """The tables for a terminal."""
-    return "\n\n".join(f"{title}\n{_text_table(rows)}" for title, rows in _tables(comparison)) + "\n"
+    parts = [f"{title}\n{_text_table(rows)}" for title, rows in _tables(comparison)]
+    return "\n\n".join([*parts, *_unknown_roles(comparison)]) + "\n"
 
 
 def _pad(vectors: Sequence[np.ndarray], fill: float) -> np.ndarray:
@@ -153,16 +168,30 @@ def _tables(comparison: Comparison) -> list[tuple[str, _Rows]]:
     return tables
 
 
+def _unknown_roles(comparison: Comparison) -> list[str]:
+    """One paragraph about the columns that share a role, or none."""
+    groups = [[name for name, source in comparison.sources.items() if source.role == role] for role in _PLACES]
+    unordered = "; ".join(", ".join(group) for group in groups if len(group) > 1)
+    if not unordered:
+        return []
+    return [
+        f"Nothing says which of these columns is the trainer's and which the rollout engine's: {unordered}. In each "
+        "pair of them the first was taken as the trainer's. The other way round kl and log_ppl_diff change their sign, "
+        "and k3_kl and the numbers beside the limits change their value. --trainer NAME and --rollout NAME say it."
+    ]
+
+
 def _columns_table(comparison: Comparison) -> tuple[str, _Rows]:
-    rows = [["column", "engine", "dtype", "weights", "temperature"]]
+    rows = [["column", "role", "engine", "dtype", "weights", "temperature"]]
     for name, source in comparison.sources.items():
         temperature = "?" if source.temperature is None else f"{source.temperature:g}"
-        rows.append([name, source.engine or "?", source.dtype or "?", source.weights_hash[:19] or "?", temperature])
+        known = (source.role, source.engine, source.dtype, source.weights_hash[:19])
+        rows.append([name, *(text or "?" for text in known), temperature])
     return "Columns", rows
 
 
 def _matrix(comparison: Comparison, metric: str) -> tuple[str, _Rows]:
-    """Row: trainer's place, column: rollout's; below the diagonal nothing, on it the noise floor."""
+    """Row: the trainer's place, column: the rollout's; below the diagonal nothing, on it the noise floor."""
     names = list(comparison.sources)
     cells = {(pair.trainer, pair.rollout): f"{pair.metrics[metric]:.3g}" for pair in comparison.pairs}
     cells |= {(name, name): f"({floor[metric]:.3g})" for name, floor in comparison.floors.items()}

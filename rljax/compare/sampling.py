@@ -90,7 +90,7 @@ def sample_responses(
     responses = list(engine.generate(prompts, how.responses, sampling, seed=how.seed))
     engine.close()
     progress(len(responses))
-    source = ColumnSource(f"jax {jax.__version__} decode", argument, weights_hash(model), how.temperature)
+    source = ColumnSource(f"jax {jax.__version__} decode", argument, weights_hash(model), how.temperature, "rollout")
     return _as_dump(dump.sequence_ids, prompts, responses, spec, source, how)
 
 

@@ -89,7 +89,8 @@ def score_column(
     vectors = _in_batches(make(Path(model), argument, temperature, dump), dump, batch_size, progress)
     hf = version("transformers") if kind == "hf" else ""
     engine = _ENGINES[kind].format(jax=jax.__version__, hf=hf)
-    return vectors, ColumnSource(engine, argument, weights_hash(model), temperature)
+    role = "rollout" if kind == "jax-decode" else ""
+    return vectors, ColumnSource(engine, argument, weights_hash(model), temperature, role)
 
 
 def open_server(url: str) -> contextlib.closing[ServedModel]:
@@ -118,7 +119,7 @@ def server_source(info: ServerInfo, kind: str, temperature: float | None) -> Col
     """What a column of the server's is; ``kind`` ends the engine's name. Weights published to it have no known hash."""
     readable = info.has_first_weights and any(Path(info.root).glob("*.safetensors"))
     known_hash = weights_hash(info.root) if readable else ""
-    return ColumnSource(f"vllm {info.version} {kind}".strip(), info.dtype, known_hash, temperature)
+    return ColumnSource(f"vllm {info.version} {kind}".strip(), info.dtype, known_hash, temperature, "rollout")
 
 
 def _in_batches(score: Score, dump: TokenDump, batch_size: int, progress: Callable[[int], object]) -> list[np.ndarray]:

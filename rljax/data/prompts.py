@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,12 +194,15 @@ class PromptStream:
             raise ValueError(f"a batch takes {batch_size} problems, but there are only {len(problems)}")
         if batch_size % process_count or not 0 <= process < process_count:
             raise ValueError(f"process {process} of {process_count} has no even share of batch_size = {batch_size}")
-        import grain  # with orbax half a second, which the start of a command does not wait for
-
-        self._dataset: Any = grain.MapDataset.source(problems).seed(seed).shuffle().repeat()
-        self._batch_size = batch_size
+        self._problems, self._seed, self._batch_size = problems, seed, batch_size
         self._share = range(process, batch_size, process_count)
         self._batches = 0
+
+    @functools.cached_property
+    def _dataset(self) -> Any:
+        import grain  # with orbax half a second, which the start of a command does not wait for
+
+        return grain.MapDataset.source(self._problems).seed(self._seed).shuffle().repeat()
 
     def next_batch(self) -> list[Problem]:
         """This process's share of the next ``batch_size`` problems."""

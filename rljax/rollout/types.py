@@ -73,8 +73,11 @@ class VerifyFloors:
     """
 
     bfloat16: float = 2e-2
+    """Lowest band (nats) of a server in bfloat16."""
     float16: float = 2.5e-3
+    """Lowest band (nats) of a server in float16."""
     float32: float = 1e-5
+    """Lowest band (nats) of a server in float32."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,11 @@ class VerifyCeilings:
     """Mean |server - trainer| per token (nats) above which calibration is refused."""
 
     bfloat16: float = 8e-2
+    """Highest band (nats) of a server in bfloat16."""
     float16: float = 1e-2
+    """Highest band (nats) of a server in float16."""
     float32: float = 1e-3
+    """Highest band (nats) of a server in float32."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class VerifyConfig:
     """How a publish is proven: the server generates from probe prompts, and the trainer scores the same tokens."""
 
     prompts: int = 4
-    """Probe prompts."""
+    """Number of probe prompts."""
     tokens: int = 16
     """Tokens generated from each; the statistic is a mean over ``prompts * tokens`` of them."""
     rounds: int = 3
@@ -103,7 +109,7 @@ class VerifyConfig:
     ceilings: VerifyCeilings = field(default_factory=VerifyCeilings)
     """Highest band by dtype."""
     seed: int = 0
-    """Of the probe prompts."""
+    """Seed of the probe prompts."""
 
     def __post_init__(self) -> None:
         for name in ("prompts", "tokens", "rounds", "factor"):

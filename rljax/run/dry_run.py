@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh, AxisType
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
-from rljax.policy.qwen3 import cast_params
 from rljax.run.build import batch_shape, make_update
 from rljax.run.config import Config
 from rljax.sharding import MESH_AXES, MeshConfig
@@ -79,28 +78,25 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
     dynamic = config.precision.compute_dtype == "float16"
     state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic)
 
-    def as_dtype(dtype: str) -> Any:
-        shapes = jax.eval_shape(lambda p: cast_params(p, jnp.dtype(dtype)), state.params)
-        return jax.tree.map(
-            lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
-            shapes,
-            state.params,
-        )
-
-    trees = {
-        "masters": state.params,
-        "moments": state.opt_state,
-        "gradients": state.params,
-        f"{config.precision.compute_dtype} copy": as_dtype(config.precision.compute_dtype),
+    copy_dtype = jnp.dtype(config.precision.compute_dtype)
+    trees: dict[str, tuple[Any, int | None]] = {
+        "masters": (state.params, None),
+        "moments": (state.opt_state, None),
+        "gradients": (state.params, None),
+        f"{copy_dtype} copy": (state.params, copy_dtype.itemsize),
     }
     if config.loss.kl != "none":
-        trees["reference policy"] = state.params
-    return {name: (_bytes(tree, sharded=False), _bytes(tree, sharded=True)) for name, tree in trees.items()}
+        trees["reference policy"] = (state.params, None)
+    return {
+        name: (_bytes(tree, itemsize, sharded=False), _bytes(tree, itemsize, sharded=True))
+        for name, (tree, itemsize) in trees.items()
+    }
 
 
-def _bytes(tree: Any, *, sharded: bool) -> int:
+def _bytes(tree: Any, itemsize: int | None, *, sharded: bool) -> int:
+    """Bytes of a tree's leaves, or of one device's part of them; ``itemsize``: as if each element had so many bytes."""
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape) if sharded else leaf.shape) * leaf.dtype.itemsize
+        math.prod(leaf.sharding.shard_shape(leaf.shape) if sharded else leaf.shape) * (itemsize or leaf.dtype.itemsize)
         for leaf in jax.tree.leaves(tree)
     )
 

@@ -18,7 +18,7 @@ def small_dump():
         [[5, 6, 7], [8, 2]],
         [[False, True, True], [False, True]],
         {"trainer": [[None, -0.5, -np.inf], [None, -1.25]], "rollout": [[0.0, -0.5, -3.0], [0.0, -1.0]]},
-        {"rollout": ColumnSource("vllm", "bfloat16", "sha256:12", 0.7)},
+        {"rollout": ColumnSource("vllm", "bfloat16", "sha256:12", 0.7, "rollout")},
         {"temperature": 0.7, "top_p": 1.0},
     )
 
@@ -114,6 +114,24 @@ def test_a_temperature_must_be_positive():
         ColumnSource(temperature=0.0)
 
 
+def test_an_unknown_role_is_refused():
+    with pytest.raises(ValueError, match="one of trainer, rollout or empty, got 'engine'"):
+        ColumnSource(role="engine")
+
+
+def test_a_file_of_before_roles_is_read(tmp_path):
+    """The metadata of a column of such a file has no field ``role``."""
+    path = write_dump(tmp_path / "x.parquet", small_dump())
+    table = pq.read_table(path)
+    note = json.loads(table.schema.metadata[b"rljax.dump"])
+    for source in note["columns"].values():
+        del source["role"]
+    pq.write_table(table.replace_schema_metadata({"rljax.dump": json.dumps(note)}), path)
+    dump = read_dump(path)
+    assert dump.sources["rollout"] == ColumnSource("vllm", "bfloat16", "sha256:12", 0.7)
+    assert (dump.role("rollout"), dump.role("trainer")) == ("rollout", "trainer")
+
+
 def write_lines(path, *records):
     path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
     return path
@@ -174,6 +192,7 @@ def test_prime_rl_export_as_file_and_as_directory(tmp_path):
         dump = read_tokens(place)
         assert dump.sequence_ids == ("3/0/0", "r/3/0/1")
         np.testing.assert_array_equal(dump.logprobs["trainer"][0], np.float32([np.nan, -0.25, -0.75]))
+        assert (dump.role("trainer"), dump.role("inference")) == ("trainer", "rollout")
         np.testing.assert_array_equal(dump.logprobs["inference"][1], np.float32([0.0, -0.25, -0.5]))
         np.testing.assert_array_equal(dump.response_mask[0], [False, True, True])
 

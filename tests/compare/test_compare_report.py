@@ -81,6 +81,7 @@ def test_json_markdown_and_text_say_the_same():
         "dtype": "bfloat16",
         "weights_hash": "sha256:aa",
         "temperature": 1,
+        "role": "",
     }
     gap = plain["pairs"][1]["metrics"]["logprob_abs_diff_mean"]
     for text in (to_markdown(comparison), to_text(comparison)):
@@ -187,10 +188,75 @@ def test_a_mistake_is_said_in_one_line(tool, tmp_path, capsys, arguments, messag
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_drawn_column_takes_the_rollouts_place(tool):
-    dump = make_dump(["x"], [[1, 2]], [[False, True]], {"d": [[0, -1]]}, sampling={"column": "d"})
-    assert tool["in_order"](dump, ["d", "a", "a@2"], ["b", "a"]) == ["a", "b", "d"]
-    assert tool["in_order"](dump, ["a"], ["b"]) == ["a", "b"]
+def two_tokens(order, roles=None, sampling=None):
+    """One response of two tokens in columns of the names of ``order``, written in that order.
+
+    The first of the names by the alphabet has probabilities (e^-1, e^-2), the second (e^-1.5, e^-4).
+    """
+    values = dict(zip(sorted(order), ([-1.0, -2.0], [-1.5, -4.0]), strict=True))
+    sources = {name: ColumnSource(role=role) for name, role in (roles or {}).items()}
+    return make_dump(["x"], [[5, 6]], [[True] * 2], {name: [values[name]] for name in order}, sources, sampling)
+
+
+# With the trainer at (-1, -2) and the engine at (-1.5, -4), log ratios are 0.5 and 2: kl is -1.25 and k3_kl is
+# (e^0.5 - 1.5 + e^2 - 3) / 2. The other way round kl is 1.25 and k3_kl (e^-0.5 - 0.5 + e^-2 + 1) / 2.
+FORWARD = (-1.25, (np.exp(0.5) - 1.5 + np.exp(2.0) - 3.0) / 2)
+BACKWARD = (1.25, (np.exp(-0.5) - 0.5 + np.exp(-2.0) + 1.0) / 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "roles", "sampling", "trainer", "known", "expected"),
+    [
+        (("rollout", "trainer"), {}, None, "trainer", True, BACKWARD),
+        (("p", "q"), {"p": "trainer", "q": "rollout"}, None, "p", True, FORWARD),
+        (("p", "q"), {"p": "rollout"}, None, "q", True, BACKWARD),
+        (("p", "q"), {"q": "trainer"}, None, "q", True, BACKWARD),
+        (("p", "q"), {}, {"column": "p"}, "q", True, BACKWARD),
+        (("p", "q"), {"p": "trainer"}, {"column": "p"}, "p", True, FORWARD),
+        (("p", "q"), {}, None, "p", False, FORWARD),
+        (("p", "q"), {"p": "rollout", "q": "rollout"}, None, "p", False, FORWARD),
+    ],
+)
+@pytest.mark.parametrize("step", [1, -1])
+def test_roles_and_not_the_order_in_the_file_decide(tmp_path, names, roles, sampling, trainer, known, expected, step):
+    dump = two_tokens(names[::step], roles, sampling)
+    comparison = compare_columns(read_dump(write_dump(tmp_path / "t", dump)))
+    (pair,) = comparison.pairs
+    assert (pair.trainer, pair.roles_known) == (trainer, known)
+    assert (pair.metrics["kl"], pair.metrics["k3_kl"]) == pytest.approx(expected, rel=1e-12)
+    for text in (to_text(comparison), to_markdown(comparison)):
+        assert ("Nothing says which of these columns is the trainer's" in text) == (not known)
+
+
+def test_columns_without_roles_stand_as_they_are_named():
+    (pair,) = compare_columns(two_tokens("pq"), ["q", "p"]).pairs
+    assert (pair.trainer, pair.rollout, pair.roles_known) == ("q", "p", False)
+
+
+def test_columns_of_one_role_are_listed_together():
+    dump = noisy_dump().with_roles({"a": "trainer", "b": "rollout"})
+    dump = dump.with_column("r", dump.logprobs["c"], ColumnSource(role="rollout"))
+    comparison = compare_columns(dump)
+    assert list(comparison.sources) == ["a", "c", "b", "r"]
+    assert [pair.roles_known for pair in comparison.pairs] == [True] * 5 + [False]
+    assert "the rollout engine's: b, r." in to_text(comparison)
+
+
+def test_a_role_is_named_on_the_command_line(tool, tmp_path, capsys):
+    path = write_dump(tmp_path / "t", two_tokens("pq"))
+    arguments = [str(path), "--out", str(tmp_path / "out")]
+    assert run_cli(tool["main"], [*arguments, "--trainer", "q"]) == 1
+    (pair,) = json.loads((tmp_path / "out" / "report.json").read_text())["pairs"]
+    assert (pair["trainer"], pair["metrics"]["kl"], pair["roles_known"]) == ("q", BACKWARD[0], True)
+    assert run_cli(tool["main"], [*arguments, "--engine", "p"]) == 1
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["pairs"] == [pair]
+    assert "Nothing says" not in capsys.readouterr().out
+    assert run_cli(tool["main"], arguments) == 1
+    assert "Nothing says" in capsys.readouterr().out
+    assert run_cli(tool["main"], [*arguments, "--trainer", "p", "--rollout", "p"]) == 2
+    assert "cannot be both" in capsys.readouterr().err
+    assert run_cli(tool["main"], [*arguments, "--trainer", "z"]) == 2
+    assert "no column 'z', but p, q" in capsys.readouterr().err
 
 
 def test_many_pairs_are_drawn_by_dtype_and_failures_by_name(tool, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from toy_runs import ROOT
 from rljax.compare.importers import read_tokens
 from rljax.data.prompts import DataConfig
 from rljax.mismatch import mismatch_metrics
-from rljax.rewards.pool import make_pool
+from rljax.rewards.pool import RewardPool
 from rljax.run.config import Config
 
 
@@ -71,5 +71,5 @@ def test_the_custom_reward_by_hand(response, truncated, expected):
 def test_data_reward_names_the_custom_reward_and_a_worker_runs_it(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     config = Config(data=DataConfig(reward="examples.custom_reward:digits_right", reward_workers=1))
-    with make_pool(config.reward) as pool:
+    with RewardPool(config.data.reward_name, config.data.reward_workers) as pool:
         assert pool.submit({"answer": "130"}, "1,120", truncated=False).result(60) == 2 / 3

@@ -11,7 +11,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FOLDERS = "rljax|tools|experiments|launch|configs|tests|examples|benchmarks"
 # In a page of docs/, "docs/" begins a path of another project.
 IN_README = f"{FOLDERS}|docs"
-PLACEHOLDER = re.compile(r"NAME|\$")
+PLACEHOLDER = re.compile(r"NAME|FILE|\$")
 METADATA_KEYS = {"rljax.dump", "rljax.problems"}  # of Parquet files, not modules
 
 

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rljax.rollout.inject import add_noise
 from toy_runs import command, comparable, complete
 
 from rljax.compare.importers import read_tokens
@@ -11,6 +10,7 @@ from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import logical_axes
 from rljax.policy.score import make_scorer
+from rljax.rollout.injected_engine import add_noise
 
 STEPS = 6
 TEMPERATURE = 0.9

@@ -58,7 +58,7 @@ def test_killed_in_mid_rollout_and_restarted(make_model, start_server, float32, 
 
     thread = threading.Thread(target=kill_and_restart)
     engine = ServedEngine(
-        RolloutConfig(engine="vllm", urls=(servers[0].url,), dtype="float32", server_wait_s=300.0),
+        RolloutConfig(engine="vllm", urls=(servers[0].url,), dtype="float32", server_wait_s=480.0),
         VllmBackend(),
         hf_config=model.hf_config,
         max_tokens=512,

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from rljax.schedule import (
     SurgeConfig,
@@ -263,61 +262,3 @@ def test_the_in_graph_form_under_optax_inject_hyperparams_and_multi_steps():
     assert (int(surge.step), int(surge.surge_step)) == (11, 11)
     assert get_learning_rate(state) == np.float32(5e-4)
     assert len(traces) == 1
-
-
-class TestNnx:
-    """flax.nnx.Optimizer keeps the rate in a Variable."""
-
-    def make(self, rate=1e-3):
-        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-        tx = optax.chain(optax.clip_by_global_norm(1.0), injected(rate))
-        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    def test_the_variable_is_written_in_place_in_one_trace(self):
-        model, optimizer = self.make()
-        variable = optimizer.opt_state[1].hyperparams["learning_rate"]
-        traces = []
-
-        @nnx.jit
-        def step(model, optimizer, x):
-            traces.append(None)
-            grads = nnx.grad(lambda model: jnp.square(model(x)).mean())(model)
-            optimizer.update(model, grads)
-
-        for rate in RATES:
-            set_learning_rate(optimizer.opt_state, rate)
-            step(model, optimizer, jnp.ones((4, 2)))
-            assert optimizer.opt_state[1].hyperparams["learning_rate"] is variable
-            assert get_learning_rate(optimizer.opt_state) == np.float32(rate)
-        assert len(traces) == 1
-
-    def test_a_rate_of_zero_stops_the_model(self):
-        model, optimizer = self.make()
-        before = np.asarray(model.kernel[...])
-        grads = nnx.grad(lambda model: model(jnp.ones((4, 2))).sum())(model)
-        set_learning_rate(optimizer.opt_state, 0.0)
-        optimizer.update(model, grads)
-        np.testing.assert_array_equal(model.kernel[...], before)
-        set_learning_rate(optimizer.opt_state, 1e-3)
-        optimizer.update(model, grads)
-        assert np.abs(model.kernel[...] - before).max() > 0
-
-    def test_a_scheduled_rate_is_not_overridden(self):
-        _, optimizer = self.make(length_decay_schedule(1e-3, 5))
-        with pytest.raises(ValueError, match="set by its schedule"):
-            set_learning_rate(optimizer.opt_state, 1e-4)
-
-    def test_a_refusal_leaves_every_variable_as_it_was(self):
-        tx = optax.chain(injected(1e-3), injected(length_decay_schedule(1e-3, 5)))
-        optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
-        with pytest.raises(ValueError, match="set by its schedule"):
-            set_learning_rate(optimizer.opt_state, 1e-4)
-        assert get_learning_rate(optimizer.opt_state) == np.float32(1e-3)
-
-    def test_the_in_graph_form_takes_its_argument_from_update(self):
-        config = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
-        model, optimizer = self.make(length_triggered_schedule(1e-3, config=config, multiplier=1.0))
-        grads = nnx.grad(lambda model: model(jnp.ones((4, 2))).sum())(model)
-        for number in range(1, 12):
-            optimizer.update(model, grads, response_length=100.0 if number < 10 else 400.0)
-        assert get_learning_rate(optimizer.opt_state) == np.float32(5e-4)

@@ -1,40 +1,30 @@
-"""The recipes of docs/schedule.md, run as they stand against optimizers built as those projects build them."""
+"""The recipes of docs/schedule.md, run as they stand against optimizers built as those projects build them.
 
-import re
-from pathlib import Path
+``tests/peers`` runs the recipes for tunix, SkyRL tx and EasyDeL in those packages.
+"""
+
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
+from pages import run_block
+from surging import LENGTHS, RATES, early_controller
 
 from rljax import schedule
 from rljax.schedule import get_learning_rate
 
-DOCS = (Path(__file__).parents[2] / "docs" / "schedule.md").read_text()
-# Called at step 26 with the rules below, the period is 47.
-LENGTHS = [1000.0] * 20 + [4000.0] * 80
-EXPECTED = np.float32([max(1e-6 * 0.5 ** (step // 47), 1e-7) for step in range(1, 101)])
-
-
-def recipe(title):
-    return re.search(rf"```python\n(# {title}\n.*?)```", DOCS, re.DOTALL)[1]
+nnx = pytest.importorskip("flax.nnx")
+TrainState = pytest.importorskip("flax.training.train_state").TrainState
 
 
 def run(title, **names):
     """Executes the block called ``title``; a controller in it calls early enough for a short test."""
-
-    def controller(init_value):
-        config = schedule.SurgeConfig(window=40, warmup=10)
-        return schedule.LengthTriggeredLR(init_value, tracker=schedule.SurgeTracker(config))
-
     public = {name: getattr(schedule, name) for name in schedule.__all__}
-    space = {"jax": jax, "jnp": jnp, "optax": optax, **public, "LengthTriggeredLR": controller, **names}
-    exec(compile(recipe(title), f"docs/schedule.md: {title}", "exec"), space)
-    return space
+    space = {"jax": jax, "optax": optax, **public, "LengthTriggeredLR": early_controller, **names}
+    return run_block("schedule.md", f"# {title}\n", **space)
 
 
 @pytest.fixture
@@ -62,37 +52,78 @@ def squared(model, x):
     return jnp.square(model(x)).mean()
 
 
-class PeftTrainer:
-    """As tunix has it: an nnx.Optimizer over the adapter, a jitted nnx step, hooks around it."""
+def test_flax_nnx(mean_length):
+    rates, traces = [], []
 
-    def __init__(self, tx, dtype):
+    @nnx.jit
+    def step(model, optimizer, x):
+        traces.append(None)
+        optimizer.update(model, nnx.grad(squared)(model, x))
+
+    def train_step(model, optimizer, x):
+        step(model, optimizer, x)
+        rates.append(get_learning_rate(optimizer.opt_state))
+
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    batches = [jnp.ones((2, 4))] * 100
+    run("flax.nnx", nnx=nnx, model=model, train_step=train_step, mean_length=mean_length, batches=batches)
+    np.testing.assert_array_equal(rates, RATES)
+    assert len(traces) == 1
+
+
+class PeftTrainer:
+    """As tunix has it: an nnx.Optimizer over the adapter, a jitted nnx step, hooks around each micro-batch."""
+
+    def __init__(self, tx, dtype, micro_batches):
         self.model = Policy(dtype)
+        self.micro_batches = micro_batches
+        self.config = SimpleNamespace(get_with_default=lambda name, default: micro_batches or default)
+        tx = optax.MultiSteps(tx, micro_batches) if micro_batches else tx
         self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.LoRAParam)
-        self.traces = 0
+        self.iter_steps = self.traces = 0
 
     def with_training_hooks(self, hooks):
         self.hooks = hooks
-        return self
 
-    def train(self, steps):
+    def train(self, steps, sample):
         @nnx.jit
         def step(model, optimizer, x):
             self.traces += 1
             grads = nnx.grad(squared, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, x)
             optimizer.update(model, grads)
 
+        self.hooks.on_train_start(self)
         for _ in range(steps):
-            self.hooks.on_train_step_start(self)
-            step(self.model, self.optimizer, jnp.ones((2, 4)))
+            for _ in range(self.micro_batches or 1):
+                sample()
+                self.hooks.on_train_step_start(self)
+                step(self.model, self.optimizer, jnp.ones((2, 4)))
+                self.iter_steps += 1
             yield get_learning_rate(self.optimizer.opt_state)
+            self.hooks.on_train_step_end(self, self.iter_steps, 0.0)
+        self.hooks.on_train_end(self)
 
 
+@pytest.mark.parametrize("micro_batches", [None, 2])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_tunix(mean_length, dtype):
-    space = run("tunix", TrainingHooks=object, mean_length=mean_length, make_trainer=lambda tx: PeftTrainer(tx, dtype))
-    trainer = space["trainer"]
-    np.testing.assert_array_equal(list(trainer.train(100)), EXPECTED)
+def test_tunix(mean_length, dtype, micro_batches):
+    trainer = PeftTrainer(schedule.inject_learning_rate(optax.adamw, 1e-6), dtype, micro_batches)
+    logged = []
+    cluster = SimpleNamespace(
+        actor_trainer=trainer, buffer_metrics=lambda metrics, mode="train": logged.append(metrics)
+    )
+    run("tunix", TrainingHooks=object, rl_cluster=cluster)
+    halves = iter([half for length in LENGTHS for half in (0.5 * length, 1.5 * length)])
+
+    def sample():
+        """The batches of an update differ in length; an evaluation's lengths are not for the schedule."""
+        value = next(halves) if micro_batches else mean_length()
+        cluster.buffer_metrics({"rewards/mean": (1.0, np.mean), "completions/mean_length": (value, np.mean)})
+        cluster.buffer_metrics({"completions/mean_length": (9e9, np.mean)}, mode="eval")
+
+    np.testing.assert_array_equal(list(trainer.train(100, sample)), RATES)
     assert trainer.traces == 1
+    assert len(logged) == 200 * (micro_batches or 1)
 
 
 class MaxTextConfig:
@@ -155,44 +186,45 @@ def test_maxtext(mean_length, dtype, frozen):
         mean_length=mean_length,
         batches=[jnp.ones((3, 4), dtype)] * 100,
     )
-    np.testing.assert_array_equal(rates, EXPECTED)
+    np.testing.assert_array_equal(rates, RATES)
     assert compiled._cache_size() == 1
 
 
 def test_skyrl_tx(mean_length):
-    """As SkyRL tx has it: plain inject_hyperparams at rate 0 over the adapter, an nnx-jitted update."""
+    """As SkyRL tx has it: plain inject_hyperparams, of which every request overwrites the hyperparameters."""
     model = Policy()
     tx = optax.inject_hyperparams(optax.adamw)(learning_rate=0.0)
-    optimizers = {"adapter": nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)}
-    rates, traces = [], []
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    rates, trained = [], []
 
     @nnx.jit
     def compute_grads_and_update(model, optimizer, x):
-        traces.append(None)
         grads = nnx.grad(squared, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, x)
         optimizer.update(model, grads)
 
-    def optim_step(model_id, batch):
-        compute_grads_and_update(model, optimizers[model_id], batch)
-        rates.append(get_learning_rate(optimizers[model_id].opt_state))
+    def optim_step(adam):
+        hyperparams = optimizer.opt_state.hyperparams
+        for theirs, ours in {"learning_rate": "learning_rate", "b1": "beta1", "b2": "beta2", "eps": "eps"}.items():
+            hyperparams[theirs][...] = getattr(adam, ours)
+        compute_grads_and_update(model, optimizer, trained[-1])
+        rates.append(get_learning_rate(optimizer.opt_state))
 
-    batches = [jnp.ones((2, 4))] * 100
     run(
         "SkyRL tx",
-        optimizers=optimizers,
-        model_id="adapter",
+        AdamParams=SimpleNamespace,
+        forward_backward=trained.append,
         optim_step=optim_step,
         mean_length=mean_length,
-        batches=batches,
+        batches=[jnp.ones((2, 4))] * 100,
     )
-    np.testing.assert_array_equal(rates, EXPECTED)
-    assert len(traces) == 1
+    np.testing.assert_array_equal(rates, RATES)
 
 
 def test_easydel():
-    """As EasyDeL has it: a pure step that reads the rate of its metrics from the scheduler."""
-    space = run("EasyDeL")
-    tx, scheduler = space["tx"], space["scheduler"]
+    """As EasyDeL has it: an optimizer around the scheduler, a pure step that reads the rate of its metrics from it."""
+    arguments = run("EasyDeL", TrainingArguments=SimpleNamespace, settings={"model_name": "any"})["arguments"]
+    scheduler = arguments.custom_scheduler(400)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(scheduler))
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)
 
     @jax.jit

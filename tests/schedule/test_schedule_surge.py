@@ -7,7 +7,6 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tyro
 
 from rljax.schedule import SurgeConfig, SurgeTracker
 
@@ -235,5 +234,6 @@ def test_any_positive_signal_will_do():
 
 
 def test_the_rules_are_a_command_line():
+    tyro = pytest.importorskip("tyro")
     config = tyro.cli(SurgeConfig, args=["--ratio", "2.5", "--warmup", "15"])
     assert config == SurgeConfig(ratio=2.5, warmup=15)

@@ -1,0 +1,50 @@
+"""Settings for the tests that run in other projects' packages: their own code promotes ranks."""
+
+import jax
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent.name == "peers":
+            item.add_marker(pytest.mark.peers)
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion_allowed():
+    """For every thread, unlike ``jax.numpy_rank_promotion``: the packages start threads of their own."""
+    before = jax.config.jax_numpy_rank_promotion
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+    yield
+    jax.config.update("jax_numpy_rank_promotion", before)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Directory of a random Qwen3 of 4,000 weights, with a tokenizer whose words are w0 to w29."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    path = tmp_path_factory.mktemp("tiny")
+    words = {name: i for i, name in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(30))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=False,
+        initializer_range=0.5,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path

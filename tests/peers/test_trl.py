@@ -1,0 +1,87 @@
+"""The exporter of docs/compare.md in TRL's own GRPO trainer: the columns are those that another engine computes."""
+
+import numpy as np
+import pytest
+from pages import run_block
+
+from rljax.compare.importers import read_tokens
+
+trl = pytest.importorskip("trl")
+torch = pytest.importorskip("torch")
+
+TEMPERATURE = 0.7
+
+
+def exported(tmp_path, tiny_model, **settings):
+    """The dumps of a run of two updates and an evaluation."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    names = run_block("compare.md", "class TokenFile") | {"GRPOTrainer": trl.GRPOTrainer}
+    exporter = run_block("compare.md", "class ExportingTrainer(GRPOTrainer)", **names)["ExportingTrainer"]
+    prompts = Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]})
+    config = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        num_generations=2,
+        max_completion_length=6,
+        max_steps=2,
+        temperature=TEMPERATURE,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        seed=0,
+        learning_rate=1e-2,
+        **settings,
+    )
+    trainer = exporter(
+        model=AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
+        args=config,
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(2)),
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+    )
+    trainer.train()
+    trainer.evaluate()
+    trainer.evaluate()
+    return [read_tokens(path) for path in sorted(tmp_path.glob("tokens_*.jsonl"))]
+
+
+def scored(model, dump):
+    """The log-probabilities of the dump's responses under the weights in ``model``, at its temperature."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    found = []
+    with torch.no_grad():
+        for ids in dump.token_ids:
+            logits = policy(input_ids=torch.tensor(ids[None], dtype=torch.long)).logits[0, :-1] / TEMPERATURE
+            of_tokens = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:, None], dtype=torch.long))
+            found.append(np.concatenate([[np.nan], of_tokens[:, 0].numpy()]))
+    return found
+
+
+def test_the_trainer_column_is_the_policys_log_probability(tmp_path, tiny_model):
+    (dump,) = exported(tmp_path, tiny_model, num_iterations=2)
+    assert len(set(dump.sequence_ids)) == len(dump.sequence_ids) > 8
+    source = dump.sources["trainer"]
+    assert (source.role, source.temperature, dump.sampling) == ("trainer", TEMPERATURE, {"temperature": TEMPERATURE})
+    first = [i for i, name in enumerate(dump.sequence_ids) if name.startswith("0/")]
+    assert len(first) >= 4
+    for i, expected in zip(first, scored(tiny_model, dump), strict=False):
+        valid = dump.response_mask[i]
+        np.testing.assert_allclose(dump.logprobs["trainer"][i][valid], expected[valid], atol=2e-5)
+
+
+def test_the_default_settings_export_tokens_and_no_column(tmp_path, tiny_model):
+    (dump,) = exported(tmp_path, tiny_model)
+    assert not dump.logprobs
+    assert all(mask.any() for mask in dump.response_mask)
+
+
+def test_truncated_responses_that_trl_masks_are_left_out(tmp_path, tiny_model):
+    (dump,) = exported(tmp_path, tiny_model, num_iterations=2, mask_truncated_completions=True)
+    assert dump.sequence_ids
+    assert all(ids[-1] in (0, 1) for ids in dump.token_ids)

@@ -1,0 +1,129 @@
+"""The exporters of docs/compare.md on verl's own classes: its default trainer's queue, and the older DataProto."""
+
+import numpy as np
+import pytest
+from pages import run_block
+
+from rljax.compare.importers import read_tokens
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("verl")
+
+PROMPTS = [[5, 6], [7, 8, 9]]
+RESPONSES = [[1, 2], [3, 4, 5, 6]]
+MASKS = [[1, 1], [1, 0, 1, 1]]
+TRAINER = [[-0.25, -0.5], [-1.25, -1.5, -1.75, -2.0]]
+ROLLOUT = [[-0.125, -0.25], [-0.625, -0.75, -0.875, -1.0]]
+
+
+def check(path, names):
+    dump = read_tokens(path)
+    assert dump.sequence_ids == names
+    assert (dump.role("trainer"), dump.role("rollout")) == ("trainer", "rollout")
+    assert dump.sources["trainer"].temperature == dump.sampling["temperature"] == 0.5
+    for i, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        front = len(prompt)
+        np.testing.assert_array_equal(dump.token_ids[i], prompt + response)
+        np.testing.assert_array_equal(dump.response_mask[i], np.array([0] * front + MASKS[i], bool))
+        np.testing.assert_array_equal(dump.logprobs["trainer"][i][front:], np.float32(TRAINER[i]))
+        np.testing.assert_array_equal(dump.logprobs["rollout"][i][front:], np.float32(ROLLOUT[i]))
+
+
+@pytest.fixture
+def queue():
+    import ray
+    import transfer_queue
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    transfer_queue.init()
+    yield transfer_queue
+    transfer_queue.close()
+    ray.shutdown()
+
+
+class Workers:
+    """verl's worker group, of which the trainer here asks for log-probabilities: they are put into the queue."""
+
+    def __init__(self, queue):
+        self.queue = queue
+
+    def compute_log_prob(self, batch):
+        from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+        fields = []
+        for prompt, values in zip(PROMPTS, TRAINER, strict=True):
+            # Of every token of the sequence, moved by one: the last entry is of the token after the end.
+            whole = torch.tensor([0.0] * (len(prompt) - 1) + values + [0.0])
+            fields.append({"log_probs": whole, "entropy": torch.zeros_like(whole)})
+        data = list_of_dict_to_tensordict(fields)
+        return self.queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
+
+
+def test_the_default_trainers_exporter_writes_what_its_queue_holds(tmp_path, queue):
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+    names = run_block("compare.md", "class TokenFile")
+    names |= {"tq": queue, "PPOTrainerSync": PPOTrainerSync, "register_trainer": register_trainer}
+    exporter = run_block("compare.md", "class ExportingTrainer(PPOTrainerSync)", **names)["ExportingTrainer"]
+    rows = [
+        {
+            "prompts": torch.tensor(prompt),
+            "responses": torch.tensor(response),
+            "input_ids": torch.tensor(prompt + response),
+            "response_mask": torch.tensor(mask),
+            "rollout_log_probs": torch.tensor(values),
+        }
+        for prompt, response, mask, values in zip(PROMPTS, RESPONSES, MASKS, ROLLOUT, strict=True)
+    ]
+    tags = [{"seq_len": len(row["input_ids"])} for row in rows]
+    batch = queue.kv_batch_put(
+        keys=["u_0_0", "v_0_0"], partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags
+    )
+    trainer = exporter.__new__(exporter)  # its __init__ starts a cluster
+    trainer.config = OmegaConf.create(
+        {
+            "algorithm": {"rollout_correction": None},
+            "trainer": {"default_local_dir": str(tmp_path)},
+            "actor_rollout_ref": {
+                "rollout": {"temperature": 0.5, "calculate_log_probs": True},
+                "actor": {"loss_agg_mode": "token-mean", "loss_scale_factor": None},
+            },
+        }
+    )
+    trainer.actor_rollout_wg, trainer.global_steps = Workers(queue), 3
+    trainer._compute_old_log_prob(batch, {})
+    (path,) = tmp_path.glob("tokens_*.jsonl")
+    check(path, ("3/u_0_0/1", "3/v_0_0/2"))
+
+
+def padded(rows, left, width):
+    out = torch.zeros(len(rows), width, dtype=torch.tensor(rows[0]).dtype)
+    for target, row in zip(out, rows, strict=True):
+        place = slice(width - len(row), None) if left else slice(len(row))
+        target[place] = torch.tensor(row)
+    return out
+
+
+def test_the_exporter_of_a_data_proto(tmp_path):
+    from verl import DataProto
+
+    names = run_block("compare.md", "class TokenFile")
+    ones = [
+        padded([[1] * len(row) for row in rows], left, width)
+        for rows, left, width in ((PROMPTS, True, 3), (RESPONSES, False, 4))
+    ]
+    tensors = {
+        "prompts": padded(PROMPTS, True, 3),
+        "responses": padded(RESPONSES, False, 4),
+        "response_mask": padded(MASKS, False, 4),
+        "attention_mask": torch.cat(ones, dim=1),
+        "old_log_probs": padded(TRAINER, False, 4),
+        "rollout_log_probs": padded(ROLLOUT, False, 4),
+    }
+    run_block("compare.md", "def export(batch")["export"](
+        DataProto.from_single_dict(tensors), 3, names["TokenFile"](tmp_path, 0.5)
+    )
+    (path,) = tmp_path.glob("tokens_*.jsonl")
+    check(path, ("3/1", "3/2"))

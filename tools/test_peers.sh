@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Runs the recipes of docs/schedule.md and the exporters of docs/compare.md in the packages they are for, on a CPU.
+#
+#   bash tools/test_peers.sh [tunix] [skyrl_tx] [trl] [verl] [easydel]          (default: all of them)
+#
+# Each package gets a virtual environment of its own in $RLJAX_PEERS (default .venv-peers), 2 to 6 GB each.
+# RLJAX_PEERS_PYTHON: the interpreter (default python3.12).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+root=${RLJAX_PEERS:-.venv-peers}
+interpreter=${RLJAX_PEERS_PYTHON:-python3.12}
+
+packages() {
+  case $1 in
+    tunix) echo "google-tunix==0.1.7" ;;
+    skyrl_tx) echo "skyrl-tx==0.3.0 jax flax optax torch" ;;
+    trl) echo "trl==1.16.0 transformers==5.23.0 torch" ;;
+    verl) echo "verl==0.9.1 transferqueue torchdata torch" ;;
+    easydel) echo "easydel==0.3.0" ;;
+    *) echo "unknown package $1" >&2; return 2 ;;
+  esac
+}
+
+[ $# -gt 0 ] || set -- tunix skyrl_tx trl verl easydel
+status=0
+for name in "$@"; do
+  wanted=$(packages "$name")
+  bin=$root/$name/bin
+  if [ ! -e "$root/$name/ready" ]; then
+    "$interpreter" -m venv "$root/$name"
+    # shellcheck disable=SC2086
+    "$bin/pip" install --quiet $wanted . pyarrow pytest
+    touch "$root/$name/ready"
+  fi
+  echo "== $name: $wanted"
+  HF_HUB_OFFLINE=1 JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=1 PYTHONPATH=. \
+    "$bin/python" -m pytest -p no:cacheprovider "tests/peers/test_$name.py" || status=1
+done
+exit $status
