@@ -1,6 +1,6 @@
 """The mismatch that each kind of injection makes of a policy, the exact engine being the zero.
 
-    python experiments/mismatch_dial.py --path runs/toy-base
+    python experiments/mismatch_dial.py --path configs/toy-base
 
 Prints a Markdown table: what was drawn is scored by the executable that would train on it.
 """
@@ -50,7 +50,7 @@ class Arguments:
       seed: of the draws and of the injected noise.
     """
 
-    path: str = "runs/toy-base"
+    path: str = "configs/toy-base"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     problems: int = 16
     group_size: int = 8

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The main job from a bare machine: environment, toy base model, training, summary, report.png.
+# The main job from a bare machine: environment, training of the toy base model, summary, report.png.
 #
 #   bash launch/quickstart.sh [--vllm] [--] [options of rljax.train]
 #   bash launch/quickstart.sh -- --run.seed 3 --run.dir runs/seed3
 #   bash launch/quickstart.sh --vllm -- --run.steps 12 --rollout.dtype float32 --precision.compute-dtype float32
 #
-# About 5 minutes on 2 cores after the downloads. Run again, it reuses the environment and the base model, and goes on
-# with a run that was stopped (give another --run.dir, or remove the old one, to start afresh). With --vllm the rollouts
+# About 3 minutes on 2 cores after the downloads. Run again, it reuses the environment and goes on with a run that was
+# stopped (give another --run.dir, or remove the old one, to start afresh). With --vllm the rollouts
 # come from a real vLLM server, installed into .venv-vllm; launch/single_node.sh starts it and ends it with the run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -30,11 +30,7 @@ done
 
 source launch/environment.sh
 prepare_environment train
-base=runs/toy-base
-if [ ! -e "$base/model.safetensors" ]; then
-  echo "== fitting the toy base model into $base (about 2 minutes)"
-  "$RLJAX_BIN/python" tools/make_toy_base.py "$base"
-fi
+base=configs/toy-base
 if ! $vllm; then
   echo "== training"
   exec "$RLJAX_BIN/python" -m rljax.train configs/quickstart.yaml "$@"

@@ -44,7 +44,7 @@ LONGEST_RESPONSE = 8192
 class Arguments:
     """What to evaluate, on what, and how."""
 
-    path: str = "runs/toy-base"
+    path: str = "configs/toy-base"
     """A Hugging Face directory or OWNER/NAME on the hub; a run directory; or one of its checkpoints, as
     runs/x/checkpoints/120."""
     step: int | None = None

@@ -1,12 +1,41 @@
-"""Settings for every test: rank promotion raises, float32 means float32, and jax stays on the CPU with 8 devices."""
+"""Settings for every test: rank promotion raises, float32 means float32, jax stays on the CPU and compiles quickly."""
 
 import os
+from pathlib import Path
+
+import pytest
+from quick_compile import FLAGS
+
+ROOT = Path(__file__).parents[1]
+MESH_DEVICES = 8
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+# Compiled programs are kept, as by the launch scripts. A program's own text is its key, so that no change is missed.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-import jax
 
-jax.config.update("jax_numpy_rank_promotion", "raise")
+def pytest_configure(config):
+    """``-m mesh`` gives the process eight simulated devices; every other selection has one."""
+    import jax
+
+    if config.option.markexpr == "mesh":
+        jax.config.update("jax_num_cpu_devices", MESH_DEVICES)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Puts the longest files first, the tests of one server together, and skips what needs eight devices.
+
+    A group is a file, or all tests that need a vLLM server: with ``--dist loadgroup`` one worker runs it, in order.
+    """
+    for item in items:
+        served = item.get_closest_marker("vllm") is not None
+        item.add_marker(pytest.mark.xdist_group("vllm" if served else item.path.stem))
+        if item.get_closest_marker("mesh") and config.option.markexpr != "mesh":
+            item.add_marker(pytest.mark.skip(reason="needs eight devices: run pytest -m mesh"))
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.get_closest_marker("vllm") is None, item.path not in slow_files))

@@ -1,17 +1,28 @@
 #!/usr/bin/env bash
 # Makes a virtual environment, installs rljax with its test extra, checks style, types and the site, and runs the tests.
 #
-#   bash tools/test.sh [pytest arguments]
+#   bash tools/test.sh [--fast] [pytest arguments]
 #
+# --fast leaves out what is slow or needs a vLLM server (markers slow, vllm) and does not install vLLM.
 # RLJAX_VENV: the environment's directory (default .venv). RLJAX_PYTHON: the interpreter (default python3.11 or newer).
-# RLJAX_SKIP_VLLM=1 leaves the vLLM server's environment and its tests out.
+# RLJAX_SKIP_VLLM=1 leaves the vLLM server's environment and its tests out; without it a vLLM that cannot be installed
+# fails the tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
+fast=false
+if [ "${1:-}" = --fast ]; then
+  fast=true
+  shift
+fi
+
 prepare_environment test
-if [ "${RLJAX_SKIP_VLLM:-0}" != 1 ]; then
-  bash launch/install_vllm.sh || echo "warning: no vLLM here; its tests will be skipped" >&2
+selection="not mesh"
+if $fast; then
+  selection="not mesh and not slow and not vllm"
+elif [ "${RLJAX_SKIP_VLLM:-0}" != 1 ]; then
+  bash launch/install_vllm.sh
 fi
 echo "== style and types"
 "$RLJAX_BIN/ruff" check .
@@ -19,5 +30,14 @@ echo "== style and types"
 "$RLJAX_BIN/mypy"
 echo "== the site of docs/"
 NO_MKDOCS_2_WARNING=1 "$RLJAX_BIN/mkdocs" build --strict --quiet
+status=0
+if ! $fast; then
+  echo "== tests on eight simulated devices"
+  "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m mesh "$@" || status=$?
+  [ "$status" != 5 ] || status=0 # none among those asked for
+fi
 echo "== tests"
-exec "$RLJAX_BIN/python" -m pytest --verbose --durations=15 "$@"
+# Two processes; each group of tests (tests/conftest.py) stays in one of them.
+"$RLJAX_BIN/python" -m pytest --verbose --durations=15 -m "$selection" \
+  --numprocesses 2 --dist loadgroup --no-loadscope-reorder "$@" || status=$?
+exit "$status"

@@ -51,7 +51,7 @@ class RunConfig:
 class ModelConfig:
     """The policy to start from."""
 
-    path: str = "runs/toy-base"
+    path: str = "configs/toy-base"
     """A Hugging Face directory (config.json, safetensors, tokenizer.json), or OWNER/NAME of a model on the hub. A model
     of the hub is downloaded once, and the run's config.yaml then names the local directory."""
 

@@ -11,6 +11,8 @@ from rljax.algorithms.correction_choice import CorrectionConfig, correct, gradie
 from rljax.algorithms.losses import LossConfig, policy_loss
 from rljax.mismatch.correction import finalize_correction
 
+pytestmark = pytest.mark.mesh
+
 
 @pytest.mark.parametrize(
     ("loss", "correction"),

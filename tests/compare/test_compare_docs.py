@@ -158,7 +158,6 @@ def test_every_command_of_the_page_is_understood():
             split_sampler(options.sample)
     head = [line for line in PAGE.split("```")[1].replace("\\\n", " ").splitlines()[1:] if line]
     assert [line.split()[1].split("/")[-1] for line in head] == [
-        "make_toy_base.py",
         "vllm_server.sh",
         "compare_mismatch.py",
     ]

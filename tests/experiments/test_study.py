@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from pictures import coloured_share
 from study import main, read_study, run_command
 
 from rljax.errors import ConfigError
@@ -91,7 +92,7 @@ def test_the_report_is_made_from_run_directories_alone(study_file, tmp_path, cap
     expected = "| constant | 2 | 0.625 | 0.250 | 0.00 0.50 | - | 1 of 2 | 26 | 6 | 21 |"
     assert expected in text
     assert "| triggered | 1 | 0.250 | 0.250 | 0.25 | - | 0 of 1 | - | 7 | - |" in text
-    assert all((out / f"both-{seed}.png").stat().st_size > 10_000 for seed in (0, 1))
+    assert all(coloured_share(out / f"both-{seed}.png") > 1e-3 for seed in (0, 1))
     assert json.loads((out / "outcomes.json").read_text())["arms"]["constant"]["0"]["collapse_step"] == 26
 
 

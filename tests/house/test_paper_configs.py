@@ -189,8 +189,8 @@ def test_the_papers_surge_makes_the_papers_period(name, period):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_its_parts_build_from_shapes(path, tmp_path, monkeypatch):
-    (tmp_path / "runs/toy-base").mkdir(parents=True)
-    (tmp_path / "runs/toy-base/config.json").write_text(toy_config())
+    (tmp_path / "configs/toy-base").mkdir(parents=True)
+    (tmp_path / "configs/toy-base/config.json").write_text(toy_config())
     config = load(path)
     monkeypatch.chdir(tmp_path)
     assert f"dry run of {config.run.dir}: " in dry_run(config)

@@ -1,10 +1,9 @@
-"""Real vLLM servers, one per dtype per session, over tiny random models; and toy bases for whole runs."""
+"""Real vLLM servers, one for each dtype, over tiny random models; and the toy base of whole runs."""
 
 import dataclasses
 import functools
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy_runs import ROOT
 
-from rljax.data.toy import ToyBaseConfig, build_tokenizer, policy_config
 from rljax.policy.config import PolicyConfig, read_config
-from rljax.policy.hf import hf_tensors, load_params, save_params
+from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.types import RolloutConfig
@@ -33,6 +32,16 @@ def _python() -> str | None:
         return str(vllm_python())
     except RuntimeError:
         return None
+
+
+def pytest_collection_modifyitems(items):
+    """All tests of one dtype's server in a row, so that it is started once; those with servers of their own last."""
+
+    def place(item) -> int:
+        used = {*item.fixturenames, getattr(item, "callspec", None) and item.callspec.params.get("served")}
+        return next((i for i, dtype in enumerate(TIED) if dtype in used), len(TIED))
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -166,31 +175,52 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer
     return run
 
 
-@pytest.fixture(scope="session")
-def bfloat16(make_model, start_server) -> Iterator[Served]:
-    yield from _session(make_model, start_server, "bfloat16")
+class Servers:
+    """The server of one dtype at a time: asking for another ends it."""
+
+    def __init__(self, make_model: Callable[[bool], Model], start_server: Callable[..., VllmServer]) -> None:
+        self._make_model, self._start_server = make_model, start_server
+        self._current: Served | None = None
+
+    def of(self, dtype: str) -> Served:
+        if self._current is None or self._current.dtype != dtype:
+            self.stop()
+            model = self._make_model(TIED[dtype])
+            self._current = Served(self._start_server(model, dtype), model, dtype)
+        return self._current
+
+    def stop(self) -> None:
+        if self._current is not None:
+            self._current.server.stop()
+        self._current = None
 
 
 @pytest.fixture(scope="session")
-def float16(make_model, start_server) -> Iterator[Served]:
-    yield from _session(make_model, start_server, "float16")
+def servers(make_model, start_server) -> Iterator[Servers]:
+    made = Servers(make_model, start_server)
+    yield made
+    made.stop()
 
 
-@pytest.fixture(scope="session")
-def float32(make_model, start_server) -> Iterator[Served]:
-    yield from _session(make_model, start_server, "float32")
+@pytest.fixture
+def bfloat16(servers) -> Served:
+    return servers.of("bfloat16")
+
+
+@pytest.fixture
+def float16(servers) -> Served:
+    return servers.of("float16")
+
+
+@pytest.fixture
+def float32(servers) -> Served:
+    return servers.of("float32")
 
 
 @pytest.fixture
 def served(request) -> Served:
     """The server of the dtype named by an indirect parameter."""
     return request.getfixturevalue(request.param)
-
-
-def _session(make_model, start_server, dtype: str) -> Iterator[Served]:
-    model = make_model(TIED[dtype])
-    with start_server(model, dtype) as server:
-        yield Served(server, model, dtype)
 
 
 @pytest.fixture
@@ -201,28 +231,9 @@ def prompts() -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    """Compiled programs, shared by the runs of the session."""
-    return tmp_path_factory.mktemp("compiled")
+def toy_base() -> Path:
+    """A toy base that was fitted for 400 steps on half scratchpads: about one response in five earns its reward.
 
-
-def _fit_base(out: Path, config: ToyBaseConfig) -> Path:
-    sys.path.insert(0, str(HERE.parents[1] / "tools"))
-    from make_toy_base import fit
-
-    save_params(out, fit(config), policy_config())
-    build_tokenizer().save(out)
-    return out
-
-
-@pytest.fixture(scope="session")
-def toy_base(tmp_path_factory) -> Path:
-    """A toy base fitted for a moment on half scratchpads: about one response in five earns its reward."""
-    config = ToyBaseConfig(steps=400, settle_steps=0, batch_size=64, seed=1)
-    return _fit_base(tmp_path_factory.mktemp("base"), config)
-
-
-@pytest.fixture(scope="session")
-def quickstart_base(tmp_path_factory) -> Path:
-    """The base of the quickstart, with another seed."""
-    return _fit_base(tmp_path_factory.mktemp("quickstart_base"), ToyBaseConfig(seed=1))
+    Made by ``tools/make_toy_base.py tests/data/practised-base --steps 400 --settle-steps 0 --batch-size 64 --seed 1``.
+    """
+    return ROOT / "tests/data/practised-base"

@@ -9,14 +9,20 @@ from toy_runs import command, comparable, complete
 from rljax.compare.dump import read_dump
 from rljax.mismatch import mismatch_metrics
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     *("--data.batch-size", "8", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "2", "--run.steps", "3"),
     *("--eval.every", "0", "--optimizer.learning-rate", "3e-4", "--diagnosis.reference-steps", "1"),
 ]
 
 
-def rows_of(base, run_dir, cache, *options):
-    code, output = complete(command(base, run_dir, *SMALL, *options), cache)
+# Among the ratios of bfloat16: some tokens lie above it.
+CAP = 1.003
+
+
+def rows_of(base, run_dir, *options):
+    code, output = complete(command(base, run_dir, *SMALL, *options))
     assert code == 0, output
     rows = comparable(run_dir)
     assert len(rows) == 3
@@ -25,16 +31,17 @@ def rows_of(base, run_dir, cache, *options):
 
 
 @pytest.fixture(scope="module")
-def several(toy_base, cache, tmp_path_factory):
+def several(toy_base, tmp_path_factory):
     """Two mini-batches and two epochs of GRPO with a KL penalty and VeXact's remedy, watched and dumped."""
     run_dir = tmp_path_factory.mktemp("several") / "run"
     options = [
         *("--loss.mini-batches", "2", "--loss.epochs", "2", "--advantage.estimator", "grpo"),
-        *("--loss.kl", "k3", "--loss.kl-coefficient", "0.01", "--correction.preset", "vexact"),
+        *("--loss.kl", "k3", "--loss.kl-coefficient", "0.01", "--correction.level", "token"),
+        *("--correction.threshold", str(CAP), "--correction.reject-k3", "2e-5"),
         *("--rollout.dump-every", "2", "--rollout.transcript-every", "3"),
         *("--optimizer.learning-rate", "2e-5"),
     ]
-    return run_dir, rows_of(toy_base, run_dir, cache, *options)
+    return run_dir, rows_of(toy_base, run_dir, *options)
 
 
 def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
@@ -43,8 +50,8 @@ def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
     assert 0 < rows[0]["policy/reference_kl"] < 0.05
     assert rows[0]["policy/reference_kl"] < rows[-1]["policy/reference_kl"]
     for row in rows:
-        assert row["correction/weight_max"] <= 2.0
-        assert 0.0 <= row["correction/rejected_sequence_fraction"] < 1.0
+        assert row["correction/weight_max"] == np.float32(CAP)
+        assert 0.0 < row["correction/rejected_sequence_fraction"] < 1.0
         assert row["optimizer/grad_norm"] > 0
         assert row["mismatch_sign/log_ratio_skew"] != 0.0
         assert row["mismatch_staleness/0/token_count"] == row["mismatch/token_count"]
@@ -83,9 +90,9 @@ def test_the_transcript_can_be_read(several):
     assert 0 < max(line["logprob_abs_diff_mean"] for line in lines) < 0.1
 
 
-def test_float16_on_both_sides_scales_its_loss_and_lies_closer(toy_base, several, cache, tmp_path):
+def test_float16_on_both_sides_scales_its_loss_and_lies_closer(toy_base, several, tmp_path):
     options = ["--rollout.dtype", "float16", "--precision.compute-dtype", "float16", "--correction.preset", "token_mis"]
-    rows = rows_of(toy_base, tmp_path / "run", cache, *options)
+    rows = rows_of(toy_base, tmp_path / "run", *options)
     assert all(row["precision/loss_scale"] == 2.0**15 for row in rows)
     assert rows[-1]["precision/overflows"] == 0
     bfloat16 = several[1]
@@ -93,18 +100,18 @@ def test_float16_on_both_sides_scales_its_loss_and_lies_closer(toy_base, several
     assert rows[0]["correction/changed_fraction"] == 0.0
 
 
-def test_bypass_puts_the_mismatch_into_the_ratio(toy_base, cache, tmp_path):
+def test_bypass_puts_the_mismatch_into_the_ratio(toy_base, tmp_path):
     """With tight bounds the ratio trainer to rollout is clipped at the very first update; rejection still works."""
     bounds = ["--loss.clip-low", "0.001", "--loss.clip-high", "0.001", "--correction.veto", "0.5"]
-    rows = rows_of(toy_base, tmp_path / "run", cache, "--loss.old-logprobs", "rollout", *bounds)
+    rows = rows_of(toy_base, tmp_path / "run", "--loss.old-logprobs", "rollout", *bounds)
     assert rows[0]["policy/clip_fraction"] > 0
     assert rows[0]["correction/rejected_sequence_fraction"] == 0.0
 
 
-def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, cache, tmp_path):
+def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):
     rule = "mismatch/logprob_abs_diff_mean > 1e-9 for 2"
     arguments = command(toy_base, tmp_path / "run", *SMALL, "--guard.stop", rule)
-    code, output = complete(arguments, cache)
+    code, output = complete(arguments)
     assert code == 3, output
     assert f"({rule}); stopped, saved" in output
     assert len(comparable(tmp_path / "run")) == 2
@@ -122,8 +129,8 @@ def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, cache, tmp_path)
         ),
     ],
 )
-def test_settings_that_make_no_sense_are_one_line(options, message, toy_base, cache, tmp_path):
-    code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options), cache)
+def test_settings_that_make_no_sense_are_one_line(options, message, toy_base, tmp_path):
+    code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options))
     assert code == 2
     assert message in output
     assert len(output.strip().splitlines()) == 1

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import runpy
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,12 @@ def verdict(dump, a, b, **changes):
     return compare_columns(dump, [a, b]).pairs[0].verdict
 
 
+def version(served):
+    """The server's own word."""
+    with urllib.request.urlopen(f"{served.url}/version", timeout=10) as answer:
+        return json.load(answer)["version"]
+
+
 @pytest.fixture
 def sound(served, prompts):
     """Columns of equal weights, made once for each dtype: the server's, the trainer's and the embedded engine's."""
@@ -70,7 +77,7 @@ def sound(served, prompts):
 def test_a_servers_columns_pass_beside_the_trainers_and_the_embedded_engines(served, sound):
     dtype, drawn = served.dtype, f"vllm-decode:{served.dtype}"
     assert sound.sources["vllm:http"].weights_hash == ""
-    assert sound.sources[drawn] == ColumnSource("vllm 0.32.0 decode", dtype, "", 1.0)
+    assert sound.sources[drawn] == ColumnSource(f"vllm {version(served)} decode", dtype, "", 1.0)
     comparison = compare_columns(sound)
     assert len(comparison.pairs) == {"bfloat16": 10, "float32": 6}[dtype]
     for pair in comparison.pairs:

@@ -12,11 +12,13 @@ from rljax.policy.qwen3 import logical_axes
 from rljax.policy.score import make_scorer
 from rljax.rollout.injected_engine import add_noise
 
-STEPS = 6
+pytestmark = pytest.mark.slow
+
+STEPS = 4
 TEMPERATURE = 0.9
 VOCAB = 16
 SMALL = [
-    *("--rollout.engine", "exact", "--data.batch-size", "6", "--rollout.group-size", "4"),
+    *("--rollout.engine", "exact", "--data.batch-size", "4", "--rollout.group-size", "4"),
     *("--packing.rows-per-micro-batch", "8", "--packing.row-tokens", "44"),
     *("--run.steps", str(STEPS), "--eval.every", "0", "--checkpoint.every", "0"),
     *("--optimizer.learning-rate", "3e-4", "--rollout.temperature", str(TEMPERATURE)),
@@ -28,28 +30,28 @@ ZERO = {
 }
 
 
-def run(base, run_dir, cache, dtype, *options):
+def run(base, run_dir, dtype, *options):
     code, output = complete(
-        command(base, run_dir, *SMALL, "--rollout.dtype", dtype, "--precision.compute-dtype", dtype, *options), cache
+        command(base, run_dir, *SMALL, "--rollout.dtype", dtype, "--precision.compute-dtype", dtype, *options)
     )
     assert code == 0, output
     return comparable(run_dir)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_mismatch_is_exactly_zero_at_every_step(dtype, toy_base, cache, tmp_path):
-    rows = run(toy_base, tmp_path / "run", cache, dtype)
+def test_the_mismatch_is_exactly_zero_at_every_step(dtype, toy_base, tmp_path):
+    rows = run(toy_base, tmp_path / "run", dtype)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
         names = {k.removeprefix("mismatch/"): v for k, v in row.items() if k.startswith("mismatch/")}
         assert {name: names[name] for name in ZERO} == dict.fromkeys(ZERO, 0.0)
         assert names["ppl_ratio"] == 1.0
-        assert names["token_count"] > 100
+        assert names["token_count"] > 60
         assert row["is/token_ratio_max"] == row["is/token_ratio_min"] == 1.0
         assert row["precision/loss_scale"] == (2.0**15 if dtype == "float16" else 1.0)
         assert row["precision/overflows"] == 0
-        # Three lots of eight sequences, each as long as its longest.
-        assert 3 * row["response_length/mean"] <= row["rollout/executable_runs"] <= 3 * row["response_length/max"]
+        # Two lots of eight sequences, each as long as its longest.
+        assert 2 * row["response_length/mean"] <= row["rollout/executable_runs"] <= 2 * row["response_length/max"]
     # The policy moved in between: else nothing was shown.
     assert rows[-1]["optimizer/skipped_updates"] <= 1
     assert all(row["optimizer/grad_norm"] > 0 for row in rows if row["reward/groups_with_signal"])
@@ -82,11 +84,11 @@ def tokens_of(run_dir, step):
     return dump, columns
 
 
-def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, cache, tmp_path):
+def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, tmp_path):
     """In float32, so that what the processor rounds (1e-6) is nothing beside what is injected."""
     options = ["--rollout.inject.weight-noise", "0.01", "--rollout.inject.logit-noise", "0.02"]
     options += ["--rollout.inject.staleness", "2", "--rollout.dump-every", "1"]
-    rows = run(toy_base, tmp_path / "run", cache, "float32", *options)
+    rows = run(toy_base, tmp_path / "run", "float32", *options)
     for row in rows:
         # Other weights move a log-probability by some a, the noise by a symmetric b of its own: the mean of |a + b| is
         # that of max(|a|, |b|), so no less than that of |b|.
@@ -104,21 +106,24 @@ def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, cache,
     low, high, error = noise_bounds(columns["trainer"], 0.02 / TEMPERATURE)
     assert low - 4 * error < np.abs(expected - columns["rollout"]).mean() < high + 4 * error
     assert np.abs(columns["trainer"] - columns["rollout"]).mean() > high + 4 * error
-    assert [row["rollout/staleness"] for row in rows] == [0, 1, 2, 2, 2, 2]
-    assert [row["rollout/policy_version"] for row in rows] == [0, 0, 0, 1, 2, 3]
-    for row, behind in zip(rows, [0, 1, 2, 2, 2, 2], strict=True):
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 2, 2]
+    assert [row["rollout/policy_version"] for row in rows] == [0, 0, 0, 1]
+    for row, behind in zip(rows, [0, 1, 2, 2], strict=True):
         buckets = {key.split("/")[1] for key in row if key.startswith("mismatch_staleness/")}
         assert buckets == {str(behind)}
 
 
-def test_evaluation_goes_through_the_same_engine(toy_base, cache, tmp_path):
+def test_evaluation_goes_through_the_same_engine(toy_base, tmp_path):
     options = ["--run.steps", "1", "--eval.every", "1", "--eval.max-response-tokens", "6"]
-    (row,) = run(toy_base, tmp_path / "run", cache, "float32", *options)
-    assert 0.0 <= row["eval/toy/accuracy"] <= 1.0
-    assert 1.0 <= row["eval/toy/response_length"] <= 6.0
+    (row,) = run(toy_base, tmp_path / "run", "float32", *options)
+    # Greedy in float32: the embedded engine says the same to all but ties, at most one of the 200 problems.
+    (other,) = run(toy_base, tmp_path / "jax", "float32", *options, "--rollout.engine", "jax")
+    assert row["eval/toy/accuracy"] == pytest.approx(other["eval/toy/accuracy"], abs=1 / 200)
+    assert row["eval/toy/response_length"] == pytest.approx(other["eval/toy/response_length"], abs=5 / 200)
+    assert 2.0 < row["eval/toy/response_length"] < 6.0
     assert row["mismatch/logprob_abs_diff_max"] == 0.0
     # Its runs are not those of the rollouts.
-    assert row["rollout/executable_runs"] <= 3 * row["response_length/max"]
+    assert row["rollout/executable_runs"] <= 2 * row["response_length/max"]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +133,8 @@ def test_evaluation_goes_through_the_same_engine(toy_base, cache, tmp_path):
         (["--loss.mini-batches", "2"], "loss.mini_batches and loss.epochs must be 1"),
     ],
 )
-def test_what_makes_no_sense_with_it_is_one_line(options, message, toy_base, cache, tmp_path):
-    code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options), cache)
+def test_what_makes_no_sense_with_it_is_one_line(options, message, toy_base, tmp_path):
+    code, output = complete(command(toy_base, tmp_path / "run", *SMALL, *options))
     assert code == 2
     assert message in output
     assert len(output.strip().splitlines()) == 1

@@ -1,18 +1,20 @@
 """From a Parquet file in verl's form to a trained and evaluated policy, as a person does it."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
+import prepare_data
 import pytest
-from toy_runs import ROOT, TIMEOUT, command, comparable, complete, environment
+from toy_runs import ROOT, command, comparable, complete, outcome
 
+from rljax import evaluate
 from rljax.data.files import read_problems, read_provenance
 from rljax.data.tokenizer import load_tokenizer
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.train import load_problems
+
+pytestmark = pytest.mark.slow
 
 DATA = ROOT / "tests/data"
 STEPS = 10
@@ -23,32 +25,24 @@ EVALUATED = [
 ]
 
 
-def program(words, cache):
+def printed(main, words):
     """Standard output of a program that must end well."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        env=environment(cache),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def prepared(toy_base, cache, tmp_path_factory):
-    out = tmp_path_factory.mktemp("data") / "additions.parquet"
-    words = ["tools/prepare_data.py", "tests/data/additions_chat.parquet", str(out), "--model", str(toy_base)]
-    printed = program([*words, "--max-prompt-tokens", "8", "--chat-template", "false", "--hold-out", "4"], cache)
-    assert "wrote 20 problems" in printed
+    status, out, err = outcome(main, words)
+    assert status == 0, err
     return out
 
 
 @pytest.fixture(scope="module")
-def train(prepared, toy_base, cache, tmp_path_factory):
+def prepared(toy_base, tmp_path_factory):
+    out = tmp_path_factory.mktemp("data") / "additions.parquet"
+    words = [DATA / "additions_chat.parquet", out, "--model", toy_base]
+    words += ["--max-prompt-tokens", "8", "--chat-template", "false", "--hold-out", "4"]
+    assert "wrote 20 problems" in printed(prepare_data.main, words)
+    return out
+
+
+@pytest.fixture(scope="module")
+def train(prepared, toy_base, tmp_path_factory):
     place = tmp_path_factory.mktemp("runs")
 
     def run(name, *options):
@@ -57,7 +51,7 @@ def train(prepared, toy_base, cache, tmp_path_factory):
             *("--data.reward", "rljax.data.toy:addition_reward", "--data.batch-size", "4"),
             *("--rollout.group-size", "8", "--packing.rows-per-micro-batch", "4", "--optimizer.learning-rate", "2e-4"),
         ]
-        code, output = complete(command(toy_base, place / name, *words, *options), cache)
+        code, output = complete(command(toy_base, place / name, *words, *options))
         assert code == 0, output
         return place / name, output
 
@@ -97,16 +91,16 @@ def test_evaluations_and_a_pause_halfway_leave_the_run_as_it_is_bit_for_bit(eval
     assert comparable(run) == expected
 
 
-def test_a_checkpoint_evaluated_alone_gives_what_its_row_says(evaluated, prepared, cache, tmp_path):
+def test_a_checkpoint_evaluated_alone_gives_what_its_row_says(evaluated, prepared, tmp_path):
     rows = {row["step"]: row for row in comparable(evaluated)}
     means = {step: np.mean([rows[step][f"eval/{d}/accuracy"] for d in ("held", "toy")]) for step in (4, 8, 10)}
     best = max(means, key=means.get)
-    words = ["-m", "rljax.evaluate", *DRAWS, "--dtype", "bfloat16", "--max-response-tokens", "36"]
+    words = [*DRAWS, "--dtype", "bfloat16", "--max-response-tokens", "36"]
     held = str(prepared.with_name("additions-held.parquet"))
     from_file = [*words, "--dataset", held, "--chat-template", "false", "--reward", "addition"]
-    of_best = json.loads(program([*words, "--path", str(evaluated), "--best", "true"], cache))
+    of_best = json.loads(printed(evaluate.main, [*words, "--path", str(evaluated), "--best", "true"]))
     newest = [*from_file, "--path", str(evaluated / "checkpoints" / str(STEPS)), "--out", str(tmp_path / "all.jsonl")]
-    of_newest = json.loads(program(newest, cache))
+    of_newest = json.loads(printed(evaluate.main, newest))
     assert (of_best["step"], of_newest["step"]) == (best, STEPS)
     assert (of_best["dataset"], of_newest["dataset"]) == ("toy", "additions-held")
     for found, name in ((of_best, "toy"), (of_newest, "held")):
@@ -116,7 +110,10 @@ def test_a_checkpoint_evaluated_alone_gives_what_its_row_says(evaluated, prepare
     assert [(line["problem"], line["sample"]) for line in lines] == [(i, j) for i in range(4) for j in range(4)]
     answers = [problem["answer"] for problem in read_problems(held)]
     assert [line["answer"] for line in lines[::4]] == answers
-    assert np.mean([line["response"].rsplit(",", 1)[-1] == line["answer"] for line in lines if not line["truncated"]])
+    # The reward by hand: what stands after the last comma, cut off or not.
+    assert [line["reward"] for line in lines] == [
+        float(not line["truncated"] and line["response"].rsplit(",", 1)[-1] == line["answer"]) for line in lines
+    ]
     assert np.mean([line["reward"] for line in lines]) == of_newest["accuracy"]
 
 

@@ -25,14 +25,14 @@ SMALL = ("--data.batch-size", "4", "--rollout.group-size", "4", "--eval.every", 
 LIMIT_S = 240
 
 
-def settings(cache, **more):
-    return environment(cache) | {"RLJAX_VENV": sys.prefix} | more
+def settings(**more):
+    return environment() | {"RLJAX_VENV": sys.prefix} | more
 
 
-def outcome(*words, cache, **more):
+def outcome(*words, **more):
     done = subprocess.run(
         ["bash", SCRIPT, *words],
-        env=settings(cache, **more),
+        env=settings(**more),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -64,7 +64,7 @@ def fresh_base(tmp_path_factory):
 
 
 @pytest.fixture
-def launch(vllm_interpreter, fresh_base, cache, tmp_path):
+def launch(vllm_interpreter, fresh_base, tmp_path):
     """Starts the script in a session of its own, as a terminal does; whatever is left at the end is killed."""
     mark = uuid.uuid4().hex
     started = []
@@ -86,7 +86,7 @@ def launch(vllm_interpreter, fresh_base, cache, tmp_path):
         started.append(
             subprocess.Popen(
                 [*words, *where],
-                env=settings(cache, RLJAX_VLLM_VENV=venv, RLJAX_TEST_MARK=mark),
+                env=settings(RLJAX_VLLM_VENV=venv, RLJAX_TEST_MARK=mark),
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -152,11 +152,11 @@ def test_a_signal_before_the_server_is_healthy_ends_it(launch):
     assert not run_dir.exists()
 
 
-def test_a_dry_run_shows_a_server_for_each_group_of_gpus(cache, tmp_path):
+def test_a_dry_run_shows_a_server_for_each_group_of_gpus(tmp_path):
     words = ("--trainer-gpus", "0-3", "--server-gpus", "4,5-7", "--tensor-parallel", "2", "--dry-run")
     where = ("--", "--run.dir", str(tmp_path / "run"), "--run.steps", "7")
     config = str(ROOT / "configs/paper/qwen3_4b_fp16.yaml")
-    code, out, err = outcome(config, *words, *where, cache=cache)
+    code, out, err = outcome(config, *words, *where)
     assert code == 0, err
     first, second, trainer = (line for line in out.splitlines() if line.startswith(("server", "trainer")))
     assert first.startswith("server 0: CUDA_VISIBLE_DEVICES=4,5 ")
@@ -170,10 +170,10 @@ def test_a_dry_run_shows_a_server_for_each_group_of_gpus(cache, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(cache, tmp_path):
+def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path):
     done = subprocess.run(
         ["bash", str(ROOT / "launch/dapo.sh"), "--dry-run", "--", "--run.dir", str(tmp_path / "run")],
-        env=settings(cache),
+        env=settings(),
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -199,12 +199,12 @@ def test_the_environment_has_cuda_where_nvidia_smi_finds_a_gpu(tmp_path, status,
     assert done.stdout == extra + "\n"
 
 
-def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(cache, fresh_base):
+def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(fresh_base):
     shared = ("--trainer-gpus", "0", "--server-gpus", "0")
-    code, _, err = outcome(CONFIG, *shared, "--dry-run", cache=cache)
+    code, _, err = outcome(CONFIG, *shared, "--dry-run")
     assert (code, err) == (2, "single_node: GPU 0 is to train and to serve: give --gpu-memory-utilization\n")
     share = ("--gpu-memory-utilization", "0.4", "--dry-run", "--", "--model.path", str(fresh_base))
-    code, out, err = outcome(CONFIG, *shared, *share, cache=cache)
+    code, out, err = outcome(CONFIG, *shared, *share)
     assert code == 0, err
     assert "-- --gpu-memory-utilization 0.4" in out
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in out
@@ -224,20 +224,20 @@ def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(cache, fresh_base):
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(words, line, cache):
-    assert outcome(*words, cache=cache) == (2, "", line + "\n")
+def test_a_mistake_is_one_line_and_status_2(words, line):
+    assert outcome(*words) == (2, "", line + "\n")
 
 
-def test_a_server_that_does_not_start_ends_the_script(cache, tmp_path):
+def test_a_server_that_does_not_start_ends_the_script(tmp_path):
     words = (CONFIG, "--", "--run.dir", str(tmp_path / "run"))
-    code, _, err = outcome(*words, cache=cache, RLJAX_VLLM_VENV=str(tmp_path / "none"))
+    code, _, err = outcome(*words, RLJAX_VLLM_VENV=str(tmp_path / "none"))
     assert code == 2
     assert f"no vLLM environment at {tmp_path}/none" in err
     assert err.endswith(f"single_node: server 0 did not start; see {tmp_path}/run-servers/0.log\n")
 
 
-def test_help_is_the_head_of_the_script(cache):
-    code, out, _ = outcome("--help", cache=cache)
+def test_help_is_the_head_of_the_script():
+    code, out, _ = outcome("--help")
     assert code == 0
     assert out.startswith("One machine: starts vLLM")
     assert "--tensor-parallel N" in out

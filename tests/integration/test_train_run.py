@@ -3,13 +3,13 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
+import convert_checkpoint
 import jax
 import numpy as np
 import pytest
-from toy_runs import ROOT, TIMEOUT, command, comparable, complete, start, wait_for_rows
+from pictures import coloured_share
+from toy_runs import TIMEOUT, command, comparable, complete, outcome, start, wait_for_rows
 
 from rljax.data.toy import policy_config
 from rljax.policy.config import read_config
@@ -19,6 +19,8 @@ from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import OptimizerConfig, abstract_state, make_optimizer
+
+pytestmark = pytest.mark.slow
 
 STEPS = 8
 SMALL = [
@@ -38,9 +40,9 @@ def small(base, run_dir, *options):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(toy_base, cache, tmp_path_factory):
+def uninterrupted(toy_base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    code, output = complete(small(toy_base, run_dir), cache)
+    code, output = complete(small(toy_base, run_dir))
     assert code == 0, output
     return run_dir
 
@@ -61,25 +63,15 @@ def test_rows_are_complete_and_finite(uninterrupted):
     assert rows[-1]["optimizer/skipped_updates"] == 0
     summary = json.loads((uninterrupted / "summary.json").read_text())
     assert summary["steps"] == STEPS
-    assert (uninterrupted / "report.png").stat().st_size > 10_000
+    assert coloured_share(uninterrupted / "report.png") > 1e-3
     assert list((uninterrupted / "tb").glob("events*"))
 
 
-def test_written_config_reproduces_the_run(uninterrupted, toy_base, cache, tmp_path):
+def test_written_config_reproduces_the_run(uninterrupted, toy_base, tmp_path):
     written = uninterrupted / "config.yaml"
     config = load_config(Config, [str(written)], prog="test", description="")
     assert config.run.steps == STEPS
-    again = [
-        sys.executable,
-        "-m",
-        "rljax.train",
-        str(written),
-        "--run.dir",
-        str(tmp_path / "again"),
-        "--run.steps",
-        "3",
-    ]
-    code, output = complete(again, cache)
+    code, output = complete([written, "--run.dir", tmp_path / "again", "--run.steps", "3"])
     assert code == 0, output
     # The last step of the shorter run is evaluated as a last step.
     shorter = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in comparable(tmp_path / "again")]
@@ -87,22 +79,22 @@ def test_written_config_reproduces_the_run(uninterrupted, toy_base, cache, tmp_p
     assert shorter == expected
 
 
-def test_killed_twice_and_resumed_the_rows_are_the_same_bit_for_bit(uninterrupted, toy_base, cache, tmp_path):
+def test_killed_twice_and_resumed_the_rows_are_the_same_bit_for_bit(uninterrupted, toy_base, tmp_path):
     run_dir = tmp_path / "killed"
     for rows in (3, 6):
-        process = start(small(toy_base, run_dir), cache)
+        process = start(small(toy_base, run_dir))
         wait_for_rows(process, run_dir, rows)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL
-    code, output = complete(small(toy_base, run_dir), cache)
+    code, output = complete(small(toy_base, run_dir))
     assert code == 0, output
     assert comparable(run_dir) == comparable(uninterrupted)
 
 
-def test_a_terminated_run_saves_its_step_and_goes_on(uninterrupted, toy_base, cache, tmp_path):
+def test_a_terminated_run_saves_its_step_and_goes_on(uninterrupted, toy_base, tmp_path):
     run_dir = tmp_path / "stopped"
-    process = start(small(toy_base, run_dir, "--checkpoint.every", "0"), cache)
+    process = start(small(toy_base, run_dir, "--checkpoint.every", "0"))
     wait_for_rows(process, run_dir, 2)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=TIMEOUT)
@@ -110,14 +102,14 @@ def test_a_terminated_run_saves_its_step_and_goes_on(uninterrupted, toy_base, ca
     assert process.returncode == 128 + signal.SIGTERM, output
     assert f"stopped after step {done}, saved" in output
     assert [int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit()] == [done]
-    code, output = complete(small(toy_base, run_dir), cache)
+    code, output = complete(small(toy_base, run_dir))
     assert code == 0, output
     assert comparable(run_dir) == comparable(uninterrupted)
 
 
-def test_another_run_is_continued_by_its_path(uninterrupted, toy_base, cache, tmp_path):
+def test_another_run_is_continued_by_its_path(uninterrupted, toy_base, tmp_path):
     source = uninterrupted
-    code, output = complete(small(toy_base, tmp_path / "more", "--run.resume", str(source), "--run.steps", "9"), cache)
+    code, output = complete(small(toy_base, tmp_path / "more", "--run.resume", str(source), "--run.steps", "9"))
     assert code == 0, output
     rows = comparable(tmp_path / "more")
     assert rows[:STEPS] == comparable(source)
@@ -145,7 +137,7 @@ def test_another_run_is_continued_by_its_path(uninterrupted, toy_base, cache, tm
         (["--rollout.temperature", "0.9"], "other settings: rollout.temperature (1.0 there, 0.9 now)"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_lost(extra, message, uninterrupted, toy_base, cache, tmp_path):
+def test_bad_input_is_one_line_and_nothing_is_lost(extra, message, uninterrupted, toy_base, tmp_path):
     places = {"new": tmp_path / "new", "truncated": tmp_path / "truncated", "other": tmp_path / "other"}
     for name in ("truncated", "other"):
         shutil.copytree(toy_base, places[name])
@@ -154,7 +146,7 @@ def test_bad_input_is_one_line_and_nothing_is_lost(extra, message, uninterrupted
     changed["rope_parameters"]["rope_theta"] = changed["rope_theta"] = 5.0
     (places["other"] / "config.json").write_text(json.dumps(changed))
     before = comparable(uninterrupted)
-    code, output = complete(small(toy_base, uninterrupted, *(word.format(**places) for word in extra)), cache)
+    code, output = complete(small(toy_base, uninterrupted, *(word.format(**places) for word in extra)))
     assert code == 2, output
     assert len(output.strip().splitlines()) == 1
     assert output.startswith("error: ")
@@ -163,8 +155,8 @@ def test_bad_input_is_one_line_and_nothing_is_lost(extra, message, uninterrupted
     assert not (places["new"] / "config.yaml").exists()
 
 
-def test_a_misspelt_metric_ends_the_run_at_its_second_step(toy_base, cache, tmp_path):
-    code, output = complete(small(toy_base, tmp_path / "x", "--schedule.metric", "response_lenght/mean"), cache)
+def test_a_misspelt_metric_ends_the_run_at_its_second_step(toy_base, tmp_path):
+    code, output = complete(small(toy_base, tmp_path / "x", "--schedule.metric", "response_lenght/mean"))
     assert code == 2
     assert output.strip().splitlines()[-1] == (
         "error: schedule.metric: no row has a metric 'response_lenght/mean'; did you mean response_length/mean?"
@@ -173,14 +165,13 @@ def test_a_misspelt_metric_ends_the_run_at_its_second_step(toy_base, cache, tmp_
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_exported_checkpoint_is_the_trained_policy(dtype, uninterrupted, toy_base, tmp_path):
-    arguments = [str(ROOT / "tools/convert_checkpoint.py"), str(uninterrupted), str(tmp_path), "--dtype", dtype]
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"wrote step {STEPS}" in done.stdout
+    code, out, err = outcome(convert_checkpoint.main, [uninterrupted, tmp_path, "--dtype", dtype])
+    assert code == 0, err
+    assert f"wrote step {STEPS}" in out
     policy = read_config(tmp_path)
     assert policy == policy_config()
     checkpointer = Checkpointer(uninterrupted / "checkpoints", read_only=True)
-    mesh = make_mesh(MeshConfig(4, 2))
+    mesh = make_mesh(MeshConfig(1, 1))
     wanted = abstract_state(policy, make_optimizer(OptimizerConfig()), mesh, dynamic_scale=False)
     state, _ = checkpointer.restore(STEPS, wanted)
     exported = load_params(tmp_path, policy)
@@ -192,7 +183,6 @@ def test_exported_checkpoint_is_the_trained_policy(dtype, uninterrupted, toy_bas
 
 
 def test_missing_checkpoint_is_named(uninterrupted, tmp_path):
-    arguments = [str(ROOT / "tools/convert_checkpoint.py"), str(uninterrupted), str(tmp_path / "x"), "--step", "77"]
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: no checkpoint of step 77")
+    code, _, err = outcome(convert_checkpoint.main, [uninterrupted, tmp_path / "x", "--step", "77"])
+    assert code == 2
+    assert err.startswith("error: no checkpoint of step 77")

@@ -5,12 +5,13 @@ import signal
 import time
 
 import pytest
-from toy_runs import command, comparable, complete, wait_for_rows
+from toy_runs import command, comparable, complete_beside, wait_for_rows
 from toy_runs import start as start_run
 
 from rljax.rollout.vllm.server import ServerConfig, start
 from rljax.run.checkpoint import Checkpointer
 
+pytestmark = pytest.mark.vllm
 FLOAT32 = ["--rollout.dtype", "float32", "--precision.compute-dtype", "float32"]
 
 
@@ -30,11 +31,11 @@ def over_http(server, toy_base, run_dir, *options):
     return command(toy_base, run_dir, *engine)
 
 
-def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy_base, cache, tmp_path):
+def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy_base, tmp_path):
     run_dir = tmp_path / "run"
     for steps in ("4", "6"):
         options = [*FLOAT32, "--run.steps", steps, "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
-        code, output = complete(over_http(server, toy_base, run_dir, *options), cache, server)
+        code, output = complete_beside(server, over_http(server, toy_base, run_dir, *options))
         assert code == 0, output
     rows = comparable(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -48,8 +49,9 @@ def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy
         assert row["publish/changed_fraction"] > 0.5
 
 
-def test_a_server_of_another_dtype_is_one_line_and_exit_code_2(server, toy_base, cache, tmp_path):
-    code, output = complete(over_http(server, toy_base, tmp_path / "run", "--rollout.dtype", "bfloat16"), cache, server)
+def test_a_server_of_another_dtype_is_one_line_and_exit_code_2(server, toy_base, tmp_path):
+    words = over_http(server, toy_base, tmp_path / "run", "--rollout.dtype", "bfloat16")
+    code, output = complete_beside(server, words)
     assert code == 2
     assert output.strip().splitlines() == [
         f"error: {server.url}: the dtype is float32, expected bfloat16 (rollout.dtype)"
@@ -57,11 +59,11 @@ def test_a_server_of_another_dtype_is_one_line_and_exit_code_2(server, toy_base,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_asked_to_stop_while_the_server_is_gone_it_saves_the_last_step(server, toy_base, cache, tmp_path):
+def test_asked_to_stop_while_the_server_is_gone_it_saves_the_last_step(server, toy_base, tmp_path):
     """As when a whole process group is sent SIGTERM: the server ends first. Last here, since it takes the server."""
     run_dir = tmp_path / "run"
     options = [*FLOAT32, "--run.steps", "400", "--eval.every", "0", "--checkpoint.every", "0"]
-    process = start_run(over_http(server, toy_base, run_dir, *options), cache)
+    process = start_run(over_http(server, toy_base, run_dir, *options))
     try:
         wait_for_rows(process, run_dir, 2)
         server.kill()

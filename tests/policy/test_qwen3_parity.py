@@ -141,6 +141,7 @@ def test_logprobs_are_of_the_token_itself_and_start_at_zero(tmp_path):
         np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_long_rows_keep_their_positions(tmp_path):
     """4096 tokens: rotary frequencies must be transformers' to the last bit."""
     model = hf_model(SHAPES[0])
@@ -151,6 +152,7 @@ def test_long_rows_keep_their_positions(tmp_path):
     np.testing.assert_allclose(ours, torch_logits(model, tokens), atol=1e-5, rtol=0)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(("fsdp", "tp"), [(8, 1), (4, 2), (1, 8)])
 def test_loading_onto_a_mesh_reads_the_same_values(fsdp, tp, tmp_path):
     config = small_config(tie_word_embeddings=False)

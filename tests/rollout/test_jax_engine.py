@@ -145,6 +145,7 @@ def test_given_responses_keep_the_rounding_of_decoding(dtype):
     assert np.abs(forward - drawn).mean() > 5 * np.abs(scored - drawn).mean()
 
 
+@pytest.mark.mesh
 def test_sharded_engine_draws_valid_responses():
     engine, params = make(jnp.float32, mesh=(2, 2))
     responses = draw(engine)

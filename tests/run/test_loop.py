@@ -1,0 +1,238 @@
+"""``train`` and ``one_step`` with an engine whose responses are known: rows by hand, saves, stops and resumes."""
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from scripted_engine import ScriptedEngine
+from toy_runs import TOY_BASE
+
+from rljax.compare.dump import read_dump
+from rljax.data.prompts import DataConfig
+from rljax.data.toy import build_tokenizer, policy_config
+from rljax.errors import ConfigError
+from rljax.rollout.types import RolloutConfig
+from rljax.run.build import build, load_problems, make_update, starting_point
+from rljax.run.checkpoint import CheckpointConfig, Checkpointer
+from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
+from rljax.run.loop import train
+from rljax.run.progress import Progress
+from rljax.run.rate import ScheduleConfig
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
+from rljax.trainer.packing import PackingConfig
+from rljax.trainer.step import PrecisionConfig
+
+STEPS = 4
+TOKENIZER, POLICY, MESH = build_tokenizer(), policy_config(), make_mesh(MeshConfig(1, 1))
+
+
+def sum_of(prompt):
+    return str(sum(int(term) for term in prompt.rstrip("=").split("+")))
+
+
+def half_right(prompt, sample, seed):
+    """The first of a prompt's responses is right; the second is 7777777, which is seven tokens and the end."""
+    return f"{sum_of(prompt)}$" if sample == 0 else "7777777$"
+
+
+def settings(directory, **changes):
+    config = Config(
+        run=RunConfig(dir=str(directory), steps=STEPS),
+        model=ModelConfig(path=str(TOY_BASE)),
+        data=DataConfig(batch_size=2, max_prompt_tokens=8),
+        rollout=RolloutConfig(group_size=2, max_response_tokens=8, dtype="float32"),
+        precision=PrecisionConfig(compute_dtype="float32"),
+        packing=PackingConfig(row_tokens=16, rows_per_micro_batch=2),
+        mesh=MeshConfig(1, 1),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        schedule=ScheduleConfig(kind="length_decay", decay_period=3),
+        eval=EvalConfig(every=2),
+        checkpoint=CheckpointConfig(every=3),
+    )
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in changes.items()}
+    )
+
+
+@pytest.fixture(scope="module")
+def update(tmp_path_factory):
+    """The compiled step that all these runs share."""
+    config = settings(tmp_path_factory.mktemp("update"))
+    return make_update(config, POLICY, make_optimizer(config.optimizer), MESH)
+
+
+@dataclasses.dataclass
+class Finished:
+    """What a call of ``train`` leaves."""
+
+    directory: Path
+    rows: list
+    engine: ScriptedEngine
+    progress: Progress
+    saved: list
+    before: dict
+    after: dict
+
+
+@pytest.fixture
+def go(update, tmp_path):
+    """Runs ``train`` from where a directory stands."""
+
+    def run(name="run", *, engine=None, stop_after=None, last_row=None, **changes):
+        config = settings(tmp_path / name, **changes)
+        engine = engine or ScriptedEngine(TOKENIZER, half_right)
+        rows = []
+        with contextlib.ExitStack() as stack:
+            checkpointer = stack.enter_context(
+                contextlib.closing(Checkpointer(tmp_path / name / "checkpoints", keep=9))
+            )
+            problems = load_problems(config, TOKENIZER)
+            components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems)
+            stack.callback(components.rewards.close)
+            components = dataclasses.replace(components, update=update)
+            state, progress = starting_point(components, MESH)
+            before = jax.device_get(state.params)
+            state = train(
+                components,
+                state,
+                progress,
+                lambda row, histograms: rows.append(row),
+                lambda: engine.is_gone or len(rows) == stop_after,
+                last_row,
+            )
+            saved = checkpointer.all_steps()
+        return Finished(tmp_path / name, rows, engine, progress, saved, before, jax.device_get(state.params))
+
+    return run
+
+
+def without_clock(rows):
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def test_rows_by_hand(go):
+    run = go()
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
+    assert run.engine.published == [0, 1, 2, 3, 4]
+    assert run.saved == [3, 4]
+    for row in run.rows:
+        assert row["reward/mean"] == 0.5
+        # Sums have three digits or four, and the end: a batch of two prompts is 3 to 5 tokens beside eight.
+        assert 6.0 <= row["response_length/mean"] <= 6.5
+        assert row["response_length/max"] == 8.0
+        assert row["response_length/truncated_fraction"] == 0.0
+        assert row["rollout/policy_version"] == row["step"] - 1
+        assert row["rollout/staleness"] == 0.0
+        assert row["rollout/requests"] == 4
+        assert row["optimizer/grad_norm"] > 0
+        # The rate halves at step 3, the decay period.
+        assert row["schedule/learning_rate"] == np.float32(5e-4 if row["step"] >= 3 else 1e-3)
+        assert row["mismatch/rollout_log_ppl"] == pytest.approx(1.0)
+        assert row["mismatch/token_count"] == 4 * row["response_length/mean"]
+        assert ("eval/toy/accuracy" in row) == (row["step"] in (2, 4))
+    assert run.rows[1]["eval/toy/accuracy"] == 1.0
+    assert [len(prompts) for prompts in run.engine.asked] == [2, 2, 200, 2, 2, 200]
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (run.before, run.after)), strict=True))
+
+
+def test_a_run_stopped_and_resumed_has_the_same_rows(go):
+    whole = go("whole")
+    first = go(stop_after=2)
+    assert (first.saved, first.progress.step) == ([2], 2)
+    second = go(last_row=first.rows[-1])
+    assert second.engine.published == [2, 3, 4]
+    assert second.saved == [2, 3, 4]
+    assert without_clock(first.rows + second.rows) == without_clock(whole.rows)
+    jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
+
+
+def test_a_guard_warns_and_stops_saved(go, capsys):
+    run = go(guard={"warn": ("reward/mean < 0.6",), "stop": ("response_length/mean > 1 for 2",)})
+    assert (len(run.rows), run.saved) == (2, [2])
+    (line,) = run.progress.stopped_by
+    assert "(response_length/mean > 1 for 2)" in line
+    # A warning is said once, when the rule begins to hold.
+    assert capsys.readouterr().err == "\nwarning: guard: step 1: reward/mean = 0.5 (reward/mean < 0.6)\n"
+
+
+def test_a_guards_unknown_metric_is_the_callers_mistake(go):
+    with pytest.raises(ConfigError, match=r"did you mean reward/mean\?"):
+        go(guard={"stop": ("reward/meen > 2",)})
+
+
+def test_a_schedules_unknown_metric_ends_the_run_at_its_second_step(go):
+    with pytest.raises(ConfigError, match=r"no row has a metric 'reward/meen'; did you mean reward/mean\?"):
+        go(schedule={"metric": "reward/meen"})
+
+
+def test_without_signal_the_update_is_skipped_and_the_step_recorded(go):
+    run = go(engine=ScriptedEngine(TOKENIZER, lambda prompt, sample, seed: f"{sum_of(prompt)}$"))
+    assert [row["optimizer/skipped_updates"] for row in run.rows] == [1, 2, 3, 4]
+    assert [row["reward/groups_with_signal"] for row in run.rows] == [0.0] * 4
+    assert [row["optimizer/grad_norm_ema"] for row in run.rows] == [None] * 4
+    assert run.rows[2]["schedule/learning_rate"] == np.float32(5e-4)
+    assert run.engine.published == [0, 1, 2, 3, 4]
+    jax.tree.map(np.testing.assert_array_equal, run.before, run.after)
+
+
+def test_servers_gone_at_a_publish_leave_the_step_whole_and_not_evaluated(go):
+    run = go(engine=ScriptedEngine(TOKENIZER, half_right, gone_at_version=2))
+    assert (len(run.rows), run.saved, run.progress.step) == (2, [2], 2)
+    assert not any(key.startswith("eval/") for key in run.rows[1])
+    assert run.rows[1]["optimizer/grad_norm"] > 0
+
+
+def test_servers_gone_in_a_rollout_give_the_step_up_and_save_the_one_before(go):
+    whole = go("whole", eval={"every": 0})
+    first = go(engine=ScriptedEngine(TOKENIZER, half_right, gone_after=2), eval={"every": 0})
+    assert (len(first.rows), first.saved, first.progress.step) == (2, [2], 2)
+    second = go(last_row=first.rows[-1], eval={"every": 0})
+    assert without_clock(first.rows + second.rows) == without_clock(whole.rows)
+    assert second.engine.asked == whole.engine.asked[2:]
+
+
+def test_servers_gone_before_the_first_step_leave_nothing(go):
+    run = go(engine=ScriptedEngine(TOKENIZER, half_right, gone_at_version=0))
+    assert (run.rows, run.saved, run.engine.asked) == ([], [], [])
+
+
+def test_dumps_and_transcripts_hold_what_was_said(go):
+    run = go(rollout={"dump_every": 2, "transcript_every": 3}, eval={"every": 0})
+    assert sorted(path.name for path in (run.directory / "rollouts").iterdir()) == [
+        *("step_000002.parquet", "step_000003.jsonl", "step_000004.parquet"),
+    ]
+    dump = read_dump(run.directory / "rollouts" / "step_000002.parquet")
+    prompts = [prompt for prompt in run.engine.asked[1] for _ in range(2)]
+    texts = [half_right(prompt, i % 2, 0) for i, prompt in enumerate(prompts)]
+    for tokens, mask, rollout, trainer, prompt, text in zip(
+        dump.token_ids, dump.response_mask, *map(dump.logprobs.get, ("rollout", "trainer")), prompts, texts, strict=True
+    ):
+        np.testing.assert_array_equal(tokens, TOKENIZER.encode(prompt + text))
+        assert mask.tolist() == [False] * len(prompt) + [True] * len(text)
+        np.testing.assert_array_equal(rollout[mask], np.full(len(text), -1.0, np.float32))
+        assert (trainer[mask] < 0).all()
+    lines = [json.loads(line) for line in (run.directory / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in lines] == [1.0, 0.0] * 2
+    assert [line["prompt"] for line in lines[::2]] == run.engine.asked[2]
+
+
+def test_the_best_evaluated_step_is_kept_beside_the_newest(go):
+    """The evaluated policy is right in its first evaluation alone; the one at the start has names of its own."""
+    evaluations = []
+
+    def script(prompt, sample, seed):
+        if seed == EvalConfig().seed:
+            evaluations.append(prompt)
+            return f"{sum_of(prompt)}$" if 200 < len(evaluations) <= 400 else "1$"
+        return half_right(prompt, sample, seed)
+
+    run = go(engine=ScriptedEngine(TOKENIZER, script), eval={"at_start": True}, checkpoint={"keep_best": True})
+    assert run.rows[0]["eval/toy/accuracy_at_start"] == 0.0
+    assert [run.rows[i]["eval/toy/accuracy"] for i in (1, 3)] == [1.0, 0.0]
+    with contextlib.closing(Checkpointer(run.directory / "best", read_only=True)) as best:
+        assert best.all_steps() == [2]

@@ -1,0 +1,8 @@
+"""XLA settings under which a program compiles in a quarter of the time, for tests that run it only once or twice."""
+
+from importlib.metadata import version
+
+# Unknown flags end the process, and the second one left XLA with jaxlib 0.11.
+FLAGS = "--xla_backend_optimization_level=0"
+if version("jaxlib").startswith("0.10."):
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"

@@ -1,0 +1,66 @@
+"""A rollout engine that says what it is told to: whole loops in moments, every number of a row known beforehand."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from rljax.data.tokenizer import Tokenizer
+from rljax.errors import StoppedWaitingError
+from rljax.rollout.types import Response, SamplingParams, VersionSpan
+
+
+class ScriptedEngine:
+    """Answers each prompt from a script, and keeps what was published and asked.
+
+    Args:
+      tokenizer: of the prompts and of the script's texts.
+      script: (prompt, sample index, seed) -> the response's text, its end-of-sequence token included.
+      gone_at_version: publishing this version, and sampling from then on, finds no server while the run is to stop.
+      gone_after: as many calls of ``generate`` are answered before the servers are gone.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        script: Callable[[str, int, int], str],
+        *,
+        gone_at_version: int | None = None,
+        gone_after: int | None = None,
+    ) -> None:
+        self.tokenizer, self.script = tokenizer, script
+        self.gone_at_version, self.gone_after = gone_at_version, gone_after
+        self.published: list[int] = []
+        self.asked: list[list[str]] = []
+        self.is_gone = False
+        self.metrics = {"rollout/requests": 0}
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
+    ) -> Iterator[Response]:
+        self.is_gone |= len(self.asked) == self.gone_after
+        self._check()
+        texts = [self.tokenizer.decode(prompt) for prompt in prompts]
+        self.asked.append(texts)
+        for i, prompt in reversed(list(enumerate(texts))):
+            for j in range(n):
+                self.metrics["rollout/requests"] += 1
+                tokens = self.tokenizer.encode(self.script(prompt, j, seed))[: sampling.max_response_tokens]
+                truncated = tokens[-1] not in sampling.stop_token_ids
+                span = VersionSpan(self.published[-1], 0, len(tokens))
+                yield Response(i, j, tokens, np.full(len(tokens), -1.0, np.float32), truncated, (span,))
+
+    def publish(self, params: dict, policy_version: int) -> None:
+        self.is_gone |= policy_version == self.gone_at_version
+        self._check()
+        self.published.append(policy_version)
+
+    def pop_metrics(self) -> dict[str, float]:
+        taken, self.metrics = self.metrics, {"rollout/requests": 0}
+        return taken
+
+    def close(self) -> None:
+        pass
+
+    def _check(self) -> None:
+        if self.is_gone:
+            raise StoppedWaitingError("no server answers, and the run is to stop")
