@@ -1,4 +1,4 @@
-"""A real server asked as it stands draws what its model draws, without a word from the trainer."""
+"""A real server asked as it stands samples what its model samples, without a word from the trainer."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("served", ["float32"], indirect=True)
-def test_a_served_model_draws_with_the_weights_that_the_server_holds(served, prompts):
+def test_a_served_model_samples_with_the_weights_that_the_server_holds(served, prompts):
     sampling = SamplingParams(16, 0.8)
     engine = served.engine()
     try:

@@ -49,9 +49,9 @@ def test_settings_that_an_engine_cannot_work_with_are_refused(engine, urls, inje
 
 
 def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
-    run_dir = tmp_path / "run"
-    words = ["configs/quickstart.yaml", "--run.dir", str(run_dir), "--model.path", "nowhere"]
-    assert run_cli(main, [*words, "--rollout.engine", "vllm"]) == 2
+    run_dir, file = tmp_path / "run", tmp_path / "run.yaml"
+    file.write_text(f"run: {{dir: {run_dir}}}\nmodel: {{path: nowhere}}\n")
+    assert run_cli(main, [str(file), "--rollout.engine", "vllm"]) == 2
     assert capsys.readouterr().err == "error: rollout.engine = vllm needs at least one URL in rollout.urls\n"
     assert not run_dir.exists()
 
