@@ -23,8 +23,8 @@ from rljax.run.loop import train
 from rljax.run.progress import Progress
 from rljax.run.rate import ScheduleConfig
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
 from rljax.trainer.packing import PackingConfig
+from rljax.trainer.state import OptimizerConfig, make_optimizer
 from rljax.trainer.step import PrecisionConfig
 
 STEPS = 4

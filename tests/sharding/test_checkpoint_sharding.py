@@ -10,8 +10,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import init_params, param_shardings
 from rljax.run.checkpoint import Checkpointer
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.optimizer import OptimizerConfig, make_optimizer
-from rljax.trainer.state import abstract_state, create_state
+from rljax.trainer.state import OptimizerConfig, abstract_state, create_state, make_optimizer
 
 pytestmark = pytest.mark.mesh
 CONFIG = PolicyConfig(32, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True)
