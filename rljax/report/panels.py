@@ -97,6 +97,7 @@ def plot_curves(
     key: str,
     smooth: float,
     shown: Callable[[np.ndarray], np.ndarray] = np.isfinite,
+    drawstyle: str = "default",
 ) -> bool:
     """Raw and smoothed curves of the values that are ``shown``; a note and False when there are none."""
     any_shown = False
@@ -109,7 +110,9 @@ def plot_curves(
         if smooth:
             axis.plot(steps, values, color=run.color, linewidth=0.9, alpha=0.35)
             values = exponential_mean(values, smooth**2)  # two sides: half the width each
-        axis.plot(steps, values, color=run.color, linestyle=run.line, linewidth=1.9, marker=_dot(values))
+        axis.plot(
+            steps, values, color=run.color, linestyle=run.line, linewidth=1.9, marker=_dot(values), drawstyle=drawstyle
+        )
     if not any_shown:
         note(axis, f"no {key} in the record")
     return any_shown
@@ -124,17 +127,9 @@ def exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
     """Mean with weights decay ** distance; NaN stays NaN and has no weight."""
     finite = np.isfinite(values)
     known = np.where(finite, values, 0.0)
-    weights, totals = (_decayed_sum(item, decay) for item in (finite.astype(np.float64), known))
+    decays = decay ** np.abs(np.arange(1 - len(values), len(values)), dtype=np.float64)
+    weights, totals = (np.convolve(item, decays, "valid") for item in (finite.astype(np.float64), known))
     return np.where(finite, totals / np.maximum(weights, 1.0), np.nan)
-
-
-def _decayed_sum(items: np.ndarray, decay: float) -> np.ndarray:
-    """Sum over all items with weights decay ** distance."""
-    forward, backward = np.array(items), np.array(items)
-    for index in range(1, len(items)):
-        forward[index] += decay * forward[index - 1]
-        backward[-1 - index] += decay * backward[-index]
-    return forward + backward - items
 
 
 def plot_length(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
@@ -171,16 +166,10 @@ def plot_accuracy(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
 def plot_learning_rate(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
     """The rate of each update as a step function, with each run's surge and decay periods; not smoothed."""
     del smooth
-    key = "schedule/learning_rate"
     head(axis, "Learning rate", "per update")
-    series = [(run, *run.series(key)) for run in runs]
-    for run, steps, values in series:
-        axis.step(steps, values, where="mid", color=run.color, linestyle=run.line, linewidth=1.9, marker=_dot(values))
-    if any(np.isfinite(values).any() for _, _, values in series):
+    if plot_curves(axis, runs, "schedule/learning_rate", 0.0, drawstyle="steps-mid"):
         axis.set_ylim(bottom=0)
         axis.yaxis.set_major_formatter(FuncFormatter(_scientific))
-    else:
-        note(axis, f"no {key} in the record")
     _surges(axis, runs, labels=False)
 
 
