@@ -77,7 +77,7 @@ def sound(served, prompts):
 def test_a_servers_columns_pass_beside_the_trainers_and_the_embedded_engines(served, sound):
     dtype, drawn = served.dtype, f"vllm-decode:{served.dtype}"
     assert sound.sources["vllm:http"].weights_hash == ""
-    assert sound.sources[drawn] == ColumnSource(f"vllm {version(served)} decode", dtype, "", 1.0)
+    assert sound.sources[drawn] == ColumnSource(f"vllm {version(served)} decode", dtype, "", 1.0, "rollout")
     comparison = compare_columns(sound)
     assert len(comparison.pairs) == {"bfloat16": 10, "float32": 6}[dtype]
     for pair in comparison.pairs:
