@@ -31,8 +31,9 @@ from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
-from rljax.run.config import Config, check_sampling
+from rljax.run.config import check_sampling
 from rljax.run.config_file import load_config
+from rljax.run.directory import recorded_config
 from rljax.run.evaluation import summarize_scores
 from rljax.run.sampling import Scored, score_responses
 from rljax.sharding import MeshConfig, make_mesh
@@ -118,16 +119,11 @@ class Policy:
         if self.run is None:
             return load_params(self.hf_path, self.config, param_shardings(self.config, mesh))
         assert self.step is not None
-        settings = load_settings(self.run)
+        settings = recorded_config(self.run)
         dynamic = settings.precision.compute_dtype == "float16"
         wanted = abstract_state(self.config, make_optimizer(settings.optimizer), mesh, dynamic_scale=dynamic)
         with open_checkpoints(self.run, self.best) as checkpointer, caller_errors(RuntimeError):
             return checkpointer.restore(self.step, wanted)[0].params
-
-
-def load_settings(run: Path) -> Config:
-    """The configuration that a run directory was made with."""
-    return load_config(Config, [str(run / "config.yaml")], prog="evaluate", description="")
 
 
 def open_checkpoints(run: Path, best: bool) -> contextlib.closing[Checkpointer]:
@@ -153,7 +149,7 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
             raise ValueError(f"{path} is not a run directory: it has no config.yaml")
         directory = model_directory(str(path))
         return Policy(read_config(directory), directory)
-    settings = load_settings(path)
+    settings = recorded_config(path)
     with open_checkpoints(path, best) as checkpointer:
         steps = checkpointer.all_steps()
     taken = steps[-1] if step is None and steps else step

@@ -82,7 +82,7 @@ def named_sharding(mesh: Mesh, logical: Sequence[str | None], shape: Sequence[in
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device holds the whole array."""
+    """Every device has all of the array."""
     return NamedSharding(mesh, PartitionSpec())
 
 

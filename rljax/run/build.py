@@ -137,7 +137,7 @@ def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
 
 
 def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:
-    """(micro-batches, rows, tokens) that hold any batch of ``num_sequences``, by default a whole step's."""
+    """(micro-batches, rows, tokens) that hold any batch of ``num_sequences``, by default those of a step."""
     tokens = config.packing.resolve_row_tokens(config.max_sequence_tokens)
     rows = config.packing.rows_per_micro_batch
     count = num_sequences or config.num_sequences

@@ -47,6 +47,11 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
         print(f"going on from step {max(saved, default=0)}; {recorded} were recorded, those after it are run again")
 
 
+def recorded_config(run_dir: Path) -> Config:
+    """The configuration that a run directory was made with."""
+    return load_config(Config, [str(run_dir / "config.yaml")], prog="config.yaml", description="")
+
+
 def recorded_steps(run_dir: Path) -> int:
     """Rows in ``metrics.jsonl``."""
     path = run_dir / "metrics.jsonl"
@@ -74,8 +79,8 @@ def check_same_run(config: Config, run_dir: Path) -> None:
     """Raises ConfigError when the run in ``run_dir`` was made with settings that may not change."""
     if not (run_dir / "config.yaml").exists():
         return
-    recorded = load_config(Config, [str(run_dir / "config.yaml")], prog="config.yaml", description="")
-    old, new = (dict(flat_settings(dataclasses.asdict(settings))) for settings in (recorded, config))
+    settings = (recorded_config(run_dir), config)
+    old, new = (dict(flat_settings(dataclasses.asdict(each))) for each in settings)
     free = tuple(key for key in MAY_DIFFER if key != "run.steps" or config.schedule.kind not in ("linear", "cosine"))
     differing = [key for key in new if new[key] != old[key] and not key.startswith(free)]
     if differing:

@@ -78,16 +78,16 @@ class Guard:
         """
         warnings, stops = [], []
         for rule, is_stop in self._rules:
-            previous = self._streaks.setdefault(rule.text, 0)
-            if rule.metric not in row:
-                if not rule.metric.startswith(OCCASIONAL):
-                    raise ValueError(f"guard: {unknown_metric(rule.metric, row)}")
-                continue  # a metric that only some rows have keeps its streak in the rows without it
-            value = row[rule.metric]
-            streak = previous + 1 if _is_beyond(rule, value) else 0
-            self._streaks[rule.text] = streak
-            shown = value if value is None else format(value, ".4g")
-            line = f"step {row['step']}: {rule.metric} = {shown} ({rule.text})"
+            if rule.metric not in row and not rule.metric.startswith(OCCASIONAL):
+                raise ValueError(f"guard: {unknown_metric(rule.metric, row)}")
+            value = row.get(rule.metric)
+            beyond = rule.metric in row and _is_beyond(rule, value)
+            streak = self._streaks.get(rule.text, 0) + 1 if beyond else 0
+            # A metric that only some rows have keeps its streak in the rows without it.
+            self._streaks[rule.text] = streak if rule.metric in row else self._streaks.get(rule.text, 0)
+            line = (
+                f"step {row['step']}: {rule.metric} = {value if value is None else format(value, '.4g')} ({rule.text})"
+            )
             if is_stop and streak >= rule.steps:
                 stops.append(line)
             elif not is_stop and streak == rule.steps:

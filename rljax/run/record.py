@@ -60,8 +60,6 @@ class Recorder:
         tensorboard: bool = True,
         progress: bool = True,
     ) -> None:
-        if first_step < 1:
-            raise ValueError(f"first_step must be at least 1, got {first_step}")
         directory = Path(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "metrics.jsonl"
@@ -83,7 +81,7 @@ class Recorder:
         values = {key: _to_python(key, value) for key, value in row.items()}
         if values.get("step") != self._next_step:
             raise ValueError(f"expected the row of step {self._next_step}, got step {values.get('step')}")
-        # Written as one whole line: a process that is killed leaves at most one incomplete line, the last.
+        # Written at once: a process that is killed leaves at most one incomplete line, the last.
         self._file.write(_encode(values) + "\n")
         self._file.flush()
         self._next_step += 1

@@ -1,4 +1,4 @@
-"""avg@n and pass@k by hand, whatever order responses land in; and what may be asked for."""
+"""avg@n and pass@k by hand, whatever the order in which responses arrive; and what may be asked for."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from rljax.run.sampling import Scored, score_responses
 SAMPLING = SamplingParams(8, 1.0)
 PROBLEMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}]
 # Of the first problem two of three are right, one of them cut off; of the second none.
-DRAWN = {(0, 0): "2", (0, 1): "3", (0, 2): "2", (1, 0): "4", (1, 1): "44", (1, 2): "444"}
+RESPONSES = {(0, 0): "2", (0, 1): "3", (0, 2): "2", (1, 0): "4", (1, 1): "44", (1, 2): "444"}
 CUT = {(0, 2)}
 
 
@@ -32,7 +32,7 @@ class ScriptedEngine:
     def generate(self, prompts, n, sampling, *, seed):
         self.asked.append(([self.tokenizer.decode(p) for p in prompts], n, sampling, seed))
         for i, j in self.order:
-            ids = self.tokenizer.encode(DRAWN[i, j])
+            ids = self.tokenizer.encode(RESPONSES[i, j])
             yield Response(i, j, ids, np.zeros(len(ids), np.float32), (i, j) in CUT, ())
 
 
@@ -91,14 +91,14 @@ def test_pass_at_k_of_impossible_numbers_is_refused(n, solved, k):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_order_of_landing_changes_nothing(seed, workers, tokenizer):
-    order = [list(DRAWN)[i] for i in np.random.default_rng(seed).permutation(len(DRAWN))]
+def test_the_order_of_arrival_changes_nothing(seed, workers, tokenizer):
+    order = [list(RESPONSES)[i] for i in np.random.default_rng(seed).permutation(len(RESPONSES))]
     engine = ScriptedEngine(tokenizer, order)
     with RewardPool("addition", workers) as pool:
-        drawn = list(score_responses(engine, tokenizer, PROBLEMS, pool, SAMPLING, n=3, seed=5))
+        sampled = list(score_responses(engine, tokenizer, PROBLEMS, pool, SAMPLING, n=3, seed=5))
     assert engine.asked == [(["1+1=", "2+3="], 3, SAMPLING, 5)]
-    assert {one.place: one.text for one in drawn} == DRAWN
-    result = summarize_scores(drawn, n=3, pass_k=(2,))
+    assert {one.place: one.text for one in sampled} == RESPONSES
+    result = summarize_scores(sampled, n=3, pass_k=(2,))
     assert result == {
         "accuracy": 1 / 6,
         "response_length": 9 / 6,
@@ -108,7 +108,7 @@ def test_the_order_of_landing_changes_nothing(seed, workers, tokenizer):
 
 
 def test_an_evaluation_names_its_datasets_and_counts_its_own_errors(tokenizer):
-    engine = ScriptedEngine(tokenizer, list(DRAWN))
+    engine = ScriptedEngine(tokenizer, list(RESPONSES))
 
     def breaks(problem, response, truncated):
         if response == "44":
@@ -150,7 +150,7 @@ def test_the_mean_accuracy_is_over_datasets_and_leaves_the_start_out():
         ({"temperature": -0.5}, "temperature must be finite and not negative, got -0.5"),
     ],
 )
-def test_draws_that_make_no_sense_are_refused(kind, wrong, message):
+def test_samples_that_make_no_sense_are_refused(kind, wrong, message):
     with pytest.raises(ValueError, match=message):
         kind(**wrong)
 

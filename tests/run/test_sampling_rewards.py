@@ -1,4 +1,4 @@
-"""A step's rewards stand where their responses do, whatever lands first and whatever is scored first."""
+"""A step's rewards stand where their responses do, whatever arrives first and whatever is scored first."""
 
 import sys
 
@@ -23,7 +23,7 @@ PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(1, 5)]
 
 
 class Landing:
-    """An engine whose response j to any prompt has j + 1 tokens; they land in the order of a seed."""
+    """An engine whose response j to any prompt has j + 1 tokens; they arrive in the order of a seed."""
 
     def __init__(self, seed, missing=0):
         self.seed, self.missing, self.prompts = seed, missing, None
