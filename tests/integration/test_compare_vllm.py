@@ -162,7 +162,8 @@ def test_the_program_draws_scores_and_reports(float32, prompts, tmp_path):
     ]
     assert run_cli(runpy.run_path(str(TOOL))["main"], [*arguments, "--out", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert list(report["columns"]) == ["vllm:float32", "jax:float32", "vllm-decode:float32"]
+    roles = {name: column["role"] for name, column in report["columns"].items()}
+    assert roles == {"jax:float32": "", "vllm:float32": "rollout", "vllm-decode:float32": "rollout"}
     assert set(report["noise_floor"]) == set(report["columns"])
 
 
