@@ -61,7 +61,6 @@ def main(argv: Sequence[str]) -> int:
         prepare_directory(config, run_dir)
         stop = StopRequest()
         engine = make_run_engine(config, policy, mesh, stop.requested)
-    print(f"training {config.model.path} for {config.run.steps} steps into {run_dir}", file=sys.stderr)
     with contextlib.ExitStack() as stack:
         stack.callback(engine.close)
         checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
@@ -73,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)
         stack.callback(recorder.close)
         (run_dir / "config.yaml").write_text(config_to_yaml(config))
+        print(f"training {config.model.path} for {config.run.steps} steps into {run_dir}", file=sys.stderr)
         with stop:
             train(components, state, progress, recorder.write, stop.requested, last_row(run_dir))
     finish(run_dir)
