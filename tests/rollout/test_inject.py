@@ -13,7 +13,7 @@ from rljax.algorithms.losses import LossConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import init_params, logical_axes
-from rljax.rollout.exact_engine import ExactEngine, LogitNoise
+from rljax.rollout.exact_engine import ExactEngine
 from rljax.rollout.injected_engine import InjectedEngine, add_noise, quantize, restore, summed_axes
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.types import InjectConfig, SamplingParams
@@ -49,9 +49,10 @@ def params():
     return init_params(CONFIG, 0)
 
 
-def mismatch(exact, params, *, noise=None, seed=0, **inject):
+def mismatch(exact, params, *, seed=0, **inject):
     """Metrics of what the dialled engine draws against the executable that trains."""
-    engine = InjectedEngine(ExactEngine(exact, noise=noise), InjectConfig(**inject), CONFIG, MESH)
+    config = InjectConfig(**inject)
+    engine = InjectedEngine(ExactEngine(exact, inject=config), config, CONFIG, MESH)
     engine.publish(params, 3)
     responses = draw(engine, seed=seed)
     sequences = [TrainSequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, 0.0, True) for r in responses]
@@ -69,9 +70,7 @@ def test_weight_noise_is_a_dial_from_exactly_zero(exact, params):
 
 
 def test_logit_noise_is_a_dial_from_exactly_zero(exact, params):
-    none, small, large = (
-        mismatch(exact, params, noise=LogitNoise(size, 0) if size else None) for size in (0.0, 0.01, 0.3)
-    )
+    none, small, large = (mismatch(exact, params, logit_noise=size) for size in (0.0, 0.01, 0.3))
     assert none["logprob_abs_diff_max"] == none["k3_kl"] == 0.0
     # Of one token's log-probability the noise less its mean: about its own standard deviation, whose mean is 0.8 of it.
     assert 0.6 * 0.01 < small["logprob_abs_diff_mean"] < 1.0 * 0.01
@@ -87,7 +86,7 @@ def test_coarser_weights_mismatch_more(exact, params):
 
 def test_logit_noise_repeats_by_seed_and_token(exact, params):
     def drawn(seed, noise_seed):
-        engine = ExactEngine(exact, noise=LogitNoise(0.3, noise_seed))
+        engine = ExactEngine(exact, inject=InjectConfig(logit_noise=0.3, seed=noise_seed))
         engine.publish(params, 0)
         return [r.logprobs.tolist() for r in draw(engine, seed=seed)]
 

@@ -18,17 +18,6 @@ from rljax.rollout.weights.files import PROTOCOL, WeightFiles
 
 log = logging.getLogger(__name__)
 
-SHAPE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-)
-
 
 def shake_hands(client: ServerClient, url: str, expected: Expectation, files: WeightFiles) -> ServerInfo:
     """Checks one healthy server, readies its weight transfer, and returns its description of itself.
@@ -42,7 +31,7 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
     differing = _differences(described, expected)
     if differing:
         raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
-    _find_route(client, url)
+    client.find_route(url)
     info = server_info(url, described)
     _check_logprobs(client, url, info)
     path, text = files.probe()
@@ -109,10 +98,10 @@ def _differences(described: Mapping[str, Any], expected: Expectation) -> list[st
     if described["quantization"] is not None:
         lines.append(f"the weights are quantized ({described['quantization']}), expected none")
     shape = described["shape"]
-    for key in SHAPE:
+    for key, theirs in shape.items():
         wanted = expected.hf_config.get(key)
-        if wanted is not None and shape[key] is not None and shape[key] != wanted:
-            lines.append(f"{key} is {shape[key]}, expected {wanted} (another model)")
+        if None not in (wanted, theirs) and theirs != wanted:
+            lines.append(f"{key} is {theirs}, expected {wanted} (another model)")
     sizes = described.get("head_sizes")
     if sizes and shape["head_dim"] not in sizes:
         lines.append(f"head_dim is {shape['head_dim']}; vLLM's attention on the server's device takes {sizes}")
@@ -128,15 +117,6 @@ def _differences(described: Mapping[str, Any], expected: Expectation) -> list[st
             f"default sampling is not plain: {described['default_sampling']}; start with --generation-config vllm"
         )
     return lines
-
-
-def _find_route(client: ServerClient, url: str) -> None:
-    try:
-        client.find_route(url)
-    except ServerRefusedError as error:
-        if error.status != 404:
-            raise
-        raise HandshakeError(str(error)) from error
 
 
 def _check_logprobs(client: ServerClient, url: str, info: ServerInfo) -> None:
