@@ -264,20 +264,17 @@ class ServerClient:
                 return completion
         raise RuntimeError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}")
 
+    def _idlest(self) -> _Server | None:
+        """The open server with the least outstanding work that has room."""
+        open_servers = [server for server in self._servers.values() if server.state == "open"]
+        idlest = min(open_servers, key=lambda server: server.outstanding, default=None)
+        return idlest if idlest and idlest.outstanding < self.limits.max_outstanding else None
+
     async def _acquire(self) -> _Server:
-        """Waits for the open server with the least outstanding work that has room."""
         async with self._changed:
-            while True:
-                room = [
-                    server
-                    for server in self._servers.values()
-                    if server.state == "open" and server.outstanding < self.limits.max_outstanding
-                ]
-                if room:
-                    server = min(room, key=lambda s: s.outstanding)
-                    server.outstanding += 1
-                    return server
-                await self._changed.wait()
+            server: _Server = await self._changed.wait_for(self._idlest)
+            server.outstanding += 1
+            return server
 
     async def _release(self, server: _Server) -> None:
         async with self._changed:

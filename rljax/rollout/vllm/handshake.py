@@ -26,8 +26,17 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
       HandshakeError: something differs.
       ServerGoneError: it stopped answering.
     """
-    _check_development(client, url)
-    described = _describe(client, url)
+    development = "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1 (launch/vllm_server.sh)"
+    if _ask(client, url, "GET", "/is_paused", development).get("is_paused"):
+        log.info("%s was left paused; resuming it", url)
+        client.call(url, "POST", "/resume")
+    plugin = (
+        "rljax's plugin is not in this server: install rljax beside vLLM and start it with "
+        "--worker-extension-cls rljax.rollout.vllm.plugin.WorkerExtension"
+    )
+    described = _ask(client, url, "POST", "/collective_rpc", plugin, {"method": "rljax_describe"})["results"][0]
+    if described.get("protocol") != PROTOCOL:
+        raise HandshakeError(f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}")
     differing = _differences(described, expected)
     if differing:
         raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
@@ -35,15 +44,18 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
     info = server_info(url, described)
     _check_logprobs(client, url, info)
     path, text = files.probe()
-    try:
-        probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL}
-        client.call(url, "POST", "/init_weight_transfer_engine", json={"init_info": probe})
-    except ServerRefusedError as error:
-        raise HandshakeError(
-            f"{url}: the server cannot read the weight directory {files.root}; set transfer_dir to one that both see "
-            f"({error})"
-        ) from error
+    unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
+    probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL}
+    _ask(client, url, "POST", "/init_weight_transfer_engine", unread, {"init_info": probe})
     return info
+
+
+def _ask(client: ServerClient, url: str, method: str, path: str, refusal: str, json: Any = None) -> dict[str, Any]:
+    """The reply; a refusal is a HandshakeError that begins with what it means."""
+    try:
+        return client.call(url, method, path, json=json)
+    except ServerRefusedError as error:
+        raise HandshakeError(f"{url}: {refusal} ({error})") from error
 
 
 def server_info(url: str, described: Mapping[str, Any]) -> ServerInfo:
@@ -56,34 +68,6 @@ def server_info(url: str, described: Mapping[str, Any]) -> ServerInfo:
         max_model_len=described.get("max_model_len"),
         block_size=described.get("block_size"),
     )
-
-
-def _check_development(client: ServerClient, url: str) -> None:
-    """The pause and update endpoints are open; a server that an earlier run left paused is resumed."""
-    try:
-        if client.call(url, "GET", "/is_paused").get("is_paused"):
-            log.info("%s was left paused; resuming it", url)
-            client.call(url, "POST", "/resume")
-    except ServerRefusedError as error:
-        if error.status != 404:
-            raise
-        raise HandshakeError(
-            f"{url}: no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1 (launch/vllm_server.sh)"
-        ) from error
-
-
-def _describe(client: ServerClient, url: str) -> dict[str, Any]:
-    try:
-        results = client.call(url, "POST", "/collective_rpc", json={"method": "rljax_describe"})["results"]
-    except ServerRefusedError as error:
-        raise HandshakeError(
-            f"{url}: rljax's plugin is not in this server: install rljax beside vLLM and start it with "
-            f"--worker-extension-cls rljax.rollout.vllm.plugin.WorkerExtension ({error})"
-        ) from error
-    described: dict[str, Any] = results[0]
-    if described.get("protocol") != PROTOCOL:
-        raise HandshakeError(f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}")
-    return described
 
 
 def _differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:

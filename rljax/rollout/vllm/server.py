@@ -237,20 +237,19 @@ def start(config: ServerConfig, timeout_s: float = 600.0) -> VllmServer:
     Raises:
       ServerFailedError: it did not become healthy; nothing of it is left running.
     """
-    for attempt in range(3):
+    for attempts_left in (2, 1, 0):
         server = VllmServer(config)
         try:
             server.wait_healthy(timeout_s)
+            break
         except ServerFailedError:
-            if config.port or attempt == 2 or "ddress already in use" not in server.log_tail(200):
+            if config.port or not attempts_left or "ddress already in use" not in server.log_tail(200):
                 raise
             log.warning("port %d was taken meanwhile; trying another", server.port)
         except BaseException:
             server.stop()
             raise
-        else:
-            return server
-    raise AssertionError("unreachable")
+    return server
 
 
 def _guard(argv: Sequence[str]) -> None:
