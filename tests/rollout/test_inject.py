@@ -1,4 +1,4 @@
-"""Mismatch as a dial: what each kind does to the weights or the draws, and that size 0 is no mismatch at all."""
+"""Mismatch as a dial: what each kind does to the weights or the samples, and that size 0 is no mismatch at all."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def largest_difference(a, b):
     return max(float(jnp.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def draw(engine, *, seed=0, temperature=1.0):
+def sample(engine, *, seed=0, temperature=1.0):
     responses = list(engine.generate(PROMPTS, 2, SamplingParams(10, temperature), seed=seed))
     return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
 
@@ -50,11 +50,11 @@ def params():
 
 
 def mismatch(exact, params, *, seed=0, **inject):
-    """Metrics of what the dialled engine draws against the executable that trains."""
+    """Metrics of what the dialled engine samples against the executable that trains."""
     config = InjectConfig(**inject)
     engine = InjectedEngine(ExactEngine(exact, inject=config), config, CONFIG, MESH)
     engine.publish(params, 3)
-    responses = draw(engine, seed=seed)
+    responses = sample(engine, seed=seed)
     sequences = [TrainSequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, 0.0, True) for r in responses]
     micro = micro_of(lay_out(sequences, 8, 16), 0)
     one = exact.scalar(1.0)
@@ -85,14 +85,14 @@ def test_coarser_weights_mismatch_more(exact, params):
 
 
 def test_logit_noise_repeats_by_seed_and_token(exact, params):
-    def drawn(seed, noise_seed):
+    def logprobs(seed, noise_seed):
         engine = ExactEngine(exact, inject=InjectConfig(logit_noise=0.3, seed=noise_seed))
         engine.publish(params, 0)
-        return [r.logprobs.tolist() for r in draw(engine, seed=seed)]
+        return [r.logprobs.tolist() for r in sample(engine, seed=seed)]
 
-    assert drawn(0, 0) == drawn(0, 0)
-    assert drawn(0, 0) != drawn(0, 1)
-    assert drawn(0, 0) != drawn(1, 0)
+    assert logprobs(0, 0) == logprobs(0, 0)
+    assert logprobs(0, 0) != logprobs(0, 1)
+    assert logprobs(0, 0) != logprobs(1, 0)
 
 
 def test_noise_has_the_relative_size_and_is_one_for_a_version(params):
@@ -179,11 +179,11 @@ def test_stale_weights_are_of_the_version_they_are_said_to_be(kind, exact):
         stale.publish(published, version)
         # The trainer's next step takes its buffers over.
         jax.tree.map(lambda leaf: leaf.delete(), published)
-        found = draw(stale)
+        found = sample(stale)
         (span,) = found[0].versions
         versions.append(span.version)
         plain.publish(init_params(CONFIG, span.version), span.version)
-        for r, expected in zip(found, draw(plain), strict=True):
+        for r, expected in zip(found, sample(plain), strict=True):
             np.testing.assert_array_equal(r.token_ids, expected.token_ids)
             np.testing.assert_array_equal(r.logprobs, expected.logprobs)
     assert versions == [0, 0, 0, 1, 2]

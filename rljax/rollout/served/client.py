@@ -272,7 +272,8 @@ class ServerClient:
 
     async def _acquire(self) -> _Server:
         async with self._changed:
-            server: _Server = await self._changed.wait_for(self._idlest)
+            server = await self._changed.wait_for(self._idlest)
+            assert server is not None
             server.outstanding += 1
             return server
 

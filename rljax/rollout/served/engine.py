@@ -1,8 +1,9 @@
 """The RolloutEngine over HTTP servers: client, weight files, handshake and verification put together.
 
-A server samples rollouts only between a verified publish and the next one. One that died or was restarted is waited
-for, shaken hands with, given the current weights and verified again before it samples another token; every reply names
-the weights it was sampled under, so nothing of a server restarted unnoticed is handed on.
+A server samples rollouts only between a verified publish and the next one. The engine waits for a server that died or
+was restarted, repeats the handshake, publishes the current weights to it and verifies it before it samples another
+token. Every reply names the weights it was sampled under, so replies of a server that was restarted unnoticed are
+refused.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class ServedEngine:
         except ServerGoneError as error:
             self._client.mark_down(url, str(error))
 
-    def _shake_hands(self, url: str) -> None:
+    def _handshake(self, url: str) -> None:
         info = self._infos[url] = self._backend.handshake(self._client, url, self._expected, self._files)
         log.info("%s: %s %s, %s, agrees with the trainer", url, self._backend.name, info.version, info.dtype)
 
@@ -193,17 +194,19 @@ class ServedEngine:
         self._client.open(url, self._files.run_tag)
 
     def _recover(self, url: str) -> None:
-        """Makes a server that answers again fit: one that kept the current weights through a broken connection is
-        verified; another is shaken hands with, updated and verified; before the first publish the handshake is all.
+        """Makes a server that answers again fit for use.
+
+        Before the first publish that is the handshake alone. A server that still has the current weights (only the
+        connection broke) is verified; another passes the handshake, is updated and is verified.
         """
         if self._current is None:
-            self._shake_hands(url)
+            self._handshake(url)
             self._client.pause(url)
         elif self._backend.serves(self._client, url, self._current):
             self._verify(url)
         else:
             try:
-                self._shake_hands(url)
+                self._handshake(url)
             except HandshakeError as error:
                 raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
             self._update(url)
