@@ -245,7 +245,7 @@ def test_a_toy_sized_step_is_built_and_lowered(full):
     if isinstance(update, SingleUpdate):
         batch = update.pack(sequences)
     else:
-        batch = update.pack_mini([s._replace(old_logprobs=s.rollout_logprobs) for s in sequences])
+        batch = update._pack_mini([s._replace(old_logprobs=s.rollout_logprobs) for s in sequences])
     scalars = (jnp.float32(1e-6), jnp.bool_(True), jnp.bool_(False))
     with jax.set_mesh(mesh):
         lowered = update._step._jitted.lower(state, batch, *scalars)

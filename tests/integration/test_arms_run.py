@@ -37,7 +37,7 @@ def several(toy_base, tmp_path_factory):
     options = [
         *("--loss.mini-batches", "2", "--loss.epochs", "2", "--advantage.estimator", "grpo"),
         *("--loss.kl", "k3", "--loss.kl-coefficient", "0.01", "--correction.level", "token"),
-        *("--correction.threshold", str(CAP), "--correction.reject-k3", "2e-5"),
+        *("--correction.threshold", str(CAP), "--correction.reject-k3", "5e-6"),
         *("--rollout.dump-every", "2", "--rollout.transcript-every", "3"),
         *("--optimizer.learning-rate", "2e-5"),
     ]
