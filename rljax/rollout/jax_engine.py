@@ -162,7 +162,7 @@ class JaxEngine:
           max_prompt_tokens: prompts are padded to it, so that the number of compilations stays small.
           mesh: the trainer's; weights stay sharded as they are there.
         """
-        self._config, self._mesh, self._width = config, mesh, max_prompt_tokens
+        self._mesh, self._width = mesh, max_prompt_tokens
         self._dtype = jnp.dtype(dtype)
         shardings = param_shardings(config, mesh)
         # copy: with a float32 rollout the cast would hand on the trainer's own buffers, which its next step donates.
@@ -206,15 +206,9 @@ class JaxEngine:
         start = time.perf_counter()
         tokens, logprobs, counts, done = self._run(prompts, n, sampling, seed)
         self._metrics["time/generate_s"] += time.perf_counter() - start
-        for row, count in enumerate(counts):
-            yield Response(
-                prompt_index=row // n,
-                sample_index=row % n,
-                token_ids=tokens[row, :count],
-                logprobs=logprobs[row, :count],
-                truncated=not done[row],
-                versions=(VersionSpan(self._version, 0, int(count)),),
-            )
+        for row, length in enumerate(counts.tolist()):
+            versions = (VersionSpan(self._version, 0, length),)
+            yield Response(*divmod(row, n), tokens[row, :length], logprobs[row, :length], not done[row], versions)
 
     def score(
         self,
