@@ -27,6 +27,7 @@ def pytest_configure(config):
         jax.config.update("jax_num_cpu_devices", MESH_DEVICES)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     """Puts the longest files first, the tests of one server together, and skips what needs eight devices.
 

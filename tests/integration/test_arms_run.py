@@ -17,8 +17,7 @@ SMALL = [
 ]
 
 
-# Among the ratios of bfloat16: some tokens lie above it.
-CAP = 1.003
+CAP = 1.1  # Noise of 5% in the engine's weights moves some tokens' ratios above it, on any processor.
 
 
 def rows_of(base, run_dir, *options):
@@ -32,25 +31,27 @@ def rows_of(base, run_dir, *options):
 
 @pytest.fixture(scope="module")
 def several(toy_base, tmp_path_factory):
-    """Two mini-batches and two epochs of GRPO with a KL penalty and VeXact's remedy, watched and dumped."""
+    """Two mini-batches and two epochs of GRPO with a KL penalty and VeXact's remedy for noisy weights, dumped."""
     run_dir = tmp_path_factory.mktemp("several") / "run"
     options = [
         *("--loss.mini-batches", "2", "--loss.epochs", "2", "--advantage.estimator", "grpo"),
         *("--loss.kl", "k3", "--loss.kl-coefficient", "0.01", "--correction.level", "token"),
-        *("--correction.threshold", str(CAP), "--correction.reject-k3", "5e-6"),
+        *("--correction.threshold", str(CAP), "--correction.reject-k3", "1e-3"),
+        *("--rollout.inject.weight-noise", "0.05"),
         *("--rollout.dump-every", "2", "--rollout.transcript-every", "3"),
-        *("--optimizer.learning-rate", "2e-5"),
+        *("--optimizer.learning-rate", "1e-4"),
     ]
     return run_dir, rows_of(toy_base, run_dir, *options)
 
 
 def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
     _, rows = several
-    # At the first step the policy is the reference until the first mini-batch has moved it.
-    assert 0 < rows[0]["policy/reference_kl"] < 0.05
-    assert rows[0]["policy/reference_kl"] < rows[-1]["policy/reference_kl"]
+    # Of two mini-batches the mean of their largest weights: the cap where both have a token above it.
+    assert np.float32(CAP) in [row["correction/weight_max"] for row in rows]
     for row in rows:
-        assert row["correction/weight_max"] == np.float32(CAP)
+        # The first mini-batch of a run moves the policy away from the reference.
+        assert row["policy/reference_kl"] > 0
+        assert row["correction/weight_max"] <= np.float32(CAP)
         assert 0.0 < row["correction/rejected_sequence_fraction"] < 1.0
         assert row["optimizer/grad_norm"] > 0
         assert row["mismatch_sign/log_ratio_skew"] != 0.0
@@ -87,25 +88,31 @@ def test_the_transcript_can_be_read(several):
     assert np.mean([line["reward"] for line in lines]) == pytest.approx(rows[2]["reward/mean"])
     assert np.mean([line["response_length"] for line in lines]) == pytest.approx(rows[2]["response_length/mean"])
     assert all("+" in line["prompt"] for line in lines)
-    assert 0 < max(line["logprob_abs_diff_mean"] for line in lines) < 0.1
+    total = sum(line["logprob_abs_diff_mean"] * line["response_length"] for line in lines)
+    tokens = sum(line["response_length"] for line in lines)
+    assert total / tokens == pytest.approx(rows[2]["mismatch/logprob_abs_diff_mean"], rel=1e-5)
 
 
-def test_float16_on_both_sides_scales_its_loss_and_lies_closer(toy_base, several, tmp_path):
+@pytest.fixture(scope="module")
+def bypass(toy_base, tmp_path_factory):
+    """The ratio trainer to rollout in bfloat16, clipped within tight bounds."""
+    bounds = ["--loss.clip-low", "0.001", "--loss.clip-high", "0.001", "--correction.veto", "0.5"]
+    return rows_of(toy_base, tmp_path_factory.mktemp("bypass") / "run", "--loss.old-logprobs", "rollout", *bounds)
+
+
+def test_float16_on_both_sides_scales_its_loss_and_lies_closer(toy_base, bypass, tmp_path):
     options = ["--rollout.dtype", "float16", "--precision.compute-dtype", "float16", "--correction.preset", "token_mis"]
     rows = rows_of(toy_base, tmp_path / "run", *options)
     assert all(row["precision/loss_scale"] == 2.0**15 for row in rows)
     assert rows[-1]["precision/overflows"] == 0
-    bfloat16 = several[1]
-    assert rows[0]["mismatch/logprob_abs_diff_mean"] < 0.5 * bfloat16[0]["mismatch/logprob_abs_diff_mean"]
+    assert rows[0]["mismatch/logprob_abs_diff_mean"] < 0.5 * bypass[0]["mismatch/logprob_abs_diff_mean"]
     assert rows[0]["correction/changed_fraction"] == 0.0
 
 
-def test_bypass_puts_the_mismatch_into_the_ratio(toy_base, tmp_path):
-    """With tight bounds the ratio trainer to rollout is clipped at the very first update; rejection still works."""
-    bounds = ["--loss.clip-low", "0.001", "--loss.clip-high", "0.001", "--correction.veto", "0.5"]
-    rows = rows_of(toy_base, tmp_path / "run", "--loss.old-logprobs", "rollout", *bounds)
-    assert rows[0]["policy/clip_fraction"] > 0
-    assert rows[0]["correction/rejected_sequence_fraction"] == 0.0
+def test_bypass_puts_the_mismatch_into_the_ratio(bypass):
+    """The ratio is clipped at the very first update; rejection still works."""
+    assert bypass[0]["policy/clip_fraction"] > 0
+    assert bypass[0]["correction/rejected_sequence_fraction"] == 0.0
 
 
 def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):

@@ -77,7 +77,7 @@ def sound(served, prompts):
 def test_a_servers_columns_pass_beside_the_trainers_and_the_embedded_engines(served, sound):
     dtype, drawn = served.dtype, f"vllm-decode:{served.dtype}"
     assert sound.sources["vllm:http"].weights_hash == ""
-    assert sound.sources[drawn] == ColumnSource(f"vllm {version(served)} decode", dtype, "", 1.0)
+    assert sound.sources[drawn] == ColumnSource(f"vllm {version(served)} decode", dtype, "", 1.0, "rollout")
     comparison = compare_columns(sound)
     assert len(comparison.pairs) == {"bfloat16": 10, "float32": 6}[dtype]
     for pair in comparison.pairs:
@@ -162,7 +162,8 @@ def test_the_program_draws_scores_and_reports(float32, prompts, tmp_path):
     ]
     assert run_cli(runpy.run_path(str(TOOL))["main"], [*arguments, "--out", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert list(report["columns"]) == ["vllm:float32", "jax:float32", "vllm-decode:float32"]
+    roles = {name: column["role"] for name, column in report["columns"].items()}
+    assert roles == {"jax:float32": "", "vllm:float32": "rollout", "vllm-decode:float32": "rollout"}
     assert set(report["noise_floor"]) == set(report["columns"])
 
 
