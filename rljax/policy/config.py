@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,12 +64,12 @@ class PolicyConfig:
         return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
 
 
-_HF_NAMES = {
+_HF_NAMES = {field.name: field.name for field in dataclasses.fields(PolicyConfig) if field.name != "rope_theta"} | {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
 }
-"""Our name -> HF's, where they differ."""
+"""Our name -> HF's of each field but ``rope_theta``, whose place in the file has changed."""
 _HF_DEFAULTS = {"num_kv_heads": 32, "head_dim": 128}
 """What transformers' Qwen3Config uses if the file has no value; its other defaults are those of ``PolicyConfig``."""
 
@@ -98,24 +97,17 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     for key, is_refused in refused.items():
         if is_refused:
             raise ValueError(f"{key} = {raw.get(key, rope_type)!r} is not supported by the dense Qwen3 policy")
-    values: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)}
-    for name, theirs, default in _fields():
-        if raw.get(theirs) is not None:
-            values[name] = raw[theirs]
-        elif name in _HF_DEFAULTS:
-            values[name] = _HF_DEFAULTS[name]
-        elif default is dataclasses.MISSING:
-            raise ValueError(f"config.json has no {theirs!r}")
+    values: dict[str, Any] = {
+        **_HF_DEFAULTS,
+        **{name: raw[theirs] for name, theirs in _HF_NAMES.items() if raw.get(theirs) is not None},
+        "rope_theta": float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+    }
+    for name in _SIZES:
+        if name not in values:
+            raise ValueError(f"config.json has no {_HF_NAMES[name]!r}")
     if isinstance(values.get("eos_token_id"), list):
         values["eos_token_id"] = tuple(values["eos_token_id"])
     return PolicyConfig(**values)
-
-
-def _fields() -> Iterator[tuple[str, str, Any]]:
-    """(our name, HF's name, default) of each field but ``rope_theta``, whose place in the file has changed."""
-    for field in dataclasses.fields(PolicyConfig):
-        if field.name != "rope_theta":
-            yield field.name, _HF_NAMES.get(field.name, field.name), field.default
 
 
 def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
@@ -133,7 +125,7 @@ def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
     }
-    for name, theirs, _ in _fields():
+    for name, theirs in _HF_NAMES.items():
         value = getattr(config, name)
         raw[theirs] = list(value) if isinstance(value, tuple) else value
     return raw

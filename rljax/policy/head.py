@@ -26,12 +26,6 @@ def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
     return next((c for c in range(smallest, min(vocab_size, 4 * smallest) + 1) if vocab_size % c == 0), 1)
 
 
-def vocabulary_shards(vocab_size: int) -> int:
-    """Parts into which the context's mesh splits the vocabulary; 1 without a mesh or if the split would be uneven."""
-    ways = axis_size("vocab")
-    return ways if vocab_size % ways == 0 else 1
-
-
 def _logits(hidden: Array, table: Array, temperature: float) -> Float[Array, "n c"]:
     return jnp.einsum("nd,cd->nc", hidden, table, preferred_element_type=jnp.float32) / temperature
 
@@ -143,7 +137,9 @@ def token_logprobs(
         raise ValueError(f"temperature must be positive to score tokens, got {temperature}")
     dtype = dtype or hidden.dtype
     flat = hidden.reshape(-1, hidden.shape[-1]).astype(dtype)
-    shards = vocabulary_shards(table.shape[0])
+    shards = axis_size("vocab")
+    if table.shape[0] % shards:  # then the table is not split
+        shards = 1
     chunks = vocabulary_chunks(table.shape[0] // shards, max_chunk)
     static = (float(temperature), chunks, shards)
     logprobs, entropy = _token_logprobs(flat, table.astype(dtype), targets.reshape(-1), *static)

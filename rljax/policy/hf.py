@@ -11,14 +11,14 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -58,14 +58,6 @@ _TENSORS: dict[tuple[str, ...], tuple[str, int]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Source:
-    """One HF tensor as a lazily read slice: its shape, and ``read(index) -> array``."""
-
-    shape: tuple[int, ...]
-    read: Callable[[tuple[slice, ...]], np.ndarray]
-
-
 def _to_hf(array: np.ndarray, inputs: int) -> np.ndarray:
     return np.ascontiguousarray(array.reshape(math.prod(array.shape[:inputs]), -1).T if inputs else array)
 
@@ -80,16 +72,16 @@ def _merged(bounds: Sequence[slice], shape: Sequence[int]) -> slice:
     return slice(bounds[0].start * width, bounds[0].stop * width)
 
 
-def _read(source: _Source, inputs: int, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-    """The part ``index`` of one layer's leaf of our ``shape``."""
+def _read(source: Any, inputs: int, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+    """The part ``index`` of one layer's leaf of our ``shape``, from a slice of a safetensors file."""
     bounds = [slice(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
     if not inputs:
-        return source.read(tuple(bounds))
-    part = source.read((_merged(bounds[inputs:], shape[inputs:]), _merged(bounds[:inputs], shape[:inputs])))
+        return source[tuple(bounds)]
+    part = source[_merged(bounds[inputs:], shape[inputs:]), _merged(bounds[:inputs], shape[:inputs])]
     return part.T.reshape([bound.stop - bound.start for bound in bounds])
 
 
-def _read_leaf(sources: list[_Source], inputs: int, shape: tuple[int, ...], stacked: bool, index: Any) -> np.ndarray:
+def _read_leaf(sources: list[Any], inputs: int, shape: tuple[int, ...], stacked: bool, index: Any) -> np.ndarray:
     """The part ``index`` of a leaf in float32; ``stacked`` leaves have one source a layer."""
     if not stacked:
         return _read(sources[0], inputs, shape, index).astype(np.float32)
@@ -97,7 +89,8 @@ def _read_leaf(sources: list[_Source], inputs: int, shape: tuple[int, ...], stac
     return np.stack(layers).astype(np.float32)
 
 
-def _open_sources(directory: Path) -> dict[str, _Source]:
+def _open_sources(directory: Path) -> dict[str, Any]:
+    """A slice of the file (``get_shape()``, ``[index]``), read when it is indexed, for each tensor by its HF name."""
     index_path = directory / INDEX_NAME
     if index_path.is_file():
         weight_map = json.loads(index_path.read_text()).get("weight_map")
@@ -108,7 +101,7 @@ def _open_sources(directory: Path) -> dict[str, _Source]:
         files = [SINGLE_NAME]
     else:
         raise ValueError(f"no weights in {directory}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
-    sources: dict[str, _Source] = {}
+    sources = {}
     for name in files:
         if not (directory / name).is_file():
             raise ValueError(f"{index_path} names {name}, which is not there")
@@ -117,8 +110,7 @@ def _open_sources(directory: Path) -> dict[str, _Source]:
         except SafetensorError as error:
             raise ValueError(f"{directory / name} cannot be read: {error}") from error
         for key in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
-            part = handle.get_slice(key)
-            sources[key] = _Source(tuple(part.get_shape()), part.__getitem__)
+            sources[key] = handle.get_slice(key)
     return sources
 
 
@@ -128,8 +120,8 @@ def _leaf_names(path: tuple[str, ...], config: PolicyConfig) -> list[str]:
 
 
 def _paths(config: PolicyConfig) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(abstract_params(config))
-    return {tuple(str(key.key) for key in path): leaf for path, leaf in flat}
+    """Path and shape of each leaf in the order of the files."""
+    return dict(sorted(flatten_dict(abstract_params(config)).items()))
 
 
 def load_params(directory: str | Path, config: PolicyConfig, shardings: Params | None = None) -> Params:
@@ -144,7 +136,8 @@ def load_params(directory: str | Path, config: PolicyConfig, shardings: Params |
       ValueError: a tensor is missing or has another shape; the message names it with got and expected.
     """
     sources = _open_sources(Path(directory))
-    params: Params = {}
+    placed = flatten_dict(shardings or {})
+    params = {}
     for path, leaf in _paths(config).items():
         inputs = _TENSORS[path][1]
         stacked = path[0] == "layers"
@@ -153,23 +146,17 @@ def load_params(directory: str | Path, config: PolicyConfig, shardings: Params |
         for name in names:
             if name not in sources:
                 raise ValueError(f"{directory}: tensor {name!r} is missing")
-            if sources[name].shape != _hf_shape(shape, inputs):
+            found, expected = tuple(sources[name].get_shape()), _hf_shape(shape, inputs)
+            if found != expected:
                 raise ValueError(
-                    f"{directory}: tensor {name!r} has shape {sources[name].shape}, "
-                    f"expected {_hf_shape(shape, inputs)} from config.json"
+                    f"{directory}: tensor {name!r} has shape {found}, expected {expected} from config.json"
                 )
-
         read = functools.partial(_read_leaf, [sources[name] for name in names], inputs, shape, stacked)
-        node: Any = params
-        target: Any = shardings
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-            target = None if target is None else target[key]
-        if target is None:
-            node[path[-1]] = jnp.asarray(read(tuple(slice(None) for _ in leaf.shape)))
+        if shardings is None:
+            params[path] = jnp.asarray(read(tuple(slice(None) for _ in leaf.shape)))
         else:
-            node[path[-1]] = jax.make_array_from_callback(leaf.shape, target[path[-1]], read)
-    return params
+            params[path] = jax.make_array_from_callback(leaf.shape, placed[path], read)
+    return unflatten_dict(params)
 
 
 def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -177,11 +164,9 @@ def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tup
 
     A tied head is not yielded: the file has no tensor of its own for it.
     """
+    leaves = flatten_dict(params)
     for path in _paths(config):
-        leaf: Any = params
-        for key in path:
-            leaf = leaf[key]
-        host = np.asarray(jnp.asarray(leaf).astype(dtype))
+        host = np.asarray(jnp.asarray(leaves[path]).astype(dtype))
         layers = host if path[0] == "layers" else [host]
         for name, array in zip(_leaf_names(path, config), layers, strict=True):
             yield name, _to_hf(array, _TENSORS[path][1])

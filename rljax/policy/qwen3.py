@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.attention import packed_attention
@@ -22,8 +22,8 @@ from rljax.policy.config import PolicyConfig
 from rljax.sharding import constrain, named_sharding
 
 Params = dict[str, Any]
-# (carry, layer index, q, k, v) -> (attention output, carry): how a block's heads mix tokens.
-Mixer = Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
+# (carry, layer index, q, k, v) -> (attention output, carry); the carry is a cache, or ().
+AttentionFn = Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
 
 
 def _param(rngs: nnx.Rngs, shape: tuple[int, ...], logical: tuple[str, ...], init: jax.nn.initializers.Initializer):  # type: ignore[no-untyped-def]
@@ -38,8 +38,15 @@ def _largest(x: Array) -> Float[Array, ""]:
     return jax.lax.stop_gradient(jnp.max(jnp.abs(x))).astype(jnp.float32)
 
 
+def rms_norm(x: Float[Array, "*b d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
+    """Root-mean-square normalisation over the last axis, computed in float32; shape and dtype of ``x``."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (normed * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over the last axis, computed in float32."""
+    """``rms_norm`` with its scale."""
 
     def __init__(self, size: int, eps: float, rngs: nnx.Rngs):
         self.eps = eps
@@ -47,10 +54,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         """Same shape and dtype as ``x``."""
-        x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(jnp.float32)
-        return (normed * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 def rotary_tables(
@@ -86,14 +90,14 @@ class Attention(nnx.Module):
         self.query_norm = RMSNorm(k, c.rms_norm_eps, rngs)
         self.key_norm = RMSNorm(k, c.rms_norm_eps, rngs)
 
-    def __call__(self, x: Array, rotary: tuple[Array, Array], mix: Callable[..., Any]) -> tuple[Array, Any]:
-        """``x`` [b, t, d] -> ([b, t, d], the mixer's carry)."""
+    def __call__(self, x: Array, rotary: tuple[Array, Array], attention_fn: Callable[..., Any]) -> tuple[Array, Any]:
+        """``x`` [b, t, d] -> ([b, t, d], the carry of ``attention_fn``)."""
         q = constrain(_linear(x, "btd,dhk->bthk", self.query[...]), "rows", "tokens", "act_heads", "head_dim")
         k = _linear(x, "btd,dgk->btgk", self.key[...])
         v = _linear(x, "btd,dgk->btgk", self.value[...])
         q = apply_rotary(self.query_norm(q), rotary)
         k = apply_rotary(self.key_norm(k), rotary)
-        mixed, carry = mix(q, k, v)
+        mixed, carry = attention_fn(q, k, v)
         return _linear(mixed, "bthk,hkd->btd", self.output[...]), carry
 
 
@@ -123,9 +127,11 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs)
         self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs)
 
-    def __call__(self, x: Array, rotary: tuple[Array, Array], mix: Callable[..., Any]) -> tuple[Array, Any, Array]:
-        """``x`` [b, t, d] -> ([b, t, d], the mixer's carry, the largest absolute value in the block)."""
-        mixed, carry = self.attention(self.attention_norm(x), rotary, mix)
+    def __call__(
+        self, x: Array, rotary: tuple[Array, Array], attention_fn: Callable[..., Any]
+    ) -> tuple[Array, Any, Array]:
+        """``x`` [b, t, d] -> ([b, t, d], the carry of ``attention_fn``, the largest absolute value in the block)."""
+        mixed, carry = self.attention(self.attention_norm(x), rotary, attention_fn)
         x = x + mixed
         fed, inside = self.mlp(self.mlp_norm(x))
         x = constrain(x + fed, "rows", "tokens", "act_embed")
@@ -151,14 +157,9 @@ def _declaration(config: PolicyConfig) -> tuple[Any, Params, Params]:
     model = nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
     state = nnx.state(model, nnx.Param)
     abstract = nnx.to_pure_dict(state)
-    logical: Params = {}
-    for path, variable in nnx.to_flat_state(state):
-        keys = [str(key) for key in path]
-        axes = (("layers",) if keys[0] == "layers" else ()) + variable.get_metadata()["logical"]
-        node = logical
-        for key in keys[:-1]:
-            node = node.setdefault(key, {})
-        node[keys[-1]] = axes
+    axes = {path: variable.get_metadata()["logical"] for path, variable in nnx.to_flat_state(state)}
+    axes = {path: ("layers", *own) if path[0] == "layers" else own for path, own in axes.items()}
+    logical = traverse_util.unflatten_dict(axes)
     block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
     return nnx.split(block)[0], abstract, logical
 
@@ -224,7 +225,7 @@ def run_blocks(
     config: PolicyConfig,
     x: Float[Array, "b t d"],
     positions: Int[Array, "b t"],
-    mixer: Mixer,
+    attention_fn: AttentionFn,
     carry: Any = (),
     *,
     remat: bool = False,
@@ -236,7 +237,7 @@ def run_blocks(
       config: its shape.
       x: embedded tokens.
       positions: rotary position of each token inside its own segment.
-      mixer: how heads mix tokens; gets and returns ``carry`` (a cache, or ``()``).
+      attention_fn: attention of one layer's heads; gets and returns ``carry``.
       carry: threaded through the blocks.
       remat: recompute each block in the backward pass.
 
@@ -250,14 +251,13 @@ def run_blocks(
     def body(state: tuple[Array, Any], layer: tuple[Any, Array]) -> tuple[tuple[Array, Any], Array]:
         x, carry = state
         block = nnx.merge(graphdef, layer[0])
-        x, carry, largest = block(x, rotary, functools.partial(mixer, carry, layer[1]))
+        x, carry, largest = block(x, rotary, functools.partial(attention_fn, carry, layer[1]))
         return (x, carry), largest
 
     body = jax.checkpoint(body, prevent_cse=False) if remat else body
     x = constrain(x, "rows", "tokens", "act_embed")
     (x, carry), largest = jax.lax.scan(body, (x, carry), (params["layers"], jnp.arange(config.num_layers)))
-    norm_def = nnx.split(nnx.eval_shape(lambda: RMSNorm(config.hidden_size, config.rms_norm_eps, nnx.Rngs(0))))[0]
-    return nnx.merge(norm_def, params["final_norm"])(x), carry, jnp.max(largest)
+    return rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps), carry, jnp.max(largest)
 
 
 def hidden_states(
@@ -274,9 +274,9 @@ def hidden_states(
     Attention stays inside each segment.
     """
 
-    def mixer(carry: Any, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def attention_fn(carry: Any, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         del layer
         return packed_attention(q, k, v, segment_ids), carry
 
-    hidden, _, largest = run_blocks(params, config, embed_tokens(params, tokens), positions, mixer, remat=remat)
+    hidden, _, largest = run_blocks(params, config, embed_tokens(params, tokens), positions, attention_fn, remat=remat)
     return hidden, largest

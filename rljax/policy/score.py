@@ -63,7 +63,7 @@ def matmul_precision(dtype: Any) -> str | None:
 
 
 def make_scorer(
-    config: PolicyConfig, dtype: Any, *, temperature: float = 1.0, lm_head_dtype: Any = None, multiple: int = 64
+    config: PolicyConfig, dtype: Any, *, temperature: float = 1.0, multiple: int = 64
 ) -> Callable[[Params, Sequence[np.ndarray]], list[np.ndarray]]:
     """Builds ``score(params, sequences) -> logprobs``, one vector per sequence, for checks outside the training step.
 
@@ -75,15 +75,8 @@ def make_scorer(
     def run(params: Params, tokens: Array, segment_ids: Array) -> Array:
         with jax.default_matmul_precision(matmul_precision(dtype)):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-            return packed_logprobs(
-                cast_params(params, dtype),
-                config,
-                tokens,
-                segment_ids,
-                positions,
-                temperature=temperature,
-                lm_head_dtype=lm_head_dtype,
-            ).logprobs
+            cast = cast_params(params, dtype)
+            return packed_logprobs(cast, config, tokens, segment_ids, positions, temperature=temperature).logprobs
 
     def score(params: Params, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         if not sequences:

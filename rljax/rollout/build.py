@@ -16,7 +16,7 @@ from rljax.policy.config import PolicyConfig, config_to_hf, read_config
 from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.exact_engine import ExactEngine, Executable, LogitNoise
+from rljax.rollout.exact_engine import ExactEngine, Executable
 from rljax.rollout.injected_engine import InjectedEngine
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.served.engine import ServedEngine
@@ -77,14 +77,12 @@ def make_engine(
             )
         except RuntimeError as error:
             raise ConfigError(error) from error
-    engine: RolloutEngine
     inject = config.inject
     if config.engine == "jax":
-        engine = JaxEngine(policy, config.dtype, max_prompt_tokens, mesh=mesh)
+        engine: RolloutEngine = JaxEngine(policy, config.dtype, max_prompt_tokens, mesh=mesh)
     else:
         assert make_executable is not None
-        noise = LogitNoise(inject.logit_noise, inject.seed) if inject.logit_noise else None
-        engine = ExactEngine(make_executable(), noise=noise)
+        engine = ExactEngine(make_executable(), inject=inject)
     return InjectedEngine(engine, inject, policy, mesh) if inject.changes_weights else engine
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import jax
@@ -20,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.qwen3 import Params
-from rljax.rollout.types import Response, SamplingParams, VersionSpan
+from rljax.rollout.types import InjectConfig, Response, SamplingParams, VersionSpan
 from rljax.sharding import replicated
 
 
@@ -34,30 +33,6 @@ class Executable(Protocol):
     def log_softmax(self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float) -> jax.Array:
         """Float32 [b, t, v]: the log-softmax after each place of ``tokens`` [b, t], of which ``lengths`` [b] count."""
         ...
-
-
-@dataclass(frozen=True)
-class LogitNoise:
-    """Gaussian noise on the logits sampled from, of its own at every token.
-
-    Attributes:
-      size: its standard deviation, before the temperature.
-      seed: of the noise.
-    """
-
-    size: float
-    seed: int
-
-
-@dataclass
-class _Row:
-    """One response on its way."""
-
-    prompt_index: int
-    sample_index: int
-    tokens: list[int]
-    logprobs: list[float]
-    stopped: bool = False
 
 
 def token_key(seed: Array, prompt_index: Array, sample_index: Array, position: Array) -> Array:
@@ -77,7 +52,7 @@ def sample_tokens(
     temperature: Float[Array, ""],
     *,
     greedy: bool,
-    noise: LogitNoise | None = None,
+    inject: InjectConfig | None = None,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
     """Next tokens and their log-probabilities, read from the rows that they are sampled from.
 
@@ -89,13 +64,13 @@ def sample_tokens(
       position: of the token in its response, from 0.
       temperature: that the rows were made with; the noise is divided by it.
       greedy: take the likeliest token.
-      noise: put on the logits first; None: none.
+      inject: size and seed of the noise that each token's logits get first; None: no noise.
     """
     keys = jax.vmap(token_key, (None, 0, 0, 0))(seed, prompt_index, sample_index, position)
-    if noise is not None:
-        own = jax.vmap(jax.random.fold_in, (0, None))(keys, np.uint32(noise.seed))
+    if inject is not None and inject.logit_noise:
+        own = jax.vmap(jax.random.fold_in, (0, None))(keys, np.uint32(inject.seed))
         normal = jax.vmap(lambda key: jax.random.normal(key, log_softmax.shape[1:]))(own)
-        log_softmax = jax.nn.log_softmax(log_softmax + noise.size / temperature * normal)
+        log_softmax = jax.nn.log_softmax(log_softmax + inject.logit_noise / temperature * normal)
     tokens = jnp.argmax(log_softmax, axis=-1) if greedy else jax.vmap(jax.random.categorical)(keys, log_softmax)
     return tokens.astype(jnp.int32), jnp.take_along_axis(log_softmax, tokens[:, None], axis=-1)[:, 0]
 
@@ -103,13 +78,13 @@ def sample_tokens(
 class ExactEngine:
     """RolloutEngine over the trainer's executable; the same seed, weights and prompts give the same bits."""
 
-    def __init__(self, executable: Executable, *, noise: LogitNoise | None = None):
-        """``publish`` must be called before ``generate``; ``noise`` is put on the logits sampled from."""
+    def __init__(self, executable: Executable, *, inject: InjectConfig | None = None):
+        """``publish`` must be called before ``generate``; ``inject`` says which noise the logits get."""
         self._executable = executable
 
         def sample(log_softmax: Array, last: Array, *rest: Array, greedy: bool) -> tuple[Array, Array]:
             rows = jnp.take_along_axis(log_softmax, last[:, None, None], axis=1)[:, 0]
-            return sample_tokens(rows, *rest, greedy=greedy, noise=noise)
+            return sample_tokens(rows, *rest, greedy=greedy, inject=inject)
 
         self._sample = jax.jit(sample, static_argnames="greedy", out_shardings=replicated(executable.mesh))
         self._params: Params | None = None
@@ -141,31 +116,34 @@ class ExactEngine:
         wanted = [(i, j) for i in range(len(prompts)) for j in range(n)]
         for first in range(0, len(wanted), self._executable.rows):
             start = time.perf_counter()
-            rows = [_Row(i, j, [], []) for i, j in wanted[first : first + self._executable.rows]]
-            self._fill(params, prompts, rows, sampling, seed)
+            rows = wanted[first : first + self._executable.rows]
+            sampled = self._sample_rows(params, prompts, rows, sampling, seed)
             self._metrics["time/generate_s"] += time.perf_counter() - start
-            for row in rows:
-                yield Response(
-                    prompt_index=row.prompt_index,
-                    sample_index=row.sample_index,
-                    token_ids=np.asarray(row.tokens, np.int32),
-                    logprobs=np.asarray(row.logprobs, np.float32),
-                    truncated=not row.stopped,
-                    versions=(VersionSpan(self._version, 0, len(row.tokens)),),
-                )
+            for (i, j), (tokens, logprobs, stopped) in zip(rows, sampled, strict=True):
+                yield Response(i, j, tokens, logprobs, not stopped, (VersionSpan(self._version, 0, len(tokens)),))
 
-    def _fill(
-        self, params: Params, prompts: Sequence[np.ndarray], rows: list[_Row], sampling: SamplingParams, seed: int
-    ) -> None:
-        """Samples every row's response, one run of the executable a token."""
+    def _sample_rows(
+        self,
+        params: Params,
+        prompts: Sequence[np.ndarray],
+        rows: Sequence[tuple[int, int]],
+        sampling: SamplingParams,
+        seed: int,
+    ) -> list[tuple[np.ndarray, np.ndarray, bool]]:
+        """(token ids, log-probabilities, whether a stop token ended it) of the response to each (prompt, sample) index.
+
+        Runs the executable once for each token.
+        """
         executable, greedy = self._executable, sampling.temperature == 0.0
         temperature = 1.0 if greedy else sampling.temperature
         tokens = np.zeros((executable.rows, executable.row_tokens), np.int32)
+        logprobs = np.zeros(tokens.shape, np.float32)
         lengths, prompt_index, sample_index = (np.zeros(executable.rows, np.int32) for _ in range(3))
-        for i, row in enumerate(rows):
-            prompt = prompts[row.prompt_index]
-            tokens[i, : len(prompt)] = prompt
-            lengths[i], prompt_index[i], sample_index[i] = len(prompt), row.prompt_index, row.sample_index
+        for row, (i, j) in enumerate(rows):
+            tokens[row, : len(prompts[i])] = prompts[i]
+            lengths[row], prompt_index[row], sample_index[row] = len(prompts[i]), i, j
+        starts = lengths.copy()
+        unfinished = np.arange(executable.rows) < len(rows)
         for position in range(sampling.max_response_tokens):
             log_softmax = executable.log_softmax(params, tokens, lengths, temperature)
             self._metrics["rollout/executable_runs"] += 1
@@ -180,16 +158,17 @@ class ExactEngine:
                     np.float32(temperature),
                     greedy=greedy,
                 )
-            for i, (row, token, logprob) in enumerate(zip(rows, *jax.device_get(sampled), strict=False)):
-                if row.stopped:
-                    continue
-                row.tokens.append(int(token))
-                row.logprobs.append(logprob)
-                row.stopped = int(token) in sampling.stop_token_ids
-                tokens[i, lengths[i]] = token
-                lengths[i] += 1
-            if all(row.stopped for row in rows):
-                return
+            token, logprob = jax.device_get(sampled)
+            at = unfinished.nonzero()[0]
+            tokens[at, lengths[at]], logprobs[at, lengths[at]] = token[at], logprob[at]
+            lengths[at] += 1
+            unfinished &= ~np.isin(token, sampling.stop_token_ids)
+            if not unfinished.any():
+                break
+        return [
+            (tokens[row, start:end], logprobs[row, start:end], not unfinished[row])
+            for row, (start, end) in enumerate(zip(starts, lengths, strict=True))
+        ][: len(rows)]
 
     def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""

@@ -99,7 +99,7 @@ def restore(params: Params) -> Params:
 
 
 class InjectedEngine:
-    """RolloutEngine around another, which is given changed weights; its responses name the version they were made of.
+    """RolloutEngine around another, which gets changed weights; responses name the version that these were made from.
 
     With ``staleness`` k it samples with the weights published k versions ago, or with the oldest that it was given
     while there are fewer: a resumed run is as stale as before only after k steps. Each of them is kept on the devices.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,25 +29,12 @@ from rljax.sharding import constrain, replicated
 Cache = tuple[Array, Array]  # keys and values, [layers, b, s, kv heads, head_dim]
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What one compilation is for."""
-
-    prompts: int
-    n: int
-    prompt_tokens: int
-    max_response_tokens: int
-    greedy: bool
-    num_stops: int
-    forced: bool = False
-
-
 def _with_cache(
     mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
 ) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
     """Writes this call's keys and values into the layer's cache and attends to all of it that ``mask`` allows."""
 
-    def mix(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
+    def attention_fn(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
         keys, values = (
             jax.lax.dynamic_update_slice(old, new[None], (layer, 0, write_at, 0, 0))
             for old, new in zip(cache, (k, v), strict=True)
@@ -56,7 +42,7 @@ def _with_cache(
         k_all, v_all = (jax.lax.dynamic_index_in_dim(part, layer, 0, keepdims=False) for part in (keys, values))
         return attend(q, k_all, v_all, mask), (keys, values)
 
-    return mix
+    return attention_fn
 
 
 def _prefill(
@@ -105,33 +91,31 @@ def _next_tokens(
 def _decode(
     params: Params,
     config: PolicyConfig,
-    shape: _Shape,
     prompts: Int[Array, "p s"],
     lengths: Int[Array, " p"],
     stops: Int[Array, " k"],
     temperature: Float[Array, ""],
     seed: Int[Array, ""],
-    forced: Int[Array, "b r"] | None = None,
+    forced: Int[Array, "b r"] | None,
+    *,
+    n: int,
+    limit: int,
+    greedy: bool,
 ) -> tuple[Int[Array, "b r"], Float[Array, "b r"], Int[Array, " b"], Bool[Array, " b"]]:
-    """(tokens, log-probabilities, lengths, stopped) of b = prompts * n responses of at most r tokens.
+    """(tokens, log-probabilities, lengths, stopped) of b = p * n responses of at most r = ``limit`` tokens.
 
     Where ``forced`` gives the responses, each step takes its token from there and samples none.
     """
-    width, limit = shape.prompt_tokens, shape.max_response_tokens
-    rows = shape.prompts * shape.n
+    width = prompts.shape[1]
+    rows = len(prompts) * n
     hidden, cache, valid = _prefill(params, config, prompts, lengths, width + limit)
 
     def repeat(x: Array, axis: int = 0) -> Array:
-        return jnp.repeat(x, shape.n, axis=axis)
+        return jnp.repeat(x, n, axis=axis)
 
     hidden, valid, lengths = repeat(hidden), repeat(valid), repeat(lengths)
     cache = (repeat(cache[0], 1), repeat(cache[1], 1))
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
-
-    def sample(step: Array, hidden: Array) -> tuple[Array, Array]:
-        keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
-        given = None if forced is None else jax.lax.dynamic_index_in_dim(forced, step, 1, keepdims=False)
-        return _next_tokens(params, hidden, keys, temperature, shape.greedy, given)
 
     def unfinished(state: tuple[Any, ...]) -> Array:
         step, done = state[0], state[1]
@@ -139,7 +123,9 @@ def _decode(
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
         step, done, tokens, logprobs, counts, hidden, cache = state
-        token, logprob = sample(step, hidden)
+        keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
+        given = None if forced is None else jax.lax.dynamic_index_in_dim(forced, step, 1, keepdims=False)
+        token, logprob = _next_tokens(params, hidden, keys, temperature, greedy, given)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, jnp.where(done, 0, token), step, 1)
         logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, jnp.where(done, 0.0, logprob), step, 1)
         counts = counts + jnp.where(done, 0, 1)
@@ -176,7 +162,7 @@ class JaxEngine:
           max_prompt_tokens: prompts are padded to it, so that the number of compilations stays small.
           mesh: the trainer's; weights stay sharded as they are there.
         """
-        self._config, self._mesh, self._width = config, mesh, max_prompt_tokens
+        self._mesh, self._width = mesh, max_prompt_tokens
         self._dtype = jnp.dtype(dtype)
         shardings = param_shardings(config, mesh)
         # copy: with a float32 rollout the cast would hand on the trainer's own buffers, which its next step donates.
@@ -184,7 +170,12 @@ class JaxEngine:
             lambda params: jax.tree.map(lambda p: jnp.array(p, copy=True), cast_params(params, self._dtype)),
             out_shardings=shardings,
         )
-        self._compiled: dict[_Shape, Any] = {}
+
+        def decode(params: Params, *args: Any, **static: Any) -> tuple[Array, ...]:
+            with jax.default_matmul_precision(matmul_precision(self._dtype)):
+                return _decode(params, config, *args, **static)
+
+        self._decode: Any = jax.jit(decode, static_argnames=("n", "limit", "greedy"), out_shardings=replicated(mesh))
         self._params: Params | None = None
         self._version = 0
         self._metrics: defaultdict[str, float] = defaultdict(float)
@@ -192,7 +183,7 @@ class JaxEngine:
     @property
     def compilations(self) -> int:
         """Decoding loops compiled so far: one for each number of prompts, n, length limit and greediness."""
-        return sum(function._cache_size() for function in self._compiled.values())
+        return int(self._decode._cache_size())
 
     def publish(self, params: Params, policy_version: int) -> None:
         """See RolloutEngine."""
@@ -206,33 +197,18 @@ class JaxEngine:
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
     ) -> Iterator[Response]:
         """See RolloutEngine. All responses complete together."""
-        return self._responses(self._checked(prompts), prompts, n, sampling, seed)
+        self._check(prompts)
+        return self._responses(prompts, n, sampling, seed)
 
     def _responses(
-        self, params: Params, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int
     ) -> Iterator[Response]:
-        greedy = sampling.temperature == 0.0
-        shape = _Shape(
-            len(prompts), n, self._width, sampling.max_response_tokens, greedy, max(len(sampling.stop_token_ids), 1)
-        )
-        padded, lengths = self._pad(prompts)
-        # -1 is no token: a response without stop tokens runs to the limit.
-        stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
-        temperature = np.float32(1.0 if greedy else sampling.temperature)
         start = time.perf_counter()
-        with jax.set_mesh(self._mesh):
-            result = self._function(shape)(params, padded, lengths, stops, temperature, np.uint32(seed))
-        tokens, logprobs, counts, done = jax.device_get(result)
+        tokens, logprobs, counts, done = self._run(prompts, n, sampling, seed)
         self._metrics["time/generate_s"] += time.perf_counter() - start
-        for row, count in enumerate(counts):
-            yield Response(
-                prompt_index=row // n,
-                sample_index=row % n,
-                token_ids=tokens[row, :count],
-                logprobs=logprobs[row, :count],
-                truncated=not done[row],
-                versions=(VersionSpan(self._version, 0, int(count)),),
-            )
+        for row, length in enumerate(counts.tolist()):
+            versions = (VersionSpan(self._version, 0, length),)
+            yield Response(*divmod(row, n), tokens[row, :length], logprobs[row, :length], not done[row], versions)
 
     def score(
         self,
@@ -253,17 +229,12 @@ class JaxEngine:
         Returns:
           Float32 [t] for each response.
         """
-        params = self._checked(prompts)
+        self._check(prompts)
         limit = max_response_tokens or max(map(len, responses))
-        padded, lengths = self._pad(prompts)
         forced = np.zeros((len(prompts), limit), np.int32)
         for row, response in zip(forced, responses, strict=True):
             row[: len(response)] = response
-        function = self._function(_Shape(len(prompts), 1, self._width, limit, False, 1, forced=True))
-        never = np.asarray([-1], np.int32)
-        with jax.set_mesh(self._mesh):
-            result = function(params, padded, lengths, never, np.float32(temperature), np.uint32(0), forced)
-        logprobs = jax.device_get(result[1])
+        logprobs = self._run(prompts, 1, SamplingParams(limit, temperature), 0, forced)[1]
         return [row[: len(response)] for row, response in zip(logprobs, responses, strict=True)]
 
     def pop_metrics(self) -> dict[str, float]:
@@ -274,31 +245,33 @@ class JaxEngine:
     def close(self) -> None:
         """See RolloutEngine."""
         self._params = None
-        self._compiled.clear()
+        self._decode.clear_cache()
 
-    def _checked(self, prompts: Sequence[np.ndarray]) -> Params:
-        """The published policy; raises where there is none, or where a prompt does not fit."""
+    def _check(self, prompts: Sequence[np.ndarray]) -> None:
         if self._params is None:
             raise RuntimeError("no policy was published to the embedded engine yet")
         for prompt in prompts:
             if not 1 <= len(prompt) <= self._width:
                 raise ValueError(f"a prompt has {len(prompt)} tokens, expected 1 to max_prompt_tokens = {self._width}")
-        return self._params
 
-    def _pad(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Prompts padded on the left to the engine's width, int32 [p s], and their lengths, int32 [p]."""
+    def _run(
+        self,
+        prompts: Sequence[np.ndarray],
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        forced: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, ...]:
+        """What ``_decode`` gives for the published policy, on the host."""
         padded = np.zeros((len(prompts), self._width), np.int32)
-        for i, prompt in enumerate(prompts):
-            padded[i, self._width - len(prompt) :] = prompt
-        return padded, np.asarray([len(prompt) for prompt in prompts], np.int32)
-
-    def _function(self, shape: _Shape) -> Any:
-        if shape not in self._compiled:
-            config, dtype = self._config, self._dtype
-
-            def run(*args: Any) -> tuple[Array, Array, Array, Array]:
-                with jax.default_matmul_precision(matmul_precision(dtype)):
-                    return _decode(args[0], config, shape, *args[1:])
-
-            self._compiled[shape] = jax.jit(run, out_shardings=replicated(self._mesh))
-        return self._compiled[shape]
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[self._width - len(prompt) :] = prompt
+        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+        # -1 is no token: a response without stop tokens runs to the limit.
+        stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
+        greedy = sampling.temperature == 0.0
+        temperature = np.float32(1.0 if greedy else sampling.temperature)
+        static = {"n": n, "limit": sampling.max_response_tokens, "greedy": greedy}
+        with jax.set_mesh(self._mesh):
+            result = self._decode(self._params, padded, lengths, stops, temperature, np.uint32(seed), forced, **static)
+        return tuple(jax.device_get(result))

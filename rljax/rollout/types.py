@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+
+
+def _check(config: Any, names: Sequence[str], valid: Callable[[Any], bool], rule: str) -> None:
+    """Raises ValueError for the first of these fields whose value is not ``valid``."""
+    for name in names:
+        value = getattr(config, name)
+        if not valid(value):
+            raise ValueError(f"{name} {rule}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -27,12 +36,10 @@ class InjectConfig:
     """Seed of the noise. A version, or a token, gets the same noise each time it is sampled."""
 
     def __post_init__(self) -> None:
-        for name in ("weight_noise", "logit_noise"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
-        for name in ("staleness", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        _check(
+            self, ("weight_noise", "logit_noise"), lambda size: 0.0 <= size < np.inf, "must be finite and not negative"
+        )
+        _check(self, ("staleness", "seed"), lambda number: number >= 0, "must not be negative")
 
     @property
     def changes_weights(self) -> bool:
@@ -58,11 +65,9 @@ class ClientLimits:
     """Longest wait before a retry (seconds)."""
 
     def __post_init__(self) -> None:
-        for name in ("request_timeout_s", "connect_timeout_s", "max_outstanding", "max_attempts", "max_backoff_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not self.backoff_s >= 0:
-            raise ValueError(f"backoff_s must not be negative, got {self.backoff_s}")
+        names = ("request_timeout_s", "connect_timeout_s", "max_outstanding", "max_attempts", "max_backoff_s")
+        _check(self, names, lambda limit: limit > 0, "must be positive")
+        _check(self, ("backoff_s",), lambda seconds: seconds >= 0, "must not be negative")
 
 
 @dataclass(frozen=True)
@@ -112,11 +117,8 @@ class VerifyConfig:
     """Seed of the probe prompts."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "tokens", "rounds", "factor"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+        _check(self, ("prompts", "tokens", "rounds", "factor"), lambda number: number >= 1, "must be at least 1")
+        _check(self, ("seed",), lambda seed: seed >= 0, "must not be negative")
 
 
 @dataclass(frozen=True)
@@ -156,17 +158,11 @@ class RolloutConfig:
     """Mismatch that is put into the rollouts on purpose."""
 
     def __post_init__(self) -> None:
-        if self.group_size < 2:
-            raise ValueError(f"group_size must be at least 2 for a leave-one-out baseline, got {self.group_size}")
-        if self.max_response_tokens < 1:
-            raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
-        if not 0.0 < self.temperature < float("inf"):
-            raise ValueError(f"temperature must be positive and finite, got {self.temperature}")
-        for name in ("dump_every", "transcript_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if not self.server_wait_s > 0.0:
-            raise ValueError(f"server_wait_s must be positive, got {self.server_wait_s}")
+        _check(self, ("group_size",), lambda size: size >= 2, "must be at least 2 for a leave-one-out baseline")
+        _check(self, ("max_response_tokens",), lambda tokens: tokens >= 1, "must be at least 1")
+        _check(self, ("temperature",), lambda value: 0.0 < value < np.inf, "must be positive and finite")
+        _check(self, ("dump_every", "transcript_every"), lambda steps: steps >= 0, "must not be negative")
+        _check(self, ("server_wait_s",), lambda seconds: seconds > 0.0, "must be positive")
 
 
 @dataclass(frozen=True)
@@ -185,10 +181,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_response_tokens < 1:
-            raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
+        _check(self, ("max_response_tokens",), lambda tokens: tokens >= 1, "must be at least 1")
+        _check(self, ("temperature",), lambda value: 0.0 <= value < np.inf, "must be finite and not negative")
 
 
 @dataclass(frozen=True)

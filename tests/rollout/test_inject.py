@@ -1,4 +1,4 @@
-"""Mismatch as a dial: what each kind does to the weights or the draws, and that size 0 is no mismatch at all."""
+"""Mismatch as a dial: what each kind does to the weights or the samples, and that size 0 is no mismatch at all."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from rljax.algorithms.losses import LossConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import init_params, logical_axes
-from rljax.rollout.exact_engine import ExactEngine, LogitNoise
+from rljax.rollout.exact_engine import ExactEngine
 from rljax.rollout.injected_engine import InjectedEngine, add_noise, quantize, restore, summed_axes
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.types import InjectConfig, SamplingParams
@@ -33,7 +33,7 @@ def largest_difference(a, b):
     return max(float(jnp.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def draw(engine, *, seed=0, temperature=1.0):
+def sample(engine, *, seed=0, temperature=1.0):
     responses = list(engine.generate(PROMPTS, 2, SamplingParams(10, temperature), seed=seed))
     return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
 
@@ -49,11 +49,12 @@ def params():
     return init_params(CONFIG, 0)
 
 
-def mismatch(exact, params, *, noise=None, seed=0, **inject):
-    """Metrics of what the dialled engine draws against the executable that trains."""
-    engine = InjectedEngine(ExactEngine(exact, noise=noise), InjectConfig(**inject), CONFIG, MESH)
+def mismatch(exact, params, *, seed=0, **inject):
+    """Metrics of what the dialled engine samples against the executable that trains."""
+    config = InjectConfig(**inject)
+    engine = InjectedEngine(ExactEngine(exact, inject=config), config, CONFIG, MESH)
     engine.publish(params, 3)
-    responses = draw(engine, seed=seed)
+    responses = sample(engine, seed=seed)
     sequences = [TrainSequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, 0.0, True) for r in responses]
     micro = micro_of(lay_out(sequences, 8, 16), 0)
     one = exact.scalar(1.0)
@@ -69,9 +70,7 @@ def test_weight_noise_is_a_dial_from_exactly_zero(exact, params):
 
 
 def test_logit_noise_is_a_dial_from_exactly_zero(exact, params):
-    none, small, large = (
-        mismatch(exact, params, noise=LogitNoise(size, 0) if size else None) for size in (0.0, 0.01, 0.3)
-    )
+    none, small, large = (mismatch(exact, params, logit_noise=size) for size in (0.0, 0.01, 0.3))
     assert none["logprob_abs_diff_max"] == none["k3_kl"] == 0.0
     # Of one token's log-probability the noise less its mean: about its own standard deviation, whose mean is 0.8 of it.
     assert 0.6 * 0.01 < small["logprob_abs_diff_mean"] < 1.0 * 0.01
@@ -86,14 +85,14 @@ def test_coarser_weights_mismatch_more(exact, params):
 
 
 def test_logit_noise_repeats_by_seed_and_token(exact, params):
-    def drawn(seed, noise_seed):
-        engine = ExactEngine(exact, noise=LogitNoise(0.3, noise_seed))
+    def logprobs(seed, noise_seed):
+        engine = ExactEngine(exact, inject=InjectConfig(logit_noise=0.3, seed=noise_seed))
         engine.publish(params, 0)
-        return [r.logprobs.tolist() for r in draw(engine, seed=seed)]
+        return [r.logprobs.tolist() for r in sample(engine, seed=seed)]
 
-    assert drawn(0, 0) == drawn(0, 0)
-    assert drawn(0, 0) != drawn(0, 1)
-    assert drawn(0, 0) != drawn(1, 0)
+    assert logprobs(0, 0) == logprobs(0, 0)
+    assert logprobs(0, 0) != logprobs(0, 1)
+    assert logprobs(0, 0) != logprobs(1, 0)
 
 
 def test_noise_has_the_relative_size_and_is_one_for_a_version(params):
@@ -180,11 +179,11 @@ def test_stale_weights_are_of_the_version_they_are_said_to_be(kind, exact):
         stale.publish(published, version)
         # The trainer's next step takes its buffers over.
         jax.tree.map(lambda leaf: leaf.delete(), published)
-        found = draw(stale)
+        found = sample(stale)
         (span,) = found[0].versions
         versions.append(span.version)
         plain.publish(init_params(CONFIG, span.version), span.version)
-        for r, expected in zip(found, draw(plain), strict=True):
+        for r, expected in zip(found, sample(plain), strict=True):
             np.testing.assert_array_equal(r.token_ids, expected.token_ids)
             np.testing.assert_array_equal(r.logprobs, expected.logprobs)
     assert versions == [0, 0, 0, 1, 2]

@@ -1,4 +1,4 @@
-"""The embedded engine: what it draws, what it says of it, and when it compiles."""
+"""The embedded engine: what it samples, what it says of it, and when it compiles."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def make(dtype=jnp.float32, seed=0, mesh=(1, 1)):
     return engine, params
 
 
-def draw(engine, n=3, *, seed=0, temperature=1.0, limit=12, stops=(0, 1)):
+def sample(engine, n=3, *, seed=0, temperature=1.0, limit=12, stops=(0, 1)):
     responses = list(engine.generate(PROMPTS, n, SamplingParams(limit, temperature, stops), seed=seed))
     return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
 
@@ -31,7 +31,7 @@ def draw(engine, n=3, *, seed=0, temperature=1.0, limit=12, stops=(0, 1)):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logprobs_are_those_of_the_full_forward(temperature):
     engine, params = make()
-    responses = draw(engine, temperature=temperature)
+    responses = sample(engine, temperature=temperature)
     full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses]
     scored = make_scorer(CONFIG, jnp.float32, temperature=temperature)(params, full)
     assert len(responses) == 12
@@ -41,7 +41,7 @@ def test_logprobs_are_those_of_the_full_forward(temperature):
 
 def test_greedy_takes_the_argmax_of_the_full_forward():
     engine, params = make()
-    for r in draw(engine, n=1, temperature=0.0, stops=()):
+    for r in sample(engine, n=1, temperature=0.0, stops=()):
         prompt = list(PROMPTS[r.prompt_index])
         score = make_scorer(CONFIG, jnp.float32)
         for i, token in enumerate(r.token_ids[:4]):
@@ -52,7 +52,7 @@ def test_greedy_takes_the_argmax_of_the_full_forward():
 
 def test_responses_end_with_the_first_stop_token_or_at_the_limit():
     engine, _ = make()
-    responses = draw(engine, n=16)
+    responses = sample(engine, n=16)
     stopped = [r for r in responses if not r.truncated]
     assert stopped
     assert len(stopped) < len(responses)
@@ -79,7 +79,7 @@ def test_samples_follow_the_distribution():
 
 def test_same_seed_same_bits_other_seed_other_draws():
     engine, _ = make(jnp.bfloat16)
-    first, again, other = draw(engine, seed=3), draw(engine, seed=3), draw(engine, seed=4)
+    first, again, other = sample(engine, seed=3), sample(engine, seed=3), sample(engine, seed=4)
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a.token_ids, b.token_ids)
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
@@ -88,27 +88,27 @@ def test_same_seed_same_bits_other_seed_other_draws():
 
 def test_nothing_compiles_again_for_new_weights_seeds_and_temperatures():
     engine, params = make(jnp.bfloat16)
-    draw(engine)
+    sample(engine)
     assert engine.compilations == 1
     for version in range(1, 4):
         engine.publish(jax.tree.map(lambda p: p * 1.01, params), version)
-        responses = draw(engine, seed=version, temperature=1.0 / version)
+        responses = sample(engine, seed=version, temperature=1.0 / version)
         assert {r.oldest_version for r in responses} == {version}
     assert engine.compilations == 1
 
 
 def test_published_weights_survive_the_donation_of_the_trainers():
     engine, params = make(jnp.float32)
-    before = draw(engine)
+    before = sample(engine)
     jax.tree.map(lambda p: p.delete(), params)
-    for a, b in zip(before, draw(engine), strict=True):
+    for a, b in zip(before, sample(engine), strict=True):
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [(jnp.bfloat16, 1e-4, 5e-2), (jnp.float16, 1e-5, 5e-3)])
 def test_sixteen_bit_engines_show_a_mismatch_of_their_size(dtype, low, high):
     engine, params = make(dtype)
-    responses = draw(engine, n=8)
+    responses = sample(engine, n=8)
     full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses]
     scored = make_scorer(CONFIG, dtype)(cast_params(params, jnp.float32), full)
     gaps = [
@@ -121,7 +121,7 @@ def test_sixteen_bit_engines_show_a_mismatch_of_their_size(dtype, low, high):
 def test_given_responses_score_as_the_full_forward_scores_them():
     """In any order, alone or together, and under another limit."""
     engine, params = make()
-    responses = draw(engine, n=2, temperature=0.7)[::-1]
+    responses = sample(engine, n=2, temperature=0.7)[::-1]
     prompts, tokens = [PROMPTS[r.prompt_index] for r in responses], [r.token_ids for r in responses]
     scored = engine.score(prompts, tokens, temperature=0.7)
     scored += engine.score(prompts[:1], tokens[:1], temperature=0.7, max_response_tokens=20)
@@ -134,21 +134,21 @@ def test_given_responses_score_as_the_full_forward_scores_them():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_given_responses_keep_the_rounding_of_decoding(dtype):
-    """Scored as they were drawn, and five times as far from the full forward."""
+    """Scored as they were sampled, and five times as far from the full forward."""
     engine, params = make(dtype)
-    responses = draw(engine, n=2)
+    responses = sample(engine, n=2)
     prompts, tokens = [PROMPTS[r.prompt_index] for r in responses], [r.token_ids for r in responses]
     scored = np.concatenate(engine.score(prompts, tokens))
-    drawn = np.concatenate([r.logprobs for r in responses])
+    sampled = np.concatenate([r.logprobs for r in responses])
     full = make_scorer(CONFIG, dtype)(params, [np.concatenate(pair) for pair in zip(prompts, tokens, strict=True)])
     forward = np.concatenate([row[len(prompt) :] for prompt, row in zip(prompts, full, strict=True)])
-    assert np.abs(forward - drawn).mean() > 5 * np.abs(scored - drawn).mean()
+    assert np.abs(forward - sampled).mean() > 5 * np.abs(scored - sampled).mean()
 
 
 @pytest.mark.mesh
 def test_sharded_engine_draws_valid_responses():
     engine, params = make(jnp.float32, mesh=(2, 2))
-    responses = draw(engine)
+    responses = sample(engine)
     full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses]
     for r, logprobs in zip(responses, make_scorer(CONFIG, jnp.float32)(params, full), strict=True):
         np.testing.assert_allclose(r.logprobs, logprobs[len(PROMPTS[r.prompt_index]) :], atol=2e-5, rtol=0)

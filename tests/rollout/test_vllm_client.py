@@ -33,14 +33,14 @@ def client(fake):
     made.close()
 
 
-def drawn(client, requests):
+def sampled(client, requests):
     return [item for item in client.stream(requests) if item is not None]
 
 
 @pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
 def test_both_routes_carry_tokens_and_logprobs(fake, client, route):
     client.set_route(fake.url, route)
-    ((index, reply),) = drawn(client, [Request(PROMPT, SamplingParams(3), seed=1)])
+    ((index, reply),) = sampled(client, [Request(PROMPT, SamplingParams(3), seed=1)])
     assert index == 0
     assert reply.token_ids.tolist() == [5, 6, 7]
     assert reply.token_ids.dtype == np.int32
@@ -98,7 +98,7 @@ def test_replies_that_are_none(reply):
 
 def test_server_errors_are_retried_and_counted(fake, client):
     fake.fail_next = [500, 429, 500]
-    assert len(drawn(client, [Request(PROMPT, SamplingParams(1))])) == 1
+    assert len(sampled(client, [Request(PROMPT, SamplingParams(1))])) == 1
     assert client.pop_counts() == {"requests": 4, "retries": 3, "server_losses": 0}
     assert client.pop_counts() == {"requests": 0, "retries": 0, "server_losses": 0}
 
@@ -106,20 +106,20 @@ def test_server_errors_are_retried_and_counted(fake, client):
 def test_retries_are_bounded(fake, client):
     fake.fail_next = [500] * 50
     with pytest.raises(RuntimeError, match=r"failed 6 times; the last: .* answered 500: told to fail with 500"):
-        drawn(client, [Request(PROMPT, SamplingParams(1))])
+        sampled(client, [Request(PROMPT, SamplingParams(1))])
 
 
 def test_a_refusal_is_not_retried(fake, client):
     fake.fail_next = [400]
     with pytest.raises(ServerRefusedError, match="answered 400"):
-        drawn(client, [Request(PROMPT, SamplingParams(1))])
+        sampled(client, [Request(PROMPT, SamplingParams(1))])
     assert client.pop_counts()["requests"] == 1
 
 
 def test_aborted_responses_are_sampled_again(fake, client):
     fake.finish = "abort"
     with pytest.raises(RuntimeError, match="ended a response with 'abort'"):
-        drawn(client, [Request(PROMPT, SamplingParams(1))])
+        sampled(client, [Request(PROMPT, SamplingParams(1))])
 
 
 def test_a_thousand_responses_come_back_as_they_complete(fake, client):
@@ -146,7 +146,7 @@ def test_the_idler_server_samples_more():
     try:
         for fake in (slow, fast):
             client.open(fake.url, "")
-        drawn(client, [Request(PROMPT, SamplingParams(1)) for _ in range(80)])
+        sampled(client, [Request(PROMPT, SamplingParams(1)) for _ in range(80)])
     finally:
         client.close()
         slow.stop()
@@ -162,7 +162,7 @@ def test_the_work_of_a_server_that_is_down_goes_to_the_others():
         for fake in (good, bad):
             client.open(fake.url, "")
         bad.stop()
-        assert len(drawn(client, [Request(PROMPT, SamplingParams(1)) for _ in range(20)])) == 20
+        assert len(sampled(client, [Request(PROMPT, SamplingParams(1)) for _ in range(20)])) == 20
         assert list(client.down()) == [bad.url]
         assert client.opened() == [good.url]
     finally:

@@ -60,7 +60,7 @@ def test_publish_keeps_its_order(fake):
         engine.publish(PARAMS, 4)
         order = [event for i, event in enumerate(fake.events) if i == 0 or event != fake.events[i - 1]]
         update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-        assert order == ["draw", "/pause", *update, "/reset_prefix_cache", "/resume", "draw"]
+        assert order == ["sample", "/pause", *update, "/reset_prefix_cache", "/resume", "sample"]
         assert fake.version == engine._files.tag(4)
         responses = list(engine.generate(PROMPTS, 3, SamplingParams(5), seed=0))
         assert sorted((r.prompt_index, r.sample_index) for r in responses) == [

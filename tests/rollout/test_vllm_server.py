@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rljax.errors import ServerFailedError
-from rljax.rollout.vllm.server import ServerConfig, VllmServer, command, serving, start, vllm_python
+from rljax.rollout.vllm.server import ServerConfig, VllmServer, command, start, vllm_python
 
 HEALTHY = """
     import http.server, subprocess, sys
@@ -62,7 +62,7 @@ def helper_of(log: Path) -> int:
 
 def test_stop_ends_the_whole_group(script, tmp_path):
     log = tmp_path / "log"
-    with serving(ServerConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30) as server:
+    with start(ServerConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30) as server:
         assert server.healthy()
         helper = helper_of(log)
         assert not gone(helper, 0.2)

@@ -40,7 +40,7 @@ def test_responses_of_all_servers_come_back_to_their_prompts(fakes, old):
     for response in responses:
         assert response.token_ids.tolist() == ([5, 6] if response.prompt_index == 0 else [9, 10])
         assert response.truncated
-    assert all("draw" in fake.events for fake in fakes)
+    assert all("sample" in fake.events for fake in fakes)
     assert model.pop_metrics()["rollout/requests"] == 6
     with pytest.raises(RuntimeError, match="weights cannot be published to a served model"):
         model.publish({}, 1)

@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server: the endpoints the client uses, a log-probability of -1 for every token it draws.
+"""A stand-in for a vLLM server: the endpoints the client uses, a log-probability of -1 for every token it samples.
 
 The token at place t of a prompt has -t / 8. Top log-probabilities are processed ones unless ``raw``.
 """
@@ -30,7 +30,7 @@ class FakeVllm:
         self.weights_path = None
         self.logprob = -1.0
         self.delay_s = 0.0
-        self.fail_next: list[int] = []  # statuses of the next draws
+        self.fail_next: list[int] = []  # statuses of the next samples
         self.routes = {"/inference/v1/generate", "/v1/completions", "/weight_info"}
         self.dtype = "float32"
         self.model, self.root = "policy", "nowhere"
@@ -74,7 +74,7 @@ class FakeVllm:
         if path == "/update_weights":
             self.weights_path = body["update_info"]["path"]
         if path.endswith(("/generate", "/completions")):
-            return self._draw(path, body)
+            return self._sample(path, body)
         self.events.append(path)
         return 200, {}
 
@@ -92,7 +92,7 @@ class FakeVllm:
             "shape": SHAPE,
         }
 
-    def _draw(self, path: str, body: dict) -> tuple[int, dict]:
+    def _sample(self, path: str, body: dict) -> tuple[int, dict]:
         with self._lock:
             self.running += 1
             self.most_running = max(self.most_running, self.running)
@@ -107,7 +107,7 @@ class FakeVllm:
         sampling = body.get("sampling_params", body)
         prompt = body.get("token_ids", body.get("prompt"))
         tokens = [(prompt[-1] + i) % 64 for i in range(sampling["max_tokens"])]
-        self.events.append("draw")
+        self.events.append("sample")
         sharpness = 1.0 if self.raw else max(sampling["temperature"], 1e-3)
         tops = {token: -float(token) / sharpness for token in range(sampling["logprobs"])}
         scored = None

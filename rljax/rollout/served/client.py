@@ -13,20 +13,20 @@ import queue
 import random
 import threading
 from collections.abc import Coroutine, Generator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 import numpy as np
 
-from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
+from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError
 from rljax.rollout.served.wire import Completion, Request, Wire
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Results = queue.SimpleQueue["tuple[int, Completion] | RuntimeError"]
 State = Literal["paused", "open", "down"]
 _TICK_S = 0.25
 
@@ -68,7 +68,13 @@ class ServerClient:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-server-client", daemon=True)
         self._thread.start()
-        self._changed, self._http = self._await(self._open_transport())
+        self._changed = asyncio.Condition()
+        self._http = httpx.AsyncClient(
+            # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500,
+            # and a response takes so long that opening a connection costs nothing beside it.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,
+        )
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -89,7 +95,7 @@ class ServerClient:
           ServerGoneError: no answer, or 5xx from a server that is not healthy any more.
           ServerRefusedError: any other status but 200; the message holds the server's.
         """
-        return self._await(self._call(self._servers[url], method, path, params, json, timeout_s))
+        return self._await(self._call(self._servers[url], method, path, timeout_s, params, json))
 
     def answers(self, url: str) -> bool:
         """Whether ``/health`` answers 200 within 5 seconds."""
@@ -104,7 +110,11 @@ class ServerClient:
         self._servers[url].route = route
 
     def find_route(self, url: str) -> None:
-        """Sets the endpoint that samples at ``url``: the first that is there. Raises as :meth:`call` when none is."""
+        """Sets the endpoint that samples at ``url``: the first that is there.
+
+        Raises:
+          HandshakeError: none is there. Otherwise as :meth:`call`.
+        """
         for route in self._wire.routes:
             self.set_route(url, route)
             try:
@@ -113,7 +123,7 @@ class ServerClient:
             except ServerRefusedError as error:
                 if error.status != 404:
                     raise
-        raise ServerRefusedError(f"{url}: not there: {', '.join(self._wire.routes)}", 404)
+        raise HandshakeError(f"{url}: not there: {', '.join(self._wire.routes)}")
 
     def set_model(self, url: str, model: str) -> None:
         """What the server at ``url`` calls its model; those that rljax starts call it ``wire.model``."""
@@ -158,32 +168,23 @@ class ServerClient:
         Raises:
           RuntimeError: a response failed ``max_attempts`` times, or was refused.
         """
-        results: _Results = queue.SimpleQueue()
-
-        async def start() -> list[asyncio.Task[None]]:
-            return [asyncio.create_task(self._complete(i, request, results)) for i, request in enumerate(requests)]
-
-        async def stop() -> None:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        tasks = self._await(start())
+        completed: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
+        index = {self._start(self._complete(i, request)): i for i, request in enumerate(requests)}
+        for future in index:
+            future.add_done_callback(completed.put)
         remaining = len(requests)
         try:
             while remaining:
                 try:
-                    item = results.get(timeout=_TICK_S)
+                    future = completed.get(timeout=_TICK_S)
                 except queue.Empty:
                     yield None
-                    continue
-                if isinstance(item, RuntimeError):
-                    raise item
-                remaining -= 1
-                yield item
+                else:
+                    remaining -= 1
+                    yield index[future], future.result()
         finally:
-            if not self._loop.is_closed():
-                self._await(stop())
+            for future in index:
+                future.cancel()
 
     def close(self) -> None:
         """Closes connections and ends the thread; may be called twice."""
@@ -202,52 +203,37 @@ class ServerClient:
         self._thread.join()
         self._loop.close()
 
-    def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _open_transport(self) -> tuple[asyncio.Condition, httpx.AsyncClient]:
-        connections = self.limits.max_outstanding * len(self._servers) + 16
-        return asyncio.Condition(), httpx.AsyncClient(
-            # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500,
-            # and a response takes so long that opening a connection costs nothing beside it.
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=0),
-            timeout=httpx.Timeout(self.limits.request_timeout_s, connect=self.limits.connect_timeout_s, pool=None),
-            trust_env=False,
-        )
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._start(work).result()
 
     async def _call(
-        self, server: _Server, method: str, path: str, params: Any, json: Any, timeout_s: float
+        self, server: _Server, method: str, path: str, timeout_s: float, params: Any = None, json: Any = None
     ) -> dict[str, Any]:
         timeout = httpx.Timeout(timeout_s, connect=self.limits.connect_timeout_s, pool=None)
         try:
             reply = await self._http.request(method, server.url + path, params=params, json=json, timeout=timeout)
         except httpx.TransportError as error:
-            raise _gone(server.url + path, error) from error
-        if reply.status_code != 200:
-            if path == "/health":
-                raise ServerGoneError(f"{server.url} is not healthy: {_reason(reply)}")
-            await self._refuse(server, path, reply)
-        return _object(reply) if reply.content else {}
+            said = f"{type(error).__name__} {error}".rstrip()
+            raise ServerGoneError(f"no answer from {server.url}{path}: {said}") from error
+        if reply.status_code == 200:
+            return _object(reply) if reply.content else {}
+        if path == "/health":
+            raise ServerGoneError(f"{server.url} is not healthy: {_reason(reply)}")
+        if reply.status_code >= 500:
+            await self._call(server, "GET", "/health", 10.0)  # raises where the server is gone
+        raise ServerRefusedError(f"{server.url}{path} answered {_reason(reply)}", reply.status_code)
 
     async def _sample(self, server: _Server, request: Request) -> Completion:
         """One completion. Raises ServerGoneError, ServerRefusedError or ReplyError."""
         body = self._wire.body(server.route, request, server.model)
-        try:
-            reply = await self._http.post(server.url + server.route, json=body)
-        except httpx.TransportError as error:
-            raise _gone(server.url + server.route, error) from error
-        if reply.status_code != 200:
-            await self._refuse(server, server.route, reply)
-        return self._wire.completion(server.route, _object(reply))
+        reply = await self._call(server, "POST", server.route, self.limits.request_timeout_s, json=body)
+        return self._wire.completion(server.route, reply)
 
-    async def _refuse(self, server: _Server, path: str, reply: httpx.Response) -> NoReturn:
-        """Raises ServerGoneError for a 5xx of a server that is not healthy any more, ServerRefusedError otherwise."""
-        if reply.status_code >= 500:
-            await self._call(server, "GET", "/health", None, None, 10.0)
-        raise ServerRefusedError(f"{server.url}{path} answered {_reason(reply)}", reply.status_code)
-
-    async def _complete(self, index: int, request: Request, results: _Results) -> None:
-        """Puts one completion into ``results``, or the error that ends the attempts."""
+    async def _complete(self, index: int, request: Request) -> Completion:
+        """The completion of request ``index``. Raises RuntimeError when it is refused, or all attempts have failed."""
         failure = ""
         for attempt in range(self.limits.max_attempts):
             if attempt:
@@ -263,13 +249,9 @@ class ServerClient:
                 continue
             except ServerRefusedError as error:
                 if error.status < 500 and error.status not in (408, 429):
-                    results.put(error)
-                    return
+                    raise
                 failure = str(error)
                 continue
-            except ReplyError as error:
-                results.put(error)
-                return
             finally:
                 await self._release(server)
             foreign = [tag for tag, _, _ in completion.spans or () if not tag.startswith(server.prefix)]
@@ -279,24 +261,21 @@ class ServerClient:
             elif completion.finish_reason not in ("stop", "length"):
                 failure = f"{server.url} ended a response with {completion.finish_reason!r}"
             else:
-                results.put((index, completion))
-                return
-        results.put(RuntimeError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}"))
+                return completion
+        raise RuntimeError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}")
+
+    def _idlest(self) -> _Server | None:
+        """The open server with the least outstanding work that has room."""
+        open_servers = [server for server in self._servers.values() if server.state == "open"]
+        idlest = min(open_servers, key=lambda server: server.outstanding, default=None)
+        return idlest if idlest and idlest.outstanding < self.limits.max_outstanding else None
 
     async def _acquire(self) -> _Server:
-        """Waits for the open server with the least outstanding work that has room."""
         async with self._changed:
-            while True:
-                room = [
-                    server
-                    for server in self._servers.values()
-                    if server.state == "open" and server.outstanding < self.limits.max_outstanding
-                ]
-                if room:
-                    server = min(room, key=lambda s: s.outstanding)
-                    server.outstanding += 1
-                    return server
-                await self._changed.wait()
+            server = await self._changed.wait_for(self._idlest)
+            assert server is not None
+            server.outstanding += 1
+            return server
 
     async def _release(self, server: _Server) -> None:
         async with self._changed:
@@ -310,10 +289,6 @@ class ServerClient:
                 self._counts["server_losses"] += 1
             server.state, server.reason = state, reason
             self._changed.notify_all()
-
-
-def _gone(url: str, error: httpx.TransportError) -> ServerGoneError:
-    return ServerGoneError(f"no answer from {url}: {type(error).__name__} {error}".rstrip())
 
 
 def _backoff(limits: ClientLimits, attempt: int) -> float:

@@ -1,12 +1,14 @@
 """The RolloutEngine over HTTP servers: client, weight files, handshake and verification put together.
 
-A server samples rollouts only between a verified publish and the next one. One that died or was restarted is waited
-for, shaken hands with, given the current weights and verified again before it samples another token; every reply names
-the weights it was sampled under, so nothing of a server restarted unnoticed is handed on.
+A server samples rollouts only between a verified publish and the next one. The engine waits for a server that died or
+was restarted, repeats the handshake, publishes the current weights to it and verifies it before it samples another
+token. Every reply names the weights it was sampled under, so replies of a server that was restarted unnoticed are
+refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -14,7 +16,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,18 +25,11 @@ from rljax.rollout.served.backend import Backend, Expectation
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.servers import Servers
 from rljax.rollout.served.verify import Score, Verifier
-from rljax.rollout.served.wire import Completion, Request, ServerInfo, check_prompts, make_requests
+from rljax.rollout.served.wire import Request, ServerInfo, check_prompts, make_requests
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.rollout.weights.files import WeightFiles, WeightVersion
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Current:
-    version: WeightVersion
-    policy_version: int
-    params: Any
 
 
 class ServedEngine:
@@ -74,19 +68,19 @@ class ServedEngine:
         self._servers = Servers(
             self._client, backend, self._recover, wait_s=config.server_wait_s, should_stop=should_stop
         )
-        self._current: _Current | None = None
+        self._current: WeightVersion | None = None
+        self._params: Any = None  # of the current version
         self._verified = False
         self._metrics: defaultdict[str, float] = defaultdict(float)
         self._files = WeightFiles(config.transfer_dir)
-        self._info: ServerInfo | None = None  # of the server that takes the shortest sequences
+        self._infos: dict[str, ServerInfo] = {}
         try:
             while self._client.down():
                 self._servers.recover()
         except BaseException:
             self.close()
             raise
-        assert self._info is not None
-        self._verifier: Verifier = Verifier(config.verify, score, self._info, dtype=config.dtype)
+        self._verifier = Verifier(config.verify, score, self._info(), dtype=config.dtype)
 
     def publish(self, params: Any, policy_version: int) -> None:
         """See RolloutEngine. Rollouts are paused from before the update until a server is verified."""
@@ -98,7 +92,7 @@ class ServedEngine:
         for url in self._client.opened():
             self._client.pause(url)
         self._verified = False
-        self._current = _Current(version, policy_version, params)
+        self._current, self._params = version, params
         with ThreadPoolExecutor(len(self._client.urls)) as pool:
             list(pool.map(functools.partial(self._attempt, self._update), self._answering()))
         for url in self._answering():
@@ -125,8 +119,7 @@ class ServedEngine:
             raise RuntimeError(f"the {self._backend.name} servers hold no verified policy: publish first")
         if not prompts or n < 1:
             raise ValueError(f"at least one prompt and one response each are needed, got {len(prompts)} and n = {n}")
-        assert self._info is not None
-        check_prompts(prompts, sampling.max_response_tokens, self._info, sampling.stop_token_ids)
+        check_prompts(prompts, sampling.max_response_tokens, self._info(), sampling.stop_token_ids)
         return self._responses(make_requests(prompts, n, sampling, seed if self._config.seeded else None), n)
 
     def pop_metrics(self) -> dict[str, float]:
@@ -140,32 +133,30 @@ class ServedEngine:
         """See RolloutEngine. The servers keep running, with the last weights."""
         self._client.close()
         self._files.close()
-        self._current = None
+        self._params = None
 
     def _responses(self, requests: Sequence[Request], n: int) -> Iterator[Response]:
         began = time.monotonic()
         for url in self._client.opened():
             self._attempt(self._check_version, url)
-        stream = self._servers.sample(requests)
         try:
-            for index, completion in stream:
-                yield self._response(index, n, completion)
+            with contextlib.closing(self._servers.sample(requests)) as stream:
+                for index, reply in stream:
+                    spans = reply.spans or ((self._version.tag, 0, len(reply.token_ids)),)
+                    versions = (VersionSpan(self._files.policy_version(tag), *span) for tag, *span in spans)
+                    truncated = reply.finish_reason == "length"
+                    yield Response(*divmod(index, n), reply.token_ids, reply.logprobs, truncated, tuple(versions))
         finally:
-            stream.close()
             self._metrics["time/generate_s"] += time.monotonic() - began
 
-    def _response(self, index: int, n: int, completion: Completion) -> Response:
+    @property
+    def _version(self) -> WeightVersion:
         assert self._current is not None
-        length = len(completion.token_ids)
-        spans = completion.spans or ((self._current.version.tag, 0, length),)
-        return Response(
-            prompt_index=index // n,
-            sample_index=index % n,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            truncated=completion.finish_reason == "length",
-            versions=tuple(VersionSpan(self._files.policy_version(tag), start, end) for tag, start, end in spans),
-        )
+        return self._current
+
+    def _info(self) -> ServerInfo:
+        """Of the server that takes the shortest sequences."""
+        return min(self._infos.values(), key=lambda info: info.max_model_len or math.inf)
 
     # ---- servers, one by one ----
 
@@ -179,52 +170,47 @@ class ServedEngine:
         except ServerGoneError as error:
             self._client.mark_down(url, str(error))
 
-    def _shake_hands(self, url: str) -> None:
-        """Checks the server and keeps its description when it takes shorter sequences than those before."""
-        info = self._backend.handshake(self._client, url, self._expected, self._files)
-        assert info.max_model_len is not None
-        if self._info is None or info.max_model_len < (self._info.max_model_len or math.inf):
-            self._info = info
+    def _handshake(self, url: str) -> None:
+        info = self._infos[url] = self._backend.handshake(self._client, url, self._expected, self._files)
         log.info("%s: %s %s, %s, agrees with the trainer", url, self._backend.name, info.version, info.dtype)
 
     def _update(self, url: str) -> None:
         """Sends the current weights; the probes are cached under the old ones first."""
-        assert self._current is not None
         self._verifier.warm(self._client, url)
-        self._backend.push(self._client, url, self._current.version)
+        self._backend.push(self._client, url, self._version)
 
     def _check_version(self, url: str) -> None:
         """Raises ServerGoneError when the server does not hold the current weights."""
-        assert self._current is not None
-        if not self._backend.serves(self._client, url, self._current.version):
-            tag = self._current.version.tag
-            raise ServerGoneError(f"{url} does not hold {tag}: it was restarted or updated by others")
+        if not self._backend.serves(self._client, url, self._version):
+            raise ServerGoneError(f"{url} does not hold {self._version.tag}: it was restarted or updated by others")
 
     def _verify(self, url: str) -> None:
         """Proves that the server samples from the current weights, and opens it to rollouts."""
         self._check_version(url)
-        assert self._current is not None
-        difference = self._verifier.check(self._client, url, self._current.params)
+        difference = self._verifier.check(self._client, url, self._params)
         assert self._verifier.band is not None
         self._metrics["publish/verify_abs_diff_mean"] = difference.mean
         self._metrics["publish/verify_band"] = self._verifier.band
         self._client.open(url, self._files.run_tag)
 
     def _recover(self, url: str) -> None:
-        """Makes a server that answers again fit: one that kept the current weights through a broken connection is
-        verified; another is shaken hands with, updated and verified; before the first publish the handshake is all.
+        """Makes a server that answers again fit for use.
+
+        Before the first publish that is the handshake alone. A server that still has the current weights (only the
+        connection broke) is verified; another passes the handshake, is updated and is verified.
         """
         if self._current is None:
-            self._shake_hands(url)
+            self._handshake(url)
             self._client.pause(url)
-        elif self._backend.serves(self._client, url, self._current.version):
+        elif self._backend.serves(self._client, url, self._current):
             self._verify(url)
         else:
             try:
-                self._shake_hands(url)
+                self._handshake(url)
             except HandshakeError as error:
                 raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
             self._update(url)
             self._verify(url)
             self._metrics["rollout/servers_brought_back"] += 1.0
-            log.warning("%s is back with policy version %d, verified", url, self._current.policy_version)
+            version = self._files.policy_version(self._current.tag)
+            log.warning("%s is back with policy version %d, verified", url, version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ class ServedModel:
           ValueError: a server serves another number of models than one, is paused, or holds another model.
         """
         self._client = ServerClient(urls, backend, limits)
-        self._servers = Servers(self._client, backend, self._open, wait_s=wait_s, should_stop=lambda: False)
+        admit = functools.partial(self._client.open, prefix="")
+        self._servers = Servers(self._client, backend, admit, wait_s=wait_s, should_stop=lambda: False)
         try:
             infos = [backend.describe(self._client, url) for url in self._client.urls]
             models = list(dict.fromkeys(info.root or info.model for info in infos))
@@ -49,7 +51,7 @@ class ServedModel:
             raise
         self.info = min(infos, key=lambda info: info.max_model_len or np.inf)
         for url in self._client.urls:
-            self._open(url)
+            admit(url)
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int, at_once: int | None = None
@@ -120,9 +122,6 @@ class ServedModel:
     def close(self) -> None:
         """See RolloutEngine."""
         self._client.close()
-
-    def _open(self, url: str) -> None:
-        self._client.open(url, "")
 
     def _refuse_logits(self, reply: Completion) -> None:
         reported = [*reply.logprobs.tolist(), *(value for top in reply.prompt_logprobs for value in top.values())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -70,15 +71,12 @@ class Servers:
     def sample(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
         """Yields (index, completion) of all ``requests`` as they complete. Raises as :meth:`recover`."""
         self.start_waiting()
-        stream = self._client.stream(requests)
-        try:
+        with contextlib.closing(self._client.stream(requests)) as stream:
             for item in stream:
                 if item is None:
                     self.recover()
                 else:
                     yield item
-        finally:
-            stream.close()
 
     def _wait(self, waited: float, reason: str) -> None:
         name = self._backend.name

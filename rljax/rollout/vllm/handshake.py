@@ -18,17 +18,6 @@ from rljax.rollout.weights.files import PROTOCOL, WeightFiles
 
 log = logging.getLogger(__name__)
 
-SHAPE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-)
-
 
 def shake_hands(client: ServerClient, url: str, expected: Expectation, files: WeightFiles) -> ServerInfo:
     """Checks one healthy server, readies its weight transfer, and returns its description of itself.
@@ -37,24 +26,36 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
       HandshakeError: something differs.
       ServerGoneError: it stopped answering.
     """
-    _check_development(client, url)
-    described = _describe(client, url)
+    development = "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1 (launch/vllm_server.sh)"
+    if _ask(client, url, "GET", "/is_paused", development).get("is_paused"):
+        log.info("%s was left paused; resuming it", url)
+        client.call(url, "POST", "/resume")
+    plugin = (
+        "rljax's plugin is not in this server: install rljax beside vLLM and start it with "
+        "--worker-extension-cls rljax.rollout.vllm.plugin.WorkerExtension"
+    )
+    described = _ask(client, url, "POST", "/collective_rpc", plugin, {"method": "rljax_describe"})["results"][0]
+    if described.get("protocol") != PROTOCOL:
+        raise HandshakeError(f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}")
     differing = _differences(described, expected)
     if differing:
         raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
-    _find_route(client, url)
+    client.find_route(url)
     info = server_info(url, described)
     _check_logprobs(client, url, info)
     path, text = files.probe()
-    try:
-        probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL}
-        client.call(url, "POST", "/init_weight_transfer_engine", json={"init_info": probe})
-    except ServerRefusedError as error:
-        raise HandshakeError(
-            f"{url}: the server cannot read the weight directory {files.root}; set transfer_dir to one that both see "
-            f"({error})"
-        ) from error
+    unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
+    probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL}
+    _ask(client, url, "POST", "/init_weight_transfer_engine", unread, {"init_info": probe})
     return info
+
+
+def _ask(client: ServerClient, url: str, method: str, path: str, refusal: str, json: Any = None) -> dict[str, Any]:
+    """The reply; a refusal is a HandshakeError that begins with what it means."""
+    try:
+        return client.call(url, method, path, json=json)
+    except ServerRefusedError as error:
+        raise HandshakeError(f"{url}: {refusal} ({error})") from error
 
 
 def server_info(url: str, described: Mapping[str, Any]) -> ServerInfo:
@@ -69,34 +70,6 @@ def server_info(url: str, described: Mapping[str, Any]) -> ServerInfo:
     )
 
 
-def _check_development(client: ServerClient, url: str) -> None:
-    """The pause and update endpoints are open; a server that an earlier run left paused is resumed."""
-    try:
-        if client.call(url, "GET", "/is_paused").get("is_paused"):
-            log.info("%s was left paused; resuming it", url)
-            client.call(url, "POST", "/resume")
-    except ServerRefusedError as error:
-        if error.status != 404:
-            raise
-        raise HandshakeError(
-            f"{url}: no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1 (launch/vllm_server.sh)"
-        ) from error
-
-
-def _describe(client: ServerClient, url: str) -> dict[str, Any]:
-    try:
-        results = client.call(url, "POST", "/collective_rpc", json={"method": "rljax_describe"})["results"]
-    except ServerRefusedError as error:
-        raise HandshakeError(
-            f"{url}: rljax's plugin is not in this server: install rljax beside vLLM and start it with "
-            f"--worker-extension-cls rljax.rollout.vllm.plugin.WorkerExtension ({error})"
-        ) from error
-    described: dict[str, Any] = results[0]
-    if described.get("protocol") != PROTOCOL:
-        raise HandshakeError(f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}")
-    return described
-
-
 def _differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
     """One line for each thing that differs."""
     lines = []
@@ -109,10 +82,10 @@ def _differences(described: Mapping[str, Any], expected: Expectation) -> list[st
     if described["quantization"] is not None:
         lines.append(f"the weights are quantized ({described['quantization']}), expected none")
     shape = described["shape"]
-    for key in SHAPE:
+    for key, theirs in shape.items():
         wanted = expected.hf_config.get(key)
-        if wanted is not None and shape[key] is not None and shape[key] != wanted:
-            lines.append(f"{key} is {shape[key]}, expected {wanted} (another model)")
+        if None not in (wanted, theirs) and theirs != wanted:
+            lines.append(f"{key} is {theirs}, expected {wanted} (another model)")
     sizes = described.get("head_sizes")
     if sizes and shape["head_dim"] not in sizes:
         lines.append(f"head_dim is {shape['head_dim']}; vLLM's attention on the server's device takes {sizes}")
@@ -128,15 +101,6 @@ def _differences(described: Mapping[str, Any], expected: Expectation) -> list[st
             f"default sampling is not plain: {described['default_sampling']}; start with --generation-config vllm"
         )
     return lines
-
-
-def _find_route(client: ServerClient, url: str) -> None:
-    try:
-        client.find_route(url)
-    except ServerRefusedError as error:
-        if error.status != 404:
-            raise
-        raise HandshakeError(str(error)) from error
 
 
 def _check_logprobs(client: ServerClient, url: str, info: ServerInfo) -> None:

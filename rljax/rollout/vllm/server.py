@@ -24,8 +24,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType
 
@@ -59,7 +59,6 @@ class ServerConfig:
       port: 0 takes a free one.
       max_model_len: prompt plus response (tokens); None takes the model's own.
       max_num_seqs: most sequences decoded at once.
-      max_logprobs: most top log-probabilities a request may ask for.
       log_path: where the server's output goes; None takes a temporary file.
       extra_args: further vLLM arguments; they come last, so they win.
       extra_env: further environment variables.
@@ -72,7 +71,6 @@ class ServerConfig:
     port: int = 0
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_logprobs: int = 20
     log_path: Path | None = None
     extra_args: tuple[str, ...] = ()
     extra_env: dict[str, str] = field(default_factory=dict)
@@ -116,7 +114,7 @@ def command(config: ServerConfig, port: int, *, gpu: bool) -> list[str]:
     args = [config.python, "-m", "vllm.entrypoints.openai.api_server"]
     args += ["--model", config.model, "--served-model-name", "policy"]
     args += ["--host", config.host, "--port", str(port), "--dtype", config.dtype]
-    args += ["--max-num-seqs", str(config.max_num_seqs), "--max-logprobs", str(config.max_logprobs), "--seed", "0"]
+    args += ["--max-num-seqs", str(config.max_num_seqs), "--max-logprobs", "20", "--seed", "0"]
     args += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     args += ["--enable-scale-out", "--skip-tokenizer-init", "--enable-prefix-caching"]
     args.append("--disable-uvicorn-access-log")
@@ -146,13 +144,8 @@ class VllmServer:
         self.port = config.port or free_port(config.host)
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{self.port}"
-        if config.log_path is None:
-            handle, name = tempfile.mkstemp(prefix="rljax-vllm-", suffix=".log")
-            os.close(handle)
-            self.log_path = Path(name)
-        else:
-            self.log_path = Path(config.log_path)
-            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path = config.log_path or Path(tempfile.mkdtemp(prefix="rljax-vllm-"), "server.log")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         gpu = has_gpu()
         with self.log_path.open("wb") as sink:
             self._guard = subprocess.Popen(
@@ -220,7 +213,8 @@ class VllmServer:
             self._guard.wait(_GRACE_S + 2 * _CLEANUP_S + 5.0)
         except subprocess.TimeoutExpired:
             log.warning("vLLM's guard %d did not end by itself", self.pid)
-        _kill_group(self.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self._guard.wait()
 
     def kill(self) -> None:
@@ -243,43 +237,29 @@ def start(config: ServerConfig, timeout_s: float = 600.0) -> VllmServer:
     Raises:
       ServerFailedError: it did not become healthy; nothing of it is left running.
     """
-    for attempt in range(3):
+    for attempts_left in (2, 1, 0):
         server = VllmServer(config)
         try:
             server.wait_healthy(timeout_s)
+            break
         except ServerFailedError:
-            if config.port or attempt == 2 or "ddress already in use" not in server.log_tail(200):
+            if config.port or not attempts_left or "ddress already in use" not in server.log_tail(200):
                 raise
             log.warning("port %d was taken meanwhile; trying another", server.port)
         except BaseException:
             server.stop()
             raise
-        else:
-            return server
-    raise AssertionError("unreachable")
-
-
-@contextlib.contextmanager
-def serving(config: ServerConfig, timeout_s: float = 600.0) -> Iterator[VllmServer]:
-    """``with serving(config) as server``: a healthy server, stopped at the end whatever happens."""
-    with start(config, timeout_s) as server:
-        yield server
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    return server
 
 
 def _guard(argv: Sequence[str]) -> None:
     """Runs ``argv`` until it ends or standard input closes, then ends its own process group; at once on SIGTERM."""
     at_once = threading.Event()
+    # Handlers that do nothing: unlike ignored signals they are not inherited by the child.
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda number, frame: None)
     signal.signal(signal.SIGTERM, lambda number, frame: at_once.set())
-    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, preexec_fn=_default_signals)
+    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
     while child.poll() is None and not at_once.is_set() and not select.select([0], [], [], 0.2)[0]:
         pass
     if child.poll() is not None:
@@ -316,11 +296,6 @@ def _others_in_group() -> dict[int, str]:
     return found
 
 
-def _default_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="vllm_server", description="Serve a model on loopback for rljax.")
     parser.add_argument("model", help="model directory, or a hub name")
@@ -330,11 +305,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--max-model-len", type=int, default=None, help="prompt plus response, in tokens")
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--log", type=Path, default=None, help="file for the server's output")
+    parser.add_argument("--log", dest="log_path", type=Path, default=None, help="file for the server's output")
     parser.add_argument("--url-file", type=Path, default=None, help="write the URL here once the server is healthy")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for health")
     parser.add_argument("--follow-parent", action="store_true", help="end when the caller does, not at Ctrl-C")
-    parser.add_argument("vllm_args", nargs="*", help="further vLLM arguments, after --")
+    parser.add_argument("extra_args", metavar="vllm_args", nargs="*", help="further vLLM arguments, after --")
     return parser.parse_args(argv)
 
 
@@ -355,19 +330,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.follow_parent:
         # Ctrl-C reaches the whole terminal group; the caller may want the server until it has saved.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config = ServerConfig(
-        model=options.model,
-        python=options.python,
-        dtype=options.dtype,
-        host=options.host,
-        port=options.port,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        log_path=options.log,
-        extra_args=tuple(options.vllm_args),
-    )
+    named = {field.name: getattr(options, field.name) for field in fields(ServerConfig) if field.name in options}
+    config = ServerConfig(**named)
     try:
-        with serving(config, options.timeout) as server:
+        with start(config, options.timeout) as server:
             log.info("healthy, %s, log %s", config.dtype, server.log_path)
             if options.url_file is not None:
                 options.url_file.write_text(server.url + "\n")

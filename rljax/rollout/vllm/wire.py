@@ -1,4 +1,4 @@
-"""The two request forms of vLLM's token endpoints and what their replies mean: plain data, no I/O.
+"""Requests to vLLM's two token endpoints and what their replies mean: plain data, no I/O.
 
 ``/inference/v1/generate`` reports which weight version sampled which tokens; ``/v1/completions`` is the fallback of
 servers that do not have it.

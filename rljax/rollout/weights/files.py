@@ -101,9 +101,8 @@ class WeightFiles:
             of ``changed_fraction`` shows).
         """
         self._count += 1
-        final = self.root / f"v{policy_version:08d}-{self._count}"
-        growing = final.with_suffix(".part")
-        growing.mkdir()
+        directory = self.root / f"v{policy_version:08d}-{self._count}"
+        directory.mkdir()
         files: list[str] = []
         dtypes: set[str] = set()
         num_bytes, elements, changed = 0, 0, 0.0
@@ -112,19 +111,18 @@ class WeightFiles:
             for name, array in named_tensors:
                 changed += self._changed(name, array) * array.size
                 files.append(f"{len(files):05d}.safetensors")
-                save_file({name: np.ascontiguousarray(array)}, growing / files[-1])
+                save_file({name: np.ascontiguousarray(array)}, directory / files[-1])
                 dtypes.add(array.dtype.name)
                 num_bytes += array.nbytes
                 elements += array.size
         except OSError as error:
-            shutil.rmtree(growing, ignore_errors=True)
-            raise RuntimeError(f"cannot write weights to {growing}: {error}") from error
+            shutil.rmtree(directory, ignore_errors=True)
+            raise RuntimeError(f"cannot write weights to {directory}: {error}") from error
         if len(dtypes) != 1:
             raise ValueError(f"tensors must have one dtype, got {sorted(dtypes) or 'no tensors'}")
         tag = self.tag(policy_version)
-        (growing / "manifest.json").write_text(json.dumps({"tag": tag, "files": files}))
-        growing.rename(final)
-        return WeightVersion(final, tag, dtypes.pop(), num_bytes, np.nan if first else changed / elements)
+        (directory / "manifest.json").write_text(json.dumps({"tag": tag, "files": files}))
+        return WeightVersion(directory, tag, dtypes.pop(), num_bytes, np.nan if first else changed / elements)
 
     def keep_only(self, version: WeightVersion) -> None:
         """Removes every other version."""

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 
 def weights_hash(directory: str | os.PathLike[str]) -> str:
     """``sha256:...`` over names, dtypes, shapes and bytes of the safetensors in a directory, however they are sharded.
@@ -15,29 +17,21 @@ def weights_hash(directory: str | os.PathLike[str]) -> str:
     Raises:
       ValueError: there is no safetensors file.
     """
-    tensors = sorted(
-        (entry for path in Path(directory).glob("*.safetensors") for entry in _tensors(path)),
-        key=lambda entry: entry[0],
-    )
+    tensors = [entry for path in Path(directory).glob("*.safetensors") for entry in _tensors(path)]
     if not tensors:
         raise ValueError(f"no *.safetensors in {os.fspath(directory)}")
     digest = hashlib.sha256()
-    for name, kind, path, start, size in tensors:
+    for name, kind, content in sorted(tensors, key=lambda entry: entry[0]):
         digest.update(f"{name} {kind}\n".encode())
-        with path.open("rb") as file:
-            file.seek(start)
-            while size and (chunk := file.read(min(size, 1 << 24))):
-                digest.update(chunk)
-                size -= len(chunk)
+        digest.update(content.data)
     return f"sha256:{digest.hexdigest()}"
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, str, Path, int, int]]:
-    """Name, dtype and shape, file, first byte and number of bytes of each tensor (the safetensors header is JSON)."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    for name, entry in header.items():
+def _tensors(path: Path) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Name, dtype and shape, and bytes (mapped, not read) of each tensor; the safetensors header is JSON."""
+    data = np.memmap(path, np.uint8, mode="r")
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    for name, entry in json.loads(data[8:start].tobytes()).items():
         if name != "__metadata__":
             first, last = entry["data_offsets"]
-            yield name, f"{entry['dtype']} {entry['shape']}", path, 8 + length + first, last - first
+            yield name, f"{entry['dtype']} {entry['shape']}", data[start + first : start + last]
