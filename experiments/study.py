@@ -25,12 +25,12 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 import yaml
+from study_outcome import Outcome, outcome_of
 from tqdm import tqdm
 
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.report.figure import plot_report
 from rljax.report.rows import read_rows
-from rljax.report.summary import Outcome, outcome_of
 
 
 @dataclass(frozen=True)

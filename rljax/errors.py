@@ -15,18 +15,20 @@ class ConfigError(ValueError):
 
 
 @contextmanager
-def caller_errors() -> Iterator[None]:
-    """Within it a ``ValueError``, ``OSError`` or ``ServerError`` leaves as a ``ConfigError``: the caller's mistake.
+def caller_errors(*more: type[Exception]) -> Iterator[None]:
+    """Within it a ``ValueError``, ``OSError``, ``ServerError`` or one of ``more`` becomes a ``ConfigError``.
 
-    For the part of a program that checks its arguments and opens its inputs, not for the work itself.
+    For the part of a program that checks its arguments and opens its inputs, where an error is the caller's mistake;
+    not for the work itself.
     """
+    caught: tuple[type[Exception], ...] = (ValueError, ServerError, *more)
     try:
         yield
     except ConfigError:
         raise
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}" if error.filename else error) from error
-    except (ValueError, ServerError) as error:
+    except caught as error:
         raise ConfigError(error) from error
 
 

@@ -31,9 +31,11 @@ from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
-from rljax.run.config import Config, check_sampling
+from rljax.run.config import check_sampling
 from rljax.run.config_file import load_config
-from rljax.run.evaluation import Scored, score_responses, summarize_scores
+from rljax.run.directory import recorded_config
+from rljax.run.evaluation import summarize_scores
+from rljax.run.sampling import Scored, score_responses
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import abstract_state, make_optimizer
 
@@ -116,15 +118,21 @@ class Policy:
         """Float32 parameters on the mesh. Raises ValueError when they cannot be read."""
         if self.run is None:
             return load_params(self.hf_path, self.config, param_shardings(self.config, mesh))
-        settings = load_config(Config, [str(self.run / "config.yaml")], prog="evaluate", description="")
+        assert self.step is not None
+        settings = recorded_config(self.run)
         dynamic = settings.precision.compute_dtype == "float16"
         wanted = abstract_state(self.config, make_optimizer(settings.optimizer), mesh, dynamic_scale=dynamic)
-        assert self.step is not None
-        with contextlib.closing(Checkpointer(_checkpoints(self.run, self.best), read_only=True)) as checkpointer:
-            try:
-                return checkpointer.restore(self.step, wanted)[0].params
-            except RuntimeError as error:
-                raise ValueError(str(error)) from error
+        with open_checkpoints(self.run, self.best) as checkpointer, caller_errors(RuntimeError):
+            return checkpointer.restore(self.step, wanted)[0].params
+
+
+def open_checkpoints(run: Path, best: bool) -> contextlib.closing[Checkpointer]:
+    """The checkpoints of a run directory, or its best one; not to be written. Raises ValueError without any."""
+    folder = run / (BEST if best else "checkpoints")
+    if not folder.is_dir():
+        missing = "best checkpoint; was it run with checkpoint.keep_best?" if best else "checkpoints"
+        raise ValueError(f"{run} has no {missing}")
+    return contextlib.closing(Checkpointer(folder, read_only=True))
 
 
 def find_policy(path: str | Path, *, step: int | None = None, best: bool = False) -> Policy:
@@ -141,14 +149,10 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
             raise ValueError(f"{path} is not a run directory: it has no config.yaml")
         directory = model_directory(str(path))
         return Policy(read_config(directory), directory)
-    settings = load_config(Config, [str(path / "config.yaml")], prog="evaluate", description="")
-    folder = _checkpoints(path, best)
-    if not folder.is_dir():
-        missing = "best checkpoint; was it run with checkpoint.keep_best?" if best else "checkpoints"
-        raise ValueError(f"{path} has no {missing}")
-    with contextlib.closing(Checkpointer(folder, read_only=True)) as checkpointer:
+    settings = recorded_config(path)
+    with open_checkpoints(path, best) as checkpointer:
         steps = checkpointer.all_steps()
-    taken = (steps[-1] if steps else None) if step is None else step
+    taken = steps[-1] if step is None and steps else step
     if taken not in steps:
         raise ValueError(f"no checkpoint of step {taken} in {path}; there are {steps}")
     directory = model_directory(settings.model.path)
@@ -235,7 +239,8 @@ def main(argv: Sequence[str]) -> int:
         for start, part in in_batches(problems, at_once):
             seed = arguments.seed + start
             for one in score_responses(engine, tokenizer, part, pool, sampling, n=arguments.n, seed=seed):
-                scored.append(dataclasses.replace(one, problem_index=one.problem_index + start))
+                response = dataclasses.replace(one.response, prompt_index=one.response.prompt_index + start)
+                scored.append(one._replace(response=response))
                 bar.update()
         errors = pool.pop_metrics()["reward/errors"]
     if arguments.out is not None:
@@ -251,23 +256,19 @@ def write_responses(path: Path, problems: Sequence[Problem], scored: Sequence[Sc
     """One JSON line a response: problem, sample, prompt, answer, response, reward, length, truncated."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as out:
-        for one in sorted(scored, key=lambda one: (one.problem_index, one.sample_index)):
-            problem = problems[one.problem_index]
+        for one in sorted(scored, key=lambda one: one.place):
+            index, sample = one.place
             line = {
-                "problem": one.problem_index,
-                "sample": one.sample_index,
-                "prompt": problem["prompt"],
-                "answer": problem["answer"],
+                "problem": index,
+                "sample": sample,
+                "prompt": problems[index]["prompt"],
+                "answer": problems[index]["answer"],
                 "response": one.text,
                 "reward": one.reward,
-                "response_length": one.length,
-                "truncated": one.truncated,
+                "response_length": one.response.length,
+                "truncated": one.response.truncated,
             }
             out.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def _checkpoints(run: Path, best: bool) -> Path:
-    return run / (BEST if best else "checkpoints")
 
 
 def cli() -> int:

@@ -66,39 +66,23 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def partition_spec(logical: Sequence[str | None]) -> PartitionSpec:
-    """The PartitionSpec of an array with these logical axes (None: not split).
+def fit_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
+    """The PartitionSpec of an array of this shape with these logical axes (None: not split).
 
-    Raises:
-      ValueError: an unknown logical axis, or two axes of one array on the same mesh axis.
+    A mesh axis that does not divide its dimension is left out: 2 heads on tp=4 are replicated.
     """
-    for axis in logical:
-        if axis is not None and axis not in RULES:
-            raise ValueError(f"unknown logical axis {axis!r}; one of {sorted(RULES)}")
-    mesh_axes = [None if axis is None else RULES[axis] for axis in logical]
-    used = [axis for axis in mesh_axes if axis is not None]
-    if len(set(used)) != len(used):
-        raise ValueError(f"logical axes {tuple(logical)} put two dimensions on one mesh axis: {tuple(mesh_axes)}")
-    return PartitionSpec(*mesh_axes)
-
-
-def fit_spec(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """``spec`` without the axes that do not divide their dimension (2 heads on tp=4 are replicated)."""
-    return PartitionSpec(
-        *(
-            axis if axis is None or shape[i] % mesh.shape[axis] == 0 else None
-            for i, axis in enumerate(tuple(spec) + (None,) * (len(shape) - len(spec)))
-        )
-    )
+    axes = [None if name is None else RULES[name] for name in logical]
+    fits = [axis is not None and size % mesh.shape[axis] == 0 for axis, size in zip(axes, shape, strict=True)]
+    return PartitionSpec(*(axis if fit else None for axis, fit in zip(axes, fits, strict=True)))
 
 
 def named_sharding(mesh: Mesh, logical: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
     """The sharding on ``mesh`` of an array of this shape with these logical axes."""
-    return NamedSharding(mesh, fit_spec(partition_spec(logical), shape, mesh))
+    return NamedSharding(mesh, fit_spec(logical, shape, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device holds the whole array."""
+    """Every device has all of the array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -107,7 +91,7 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, fit_spec(partition_spec(logical), x.shape, mesh))
+    return jax.lax.with_sharding_constraint(x, fit_spec(logical, x.shape, mesh))
 
 
 def axis_size(logical: str) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
-from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.errors import caller_errors, run_cli
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hub import model_directory
 from rljax.report.rows import read_rows
@@ -69,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
         components = build(config, policy, tokenizer, mesh, engine, checkpointer, problems)
         stack.callback(components.rewards.close)
         state, progress = starting_point(components, mesh)
-        recorder = open_recorder(run_dir, config.run.steps, progress.step + 1)
+        with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
+            recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)
         stack.callback(recorder.close)
         (run_dir / "config.yaml").write_text(config_to_yaml(config))
         with stop:
@@ -93,14 +94,6 @@ def check_fit(config: Config, policy: PolicyConfig, tokenizer: Tokenizer, mesh: 
             f"{config.model.path}: the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
         )
     check_shapes(config, policy, mesh)
-
-
-def open_recorder(run_dir: Path, steps: int, first_step: int) -> Recorder:
-    """The record from ``first_step`` on. Raises ConfigError when the rows before it are gone."""
-    try:
-        return Recorder(run_dir, steps, first_step=first_step)
-    except RuntimeError as error:
-        raise ConfigError(error) from error
 
 
 def last_row(run_dir: Path) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def pytest_collection_modifyitems(config, items):
     """
     for item in items:
         served = item.get_closest_marker("vllm") is not None
-        item.add_marker(pytest.mark.xdist_group("vllm" if served else item.path.stem))
+        if config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("vllm" if served else item.path.stem))
         if item.get_closest_marker("mesh") and config.option.markexpr != "mesh":
             item.add_marker(pytest.mark.skip(reason="needs eight devices: run pytest -m mesh"))
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}

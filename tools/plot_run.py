@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from matplotlib.figure import Figure
+from paper_panels import ALL_PANELS
 
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.report.figure import PanelGrid, plot_grid, plot_report, read_runs, save_figure
-from rljax.report.panels import PANELS, Run
+from rljax.report.panels import Run
 from rljax.report.summary import collapse_step, trailing_mean
 
 
@@ -40,7 +41,7 @@ class PaperFigure:
     Attributes:
       title: its heading.
       runs: the arms of docs/paper.md that it shows; any other runs are plotted as well.
-      panels: rows of keys of ``PANELS``.
+      panels: rows of keys of ``ALL_PANELS``.
       line: the step of a run at which a dotted vertical line stands in every panel; None: there is none.
     """
 
@@ -52,7 +53,7 @@ class PaperFigure:
     @property
     def needs(self) -> list[str]:
         """The metrics that the panels show."""
-        return [PANELS[name].needs for row in self.panels for name in row]
+        return [ALL_PANELS[name].needs for row in self.panels for name in row]
 
 
 _CORRECTIONS = ("qwen3_4b_token_tis", "qwen3_4b_sequence_tis", "qwen3_4b_token_mis", "qwen3_4b_sequence_mis")
@@ -92,7 +93,8 @@ def plot_figure(name: str, runs: Sequence[Run], smooth: float) -> Figure:
     for needed in paper.needs:
         if missing := [str(run.directory) for run in runs if not has(run, needed)]:
             raise ValueError(f"figure {name} needs {needed}, which is not in {', '.join(missing)}")
-    figure = plot_grid(paper.panels, runs, smooth, title=f"{paper.title} (as figure {name})")
+    title = f"{paper.title} (as figure {name})"
+    figure = plot_grid(paper.panels, runs, smooth, title=title, panels=ALL_PANELS)
     steps = [paper.line(run) for run in runs] if paper.line else []
     for run, step in zip(runs, steps, strict=False):
         for axis in figure.axes if step is not None else ():

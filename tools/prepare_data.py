@@ -35,7 +35,8 @@ from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import RolloutConfig, SamplingParams
-from rljax.run.evaluation import SOLVED, score_responses
+from rljax.run.evaluation import SOLVED
+from rljax.run.sampling import score_responses
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 
@@ -263,10 +264,11 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
             if not waiting:
                 continue
             for one in score_responses(engine, tokenizer, waiting, pool, sampling, n=n, seed=arguments.seed + start):
-                rewards = found[one.problem_index]
-                rewards[one.sample_index] = one.reward
+                index, sample = one.place
+                rewards = found[index]
+                rewards[sample] = one.reward
                 if len(rewards) == n:
-                    scores.add(problem_key(waiting[one.problem_index]), [rewards[j] for j in range(n)])
+                    scores.add(problem_key(waiting[index]), [rewards[j] for j in range(n)])
                     bar.update()
         counts = pool.pop_metrics()
     if counts["reward/errors"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from rljax.report.panels import GRID, INK, PANELS, QUIET, Run
+from rljax.report.panels import GRID, INK, PANELS, QUIET, Panel, Run
 from rljax.report.rows import read_rows
 
 # Readers with any colour vision can tell these apart, in this order also in a grey print.
@@ -22,7 +22,7 @@ _LINES = ("-", "--", ":")
 _DPI = 150
 
 PanelGrid = Sequence[Sequence[str]]
-"""Rows of keys of ``PANELS``."""
+"""Rows of names of panels."""
 
 REPORT: PanelGrid = (("reward", "accuracy"), ("length", "learning_rate"), ("grad_norm", "entropy"), ("mismatch",))
 """The panels of ``report.png``."""
@@ -81,8 +81,17 @@ def short_names(directories: Sequence[Path]) -> list[str]:
     return names
 
 
-def plot_grid(grid: PanelGrid, runs: Sequence[Run], smooth: float, *, title: str = "") -> Figure:
+def plot_grid(
+    grid: PanelGrid, runs: Sequence[Run], smooth: float, *, title: str = "", panels: Mapping[str, Panel] = PANELS
+) -> Figure:
     """A figure of rows of panels with all runs in each; a row of one panel takes the whole width.
+
+    Args:
+      grid: rows of keys of ``panels``.
+      runs: at least one.
+      smooth: as for ``plot_report``.
+      title: of the figure; by default the run's label, or the number of runs.
+      panels: name -> panel.
 
     Raises:
       ValueError: ``smooth`` is not in [0, 1).
@@ -103,7 +112,7 @@ def plot_grid(grid: PanelGrid, runs: Sequence[Run], smooth: float, *, title: str
     _title_figure(figure, runs, name, "; ".join(parts))
     for panel, axis in axes.items():
         _style(axis, first_step, last_step)
-        PANELS[panel].plot(axis, runs, smooth)
+        panels[panel].plot(axis, runs, smooth)
     return figure
 
 

@@ -1,9 +1,8 @@
-"""Panels of a run's record, plotted with matplotlib: the curve of one run in each, or the curves of several."""
+"""The panels of a run's report, plotted with matplotlib: the curve of one run in each, or the curves of several."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +11,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from rljax.compare.dump import TokenDump, read_dump
 from rljax.report.rows import Row, is_accuracy, last_value
 
 INK, QUIET, GRID = "#22262b", "#6b7280", "#e6e8eb"
 _MARKERS = "osD^v"
 _MAX_PERIOD_LINES = 30  # more of them per run would hide the curve
-_LEGEND = {"frameon": False, "fontsize": 8.5, "loc": "best"}
-_EDGE_SHARE = 10  # one in so many rows is the beginning of a run, and one in so many its end
-_BUCKET_KEY = re.compile(r"mismatch_position/((lt_|ge_)?([^/_]+)(?:_to_[^/]+)?)/k3_kl")  # name, kind, first edge
 
 
 @dataclass(frozen=True)
@@ -97,6 +92,7 @@ def plot_curves(
     key: str,
     smooth: float,
     shown: Callable[[np.ndarray], np.ndarray] = np.isfinite,
+    drawstyle: str = "default",
 ) -> bool:
     """Raw and smoothed curves of the values that are ``shown``; a note and False when there are none."""
     any_shown = False
@@ -109,7 +105,9 @@ def plot_curves(
         if smooth:
             axis.plot(steps, values, color=run.color, linewidth=0.9, alpha=0.35)
             values = exponential_mean(values, smooth**2)  # two sides: half the width each
-        axis.plot(steps, values, color=run.color, linestyle=run.line, linewidth=1.9, marker=_dot(values))
+        axis.plot(
+            steps, values, color=run.color, linestyle=run.line, linewidth=1.9, marker=_dot(values), drawstyle=drawstyle
+        )
     if not any_shown:
         note(axis, f"no {key} in the record")
     return any_shown
@@ -124,17 +122,9 @@ def exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
     """Mean with weights decay ** distance; NaN stays NaN and has no weight."""
     finite = np.isfinite(values)
     known = np.where(finite, values, 0.0)
-    weights, totals = (_decayed_sum(item, decay) for item in (finite.astype(np.float64), known))
+    decays = decay ** np.abs(np.arange(1 - len(values), len(values)), dtype=np.float64)
+    weights, totals = (np.convolve(item, decays, "valid") for item in (finite.astype(np.float64), known))
     return np.where(finite, totals / np.maximum(weights, 1.0), np.nan)
-
-
-def _decayed_sum(items: np.ndarray, decay: float) -> np.ndarray:
-    """Sum over all items with weights decay ** distance."""
-    forward, backward = np.array(items), np.array(items)
-    for index in range(1, len(items)):
-        forward[index] += decay * forward[index - 1]
-        backward[-1 - index] += decay * backward[-index]
-    return forward + backward - items
 
 
 def plot_length(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
@@ -171,16 +161,10 @@ def plot_accuracy(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
 def plot_learning_rate(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
     """The rate of each update as a step function, with each run's surge and decay periods; not smoothed."""
     del smooth
-    key = "schedule/learning_rate"
     head(axis, "Learning rate", "per update")
-    series = [(run, *run.series(key)) for run in runs]
-    for run, steps, values in series:
-        axis.step(steps, values, where="mid", color=run.color, linestyle=run.line, linewidth=1.9, marker=_dot(values))
-    if any(np.isfinite(values).any() for _, _, values in series):
+    if plot_curves(axis, runs, "schedule/learning_rate", 0.0, drawstyle="steps-mid"):
         axis.set_ylim(bottom=0)
         axis.yaxis.set_major_formatter(FuncFormatter(_scientific))
-    else:
-        note(axis, f"no {key} in the record")
     _surges(axis, runs, labels=False)
 
 
@@ -227,93 +211,6 @@ def log_axis(axis: Axes, values: np.ndarray) -> None:
     axis.tick_params(which="minor", labelsize=7.5, colors=QUIET)
 
 
-def slope_of_ratio(lengths: np.ndarray, ratios: np.ndarray) -> float:
-    """Least-squares slope through the origin of log-ratios [n] (nats) over lengths [n] (tokens), per 1000 tokens."""
-    return float(1000 * (lengths * ratios).sum() / (lengths * lengths).sum())
-
-
-def plot_kl_by_position(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """k3_kl of each bucket of positions: thick over the last tenth of a run's rows, thin over the first."""
-    del smooth
-    head(axis, "KL by position in the response", "k3_kl, nats per token")
-    axis.set_xlabel("position, tokens from 1; thick: last tenth of the steps, thin: first")
-    found = [(run, bucket_means(run.rows, last=False), bucket_means(run.rows, last=True)) for run in runs]
-    buckets = sorted({bucket for _, *both in found for means in both for bucket in means})
-    values = np.asarray([value for _, *both in found for means in both for value in means.values()], np.float64)
-    if not buckets or not (values > 0).any():
-        note(axis, "no mismatch_position/*/k3_kl above 0 in the record")
-        return
-    for run, first, last in found:
-        for means, width, alpha in ((first, 0.9, 0.5), (last, 1.9, 1.0)):
-            heights = [means.get(bucket, np.nan) or np.nan for bucket in buckets]
-            style = {"color": run.color, "linestyle": run.line, "marker": "o", "markersize": 3 * width**0.5}
-            axis.plot(range(len(buckets)), heights, linewidth=width, alpha=alpha, **style)
-    axis.set_xlim(-0.4, len(buckets) - 0.6)
-    axis.set_xticks(range(len(buckets)), [name for _, _, name in buckets], rotation=20 if len(buckets) > 6 else 0)
-    log_axis(axis, values)
-
-
-def bucket_means(rows: Sequence[Row], *, last: bool) -> dict[tuple[float, bool, str], float]:
-    """Mean k3_kl of the tokens of each bucket over the first or last tenth of the rows, at least one.
-
-    Returns:
-      (edge, whether it is a lower one, name) -> mean; sorted, the keys go up the response.
-    """
-    count = max(1, len(rows) // _EDGE_SHARE)
-    totals: dict[tuple[float, bool, str], list[float]] = {}
-    for row in rows[-count:] if last else rows[:count]:
-        for key, value in row.items():
-            match = _BUCKET_KEY.fullmatch(key)
-            if match is None or value is None:
-                continue
-            name, kind, edge = match.groups()
-            shown = name.replace("lt_", "below ").replace("ge_", "from ").replace("_to_", " to ")
-            tokens = row[key.removesuffix("k3_kl") + "token_count"]
-            total = totals.setdefault((float(edge), kind != "lt_", shown), [0.0, 0.0])
-            total[0] += tokens * value
-            total[1] += tokens
-    return {bucket: total / tokens for bucket, (total, tokens) in totals.items()}
-
-
-def plot_ratio_by_length(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """log of trainer / rollout probability of whole responses against their length, from each run's newest dump."""
-    del smooth
-    head(axis, "Sequence log-ratio by length", "sum of trainer - rollout, nats")
-    axis.set_xlabel("response length, tokens")
-    longest = 1.0
-    for run in runs:
-        paths = sorted(run.directory.glob("rollouts/step_*.parquet"))
-        if not paths:
-            continue
-        lengths, ratios = sequence_ratios(read_dump(paths[-1]))
-        slope = slope_of_ratio(lengths, ratios)
-        longest = max(longest, lengths.max())
-        label = f"{run.label}: {slope:.3g} per 1000 tokens"
-        axis.scatter(lengths, ratios, s=9, color=run.color, alpha=0.5, linewidths=0, label=label)
-        axis.plot([0, lengths.max()], [0, slope * lengths.max() / 1000], color=run.color, linestyle=run.line)
-    if not axis.collections:
-        note(axis, "no rollouts/step_*.parquet in the run")
-        return
-    axis.axhline(0, color="black", linewidth=0.9, linestyle="--")
-    axis.set_xlim(0, 1.03 * longest)
-    axis.legend(**_LEGEND)
-
-
-def sequence_ratios(dump: TokenDump) -> tuple[np.ndarray, np.ndarray]:
-    """Response tokens, and sum of trainer - rollout over them (nats), of each sequence [n] of a run's dump.
-
-    Tokens that are not finite on either side are left out of both.
-    """
-    lengths, ratios = [], []
-    for mask, trainer, rollout in zip(
-        dump.response_mask, dump.logprobs["trainer"], dump.logprobs["rollout"], strict=True
-    ):
-        ratio = (trainer.astype(np.float64) - rollout)[mask]
-        lengths.append(np.isfinite(ratio).sum())
-        ratios.append(ratio[np.isfinite(ratio)].sum())
-    return np.asarray(lengths, np.float64), np.asarray(ratios)
-
-
 PANELS: dict[str, Panel] = {
     "reward": curve_panel("reward/mean", "Reward", "mean per response"),
     "accuracy": Panel(plot_accuracy, "eval/*/accuracy"),
@@ -324,7 +221,5 @@ PANELS: dict[str, Panel] = {
     "mismatch": curve_panel(
         "mismatch/log_ppl_abs_diff", "Training-inference mismatch", "log_ppl_abs_diff, nats per token", log=True
     ),
-    "kl_by_position": Panel(plot_kl_by_position, "mismatch_position/*/k3_kl"),
-    "ratio_by_length": Panel(plot_ratio_by_length, "rollouts/step_*.parquet"),
 }
 """Name -> panel."""

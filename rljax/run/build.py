@@ -12,18 +12,17 @@ from jax.sharding import Mesh
 
 from rljax.data.prompts import Problem, PromptStream, check_lengths, evaluation_datasets, training_problems
 from rljax.data.tokenizer import Tokenizer
-from rljax.errors import ConfigError, caller_errors
+from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
-from rljax.policy.qwen3 import Params, param_shardings
-from rljax.report.rows import Row
+from rljax.policy.qwen3 import param_shardings
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
-from rljax.run.evaluation import Evaluation
+from rljax.run.evaluation import evaluate_datasets
 from rljax.run.guard import Guard
 from rljax.run.loop import Components
 from rljax.run.progress import Progress
@@ -97,6 +96,12 @@ def build(
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
     with caller_errors():
         rewards = RewardPool(config.data.reward_name, config.data.reward_workers, config.data.reward_timeout_s)
+    wanted, evaluate = config.eval, None
+    if problems.evaluation:
+        limit = wanted.max_response_tokens or config.rollout.max_response_tokens
+        sampling = SamplingParams(limit, wanted.temperature, stops)
+        run = (engine, tokenizer, problems.evaluation, rewards, sampling)
+        evaluate = functools.partial(evaluate_datasets, *run, n=wanted.n, pass_k=wanted.pass_k, seed=wanted.seed)
     return Components(
         config=config,
         policy=policy,
@@ -105,7 +110,7 @@ def build(
         tokenizer=tokenizer,
         rewards=rewards,
         sampling=SamplingParams(config.rollout.max_response_tokens, config.rollout.temperature, stops),
-        evaluate=make_evaluation(config, engine, tokenizer, rewards, stops, problems.evaluation),
+        evaluate=evaluate,
         update=make_update(config, policy, make_optimizer(config.optimizer), mesh),
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
         guard=Guard(config.guard),
@@ -122,36 +127,17 @@ def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
     config, policy = run.config, run.policy
     tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
     latest = run.checkpointer.latest_step()
-    with caller_errors():
-        if latest is None:
+    if latest is None:
+        with caller_errors():
             params = load_params(config.model.path, policy, param_shardings(policy, mesh))
-            return create_state(params, policy, tx, mesh, dynamic_scale=dynamic), Progress()
-        try:
-            state, host = run.checkpointer.restore(latest, abstract_state(policy, tx, mesh, dynamic_scale=dynamic))
-        except RuntimeError as error:
-            raise ConfigError(error) from error
+        return create_state(params, policy, tx, mesh, dynamic_scale=dynamic), Progress()
+    with caller_errors(RuntimeError):
+        state, host = run.checkpointer.restore(latest, abstract_state(policy, tx, mesh, dynamic_scale=dynamic))
         return state, run.load_state_dict(host)
 
 
-def make_evaluation(
-    config: Config,
-    engine: RolloutEngine,
-    tokenizer: Tokenizer,
-    rewards: RewardPool,
-    stops: tuple[int, ...],
-    datasets: dict[str, Sequence[Problem]],
-) -> Callable[[], Row] | None:
-    """``eval/<dataset>/...`` of the published policy, or None if evaluation is off or has no datasets."""
-    wanted = config.eval
-    limit = wanted.max_response_tokens or config.rollout.max_response_tokens
-    sampling = SamplingParams(limit, wanted.temperature, stops)
-    if not datasets:
-        return None
-    return Evaluation(engine, tokenizer, datasets, rewards, sampling, wanted.n, wanted.pass_k, wanted.seed)
-
-
 def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:
-    """(micro-batches, rows, tokens) that hold any batch of ``num_sequences``, by default a whole step's."""
+    """(micro-batches, rows, tokens) that hold any batch of ``num_sequences``, by default those of a step."""
     tokens = config.packing.resolve_row_tokens(config.max_sequence_tokens)
     rows = config.packing.rows_per_micro_batch
     count = num_sequences or config.num_sequences
@@ -162,13 +148,26 @@ def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransfor
     """One fused update a step, mini-batches and epochs as ``loss`` says, or one through the exact engine's executable.
 
     Raises:
-      OSError, ValueError: a KL penalty is wanted and the reference policy cannot be read.
+      OSError, ValueError: a KL penalty is wanted and the reference policy, the model that the run starts from, cannot
+        be read.
     """
+    loss, temperature = config.loss, config.rollout.temperature
+    frozen = None
+    if loss.kl != "none":
+        frozen = load_params(config.model.path, policy, param_shardings(policy, mesh))
     if config.rollout.engine == "exact":
-        return make_exact_update(config, policy, tx, mesh)
-    count = config.num_sequences // config.loss.mini_batches
-    objective = Objective(config.loss, config.correction.resolved(), count, config.rollout.max_response_tokens)
-    several = config.loss.mini_batches * config.loss.epochs > 1 or objective.needs_old_logprobs
+        return ExactUpdate(
+            make_exact_pass(config, policy, mesh),
+            policy,
+            tx,
+            precision=config.precision,
+            temperature=temperature,
+            diagnosis=config.diagnosis,
+            reference=frozen,
+        )
+    count = config.num_sequences // loss.mini_batches
+    objective = Objective(loss, config.correction.resolved(), count, config.rollout.max_response_tokens)
+    several = loss.mini_batches * loss.epochs > 1 or objective.needs_old_logprobs
     step = TrainStep(
         policy,
         tx,
@@ -176,30 +175,32 @@ def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransfor
         precision=config.precision,
         objective=objective,
         batch_shape=batch_shape(config, count),
-        temperature=config.rollout.temperature,
+        temperature=temperature,
         diagnosis=None if several else config.diagnosis,
     )
-    forward = make_forward(config, policy, mesh)
-    reference = None
-    if config.loss.kl != "none":
-        reference = Reference(forward, load_reference(config, policy, mesh))
+    forward = ForwardPass(
+        policy,
+        mesh,
+        precision=config.precision,
+        batch_shape=batch_shape(config),
+        num_sequences=config.num_sequences,
+        temperature=temperature,
+        diagnosis=config.diagnosis,
+    )
+    reference = None if frozen is None else Reference(forward, frozen)
+    pack_all = make_pack(config, config.num_sequences)
     if not several:
-        return SingleUpdate(step, make_pack(config, config.num_sequences), reference)
+        return SingleUpdate(step, pack_all, reference)
     return MultipleUpdates(
         step,
         forward,
-        make_pack(config, config.num_sequences),
+        pack_all,
         make_pack(config, count),
-        mini_batches=config.loss.mini_batches,
-        epochs=config.loss.epochs,
+        mini_batches=loss.mini_batches,
+        epochs=loss.epochs,
         group_size=config.rollout.group_size,
         reference=reference,
     )
-
-
-def load_reference(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
-    """The frozen policy of a KL penalty: the model that the run starts from."""
-    return load_params(config.model.path, policy, param_shardings(policy, mesh))
 
 
 @functools.lru_cache(maxsize=1)
@@ -214,32 +215,6 @@ def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPa
         ),
         rows=config.packing.rows_per_micro_batch,
         row_tokens=config.packing.resolve_row_tokens(config.max_engine_tokens),
-    )
-
-
-def make_exact_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh) -> Update:
-    """The update that differentiates through the engine's executable."""
-    return ExactUpdate(
-        make_exact_pass(config, policy, mesh),
-        policy,
-        tx,
-        precision=config.precision,
-        temperature=config.rollout.temperature,
-        diagnosis=config.diagnosis,
-        reference=None if config.loss.kl == "none" else load_reference(config, policy, mesh),
-    )
-
-
-def make_forward(config: Config, policy: PolicyConfig, mesh: Mesh) -> ForwardPass:
-    """The forward over a whole rollout batch."""
-    return ForwardPass(
-        policy,
-        mesh,
-        precision=config.precision,
-        batch_shape=batch_shape(config),
-        num_sequences=config.num_sequences,
-        temperature=config.rollout.temperature,
-        diagnosis=config.diagnosis,
     )
 
 

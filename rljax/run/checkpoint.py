@@ -95,7 +95,8 @@ class Checkpointer:
         kept = best.all_steps()
         if kept and best.restore_host(kept[-1])[ACCURACY] >= accuracy:
             return False
-        best.delete_from(step)
+        for later in [taken for taken in kept if taken >= step]:
+            best._manager.delete(later)
         best.save(step, state, host | {ACCURACY: accuracy})
         return True
 
@@ -103,12 +104,6 @@ class Checkpointer:
         """The host state alone."""
         wanted = self._ocp.args.Composite(host=self._ocp.args.JsonRestore())
         return dict(self._manager.restore(step, args=wanted)["host"])
-
-    def delete_from(self, step: int) -> None:
-        """Deletes the checkpoints of ``step`` and later ones."""
-        for kept in self.all_steps():
-            if kept >= step:
-                self._manager.delete(kept)
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         """Reads a checkpoint onto the shardings of ``abstract_state``.

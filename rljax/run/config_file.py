@@ -82,7 +82,7 @@ def load_config(root: type[T], argv: Sequence[str], *, prog: str, description: s
 
 
 def config_to_yaml(config: Any) -> str:
-    """The whole configuration, defaults included, as YAML that ``load_config`` reads back to an equal value."""
+    """The configuration, defaults included, as YAML that ``load_config`` reads back to an equal value."""
     values = dataclasses.asdict(config)
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=110)
 

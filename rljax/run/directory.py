@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,17 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
     elif resume not in ("auto", "never"):
         check_same_run(config, Path(resume))
         copy_run(Path(resume), run_dir)
-        saved = saved_steps(run_dir)
-        recorded = recorded_steps(run_dir)
+        recorded, saved = recorded_steps(run_dir), saved_steps(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     if not saved and recorded >= config.run.steps:
         raise ConfigError(f"{run_dir} holds {recorded} rows and no checkpoint to go on from; give another run.dir")
     if recorded > max(saved, default=0):
         print(f"going on from step {max(saved, default=0)}; {recorded} were recorded, those after it are run again")
+
+
+def recorded_config(run_dir: Path) -> Config:
+    """The configuration that a run directory was made with."""
+    return load_config(Config, [str(run_dir / "config.yaml")], prog="config.yaml", description="")
 
 
 def recorded_steps(run_dir: Path) -> int:
@@ -55,8 +60,7 @@ def recorded_steps(run_dir: Path) -> int:
 
 def saved_steps(run_dir: Path) -> list[int]:
     """Steps of the complete checkpoints of a run directory."""
-    directory = run_dir / "checkpoints"
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit()) if directory.is_dir() else []
+    return sorted(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit())
 
 
 def copy_run(source: Path, run_dir: Path) -> None:
@@ -64,9 +68,8 @@ def copy_run(source: Path, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     partial = run_dir / "checkpoints.partial"
     shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     shutil.copytree(source / "checkpoints", partial)
-    if (run_dir / "checkpoints").is_dir():
-        shutil.rmtree(run_dir / "checkpoints")
     shutil.copyfile(source / "metrics.jsonl", run_dir / "metrics.jsonl.partial")
     (run_dir / "metrics.jsonl.partial").rename(run_dir / "metrics.jsonl")
     partial.rename(run_dir / "checkpoints")
@@ -76,8 +79,8 @@ def check_same_run(config: Config, run_dir: Path) -> None:
     """Raises ConfigError when the run in ``run_dir`` was made with settings that may not change."""
     if not (run_dir / "config.yaml").exists():
         return
-    recorded = load_config(Config, [str(run_dir / "config.yaml")], prog="config.yaml", description="")
-    old, new = flat_settings(recorded), flat_settings(config)
+    settings = (recorded_config(run_dir), config)
+    old, new = (dict(flat_settings(dataclasses.asdict(each))) for each in settings)
     free = tuple(key for key in MAY_DIFFER if key != "run.steps" or config.schedule.kind not in ("linear", "cosine"))
     differing = [key for key in new if new[key] != old[key] and not key.startswith(free)]
     if differing:
@@ -85,11 +88,10 @@ def check_same_run(config: Config, run_dir: Path) -> None:
         raise ConfigError(f"{run_dir} holds a run with other settings: {changes}; give another run.dir")
 
 
-def flat_settings(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of a nested dataclass."""
-    settings: dict[str, Any] = {}
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        nested = dataclasses.is_dataclass(value)
-        settings |= flat_settings(value, f"{prefix}{field.name}.") if nested else {prefix + field.name: value}
-    return settings
+def flat_settings(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested settings."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from flat_settings(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

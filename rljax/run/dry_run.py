@@ -77,39 +77,29 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
     """(bytes in all, bytes on one device) of what the trainer keeps during a step, without activations."""
     dynamic = config.precision.compute_dtype == "float16"
     state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic)
-
     copy_dtype = jnp.dtype(config.precision.compute_dtype)
-    trees: dict[str, tuple[Any, int | None]] = {
-        "masters": (state.params, None),
-        "moments": (state.opt_state, None),
-        "gradients": (state.params, None),
-        f"{copy_dtype} copy": (state.params, copy_dtype.itemsize),
-    }
+    copy = jax.tree.map(lambda leaf: leaf.update(dtype=copy_dtype), state.params)
+    trees = {"masters": state.params, "moments": state.opt_state, "gradients": state.params, f"{copy_dtype} copy": copy}
     if config.loss.kl != "none":
-        trees["reference policy"] = (state.params, None)
-    return {
-        name: (_bytes(tree, itemsize, sharded=False), _bytes(tree, itemsize, sharded=True))
-        for name, (tree, itemsize) in trees.items()
-    }
+        trees["reference policy"] = state.params
+    return {name: _bytes(tree) for name, tree in trees.items()}
 
 
-def _bytes(tree: Any, itemsize: int | None, *, sharded: bool) -> int:
-    """Bytes of a tree's leaves, or of one device's part of them; ``itemsize``: as if each element had so many bytes."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape) if sharded else leaf.shape) * (itemsize or leaf.dtype.itemsize)
-        for leaf in jax.tree.leaves(tree)
-    )
+def _bytes(tree: Any) -> tuple[int, int]:
+    """Bytes of a tree's leaves, and of one device's part of them."""
+    leaves = jax.tree.leaves(tree)
+    part = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves), part
 
 
 def byte_table(sizes: dict[str, tuple[int, int]]) -> list[str]:
     """Lines of a table."""
-    total = (sum(whole for whole, _ in sizes.values()), sum(part for _, part in sizes.values()))
-    rows = {**sizes, "sum, without activations": total}
+    in_all, per_device = map(sum, zip(*sizes.values(), strict=True))
+    rows = {name: (in_units(all_bytes), in_units(part)) for name, (all_bytes, part) in sizes.items()}
+    rows = {"bytes": ("in all", "per device"), **rows}
+    rows["sum, without activations"] = (in_units(in_all), in_units(per_device))
     width = max(map(len, rows))
-    return [
-        f"{'bytes':<{width}}  {'in all':>12}  {'per device':>12}",
-        *(f"{name:<{width}}  {in_units(whole):>12}  {in_units(part):>12}" for name, (whole, part) in rows.items()),
-    ]
+    return [f"{name:<{width}}  {all_bytes:>12}  {part:>12}" for name, (all_bytes, part) in rows.items()]
 
 
 def in_units(count: int) -> str:
@@ -120,21 +110,19 @@ def in_units(count: int) -> str:
 
 def describe_batch(config: Config) -> Lines:
     """What a step samples and how it is packed."""
-    prompts, group, longest = config.data.batch_size, config.rollout.group_size, config.max_sequence_tokens
-    micro, rows, tokens = batch_shape(config, config.num_sequences // config.loss.mini_batches)
-    updates = config.loss.mini_batches * config.loss.epochs
-    each = f", {updates} updates of {config.num_sequences // config.loss.mini_batches}" if updates > 1 else ""
+    prompts, group, count = config.data.batch_size, config.rollout.group_size, config.num_sequences
+    of_update, updates = count // config.loss.mini_batches, config.loss.mini_batches * config.loss.epochs
+    micro, rows, tokens = batch_shape(config, of_update)
+    each = f", {updates} updates of {of_update}" if updates > 1 else ""
     source = config.data.path or f"the embedded task {config.data.task}"
     absent = "" if config.data.path is None or Path(config.data.path).exists() else " (not here)"
     share = f", {config.data.fraction:.1%} of it" if config.data.fraction < 1.0 else ""
     return {
         "steps": f"{config.run.steps}, seed {config.run.seed}",
         "data": f"{source}{absent}{share}, reward {config.data.reward_name}",
-        "a step": f"{prompts} prompts x {group} responses = {prompts * group:,} responses{each}",
-        "tokens a step": (
-            f"at most {prompts * group * longest:,}: {config.data.max_prompt_tokens:,} + "
-            f"{config.rollout.max_response_tokens:,} each"
-        ),
+        "a step": f"{prompts} prompts x {group} responses = {count:,} responses{each}",
+        "tokens a step": f"at most {count * config.max_sequence_tokens:,}: {config.data.max_prompt_tokens:,} + "
+        f"{config.rollout.max_response_tokens:,} each",
         "packing": f"at most {micro} micro-batches of {rows} rows of {tokens:,} tokens",
     }
 

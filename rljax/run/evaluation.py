@@ -1,77 +1,21 @@
-"""Accuracy of a policy on a list of problems: n responses to each, sampled by an engine and scored as they arrive."""
+"""Accuracy of a policy on a list of problems, from n scored responses to each."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rljax.data.prompts import Problem
 from rljax.data.tokenizer import Tokenizer
-from rljax.report.rows import is_accuracy
+from rljax.report.rows import Row, is_accuracy
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.types import Response, SamplingParams
+from rljax.rollout.types import SamplingParams
+from rljax.run.sampling import Scored, score_responses
 
 SOLVED = 0.5  # a reward above it solves the problem, for pass@k
-
-
-@dataclass(frozen=True)
-class Scored:
-    """One response and its reward.
-
-    Attributes:
-      problem_index: position of its problem.
-      sample_index: 0 .. n-1 among the responses to it.
-      text: decoded, special tokens removed.
-      reward: what the pool gave.
-      length: tokens, the stop token included.
-      truncated: the length limit ended it.
-    """
-
-    problem_index: int
-    sample_index: int
-    text: str
-    reward: float
-    length: int
-    truncated: bool
-
-
-def score_responses(
-    engine: RolloutEngine,
-    tokenizer: Tokenizer,
-    problems: Sequence[Problem],
-    rewards: RewardPool,
-    sampling: SamplingParams,
-    *,
-    n: int = 1,
-    seed: int = 0,
-) -> Iterator[Scored]:
-    """Samples ``n`` responses to each problem and yields them scored; each goes to the pool as soon as it arrives.
-
-    Args:
-      engine: with a published policy, or one that its server was started with.
-      tokenizer: of the policy.
-      problems: each ``prompt`` as the text that is tokenised.
-      rewards: scores them.
-      sampling: temperature, length limit and stop tokens.
-      n: responses to each problem.
-      seed: of the sampling.
-    """
-    prompts = [tokenizer.encode(problem["prompt"]) for problem in problems]
-    waiting: deque[tuple[Response, str, Future[float]]] = deque()
-    for response in engine.generate(prompts, n, sampling, seed=seed):
-        text = tokenizer.decode(response.token_ids)
-        waiting.append((response, text, rewards.submit(problems[response.prompt_index], text, response.truncated)))
-        while waiting and waiting[0][2].done():
-            yield _scored(*waiting.popleft())
-    while waiting:
-        yield _scored(*waiting.popleft())
 
 
 def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] = ()) -> dict[str, float]:
@@ -85,11 +29,11 @@ def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] 
       pass_k: which k; at most n.
     """
     # Sorted, because float sums depend on the order.
-    ordered = sorted(scored, key=lambda one: (one.problem_index, one.sample_index))
+    ordered = sorted(scored, key=lambda one: one.place)
     result = {
         "accuracy": sum(one.reward for one in ordered) / len(ordered),
-        "response_length": sum(one.length for one in ordered) / len(ordered),
-        "truncated_fraction": sum(one.truncated for one in ordered) / len(ordered),
+        "response_length": sum(one.response.length for one in ordered) / len(ordered),
+        "truncated_fraction": sum(one.response.truncated for one in ordered) / len(ordered),
     }
     solved = np.asarray([one.reward > SOLVED for one in ordered]).reshape(-1, n).sum(axis=1)
     return result | {f"pass@{k}": sum(pass_at_k(n, int(c), k) for c in solved) / len(solved) for k in pass_k}
@@ -106,11 +50,20 @@ def pass_at_k(n: int, solved: int, k: int) -> float:
     return 1.0 - math.comb(n - solved, k) / math.comb(n, k)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """The evaluation of a run: its datasets through the engine it trains with.
+def evaluate_datasets(
+    engine: RolloutEngine,
+    tokenizer: Tokenizer,
+    datasets: Mapping[str, Sequence[Problem]],
+    rewards: RewardPool,
+    sampling: SamplingParams,
+    *,
+    n: int,
+    pass_k: Sequence[int],
+    seed: int,
+) -> Row:
+    """``eval/<dataset>/...`` of the engine's policy; the run's own random numbers do not change.
 
-    Attributes:
+    Args:
       engine: of the run; only ``generate`` is called.
       tokenizer: of the policy.
       datasets: problems by name.
@@ -120,36 +73,16 @@ class Evaluation:
       pass_k: which pass@k.
       seed: of the sampling, the same each time, so that two evaluations differ only by the policy.
     """
-
-    engine: RolloutEngine
-    tokenizer: Tokenizer
-    datasets: dict[str, Sequence[Problem]]
-    rewards: RewardPool
-    sampling: SamplingParams
-    n: int = 1
-    pass_k: tuple[int, ...] = ()
-    seed: int = 0
-
-    def __call__(self) -> dict[str, Any]:
-        """``eval/<dataset>/...`` of the published policy; the run's own random numbers do not change."""
-        row: dict[str, Any] = {}
-        for name, problems in self.datasets.items():
-            scored = score_responses(
-                self.engine, self.tokenizer, problems, self.rewards, self.sampling, n=self.n, seed=self.seed
-            )
-            result = summarize_scores(list(scored), n=self.n, pass_k=self.pass_k)
-            result["reward_errors"] = self.rewards.pop_metrics()["reward/errors"]
-            row |= {f"eval/{name}/{key}": value for key, value in result.items()}
-        return row
+    row: Row = {}
+    for name, problems in datasets.items():
+        scored = list(score_responses(engine, tokenizer, problems, rewards, sampling, n=n, seed=seed))
+        result = summarize_scores(scored, n=n, pass_k=pass_k)
+        result["reward_errors"] = rewards.pop_metrics()["reward/errors"]
+        row |= {f"eval/{name}/{key}": value for key, value in result.items()}
+    return row
 
 
-def mean_accuracy(row: dict[str, Any]) -> float | None:
+def mean_accuracy(row: Row) -> float | None:
     """The mean over datasets of ``eval/<dataset>/accuracy``; None in a step without an evaluation."""
     values = [value for key, value in row.items() if is_accuracy(key)]
     return sum(values) / len(values) if values else None
-
-
-def _scored(response: Response, text: str, reward: Future[float]) -> Scored:
-    return Scored(
-        response.prompt_index, response.sample_index, text, reward.result(), response.length, response.truncated
-    )

@@ -3,7 +3,7 @@
 Step t (1-based) is one rollout batch and at most one update:
 
 1. take ``batch_size`` problems
-2. sample ``group_size`` responses to each with the published policy; rewards are scored as responses land
+2. sample ``group_size`` responses to each with the published policy; rewards are scored as responses arrive
 3. observe the mean response length over all of them; the rate of this very update follows
 4. advantages; groups whose rewards are all equal carry no loss, and with no group left the update is skipped
 5. pack into rows
@@ -31,7 +31,7 @@ import numpy as np
 
 from rljax.data.prompts import PromptStream
 from rljax.data.tokenizer import Tokenizer
-from rljax.errors import ConfigError, StoppedWaitingError
+from rljax.errors import StoppedWaitingError, caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.report.rows import Row
 from rljax.rewards.pool import RewardPool
@@ -45,7 +45,7 @@ from rljax.run.profiling import StepProfiler
 from rljax.run.progress import Progress, check_policy, policy_record
 from rljax.run.rate import RateController, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
-from rljax.run.sampling import rollout_row, sample_and_score, step_seed, training_sequences
+from rljax.run.sampling import collect_rollouts, rollout_row, score_responses, step_seed, training_sequences
 from rljax.trainer.measure import without_empty_buckets
 from rljax.trainer.packing import useful_fraction
 from rljax.trainer.state import TrainState
@@ -121,9 +121,11 @@ def one_step(
 
     with timers.phase("rollout"):
         problems = run.stream.next_batch()
-        rollouts = sample_and_score(
-            run.engine, problems, config.rollout.group_size, run.sampling, run.tokenizer, run.rewards, seed=seed
+        group_size = config.rollout.group_size
+        scored = score_responses(
+            run.engine, run.tokenizer, problems, run.rewards, run.sampling, n=group_size, seed=seed
         )
+        rollouts = collect_rollouts(scored, len(problems), group_size)
     row |= rollout_row(rollouts, version) | run.rewards.pop_metrics()
 
     observed = observed_value(config.schedule.metric, row, last_row)
@@ -187,10 +189,8 @@ def is_due(every: int, step: int) -> bool:
 
 def check_guard(guard: Guard, row: Row) -> list[str]:
     """Prints what the guard warns of and returns what it stops at. Raises ConfigError for an unknown metric."""
-    try:
+    with caller_errors():
         warnings, stops = guard.check(row)
-    except ValueError as error:
-        raise ConfigError(error) from error
     for line in warnings:
         print(f"\nwarning: guard: {line}", file=sys.stderr)
     return stops

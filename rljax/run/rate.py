@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import optax
@@ -46,31 +46,11 @@ class ScheduleConfig:
         LengthTriggeredLR(1.0, multiplier=self.multiplier)
 
 
-class RateController(Protocol):
-    """Gives the rate of each step; ``rljax.schedule.LengthTriggeredLR`` is one."""
-
-    tracker: SurgeTracker
-
-    @property
-    def decay_period(self) -> int | None:
-        """Steps between decays; None until the surge sets it, and of a rate without one."""
-        ...
-
-    def step(self, length: float, truncated_fraction: float | None = None) -> float:
-        """Observes this step's batch and returns the rate for its update; called exactly once a step."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Small and JSON-serialisable."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state_dict`` was taken."""
-        ...
-
-
 class ScheduledRate:
-    """A rate that is a function of the step; the surge is still watched for and recorded."""
+    """A rate that is a function of the step; the surge is still watched for and recorded.
+
+    It is used as ``LengthTriggeredLR`` is. ``decay_period``: steps between decays; None: a rate without them.
+    """
 
     def __init__(self, schedule: optax.Schedule, decay_period: int | None, surge: SurgeConfig):
         self._schedule = schedule
@@ -79,22 +59,26 @@ class ScheduledRate:
         self.tracker = SurgeTracker(surge)
 
     def step(self, length: float, truncated_fraction: float | None = None) -> float:
-        """See RateController."""
+        """See LengthTriggeredLR."""
         self.tracker.update(length, truncated_fraction)
         rate = float(np.float32(self._schedule(self._count)))
         self._count += 1
         return rate
 
     def state_dict(self) -> dict[str, Any]:
-        """See RateController."""
+        """See LengthTriggeredLR."""
         return {"count": self._count, "tracker": self.tracker.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See RateController."""
+        """See LengthTriggeredLR."""
         if set(state) != {"count", "tracker"}:
             raise ValueError(f"not the state of a scheduled rate: {sorted(state)}")
         self._count = int(state["count"])
         self.tracker.load_state_dict(state["tracker"])
+
+
+RateController = LengthTriggeredLR | ScheduledRate
+"""Gives the rate of each step: ``step`` observes the step's batch and returns the rate of its update."""
 
 
 def schedule_row(controller: RateController) -> Row:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,8 +60,6 @@ class Recorder:
         tensorboard: bool = True,
         progress: bool = True,
     ) -> None:
-        if first_step < 1:
-            raise ValueError(f"first_step must be at least 1, got {first_step}")
         directory = Path(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "metrics.jsonl"
@@ -69,7 +67,7 @@ class Recorder:
         self._next_step = first_step
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = _make_tensorboard(directory / "tb", first_step) if tensorboard else None
-        self._console = _make_console(total_steps, first_step) if progress else None
+        self._console = _Console(total_steps, first_step) if progress else None
 
     def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Records the row of the next step; its values are None, strings, bools or numbers (also of numpy and jax).
@@ -83,7 +81,7 @@ class Recorder:
         values = {key: _to_python(key, value) for key, value in row.items()}
         if values.get("step") != self._next_step:
             raise ValueError(f"expected the row of step {self._next_step}, got step {values.get('step')}")
-        # Written as one whole line: a process that is killed leaves at most one incomplete line, the last.
+        # Written at once: a process that is killed leaves at most one incomplete line, the last.
         self._file.write(_encode(values) + "\n")
         self._file.flush()
         self._next_step += 1
@@ -179,46 +177,37 @@ def _span(steps: Sequence[int]) -> str:
 # --- the console ------------------------------------------------------------------------------------------------------
 
 
-class _Bar:
-    """A progress bar for a terminal."""
+class _Console:
+    """A progress bar on a terminal; plain lines elsewhere."""
 
     def __init__(self, total_steps: int, first_step: int) -> None:
-        self._bar = tqdm(total=total_steps, initial=first_step - 1, unit="step", file=sys.stderr, dynamic_ncols=True)
+        self._total_steps, self._first_step = total_steps, first_step
+        self._last_time, self._last_step = time.monotonic(), first_step - 1
+        done = first_step - 1
+        # disable=None: there is a bar on a terminal only, and elsewhere its methods do nothing.
+        self._bar = tqdm(
+            total=total_steps, initial=done, unit="step", file=sys.stderr, dynamic_ncols=True, disable=None
+        )
 
     def show(self, row: Row) -> None:
-        self._bar.set_postfix_str("  ".join(_console_parts(row)), refresh=False)
-        self._bar.update(1)
+        parts = [f"{label} {format_value(form, row.get(key))}" for label, key, form in _CONSOLE]
+        if self._bar.disable:
+            self._print_line(row, parts)
+        else:
+            self._bar.set_postfix_str("  ".join(parts), refresh=False)
+            self._bar.update(1)
 
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _Lines:
-    """Plain lines for a log."""
-
-    def __init__(self, total_steps: int, first_step: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total_steps, self._first_step, self._clock = total_steps, first_step, clock
-        self._last_time, self._last_step = clock(), first_step - 1
-
-    def show(self, row: Row) -> None:
-        step, now = row["step"], self._clock()
+    def _print_line(self, row: Row, parts: list[str]) -> None:
+        step, now = row["step"], time.monotonic()
         evaluations = [key for key in row if key.startswith("eval/")]
         is_due = step % PLAIN_EVERY_STEPS == 0 or now - self._last_time >= PLAIN_EVERY_SECONDS
         if not (is_due or evaluations or step in (self._first_step, self._total_steps)):
             return
         pace = (now - self._last_time) / (step - self._last_step)
         self._last_time, self._last_step = now, step
-        parts = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", *_console_parts(row)]
-        parts += [f"{key} {format_value('{:.3f}', row[key])}" for key in evaluations if is_accuracy(key)]
-        print("  ".join([*parts, f"{pace:.2f} s/step"]), file=sys.stderr, flush=True)
+        accuracies = [f"{key} {format_value('{:.3f}', row[key])}" for key in evaluations if is_accuracy(key)]
+        counted = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
+        print("  ".join([counted, *parts, *accuracies, f"{pace:.2f} s/step"]), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        pass
-
-
-def _make_console(total_steps: int, first_step: int) -> _Bar | _Lines:
-    return _Bar(total_steps, first_step) if sys.stderr.isatty() else _Lines(total_steps, first_step)
-
-
-def _console_parts(row: Row) -> list[str]:
-    return [f"{label} {format_value(form, row.get(key))}" for label, key, form in _CONSOLE]
+        self._bar.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,20 @@ from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config
 from rljax.trainer.packing import TrainSequence
+
+
+class Scored(NamedTuple):
+    """One response to a problem, and its reward."""
+
+    prompt: np.ndarray  # int32 [p]
+    response: Response
+    text: str  # of the response, special tokens removed
+    reward: float
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(position of its problem, 0 .. n-1 among the responses to it)."""
+        return self.response.prompt_index, self.response.sample_index
 
 
 @dataclass
@@ -37,34 +53,57 @@ def step_seed(seed: int, step: int) -> int:
     return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
 
 
-def sample_and_score(
+def score_responses(
     engine: RolloutEngine,
-    problems: Sequence[Problem],
-    group_size: int,
-    sampling: SamplingParams,
     tokenizer: Tokenizer,
+    problems: Sequence[Problem],
     rewards: RewardPool,
+    sampling: SamplingParams,
     *,
-    seed: int,
-) -> Rollouts:
-    """Samples ``group_size`` responses to each problem; each goes to the reward pool as soon as it arrives.
+    n: int = 1,
+    seed: int = 0,
+) -> Iterator[Scored]:
+    """Samples ``n`` responses to each problem and yields them scored; each goes to the pool as soon as it arrives.
+
+    Args:
+      engine: with a published policy, or one that its server was started with.
+      tokenizer: of the policy.
+      problems: each ``prompt`` as the text that is tokenised.
+      rewards: scores them.
+      sampling: temperature, length limit and stop tokens.
+      n: responses to each problem.
+      seed: of the sampling.
+    """
+    prompts = [tokenizer.encode(problem["prompt"]) for problem in problems]
+    waiting: deque[tuple[Response, str, Future[float]]] = deque()
+
+    def first_scored() -> Scored:
+        response, text, reward = waiting.popleft()
+        return Scored(prompts[response.prompt_index], response, text, reward.result())
+
+    for response in engine.generate(prompts, n, sampling, seed=seed):
+        text = tokenizer.decode(response.token_ids)
+        waiting.append((response, text, rewards.submit(problems[response.prompt_index], text, response.truncated)))
+        while waiting and waiting[0][2].done():
+            yield first_scored()
+    while waiting:
+        yield first_scored()
+
+
+def collect_rollouts(scored: Iterable[Scored], count: int, group_size: int) -> Rollouts:
+    """The scored responses to ``count`` problems, ``group_size`` to each, in the order of the problems.
 
     Raises:
       RuntimeError: the engine returned another number of responses.
     """
-    prompts = [tokenizer.encode(problem["prompt"]) for problem in problems]
-    responses: list[list[Any]] = [[None] * group_size for _ in problems]
-    scores: list[list[Any]] = [[None] * group_size for _ in problems]
-    count = 0
-    for response in engine.generate(prompts, group_size, sampling, seed=seed):
-        i, j = response.prompt_index, response.sample_index
-        count += responses[i][j] is None
-        responses[i][j] = response
-        scores[i][j] = rewards.submit(problems[i], tokenizer.decode(response.token_ids), response.truncated)
-    if count != len(problems) * group_size:
-        raise RuntimeError(f"the engine returned {count} responses, expected {len(problems) * group_size}")
+    by_place = {one.place: one for one in scored}
+    if len(by_place) != count * group_size:
+        raise RuntimeError(f"the engine returned {len(by_place)} responses, expected {count * group_size}")
+    groups = [[by_place[i, j] for j in range(group_size)] for i in range(count)]
     return Rollouts(
-        prompts, responses, np.asarray([[score.result() for score in group] for group in scores], np.float32)
+        [group[0].prompt for group in groups],
+        [[one.response for one in group] for group in groups],
+        np.asarray([[one.reward for one in group] for group in groups], np.float32),
     )
 
 

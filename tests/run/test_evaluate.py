@@ -1,4 +1,4 @@
-"""avg@n and pass@k by hand, whatever order responses land in; and what may be asked for."""
+"""avg@n and pass@k by hand, whatever the order in which responses arrive; and what may be asked for."""
 
 import itertools
 import json
@@ -13,12 +13,13 @@ from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config, EvalConfig
 from rljax.run.config_file import load_config
-from rljax.run.evaluation import Evaluation, Scored, mean_accuracy, pass_at_k, score_responses, summarize_scores
+from rljax.run.evaluation import evaluate_datasets, mean_accuracy, pass_at_k, summarize_scores
+from rljax.run.sampling import Scored, score_responses
 
 SAMPLING = SamplingParams(8, 1.0)
 PROBLEMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}]
 # Of the first problem two of three are right, one of them cut off; of the second none.
-DRAWN = {(0, 0): "2", (0, 1): "3", (0, 2): "2", (1, 0): "4", (1, 1): "44", (1, 2): "444"}
+RESPONSES = {(0, 0): "2", (0, 1): "3", (0, 2): "2", (1, 0): "4", (1, 1): "44", (1, 2): "444"}
 CUT = {(0, 2)}
 
 
@@ -31,7 +32,7 @@ class ScriptedEngine:
     def generate(self, prompts, n, sampling, *, seed):
         self.asked.append(([self.tokenizer.decode(p) for p in prompts], n, sampling, seed))
         for i, j in self.order:
-            ids = self.tokenizer.encode(DRAWN[i, j])
+            ids = self.tokenizer.encode(RESPONSES[i, j])
             yield Response(i, j, ids, np.zeros(len(ids), np.float32), (i, j) in CUT, ())
 
 
@@ -41,15 +42,20 @@ def tokenizer():
 
 
 def scored(rewards):
-    return [
-        Scored(i, j, "", reward, 4 * i + j + 1, j == 2) for i, row in enumerate(rewards) for j, reward in enumerate(row)
-    ]
+    """Response j to problem i has 4 i + j + 1 tokens; each third one is truncated."""
+
+    def response(i, j):
+        length = 4 * i + j + 1
+        return Response(i, j, np.zeros(length, np.int32), np.zeros(length, np.float32), j == 2, ())
+
+    prompt = np.zeros(1, np.int32)
+    return [Scored(prompt, response(i, j), "", reward) for i, row in enumerate(rewards) for j, reward in enumerate(row)]
 
 
 def test_scores_by_hand():
     responses = scored([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
     result = summarize_scores(responses, n=4, pass_k=(1, 2, 4))
-    by_sample = sorted(responses, key=lambda one: one.sample_index)
+    by_sample = sorted(responses, key=lambda one: one.place[::-1])
     assert summarize_scores(by_sample, n=4, pass_k=(1, 2, 4)) == result
     assert result == {
         "accuracy": 0.5,
@@ -85,14 +91,14 @@ def test_pass_at_k_of_impossible_numbers_is_refused(n, solved, k):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_order_of_landing_changes_nothing(seed, workers, tokenizer):
-    order = [list(DRAWN)[i] for i in np.random.default_rng(seed).permutation(len(DRAWN))]
+def test_the_order_of_arrival_changes_nothing(seed, workers, tokenizer):
+    order = [list(RESPONSES)[i] for i in np.random.default_rng(seed).permutation(len(RESPONSES))]
     engine = ScriptedEngine(tokenizer, order)
     with RewardPool("addition", workers) as pool:
-        drawn = list(score_responses(engine, tokenizer, PROBLEMS, pool, SAMPLING, n=3, seed=5))
+        sampled = list(score_responses(engine, tokenizer, PROBLEMS, pool, SAMPLING, n=3, seed=5))
     assert engine.asked == [(["1+1=", "2+3="], 3, SAMPLING, 5)]
-    assert {(one.problem_index, one.sample_index): one.text for one in drawn} == DRAWN
-    result = summarize_scores(drawn, n=3, pass_k=(2,))
+    assert {one.place: one.text for one in sampled} == RESPONSES
+    result = summarize_scores(sampled, n=3, pass_k=(2,))
     assert result == {
         "accuracy": 1 / 6,
         "response_length": 9 / 6,
@@ -102,7 +108,7 @@ def test_the_order_of_landing_changes_nothing(seed, workers, tokenizer):
 
 
 def test_an_evaluation_names_its_datasets_and_counts_its_own_errors(tokenizer):
-    engine = ScriptedEngine(tokenizer, list(DRAWN))
+    engine = ScriptedEngine(tokenizer, list(RESPONSES))
 
     def breaks(problem, response, truncated):
         if response == "44":
@@ -112,10 +118,10 @@ def test_an_evaluation_names_its_datasets_and_counts_its_own_errors(tokenizer):
     with RewardPool(breaks, 0) as pool:
         pool.submit(PROBLEMS[0], "44", False)
         pool.pop_metrics()
-        evaluate = Evaluation(engine, tokenizer, {"a": PROBLEMS, "b": PROBLEMS}, pool, SAMPLING, 3, (1,), seed=9)
-        row = evaluate()
+        run = (engine, tokenizer, {"a": PROBLEMS, "b": PROBLEMS}, pool, SAMPLING)
+        row = evaluate_datasets(*run, n=3, pass_k=(1,), seed=9)
         assert pool.pop_metrics()["reward/errors"] == 0
-        assert evaluate() == row
+        assert evaluate_datasets(*run, n=3, pass_k=(1,), seed=9) == row
     assert {asked[3] for asked in engine.asked} == {9}
     assert row["eval/a/reward_errors"] == row["eval/b/reward_errors"] == 1
     assert row["eval/a/accuracy"] == row["eval/b/accuracy"] == pytest.approx(1 / 3)
@@ -144,7 +150,7 @@ def test_the_mean_accuracy_is_over_datasets_and_leaves_the_start_out():
         ({"temperature": -0.5}, "temperature must be finite and not negative, got -0.5"),
     ],
 )
-def test_draws_that_make_no_sense_are_refused(kind, wrong, message):
+def test_samples_that_make_no_sense_are_refused(kind, wrong, message):
     with pytest.raises(ValueError, match=message):
         kind(**wrong)
 

@@ -1,4 +1,4 @@
-"""A step's rewards stand where their responses do, whatever lands first and whatever is scored first."""
+"""A step's rewards stand where their responses do, whatever arrives first and whatever is scored first."""
 
 import sys
 
@@ -9,7 +9,7 @@ from rljax.data.prompts import PromptStream
 from rljax.data.toy import build_tokenizer
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
-from rljax.run.sampling import sample_and_score
+from rljax.run.sampling import collect_rollouts, score_responses
 
 # The longer the response, the sooner it is scored.
 REWARD = """
@@ -23,7 +23,7 @@ PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(1, 5)]
 
 
 class Landing:
-    """An engine whose response j to any prompt has j + 1 tokens; they land in the order of a seed."""
+    """An engine whose response j to any prompt has j + 1 tokens; they arrive in the order of a seed."""
 
     def __init__(self, seed, missing=0):
         self.seed, self.missing, self.prompts = seed, missing, None
@@ -48,7 +48,9 @@ def pool(tmp_path, monkeypatch):
 
 def sample(engine, pool):
     problems = PromptStream(PROBLEMS, 4, seed=0).next_batch()
-    return sample_and_score(engine, problems, 3, SamplingParams(8, 1.0, (14,)), build_tokenizer(), pool, seed=0)
+    sampling = SamplingParams(8, 1.0, (14,))
+    scored = score_responses(engine, build_tokenizer(), problems, pool, sampling, n=3, seed=0)
+    return collect_rollouts(scored, len(problems), 3)
 
 
 @pytest.mark.parametrize("seed", range(2))

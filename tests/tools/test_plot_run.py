@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from paper_panels import ALL_PANELS
 from records import record_row, small_dump, write_record
 
 from rljax.compare.dump import write_dump
 from rljax.errors import run_cli
 from rljax.report.figure import read_runs
-from rljax.report.panels import PANELS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -48,7 +48,7 @@ def test_each_figure_has_its_panels_and_each_panel_the_curves_of_both_runs(name,
     for panel, axis in zip(panels, figure.axes, strict=True):
         colors = [line.get_color() for line in axis.lines if len(line.get_xdata()) > 2 or panel == "ratio_by_length"]
         assert {run.color for run in read} <= set(colors)
-        needed = PANELS[panel].needs
+        needed = ALL_PANELS[panel].needs
         if "*" not in needed:
             assert (
                 next(line.get_ydata()[0] for line in axis.lines if line.get_color() == read[1].color)

@@ -1,0 +1,49 @@
+"""What a study compares: peak, collapse, surge, and the metrics that stood beside them."""
+
+import pytest
+from study_outcome import outcome_of
+
+
+def rows(rewards, surge=None):
+    return [
+        {
+            "step": i,
+            "reward/mean": reward,
+            "response_length/mean": 10.0 * i,
+            "mismatch/log_ppl_abs_diff": 0.001 * i,
+            "mismatch/k3_kl": None,
+            "optimizer/grad_norm": 1.0,
+            "optimizer/skipped_updates": 1,
+            "schedule/learning_rate": 1e-3 / i,
+            "schedule/surge_step": surge if surge is not None and i >= surge else None,
+            "is/token_fraction_above": 0.01 if i == 3 else 0.0,
+            **({"eval/toy/accuracy": reward} if i % 20 == 0 else {}),
+        }
+        for i, reward in enumerate(rewards, 1)
+    ]
+
+
+def test_an_outcome_by_hand():
+    """Forty steps at 0.75, then forty at 0: the mean over ten is under half of it from the sixth of these on."""
+    found = outcome_of(rows([0.75] * 40 + [0.0] * 40, surge=12))
+    assert (found.steps, found.peak, found.final) == (80, 0.75, 0.0)
+    assert (found.collapse_step, found.surge_step, found.lead) == (46, 12, 34)
+    assert (found.evaluation_peak, found.evaluation_final) == (0.75, 0.0)
+    assert found.at_end["log_ppl_abs_diff"] == pytest.approx(0.001 * (46 - 4.5))
+    assert found.at_end["k3_kl"] == 0.0
+    assert found.above_share == pytest.approx(0.01 / 80)
+    assert found.above_share_largest == 0.01
+    assert found.final_rate == pytest.approx(1e-3 / 80)
+    assert found.skipped_updates == 1
+
+
+def test_a_run_that_holds_has_no_collapse():
+    found = outcome_of(rows([0.125] * 10 + [0.875] * 30))
+    assert (found.collapse_step, found.surge_step, found.lead) == (None, None, None)
+    assert found.peak_step == 20
+    assert found.at_end["response_length"] == pytest.approx(10 * (40 - 4.5))
+
+
+def test_no_rows_no_outcome():
+    with pytest.raises(ValueError, match="no rows to summarize"):
+        outcome_of([])
