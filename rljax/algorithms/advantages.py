@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+
+from rljax.checks import check_at_least, check_choices, check_finite
 
 Estimator = Literal["rloo", "grpo", "grpo_no_std", "reinforce"]
 
@@ -29,12 +31,9 @@ class AdvantageConfig:
     """Penalty (in units of reward) of a response that reaches the length limit."""
 
     def __post_init__(self) -> None:
-        if self.estimator not in get_args(Estimator):
-            raise ValueError(f"estimator must be one of {get_args(Estimator)}, got {self.estimator!r}")
-        if self.overlong_buffer_tokens < 0:
-            raise ValueError(f"overlong_buffer_tokens must not be negative, got {self.overlong_buffer_tokens}")
-        if not 0.0 <= self.overlong_factor < np.inf:
-            raise ValueError(f"overlong_factor must be finite and not negative, got {self.overlong_factor}")
+        check_choices(self)
+        check_at_least(self, 0, "overlong_buffer_tokens")
+        check_finite(self, "overlong_factor")
 
 
 def compute_advantages(
@@ -44,7 +43,7 @@ def compute_advantages(
     lengths: Int[np.ndarray, "b g"],
     max_response_tokens: int,
 ) -> Float[np.ndarray, "b g"]:
-    """Advantages of one whole batch, all processes included.
+    """Advantages of a complete batch, all processes included.
 
     Args:
       rewards: g responses to each of b prompts.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from rljax.checks import check_choice
 from rljax.mismatch import read_sequences
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
@@ -34,14 +35,13 @@ def aggregation_weights(
         Sequences without a token in the mask do not count.
       mask: tokens in the loss.
       constant: divisor of "sequence_sum" (tokens), at least 1.
-      sequence_ids: index of each token's sequence in the batch; a sequence lies whole inside one row.
+      sequence_ids: index of each token's sequence in the batch; all of a sequence lies in one row.
       num_sequences: sequences of the batch (static).
 
     Raises:
       ValueError: an unknown aggregation, or a constant below 1.
     """
-    if aggregation not in get_args(Aggregation):
-        raise ValueError(f"aggregation must be one of {get_args(Aggregation)}, got {aggregation!r}")
+    check_choice("aggregation", aggregation, Aggregation)
     if constant < 1:
         raise ValueError(f"constant must be at least 1, got {constant}")
     mask = jnp.asarray(mask) != 0

@@ -7,25 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from rljax.checks import check_at_least, check_choices
 from rljax.mismatch import Statistics, read_tokens
 from rljax.mismatch.correction import correct_tokens, finalize_correction
 
-Preset = Literal[
-    "none",
-    "token_tis",
-    "token_mis",
-    "sequence_tis",
-    "sequence_mis",
-    "geometric_band",
-    "icepop",
-    "vexact",
-]
+Preset = Literal["none", "token_tis", "token_mis", "sequence_tis", "sequence_mis", "geometric_band", "icepop", "vexact"]
 
 PRESETS: dict[str, dict[str, Any]] = {
     "token_tis": {"level": "token", "mode": "truncate", "threshold": 2.0},
@@ -68,14 +60,8 @@ class CorrectionConfig:
     """Drop a sequence if the ratio of any of its tokens is below this value. 0: off."""
 
     def __post_init__(self) -> None:
-        choices = {
-            "preset": get_args(Preset),
-            "level": ("none", "token", "sequence", "geometric"),
-            "mode": ("truncate", "mask", "band"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        check_choices(self)
+        check_at_least(self, 0, "reject_k3", "veto")
         changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         if self.preset != "none" and changed != ["preset"]:
             raise ValueError(f"preset {self.preset!r} sets the other fields, got {', '.join(changed[1:])} as well")
@@ -89,8 +75,6 @@ class CorrectionConfig:
                 "threshold_low must be in 0 .. threshold, and 0 unless mode is band, "
                 f"got {self.threshold_low} with threshold {self.threshold}, mode {self.mode}"
             )
-        if not (self.reject_k3 >= 0.0 and self.veto >= 0.0):
-            raise ValueError(f"reject_k3 and veto must not be negative, got {self.reject_k3} and {self.veto}")
         if not 0.0 <= self.reject_geometric_low <= self.reject_geometric_high:
             raise ValueError(
                 "reject_geometric_low must be in 0 .. reject_geometric_high, "
@@ -131,7 +115,7 @@ def correct(
       logprobs: of the trainer before the first update on the batch (nats).
       rollout_logprobs: of the rollout engine (nats).
       mask: tokens in the loss.
-      sequence_ids: index of each token's sequence in the batch; a sequence lies whole inside one row.
+      sequence_ids: index of each token's sequence in the batch; all of a sequence lies in one row.
       num_sequences: sequences of the batch (static).
 
     Returns:
@@ -140,13 +124,8 @@ def correct(
       without a finite token fails them all). The statistics for ``finalize_correction``, which merge.
     """
     config = config.resolved()
-    tokens = read_tokens(
-        jnp.asarray(logprobs),
-        jnp.asarray(rollout_logprobs),
-        jnp.asarray(mask),
-        sequence_ids=sequence_ids,
-        num_sequences=num_sequences,
-    )
+    arrays = map(jnp.asarray, (logprobs, rollout_logprobs, mask))
+    tokens = read_tokens(*arrays, sequence_ids=sequence_ids, num_sequences=num_sequences)
     threshold = (config.threshold_low, config.threshold) if config.mode == "band" else config.threshold
     weighting = None if config.level == "none" else (config.level, config.mode, threshold)
     weights, kept, statistics = correct_tokens(tokens, weighting, config.rejections)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.algorithms.aggregation import Aggregation, mean_over_sequence
+from rljax.checks import check_at_least, check_choice, check_choices
 from rljax.mismatch import RATIO_BOUND, exp_minus_one_minus_x
 
 LossKind = Literal["policy_gradient", "ppo_clip", "gspo", "cispo"]
@@ -48,19 +49,11 @@ class LossConfig:
     """Passes over each rollout batch."""
 
     def __post_init__(self) -> None:
-        choices = {
-            "kind": get_args(LossKind),
-            "aggregation": get_args(Aggregation),
-            "kl": ("none", *get_args(Estimate)),
-            "old_logprobs": ("trainer", "rollout"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        check_choices(self)
+        check_at_least(self, 0, "clip_high")
+        check_at_least(self, 1, "mini_batches", "epochs")
         if not 0.0 <= self.clip_low <= 1.0:
             raise ValueError(f"clip_low must be in [0, 1], got {self.clip_low}")
-        if not self.clip_high >= 0.0:
-            raise ValueError(f"clip_high must not be negative, got {self.clip_high}")
         if self.sequence_constant < 0 or (self.sequence_constant and self.aggregation != "sequence_sum"):
             raise ValueError(
                 "sequence_constant must not be negative, and 0 unless aggregation is sequence_sum, "
@@ -68,8 +61,6 @@ class LossConfig:
             )
         if not self.kl_coefficient >= 0.0 or (self.kl_coefficient > 0.0) != (self.kl != "none"):
             raise ValueError(f"kl_coefficient must be above 0 exactly with a kl, got {self.kl_coefficient}, {self.kl}")
-        if self.mini_batches < 1 or self.epochs < 1:
-            raise ValueError(f"mini_batches and epochs must be at least 1, got {self.mini_batches} and {self.epochs}")
 
     def sequence_divisor(self, max_response_tokens: int) -> int:
         """The constant of "sequence_sum" (tokens)."""
@@ -97,7 +88,7 @@ def policy_loss(
       old_logprobs: of the policy before the first update on the batch (nats); unused by "policy_gradient".
       advantages: one a token.
       mask: tokens in the loss, and those "gspo" averages over.
-      sequence_ids: index of each token's sequence in the batch; a sequence lies whole inside one row.
+      sequence_ids: index of each token's sequence in the batch; all of a sequence lies in one row.
       num_sequences: sequences of the batch (static).
 
     Returns:
@@ -175,8 +166,7 @@ def kl_penalty(
       reference_logprobs: of the frozen reference (nats).
       mask: tokens that count; the result is 0 elsewhere, whatever the arrays hold there.
     """
-    if kind not in get_args(Estimate):
-        raise ValueError(f"kind must be one of {get_args(Estimate)}, got {kind!r}")
+    check_choice("kind", kind, Estimate)
     if mask is not None:
         inside = jnp.asarray(mask) != 0
         logprobs, reference_logprobs = jnp.where(inside, logprobs, 0), jnp.where(inside, reference_logprobs, 0)

@@ -4,7 +4,7 @@ One row a sequence: ``sequence_id`` string, ``token_ids`` list<int32> (prompt an
 list<bool> and ``logprobs/<column>`` list<float32>, all lists of a row of one length. ``logprobs[t]`` is the
 log-probability **of** ``token_ids[t]`` given everything before it (nats), NaN where there is none. The schema's
 metadata holds under ``rljax.dump`` a JSON object: ``version``, ``columns`` (where each column comes from) and
-``sampling`` (how the tokens were drawn). Nothing in it is executed when it is read.
+``sampling`` (how the tokens were sampled). Nothing in it is executed when it is read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ ROLES = ("trainer", "rollout")
 
 _KEY = b"rljax.dump"
 _PREFIX = "logprobs/"
-_PLAIN = {"sequence_id": pa.string(), "token_ids": pa.list_(pa.int32()), "response_mask": pa.list_(pa.bool_())}
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,9 @@ class TokenDump:
 
 def make_dump(
     sequence_ids: Sequence[str],
-    token_ids: Sequence[Sequence[int]],
-    response_mask: Sequence[Sequence[bool]],
-    logprobs: Mapping[str, Sequence[Sequence[float | None]]],
+    token_ids: Sequence[Sequence[int] | np.ndarray],
+    response_mask: Sequence[Sequence[bool] | np.ndarray],
+    logprobs: Mapping[str, Sequence[Sequence[float | None] | np.ndarray]],
     sources: Mapping[str, ColumnSource] | None = None,
     sampling: Mapping[str, Any] | None = None,
 ) -> TokenDump:
@@ -151,7 +150,7 @@ def dump_of_responses(
     sources: Mapping[str, ColumnSource],
     sampling: Mapping[str, Any],
 ) -> TokenDump:
-    """A dump of drawn responses: a row a response, with nothing known of the prompts' log-probabilities.
+    """A dump of sampled responses: a row a response, with nothing known of the prompts' log-probabilities.
 
     Args:
       sequence_ids: n distinct names.
@@ -161,41 +160,40 @@ def dump_of_responses(
       sources: column name -> where it comes from.
       sampling: as in ``TokenDump``.
     """
-    fronts = [len(prompt) for prompt in prompts]
-    return TokenDump(
-        sequence_ids=tuple(sequence_ids),
-        token_ids=tuple(np.concatenate(pair).astype(np.int32) for pair in zip(prompts, responses, strict=True)),
-        response_mask=tuple(
-            np.arange(front + len(response)) >= front for front, response in zip(fronts, responses, strict=True)
-        ),
-        logprobs={
-            name: tuple(
-                np.concatenate([np.full(front, np.nan, np.float32), values])
-                for front, values in zip(fronts, vectors, strict=True)
-            )
-            for name, vectors in logprobs.items()
-        },
-        sources=dict(sources),
-        sampling=dict(sampling),
+    pairs = list(zip(prompts, responses, strict=True))
+    return make_dump(
+        sequence_ids,
+        [np.concatenate(pair) for pair in pairs],
+        [np.arange(len(prompt) + len(response)) >= len(prompt) for prompt, response in pairs],
+        {name: after_prompts(prompts, vectors) for name, vectors in logprobs.items()},
+        sources,
+        sampling,
     )
 
 
+def after_prompts(prompts: Sequence[np.ndarray], vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Vectors [r] of responses as columns, float32 [s + r]: NaN at the s tokens of each prompt."""
+    nothing = (np.full(len(prompt), np.nan, np.float32) for prompt in prompts)
+    return [np.concatenate(pair) for pair in zip(nothing, vectors, strict=True)]
+
+
 def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
-    """Writes a dump; a file of that name is replaced only once the new one is whole."""
+    """Writes a dump; a file of that name is replaced only once the new one is complete."""
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    columns: dict[str, pa.Array] = {
-        "sequence_id": pa.array(dump.sequence_ids, _PLAIN["sequence_id"]),
-        "token_ids": _lists(dump.token_ids, pa.int32()),
-        "response_mask": _lists(dump.response_mask, pa.bool_()),
+    columns = {
+        "sequence_id": dump.sequence_ids,
+        "token_ids": dump.token_ids,
+        "response_mask": dump.response_mask,
+        **{_PREFIX + name: vectors for name, vectors in dump.logprobs.items()},
     }
-    columns |= {_PREFIX + name: _lists(vectors, pa.float32()) for name, vectors in dump.logprobs.items()}
     note = {
         "version": FORMAT_VERSION,
         "columns": {name: dataclasses.asdict(source) for name, source in dump.sources.items()},
         "sampling": dict(dump.sampling),
     }
-    table = pa.table(columns).replace_schema_metadata({_KEY: json.dumps(note, sort_keys=True).encode()})
+    schema = pa.schema(_types(dump.logprobs), {_KEY: json.dumps(note, sort_keys=True)})
+    table = pa.table({name: list(values) for name, values in columns.items()}, schema)
     growing = out.with_name(out.name + ".part")
     pq.write_table(table, growing, compression="zstd")
     growing.replace(out)
@@ -216,12 +214,16 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
         table = pq.read_table(os.fspath(path), partitioning=None)
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
-    note = _read_note(path, table.schema.metadata or {})
+    metadata = table.schema.metadata or {}
+    if _KEY not in metadata:
+        raise ValueError(f"{path} is a Parquet file, but no token dump: its metadata has no {_KEY.decode()!r}")
+    note = json.loads(metadata[_KEY])
+    if note.get("version") != FORMAT_VERSION:
+        raise ValueError(f"{path} is of dump version {note.get('version')!r}, expected {FORMAT_VERSION}")
     columns = [name.removeprefix(_PREFIX) for name in table.column_names if name.startswith(_PREFIX)]
     if sorted(columns) != sorted(note["columns"]):
         raise ValueError(f"{path}: metadata describes columns {sorted(note['columns'])}, the table has {columns}")
-    expected = _PLAIN | {_PREFIX + name: pa.list_(pa.float32()) for name in columns}
-    for name, kind in expected.items():
+    for name, kind in _types(columns).items():
         got = table.schema.field(name).type if name in table.column_names else None
         if got != kind:
             raise ValueError(f"{path}: column {name!r} must be {kind}, got {got or 'none'}")
@@ -238,13 +240,10 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read_note(path: str | os.PathLike[str], metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
-    if _KEY not in metadata:
-        raise ValueError(f"{path} is a Parquet file, but no token dump: its metadata has no {_KEY.decode()!r}")
-    note = json.loads(metadata[_KEY])
-    if note.get("version") != FORMAT_VERSION:
-        raise ValueError(f"{path} is of dump version {note.get('version')!r}, expected {FORMAT_VERSION}")
-    return note
+def _types(columns: Iterable[str]) -> dict[str, pa.DataType]:
+    """The columns of the table: those of the sequences, and one for each of ``columns``."""
+    plain = {"sequence_id": pa.string(), "token_ids": pa.list_(pa.int32()), "response_mask": pa.list_(pa.bool_())}
+    return plain | {_PREFIX + name: pa.list_(pa.float32()) for name in columns}
 
 
 def _check_vectors(
@@ -259,17 +258,11 @@ def _check_vectors(
             raise ValueError(f"sequence {name!r}: {what} must have {len(ids)} entries, got shape {vector.shape}")
 
 
-def _to_int32(name: str, ids: Sequence[int]) -> np.ndarray:
+def _to_int32(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
     wide = np.asarray(ids)
     if wide.dtype.kind not in "iu" or (wide.size and not 0 <= wide.min() <= wide.max() < 2**31):
         raise ValueError(f"sequence {name!r}: token ids must be integers in [0, 2**31), got {wide.dtype} {wide[:4]}")
     return wide.astype(np.int32)
-
-
-def _lists(vectors: Sequence[np.ndarray], kind: pa.DataType) -> pa.ListArray:
-    offsets = np.concatenate([[0], np.cumsum([len(vector) for vector in vectors])]).astype(np.int32)
-    flat = np.concatenate(vectors) if vectors else np.zeros(0)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, kind, from_pandas=False))
 
 
 def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray, ...]:

@@ -6,13 +6,13 @@ what the exporters for TRL and verl of docs/compare.md write. Pickles are refuse
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rljax.compare.dump import ColumnSource, TokenDump, make_dump, read_dump
+from rljax.data.files import json_lines
 
 PRIME_RL_SCHEMA = 1
 """The ``schema_version`` of prime-rl's token export that is understood."""
@@ -43,7 +43,7 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
             f"{place} is a pickle (torch.save writes these): loading one runs whatever code it holds, so it is not "
             "read; export JSONL from the process that has the tensors, as docs/compare.md shows"
         )
-    _, first = next(_records(place), (0, {}))
+    _, first = next(json_lines(place), (0, {}))
     return read_prime_rl(place) if "schema_version" in first else read_jsonl(place)
 
 
@@ -63,7 +63,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> TokenDump:
     place = Path(path)
     header: _Record = {}
     sequences: list[_Record] = []
-    for line, record in _records(place):
+    for line, record in json_lines(place):
         if _HEADER in record:
             if sequences or header or record[_HEADER] != 1:
                 raise ValueError(f"{place}:{line}: expected one header, first, of version 1, got {record[_HEADER]!r}")
@@ -97,7 +97,7 @@ def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
         raise ValueError(f"{place}: no rank_*.jsonl in it, as prime-rl's token export writes")
     sequences = []
     for file in files:
-        for line, record in _records(file):
+        for line, record in json_lines(file):
             if record.get("schema_version") != PRIME_RL_SCHEMA:
                 raise ValueError(
                     f"{file}:{line}: schema_version {record.get('schema_version')!r}, expected {PRIME_RL_SCHEMA}"
@@ -167,19 +167,3 @@ def _assemble(
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}: {error}") from error
-
-
-def _records(path: Path) -> Iterator[tuple[int, _Record]]:
-    """Line number (1-based) and object of every line that is not blank."""
-    with path.open(encoding="utf-8") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    record = json.loads(line)
-                    if not isinstance(record, dict):
-                        raise ValueError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}")
-                    yield number, record
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is neither a token dump nor JSONL: not UTF-8 text") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from error

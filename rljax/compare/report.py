@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,18 +114,23 @@ def to_json(comparison: Comparison) -> str:
         "pairs": [dataclasses.asdict(pair) for pair in comparison.pairs],
         "noise_floor": comparison.floors,
     }
-    return json.dumps(_finite(plain), indent=1, allow_nan=False) + "\n"
+    finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=1, allow_nan=False) + "\n"
 
 
 def to_markdown(comparison: Comparison) -> str:
     """The tables as Markdown."""
-    parts = [f"## {title}\n\n{_markdown_table(rows)}" for title, rows in _tables(comparison)]
-    return "\n\n".join([*parts, *_unknown_roles(comparison)]) + "\n"
+    return _join(comparison, "## {}\n\n{}", _markdown_table)
 
 
 def to_text(comparison: Comparison) -> str:
     """The tables for a terminal."""
-    parts = [f"{title}\n{_text_table(rows)}" for title, rows in _tables(comparison)]
+    return _join(comparison, "{}\n{}", _text_table)
+
+
+def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]) -> str:
+    """The tables, and a paragraph on the columns that share a role."""
+    parts = [section.format(title, to_table(rows)) for title, rows in _tables(comparison)]
     return "\n\n".join([*parts, *_unknown_roles(comparison)]) + "\n"
 
 
@@ -149,23 +154,13 @@ def _growth(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, dict[st
     }
 
 
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
 _Rows = list[list[str]]
 
 
 def _tables(comparison: Comparison) -> list[tuple[str, _Rows]]:
     """Title and rows (the first is the head) of each table."""
-    tables = [_columns_table(comparison)]
-    tables += [_matrix(comparison, metric) for metric in MATRIX_METRICS]
-    tables += [_growth_table(comparison), _verdict_table(comparison)]
-    return tables
+    matrices = [_matrix(comparison, metric) for metric in MATRIX_METRICS]
+    return [_columns_table(comparison), *matrices, _growth_table(comparison), _verdict_table(comparison)]
 
 
 def _unknown_roles(comparison: Comparison) -> list[str]:

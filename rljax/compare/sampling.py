@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from rljax.compare.dump import ColumnSource, TokenDump, dump_of_responses, make_dump
+from rljax.compare.dump import ColumnSource, TokenDump, after_prompts, dump_of_responses, make_dump
 from rljax.compare.report import SECOND_RUN
-from rljax.compare.scorers import DTYPES, counted, open_server, server_label, server_source
+from rljax.compare.scorers import counted, open_server, parse_spec, server_label, server_source
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.policy.config import read_config
@@ -100,14 +100,7 @@ def split_sampler(spec: str) -> tuple[str, str]:
     Raises:
       ValueError: it is none of the forms ``sample_responses`` takes.
     """
-    kind, _, argument = spec.partition(":")
-    if (kind == "jax-decode" and argument in DTYPES) or (
-        kind == "vllm-decode" and argument.startswith(("http://", "https://"))
-    ):
-        return kind, argument
-    raise ValueError(
-        f"unknown sampler {spec!r}, expected jax-decode:DTYPE (DTYPE: {', '.join(DTYPES)}) or vllm-decode:URL"
-    )
+    return parse_spec("sampler", spec, {"jax-decode": "DTYPE", "vllm-decode": "URL"})
 
 
 def toy_prompts(count: int, model: str | Path) -> TokenDump:
@@ -148,11 +141,8 @@ def _sample_from_server(
     if not how.second_run:
         return dump
     second = run(how.batch_size // 2 or 2)
-    fronts = [len(prompts[response.prompt_index]) for response in first]
-    vectors = [
-        np.concatenate([np.full(front, np.nan, np.float32), _on_common_prefix(a, b)])
-        for front, a, b in zip(fronts, first, second, strict=True)
-    ]
+    shared = [_on_common_prefix(a, b) for a, b in zip(first, second, strict=True)]
+    vectors = after_prompts([prompts[response.prompt_index] for response in first], shared)
     return dump.with_column(column + SECOND_RUN, vectors, source)
 
 
@@ -178,10 +168,5 @@ def _as_dump(
         [response.token_ids for response in responses],
         {column: [response.logprobs for response in responses]},
         {column: source},
-        {
-            "column": column,
-            "temperature": how.temperature,
-            "max_response_tokens": how.max_response_tokens,
-            "seed": how.seed,
-        },
+        {"column": column} | {name: getattr(how, name) for name in ("temperature", "max_response_tokens", "seed")},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +12,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from rljax.compare.dump import ColumnSource, TokenDump
+from rljax.compare.dump import ColumnSource, TokenDump, after_prompts
 from rljax.compare.importers import read_tokens
 from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
@@ -137,20 +137,32 @@ def split_spec(spec: str) -> tuple[str, str]:
     Raises:
       ValueError: it is none of the forms ``score_column`` takes.
     """
-    kind, _, argument = spec.partition(":")
-    if kind == "vllm-decode":
+    if spec.startswith("vllm-decode:"):
         raise ValueError(
             f"{spec!r} samples and cannot score: over HTTP no server decodes given tokens; score them with "
-            f"vllm:{argument}, or sample with --sample"
+            f"{spec.replace('-decode', '', 1)}, or sample with --sample"
         )
-    if (
-        (kind in _ENGINES and argument in DTYPES)
-        or (kind == "vllm" and argument.startswith(("http://", "https://")))
-        or (kind == "dump" and "#" in argument)
-    ):
+    return parse_spec("scorer", spec, dict.fromkeys(_ENGINES, "DTYPE") | {"vllm": "URL", "dump": "FILE#COLUMN"})
+
+
+def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str]:
+    """Kind and argument of a spec.
+
+    Args:
+      what: "scorer" or "sampler", for the message.
+      spec: KIND:ARGUMENT.
+      forms: kind -> what its argument is: "DTYPE", "URL" or "FILE#COLUMN".
+
+    Raises:
+      ValueError: it has none of these forms.
+    """
+    kind, _, argument = spec.partition(":")
+    form = forms.get(kind)
+    is_url = argument.startswith(("http://", "https://"))
+    if {None: False, "DTYPE": argument in DTYPES, "URL": is_url, "FILE#COLUMN": "#" in argument}[form]:
         return kind, argument
-    known = f"jax:DTYPE, jax-decode:DTYPE, hf:DTYPE (DTYPE: {', '.join(DTYPES)}), vllm:URL or dump:FILE#COLUMN"
-    raise ValueError(f"unknown scorer {spec!r}, expected {known}")
+    known = ", ".join(f"{kind}:{form}" for kind, form in forms.items())
+    raise ValueError(f"unknown {what} {spec!r}, expected {known} (DTYPE: {', '.join(DTYPES)})")
 
 
 def name_columns(specs: Sequence[str]) -> dict[str, str]:
@@ -228,7 +240,7 @@ def _decode_scorer(model: Path, dtype: str, temperature: float, dump: TokenDump)
         prompts = [ids[:start] for ids, start in zip(batch, split, strict=True)]
         responses = [ids[start:] for ids, start in zip(batch, split, strict=True)]
         scored = engine.score(prompts, responses, temperature=temperature, max_response_tokens=max(longest, 1))
-        return [np.concatenate([np.full(len(p), np.nan, np.float32), s]) for p, s in zip(prompts, scored, strict=True)]
+        return after_prompts(prompts, scored)
 
     return run
 

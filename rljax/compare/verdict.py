@@ -63,7 +63,11 @@ def judge(
     """
     x, y = np.asarray(trainer, np.float64), np.asarray(rollout, np.float64)
     valid = np.asarray(mask, bool) & np.isfinite(x) & np.isfinite(y)
-    bars = _bars(x, y, mask)
+    statistics = mismatch_statistics(read_tokens(x, y, mask))
+    bars = {
+        f"{framework} {name}": (framework_metrics(statistics, framework)[name], bar)
+        for (framework, name), bar in PUBLISHED_BARS.items()
+    }
     found = _declared(valid, trainer_source, rollout_source) or _seen(x, y, valid, trainer_source, rollout_source)
     if found is not None:
         return Verdict(*found, bars)
@@ -71,14 +75,6 @@ def judge(
     if over:
         return Verdict("fail", "above_bar", f"above the published limit: {'; '.join(over)}", bars)
     return Verdict("pass", "none", "within every published limit", bars)
-
-
-def _bars(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, tuple[float, float]]:
-    statistics = mismatch_statistics(read_tokens(x, y, mask))
-    return {
-        f"{framework} {name}": (framework_metrics(statistics, framework)[name], bar)
-        for (framework, name), bar in PUBLISHED_BARS.items()
-    }
 
 
 _Finding = tuple[str, str, str]  # status, cause, reason

@@ -36,7 +36,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
     if not path.is_file():
         raise ValueError(f"no problems at {path}: there is no such file")
     if path.suffix == ".jsonl":
-        yield from _json_lines(path)
+        yield from json_lines(path)
         return
     if path.suffix != ".parquet":
         raise ValueError(f"{path}: problems are read from .parquet or .jsonl files")
@@ -144,18 +144,24 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
         raise ValueError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
+def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
+    """Line number (from 1) and object of every line that is not blank.
+
+    Raises:
+      ValueError: a line is no JSON object, or the file is no text; the message names the line.
+    """
     with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}: row {number}: not JSON ({error.msg})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}: row {number}: expected an object, got {type(row).__name__}")
-            yield number, row
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
+                    yield number, row
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no JSONL: not UTF-8 text") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON ({error.msg})") from error
 
 
 def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:

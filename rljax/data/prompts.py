@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rljax.checks import check_at_least
 from rljax.data import toy, toy_swaps
 from rljax.data.files import Problem, prompt_text, read_problems
 from rljax.data.tokenizer import Tokenizer
@@ -22,21 +23,19 @@ class ToyTask:
     """A task that needs no file.
 
     Attributes:
-      problems: the problems of a split ("train" or "eval", which share none) and a seed.
+      problems: ``problems(split, seed=...)``; the splits "train" and "eval" share none.
       reward: name of the reward that scores it.
       max_response_tokens: longest useful response.
     """
 
-    problems: Callable[[str, int], Sequence[Problem]]
+    problems: Callable[..., Sequence[Problem]]
     reward: str
     max_response_tokens: int
 
 
 TOYS: Mapping[str, ToyTask] = {
-    "toy": ToyTask(lambda split, seed: toy.addition_problems(split, seed=seed), "addition", toy.MAX_RESPONSE_TOKENS),
-    "toy_swaps": ToyTask(
-        lambda split, seed: toy_swaps.swap_problems(split, seed=seed), "swaps", toy_swaps.MAX_RESPONSE_TOKENS
-    ),
+    "toy": ToyTask(toy.addition_problems, "addition", toy.MAX_RESPONSE_TOKENS),
+    "toy_swaps": ToyTask(toy_swaps.swap_problems, "swaps", toy_swaps.MAX_RESPONSE_TOKENS),
 }
 FILE_REWARD = "math"
 
@@ -71,17 +70,15 @@ class DataConfig:
     """Seed of the toy problems, of their order, and of the choice that ``fraction`` makes."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, 1, "batch_size", "max_prompt_tokens")
         if self.task == "file" and not self.path:
             raise ValueError("path is needed with task = file")
         if self.task != "file" and self.path:
             raise ValueError(f"path is given, but task = {self.task} reads no file: set task = file")
         if not 0.0 < self.fraction <= 1.0:
             raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction}")
-        if self.reward_workers is not None and self.reward_workers < 0:
-            raise ValueError(f"reward_workers must not be negative, got {self.reward_workers}")
+        if self.reward_workers is not None:
+            check_at_least(self, 0, "reward_workers")
         if not 0.0 < self.reward_timeout_s < float("inf"):
             raise ValueError(f"reward_timeout_s must be positive and finite, got {self.reward_timeout_s}")
 
@@ -102,7 +99,7 @@ def training_problems(config: DataConfig, tokenizer: Tokenizer | None = None) ->
       ValueError: the file cannot be read, or a row of it is wrong; the message names the row.
     """
     if config.task in TOYS:
-        problems = TOYS[config.task].problems("train", config.seed)
+        problems = TOYS[config.task].problems("train", seed=config.seed)
     else:
         problems = file_problems(str(config.path), tokenizer, config.chat_template)
     if config.fraction == 1.0:
@@ -132,7 +129,7 @@ def evaluation_datasets(
         if name in found:
             raise ValueError(f"two datasets are called {name}: give one as NAME=FILE")
         if path in TOYS:
-            found[name] = TOYS[path].problems("eval", config.seed)
+            found[name] = TOYS[path].problems("eval", seed=config.seed)
         else:
             found[name] = file_problems(path, tokenizer, config.chat_template)
     return found

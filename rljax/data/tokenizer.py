@@ -100,11 +100,6 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise ValueError(f"the tokenizer at {directory} cannot be read: {error}") from error
 
 
-def wrap_tokenizer(tokenizer: tokenizers.Tokenizer, *, eos_token: str, pad_token: str) -> Tokenizer:
-    """A tokenizer built in memory with the ``tokenizers`` library."""
-    return Tokenizer(tokenizer, {"eos_token": eos_token, "pad_token": pad_token})
-
-
 def compile_template(text: str) -> jinja2.Template:
     """A chat template in the environment that transformers gives it. Raises jinja2.TemplateError."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

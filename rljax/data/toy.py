@@ -10,6 +10,7 @@ response-length surge of arXiv 2602.01826 (figure 6), in minutes on a CPU.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from rljax.data.tokenizer import Tokenizer, wrap_tokenizer
+from rljax.data.tokenizer import Tokenizer
 from rljax.policy.config import PolicyConfig
 
 DIGITS = 3
@@ -81,7 +82,7 @@ def build_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), behavior="isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()
-    return wrap_tokenizer(tokenizer, eos_token=EOS, pad_token=PAD)
+    return Tokenizer(tokenizer, {"eos_token": EOS, "pad_token": PAD})
 
 
 class ToyProblems(Sequence[dict[str, str]]):
@@ -94,7 +95,7 @@ class ToyProblems(Sequence[dict[str, str]]):
           make: the problem of a number.
           count: the task has the problems 0 .. count - 1.
           split: "train" or "eval"; the latter has ``EVAL_PROBLEMS``.
-          size: number of problems; None: the whole split.
+          size: number of problems; None: all of the split.
           seed: of the choice.
 
         Raises:
@@ -166,22 +167,28 @@ def _demonstration(rng: np.random.Generator, config: ToyBaseConfig, scratchpad_r
     return f"{a}+{b}={a + b + error}{EOS}"
 
 
-def demonstration_batch(
-    rng: np.random.Generator, config: ToyBaseConfig, *, settled: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32 [b, t] padded at the end, lengths int32 [b]) of fresh demonstrations of a fixed width."""
-    return sample_batch(_demonstration, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS, rng, config, settled)
-
-
 def sample_batch(
     demonstrate: Callable[[np.random.Generator, ToyBaseConfig, float], str],
     alphabet: str,
     width: int,
     rng: np.random.Generator,
     config: ToyBaseConfig,
+    *,
     settled: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A batch of what ``demonstrate`` writes, at ``scratchpad_rate`` once ``settled``; one token a character."""
+    """A batch of new demonstrations, one token a character.
+
+    Args:
+      demonstrate: writes one demonstration with a given share of scratchpads.
+      alphabet: the tokens.
+      width: t.
+      rng: of the samples.
+      config: the shares and b.
+      settled: whether the share of scratchpads is ``scratchpad_rate``, not ``practice_rate``.
+
+    Returns:
+      (tokens int32 [b, t] padded at the end, lengths int32 [b]).
+    """
     rate = config.scratchpad_rate if settled else config.practice_rate
     tokens = np.full((config.batch_size, width), alphabet.index(PAD), np.int32)
     lengths = np.zeros(config.batch_size, np.int32)
@@ -190,3 +197,7 @@ def sample_batch(
         tokens[i, : len(ids)] = ids
         lengths[i] = len(ids)
     return tokens, lengths
+
+
+demonstration_batch = functools.partial(sample_batch, _demonstration, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS)
+"""``demonstration_batch(rng, config, settled=...)``: demonstrations of this task."""

@@ -11,15 +11,14 @@ stay short.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from rljax.data import toy
-from rljax.data.tokenizer import Tokenizer
 from rljax.data.toy import EOS, PAD, ToyBaseConfig, ToyProblems, final_part_reward, sample_batch
-from rljax.policy.config import PolicyConfig
 
 LETTERS = "abcde"
 SWAPS = 4
@@ -29,14 +28,10 @@ MAX_RESPONSE_TOKENS = SWAPS * (len(LETTERS) + 4) + 3  # '>', a step with its com
 _PAIRS = [one + other for one, other in itertools.combinations(LETTERS, 2)]
 
 
-def policy_config() -> PolicyConfig:
-    """That of the addition task, over this alphabet."""
-    return toy.policy_config(ALPHABET)
-
-
-def build_tokenizer() -> Tokenizer:
-    """One token a character, as an ordinary ``tokenizers`` tokenizer."""
-    return toy.build_tokenizer(ALPHABET)
+policy_config = functools.partial(toy.policy_config, ALPHABET)
+"""The policy of the addition task, over this alphabet."""
+build_tokenizer = functools.partial(toy.build_tokenizer, ALPHABET)
+"""One token a character of this alphabet."""
 
 
 def swap_problems(split: str, size: int | None = None, seed: int = 0) -> ToyProblems:
@@ -85,8 +80,5 @@ def _demonstration(rng: np.random.Generator, config: ToyBaseConfig, scratchpad_r
     return prompt + "".join(rng.permutation(list(LETTERS))) + EOS
 
 
-def demonstration_batch(
-    rng: np.random.Generator, config: ToyBaseConfig, *, settled: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32 [b, t] padded at the end, lengths int32 [b]) of fresh demonstrations of a fixed width."""
-    return sample_batch(_demonstration, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS, rng, config, settled)
+demonstration_batch = functools.partial(sample_batch, _demonstration, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS)
+"""``demonstration_batch(rng, config, settled=...)``: as ``rljax.data.toy.sample_batch`` gives it."""

@@ -23,13 +23,10 @@ SERIES_TERMS = 13
 RATIO_BOUND = 20.0
 """Bound B of the exponent in importance ratios (nats): exp(20) is 4.9e8."""
 
-_EXPONENT_LIMIT = {4: 60.0, 8: 600.0}
-_PROBABILITY_LIMIT = {4: 30.0, 8: 300.0}
-
 
 def exponent_limit(dtype: Any) -> float:
     """Largest exponent given to exp: 60 in float32, 600 in float64, so that sums over 1e9 tokens stay finite."""
-    return _EXPONENT_LIMIT[np.dtype(dtype).itemsize]
+    return 60.0 if np.dtype(dtype).itemsize == 4 else 600.0
 
 
 def probability_limit(dtype: Any) -> float:
@@ -37,7 +34,7 @@ def probability_limit(dtype: Any) -> float:
 
     A true log-probability is at most 0; the limit only keeps a broken engine's numbers from overflowing.
     """
-    return _PROBABILITY_LIMIT[np.dtype(dtype).itemsize]
+    return exponent_limit(dtype) / 2
 
 
 def exp_minus_one_minus_x(xp: ModuleType, x: Any) -> Any:

@@ -39,6 +39,9 @@ SIGNED = (
     "sequence_ratio_squared_minus_one",
 )
 """Terms of either sign, whose sums cancel and are therefore carried as two floats."""
+PERPLEXITIES = ("training_ppl", "rollout_ppl", "training_log_ppl", "rollout_log_ppl")
+SEQUENCE_MEANS = (*PERPLEXITIES, "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_abs_diff_sum")
+"""Metrics that are the mean over sequences of the term of the same name."""
 SMALLEST_ENTROPY = 1e-8
 """Floor of the entropy (nats) in kl_entropy_ratio, so that a deterministic policy gives a finite number."""
 
@@ -163,12 +166,12 @@ def _sequence_terms(tokens: Tokens) -> dict[str, Any]:
     values = [lr, tokens.trainer, tokens.rollout, xp.abs(lr), exp_minus_one_minus_x(xp, lr)]
     sums = tokens.sequences.sums(xp.stack(values))
     means = tokens.sequences.per_token(sums)
-    diff, trainer_log_ppl, rollout_log_ppl = 0 - means[0], 0 - means[1], 0 - means[2]  # never -0.0
+    diff, training_log_ppl, rollout_log_ppl = 0 - means[0], 0 - means[1], 0 - means[2]  # never -0.0
     n = tokens.sequences.present_length.astype(sums.dtype)
     return {
-        "trainer_ppl": xp.exp(xp.minimum(trainer_log_ppl, limit)),
+        "training_ppl": xp.exp(xp.minimum(training_log_ppl, limit)),
         "rollout_ppl": xp.exp(xp.minimum(rollout_log_ppl, limit)),
-        "trainer_log_ppl": trainer_log_ppl,
+        "training_log_ppl": training_log_ppl,
         "rollout_log_ppl": rollout_log_ppl,
         "log_ppl_diff": diff,
         "log_ppl_abs_diff": xp.abs(diff),
@@ -191,13 +194,7 @@ def finalize_mismatch(statistics: Statistics) -> dict[str, Any]:
     metrics = {
         "kl": 0 - mean("log_ratio"),
         "k3_kl": mean("k3"),
-        "training_ppl": of_sequences("trainer_ppl"),
-        "rollout_ppl": of_sequences("rollout_ppl"),
-        "training_log_ppl": of_sequences("trainer_log_ppl"),
-        "rollout_log_ppl": of_sequences("rollout_log_ppl"),
-        "log_ppl_diff": of_sequences("log_ppl_diff"),
-        "log_ppl_abs_diff": of_sequences("log_ppl_abs_diff"),
-        "log_ppl_abs_diff_sum": of_sequences("log_ppl_abs_diff_sum"),
+        **{name: of_sequences(name) for name in SEQUENCE_MEANS},
         "log_ppl_diff_max": extreme("log_ppl_diff_max", "sequence_count"),
         "log_ppl_diff_min": extreme("log_ppl_diff_min", "sequence_count"),
         "ppl_ratio": xp.where(statistics["sequence_count"] > 0, 1 + of_sequences("ppl_ratio_minus_one"), 0),

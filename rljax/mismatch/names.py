@@ -25,23 +25,18 @@ class ForeignMetric:
       framework: one of FRAMEWORKS.
       name: the key under which the framework logs it.
       formula: what it computes.
-      ours: our metric with exactly this value, or None.
-      value: the number from our statistics.
+      value: our metric with exactly this value, or else the number from our statistics.
     """
 
     framework: str
     name: str
     formula: str
-    ours: str | None
-    value: Callable[[Statistics], Any]
+    value: str | Callable[[Statistics], Any]
 
-
-def _same(framework: str, name: str, ours: str, formula: str) -> ForeignMetric:
-    return ForeignMetric(framework, name, formula, ours, lambda statistics: finalize_mismatch(statistics)[ours])
-
-
-def _own(framework: str, name: str, formula: str, value: Callable[[Statistics], Any]) -> ForeignMetric:
-    return ForeignMetric(framework, name, formula, None, value)
+    @property
+    def ours(self) -> str | None:
+        """Our metric with exactly this value, or None."""
+        return self.value if isinstance(self.value, str) else None
 
 
 def _mean(term: str, over: str = "token_count") -> Callable[[Statistics], Any]:
@@ -63,87 +58,89 @@ def _mean_ratio(statistics: Statistics) -> Any:
     return statistics.xp.where(statistics["token_count"] > 0, 1 + statistics.mean("ratio_minus_one"), 0)
 
 
-_VERL = (
-    ("kl", "<-lr>"),
-    ("k3_kl", "<exp(lr) - lr - 1>"),
-    ("training_ppl", "mean_i exp(-mean_t trainer)"),
-    ("rollout_ppl", "mean_i exp(-mean_t rollout)"),
-    ("training_log_ppl", "mean_i -mean_t trainer"),
-    ("rollout_log_ppl", "mean_i -mean_t rollout"),
-    ("log_ppl_diff", "mean_i mean_t -lr"),
-    ("log_ppl_abs_diff", "mean_i abs(mean_t lr)"),
-    ("log_ppl_diff_max", "max_i mean_t -lr"),
-    ("log_ppl_diff_min", "min_i mean_t -lr"),
-    ("ppl_ratio", "mean_i exp(mean_t -lr)"),
-    ("chi2_token", "<exp(2 clip(lr, +-20))> - 1"),
-    ("chi2_seq", "mean_i exp(2 clip(sum_t lr, +-20)) - 1"),
-)
+_ROWS: dict[str, tuple[tuple[str, str, str | Callable[[Statistics], Any]], ...]] = {
+    "verl": (
+        ("rollout_corr/kl", "<-lr>", "kl"),
+        ("rollout_corr/k3_kl", "<exp(lr) - lr - 1>", "k3_kl"),
+        ("rollout_corr/training_ppl", "mean_i exp(-mean_t trainer)", "training_ppl"),
+        ("rollout_corr/rollout_ppl", "mean_i exp(-mean_t rollout)", "rollout_ppl"),
+        ("rollout_corr/training_log_ppl", "mean_i -mean_t trainer", "training_log_ppl"),
+        ("rollout_corr/rollout_log_ppl", "mean_i -mean_t rollout", "rollout_log_ppl"),
+        ("rollout_corr/log_ppl_diff", "mean_i mean_t -lr", "log_ppl_diff"),
+        ("rollout_corr/log_ppl_abs_diff", "mean_i abs(mean_t lr)", "log_ppl_abs_diff"),
+        ("rollout_corr/log_ppl_diff_max", "max_i mean_t -lr", "log_ppl_diff_max"),
+        ("rollout_corr/log_ppl_diff_min", "min_i mean_t -lr", "log_ppl_diff_min"),
+        ("rollout_corr/ppl_ratio", "mean_i exp(mean_t -lr)", "ppl_ratio"),
+        ("rollout_corr/chi2_token", "<exp(2 clip(lr, +-20))> - 1", "chi2_token"),
+        ("rollout_corr/chi2_seq", "mean_i exp(2 clip(sum_t lr, +-20)) - 1", "chi2_seq"),
+        ("training/rollout_probs_diff_mean", "<abs(exp(trainer) - exp(rollout))>", "prob_abs_diff_mean"),
+        ("training/rollout_probs_diff_max", "max abs(exp(trainer) - exp(rollout))", "prob_abs_diff_max"),
+        (
+            "training/rollout_probs_diff_std",
+            "standard deviation (n - 1) over tokens of abs(exp(trainer) - exp(rollout))",
+            _deviation("prob_abs_diff_squared", "prob_abs_diff"),
+        ),
+        ("training/rollout_actor_probs_pearson_corr", "correlation of the two probabilities", "pearson_corr"),
+    ),
+    "trl": (
+        ("sampling/sampling_logp_difference/mean", "<abs(lr)>", "logprob_abs_diff_mean"),
+        ("sampling/sampling_logp_difference/max", "max abs(lr)", "logprob_abs_diff_max"),
+    ),
+    "nemo_rl": (
+        ("token_mult_prob_error", "<exp(abs(lr))>", lambda s: 1 + s.mean("ratio_abs_minus_one")),
+        ("gen_kl_error", "<exp(lr) - lr - 1>", "k3_kl"),
+        ("policy_kl_error", "<exp(-lr) + lr - 1>", _mean("reverse_k3")),
+    ),
+    "prime_rl": (
+        (
+            "mismatch_kl/mean",
+            "mean_i of the sequence's mean of exp(lr) - lr - 1",
+            _mean("sequence_k3", "sequence_count"),
+        ),
+    ),
+    "slime": (
+        (
+            "train/train_rollout_logprob_abs_diff",
+            "mean_i of the sequence's mean of abs(lr)",
+            _mean("sequence_log_ratio_abs", "sequence_count"),
+        ),
+    ),
+    "skyrl": (
+        ("policy/rollout_train_logprobs_abs_diff_mean", "<abs(lr)>", "logprob_abs_diff_mean"),
+        (
+            "policy/rollout_train_logprobs_abs_diff_std",
+            "standard deviation (n - 1) over tokens of abs(lr)",
+            _deviation("log_ratio_squared", "log_ratio_abs"),
+        ),
+        ("policy/rollout_train_logprobs_abs_diff_max", "max abs(lr)", "logprob_abs_diff_max"),
+    ),
+    "areal": (
+        ("behave_approx_kl/avg", "<lr>, no cap on the weights", _mean("log_ratio")),
+        ("behave_approx_kl/max", "max lr, no cap on the weights", lambda s: s.extreme("log_ratio_max")),
+        ("behave_approx_kl/min", "min lr, no cap on the weights", lambda s: s.extreme("log_ratio_min")),
+        ("behave_imp_weight/avg", "<exp(lr)>, no cap on the weights (here lr is clipped at +-20)", _mean_ratio),
+    ),
+    "tunix": (
+        ("sampler_trainer/logp_diff_mean", "<abs(lr)>", "logprob_abs_diff_mean"),
+        ("sampler_trainer/logp_diff_max", "max abs(lr)", "logprob_abs_diff_max"),
+        ("sampler_trainer/prob_diff_mean", "<abs(exp(trainer) - exp(rollout))>", "prob_abs_diff_mean"),
+        ("sampler_trainer/prob_diff_max", "max abs(exp(trainer) - exp(rollout))", "prob_abs_diff_max"),
+        ("sampler_trainer/probs_pearson_corr", "correlation of the two probabilities", "pearson_corr"),
+        (
+            "sampler_trainer/mult_prob_error_max",
+            "max exp(min(abs(lr), 20))",
+            lambda s: s.xp.exp(s.xp.minimum(largest_log_ratio(s), RATIO_BOUND)),
+        ),
+    ),
+    "torchtitan": (
+        ("bit_wise/logprob_diff/mean", "<lr> (signed)", _mean("log_ratio")),
+        ("bit_wise/logprob_diff/max", "max abs(lr)", "logprob_abs_diff_max"),
+        ("bit_wise/ratio_tokens_different/mean", "share of tokens with abs(lr) > 1e-6", _mean("different_count")),
+    ),
+}
+"""Framework -> its name, formula and value of each metric, as in ``ForeignMetric``."""
 
-NAME_TABLE: tuple[ForeignMetric, ...] = (
-    *(_same("verl", f"rollout_corr/{name}", name, formula) for name, formula in _VERL),
-    _same("verl", "training/rollout_probs_diff_mean", "prob_abs_diff_mean", "<abs(exp(trainer) - exp(rollout))>"),
-    _same("verl", "training/rollout_probs_diff_max", "prob_abs_diff_max", "max abs(exp(trainer) - exp(rollout))"),
-    _own(
-        "verl",
-        "training/rollout_probs_diff_std",
-        "standard deviation (n - 1) over tokens of abs(exp(trainer) - exp(rollout))",
-        _deviation("prob_abs_diff_squared", "prob_abs_diff"),
-    ),
-    _same("verl", "training/rollout_actor_probs_pearson_corr", "pearson_corr", "correlation of the two probabilities"),
-    _same("trl", "sampling/sampling_logp_difference/mean", "logprob_abs_diff_mean", "<abs(lr)>"),
-    _same("trl", "sampling/sampling_logp_difference/max", "logprob_abs_diff_max", "max abs(lr)"),
-    _own("nemo_rl", "token_mult_prob_error", "<exp(abs(lr))>", lambda s: 1 + s.mean("ratio_abs_minus_one")),
-    _same("nemo_rl", "gen_kl_error", "k3_kl", "<exp(lr) - lr - 1>"),
-    _own("nemo_rl", "policy_kl_error", "<exp(-lr) + lr - 1>", _mean("reverse_k3")),
-    _own(
-        "prime_rl",
-        "mismatch_kl/mean",
-        "mean_i of the sequence's mean of exp(lr) - lr - 1",
-        _mean("sequence_k3", "sequence_count"),
-    ),
-    _own(
-        "slime",
-        "train/train_rollout_logprob_abs_diff",
-        "mean_i of the sequence's mean of abs(lr)",
-        _mean("sequence_log_ratio_abs", "sequence_count"),
-    ),
-    _same("skyrl", "policy/rollout_train_logprobs_abs_diff_mean", "logprob_abs_diff_mean", "<abs(lr)>"),
-    _own(
-        "skyrl",
-        "policy/rollout_train_logprobs_abs_diff_std",
-        "standard deviation (n - 1) over tokens of abs(lr)",
-        _deviation("log_ratio_squared", "log_ratio_abs"),
-    ),
-    _same("skyrl", "policy/rollout_train_logprobs_abs_diff_max", "logprob_abs_diff_max", "max abs(lr)"),
-    _own("areal", "behave_approx_kl/avg", "<lr>, no cap on the weights", _mean("log_ratio")),
-    _own("areal", "behave_approx_kl/max", "max lr, no cap on the weights", lambda s: s.extreme("log_ratio_max")),
-    _own("areal", "behave_approx_kl/min", "min lr, no cap on the weights", lambda s: s.extreme("log_ratio_min")),
-    _own(
-        "areal",
-        "behave_imp_weight/avg",
-        "<exp(lr)>, no cap on the weights (here lr is clipped at +-20)",
-        _mean_ratio,
-    ),
-    _same("tunix", "sampler_trainer/logp_diff_mean", "logprob_abs_diff_mean", "<abs(lr)>"),
-    _same("tunix", "sampler_trainer/logp_diff_max", "logprob_abs_diff_max", "max abs(lr)"),
-    _same("tunix", "sampler_trainer/prob_diff_mean", "prob_abs_diff_mean", "<abs(exp(trainer) - exp(rollout))>"),
-    _same("tunix", "sampler_trainer/prob_diff_max", "prob_abs_diff_max", "max abs(exp(trainer) - exp(rollout))"),
-    _same("tunix", "sampler_trainer/probs_pearson_corr", "pearson_corr", "correlation of the two probabilities"),
-    _own(
-        "tunix",
-        "sampler_trainer/mult_prob_error_max",
-        "max exp(min(abs(lr), 20))",
-        lambda s: s.xp.exp(s.xp.minimum(largest_log_ratio(s), RATIO_BOUND)),
-    ),
-    _own("torchtitan", "bit_wise/logprob_diff/mean", "<lr> (signed)", _mean("log_ratio")),
-    _same("torchtitan", "bit_wise/logprob_diff/max", "logprob_abs_diff_max", "max abs(lr)"),
-    _own(
-        "torchtitan",
-        "bit_wise/ratio_tokens_different/mean",
-        "share of tokens with abs(lr) > 1e-6",
-        _mean("different_count"),
-    ),
-)
+NAME_TABLE = tuple(ForeignMetric(framework, *row) for framework, rows in _ROWS.items() for row in rows)
 """Every known metric of every framework."""
 
 PUBLISHED_BARS: dict[tuple[str, str], float] = {
@@ -156,7 +153,7 @@ PUBLISHED_BARS: dict[tuple[str, str], float] = {
 NeMo-RL's functional tests and dump trigger; prime-rl's rule for merging (at each of 20 steps); slime's CI gate.
 """
 
-FRAMEWORKS = tuple(dict.fromkeys(metric.framework for metric in NAME_TABLE))
+FRAMEWORKS = tuple(_ROWS)
 """The frameworks of the table."""
 
 
@@ -177,7 +174,7 @@ def framework_metrics(statistics: Statistics, framework: str) -> dict[str, Any]:
         raise ValueError(f"framework must be one of {FRAMEWORKS}, got {framework!r}")
     ours = finalize_mismatch(statistics)
     found = {
-        metric.name: ours[metric.ours] if metric.ours else metric.value(statistics)
+        metric.name: ours[metric.value] if isinstance(metric.value, str) else metric.value(statistics)
         for metric in NAME_TABLE
         if metric.framework == framework
     }

@@ -84,7 +84,7 @@ def read_sequences(valid: Any, sequence_ids: ArrayLike | None, num_sequences: in
     Args:
       valid: bool [b, t], the tokens that count.
       sequence_ids: None when every row is one sequence; else int [b, t], the index of the token's sequence in
-        0 .. num_sequences - 1. Each sequence lies whole inside one row and neighbouring sequences of a row differ in
+        0 .. num_sequences - 1. All of a sequence lies in one row, and neighbouring sequences of a row differ in
         index. Values at tokens that do not count are ignored.
       num_sequences: number of sequences in the arrays (static); given exactly when ``sequence_ids`` is.
 
@@ -146,7 +146,7 @@ def _check_ids(opening: np.ndarray, all_ids: np.ndarray, num_sequences: int | No
 
 
 def _shifted(xp: ModuleType, values: Any, zeros: Any, shift: Any) -> Any:
-    """Lanes moved ``shift`` places along the row, zeros moving in."""
+    """Values moved ``shift`` places along the row, zeros moving in."""
     if xp is np:
         return np.concatenate([zeros[..., :shift], values[..., :-shift]], axis=-1)
     padded = xp.concatenate([zeros, values], axis=-1)

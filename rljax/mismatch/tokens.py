@@ -52,7 +52,7 @@ def read_tokens(
       rollout_logprobs: [b, t] float, the same under the rollout engine.
       response_mask: [b, t] bool, int or float; a token counts where it is not 0. Holes are allowed.
       sequence_ids: None when each row is one sequence; else int [b, t] in 0 .. num_sequences - 1, several sequences
-        to a row, each whole inside its row. Values outside the mask are ignored.
+        to a row, all of each in one row. Values outside the mask are ignored.
       num_sequences: static int, given with ``sequence_ids``.
 
     Raises:

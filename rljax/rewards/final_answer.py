@@ -27,18 +27,17 @@ def final_answer(response: str) -> str | None:
     state it as "the answer is ...", or as a last line that is only a formula. Numbers in other text do not count.
     """
     text = response.rsplit("</think>", 1)[-1]
-    line_at, line = _last_answer_line(text)
+    line_at, line = _statement_after(_ANSWER_LINE, text)
     box_at, box = _last_boxes(text)
     if line is not None or box is not None:
         return box if box is not None and box_at > line_at else line
-    return _stated_in_a_sentence(text) or _bare_last_line(text)
+    return _statement_after(_ANSWER_IS, text)[1] or _bare_last_line(text)
 
 
-def _last_answer_line(text: str) -> tuple[int, str | None]:
-    found = list(_ANSWER_LINE.finditer(text))
-    if not found:
-        return -1, None
-    return found[-1].start(), _first_statement(text[found[-1].end() :])
+def _statement_after(opening: re.Pattern[str], text: str) -> tuple[int, str | None]:
+    """(start of the last opening, what is stated after it)."""
+    found = list(opening.finditer(text))
+    return (found[-1].start(), _first_statement(text[found[-1].end() :])) if found else (-1, None)
 
 
 def _first_statement(rest: str) -> str | None:
@@ -88,11 +87,6 @@ def closing_brace(text: str, start: int) -> int | None:
             return at
         at += 1
     return None
-
-
-def _stated_in_a_sentence(text: str) -> str | None:
-    found = list(_ANSWER_IS.finditer(text))
-    return _first_statement(text[found[-1].end() :]) if found else None
 
 
 def _bare_last_line(text: str) -> str | None:

@@ -91,20 +91,16 @@ def _same_quantity(right: str, answer: str) -> bool:
     right, answer = without_money(right), without_money(answer)
     right_value, right_share = _without_percent(right)
     value, share = _without_percent(answer)
-    expected = split_unit(right_value)
-    if _NUMERIC.fullmatch(re.sub(r"\\[A-Za-z]+", "", expected.value)):
-        given = split_unit(value)
-        if not units_agree(expected.unit, given.unit):
+    number, unit = split_unit(right_value)
+    if _NUMERIC.fullmatch(re.sub(r"\\[A-Za-z]+", "", number)):
+        right_value, (value, stated_unit) = number, split_unit(value)
+        if not units_agree(unit, stated_unit):
             return False
-        right_value, value = expected.value, given.value
     if right_share == share:
         return _equal(right_value, value)
     # A percent sign on one side only: it is a unit (50 for 50%) or a factor (0.5 for 50%).
-    if _equal(right_value, value):
-        return True
-    if right_share:
-        return _equal(_hundredth(right_value), value)
-    return _equal(right_value, _hundredth(value))
+    factor = (_hundredth(right_value), value) if right_share else (right_value, _hundredth(value))
+    return _equal(right_value, value) or _equal(*factor)
 
 
 def _hundredth(text: str) -> str:
@@ -136,7 +132,7 @@ def _equal(right: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> tuple[Any, ...]:
-    """The whole text as sympy, or nothing: a part of it is not accepted."""
+    """The complete text as sympy, or nothing: a part of it is not accepted."""
     text = rewrite_numbers(text)
     if not braces_balance(text) or _TWO_NUMBERS.search(text):
         return ()

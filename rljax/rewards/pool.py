@@ -8,22 +8,13 @@ import os
 import queue
 import threading
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 from rljax.rewards.process import RewardProcess
 from rljax.rewards.resolve import CHEAP, RewardFunction, Verdict, resolve_reward, reward_path, score
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Task:
-    problem: Mapping[str, Any]
-    response: str
-    truncated: bool
-    future: Future[float]
 
 
 class RewardPool:
@@ -66,18 +57,18 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._errors = self._timeouts = 0
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = False
         self._broken: RuntimeError | None = None
         self._workers: list[RewardProcess] = []
-        self._threads: list[threading.Thread] = []
         if workers:
             path = reward if isinstance(reward, str) else reward_path(reward)
             memory = None if memory_gib is None else int(memory_gib * 2**30)
             self._workers = [RewardProcess(path, memory) for _ in range(workers)]
-            self._threads = [threading.Thread(target=self._serve, args=(w,), daemon=True) for w in self._workers]
-            for thread in self._threads:
-                thread.start()
+        # One thread a process: each waits for the process that it took from the idle ones.
+        self._threads = ThreadPoolExecutor(max(workers, 1))
+        self._idle: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
 
     def submit(self, problem: Mapping[str, Any], response: str, truncated: bool) -> Future[float]:
         """Starts to score one response.
@@ -89,18 +80,13 @@ class RewardPool:
         Raises:
           RuntimeError: the pool is closed.
         """
-        task = _Task(problem, response, truncated, Future())
-        if not self._workers:
-            if self._closed:
-                raise RuntimeError("the reward pool is closed")
-            self._settle(task, score(self._function, problem, response, truncated))
-            return task.future
-        # Under the lock, or a task could be put behind the last sentinel of ``close``.
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the reward pool is closed")
-            self._tasks.put(task)
-        return task.future
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+        if self._workers:
+            return self._threads.submit(self._score, problem, response, truncated)
+        future: Future[float] = Future()
+        future.set_result(self._settle(score(self._function, problem, response, truncated)))
+        return future
 
     def pop_metrics(self) -> dict[str, int]:
         """Counts since the last call: ``reward/errors``, responses that could not be scored; ``reward/timeouts``,
@@ -113,16 +99,10 @@ class RewardPool:
 
     def close(self) -> None:
         """Ends every worker at once and cancels the waiting responses. Calling it again does nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        self._closed = True
         for worker in self._workers:
             worker.stop()
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown(cancel_futures=True)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -130,34 +110,30 @@ class RewardPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _serve(self, process: RewardProcess) -> None:
-        while (task := self._tasks.get()) is not None:
-            if not task.future.set_running_or_notify_cancel():
-                continue
-            if self._broken is not None or self._closed:
-                task.future.set_exception(self._broken or CancelledError())
-                continue
-            try:
-                verdict = process.score(task.problem, task.response, task.truncated, self._timeout_s)
-                self._settle(task, verdict)
-            except TimeoutError as error:
-                self._settle(task, (None, str(error)), timed_out=True)
-            except RuntimeError as error:
-                self._broken = error
-                task.future.set_exception(CancelledError() if self._closed else error)
+    def _score(self, problem: Mapping[str, Any], response: str, truncated: bool) -> float:
+        process = self._idle.get()
+        try:
+            if self._broken is not None:
+                raise self._broken
+            return self._settle(process.score(problem, response, truncated, self._timeout_s))
+        except TimeoutError as error:
+            return self._settle((None, str(error)), timed_out=True)
+        except RuntimeError as error:
+            self._broken = error
+            raise CancelledError if self._closed else error from None
+        finally:
+            self._idle.put(process)
 
-    def _settle(self, task: _Task, verdict: Verdict, *, timed_out: bool = False) -> None:
+    def _settle(self, verdict: Verdict, *, timed_out: bool = False) -> float:
         value, complaint = verdict
         if value is not None:
-            task.future.set_result(value)
-            return
+            return value
         if self._closed:  # close() ended the worker; the response did nothing wrong
-            task.future.set_exception(CancelledError())
-            return
+            raise CancelledError
         with self._lock:
             first = self._errors == 0
             self._errors += 1
             self._timeouts += timed_out
         if first:
             log.warning("a response could not be scored and earns 0: %s", complaint)
-        task.future.set_result(0.0)
+        return 0.0

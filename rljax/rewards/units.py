@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 # Each name of a unit -> one name. Units not listed here are nouns, which any response may add.
 _UNITS = {
@@ -34,34 +33,26 @@ _TAIL = re.compile(rf"(?:(?<=[\d)}}!])|(?<=\\pi))\s*({_WORD}(?:[\s/.]+{_WORD}){{
 _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*([CFK]?)$")
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """A value and what it counts.
+def split_unit(text: str) -> tuple[str, str | None]:
+    """Takes a unit or noun off the end of a number.
 
-    Attributes:
-      value: the text before the unit.
-      unit: known units in one spelling, "" for a noun, None where there is neither.
+    Returns:
+      The text before the unit, or the complete text where there is none; known units in one spelling, "" for a noun,
+      None where there is neither.
     """
-
-    value: str
-    unit: str | None
-
-
-def split_unit(text: str) -> Quantity:
-    """Takes a unit or noun off the end of a number; a text without one comes back whole."""
     if (match := _DEGREES.search(text)) is not None and match.start() > 0:
-        return Quantity(text[: match.start()], {"C": "c", "F": "f", "K": "k"}.get(match[1], "degree"))
+        return text[: match.start()], {"C": "c", "F": "f", "K": "k"}.get(match[1], "degree")
     match = _TAIL.search(text)
     if match is None:
-        return Quantity(text, None)
+        return text, None
     words = [word.lower() for word in re.findall(r"[A-Za-z]+", match[1])]
     if any(word in _NO_UNIT for word in words):
-        return Quantity(text, None)
+        return text, None
     names = [_UNITS.get(word) or _UNITS.get(word.removesuffix("s")) for word in words]
     short = {word for name, word in zip(names, words, strict=True) if name is None and len(word) < 3}
     if short - _POWERS.keys():
-        return Quantity(text, None)
-    return Quantity(text[: match.start()].strip(), _spelling(match[1], words, names))
+        return text, None
+    return text[: match.start()].strip(), _spelling(match[1], words, names)
 
 
 def units_agree(one: str | None, other: str | None) -> bool:

@@ -49,7 +49,7 @@ from rljax.run.sampling import collect_rollouts, rollout_row, score_responses, s
 from rljax.trainer.measure import without_empty_buckets
 from rljax.trainer.packing import useful_fraction
 from rljax.trainer.state import TrainState
-from rljax.trainer.update import Update
+from rljax.trainer.update import Update, UpdateOptions
 
 Record = Callable[[Row, dict[str, np.ndarray]], None]
 
@@ -136,7 +136,7 @@ def one_step(
         batch = run.update.pack(sequences)
     with timers.phase("train"):
         measure_noise = is_due(config.diagnosis.grad_noise_every, step)
-        updated = run.update(state, batch, sequences, rate, seed=seed, noise=measure_noise)
+        updated = run.update(state, batch, sequences, UpdateOptions(rate, seed, measure_noise))
     state = updated.state
 
     with timers.phase("publish"):

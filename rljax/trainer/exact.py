@@ -29,8 +29,17 @@ from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch, TrainSequence, pack, unpack
 from rljax.trainer.state import TrainState, abstract_state
-from rljax.trainer.step import PrecisionConfig, Totals, add_micro_batch, micro_gradients, update_state, zero_totals
-from rljax.trainer.update import Updated, fetch
+from rljax.trainer.step import (
+    Controls,
+    PrecisionConfig,
+    Totals,
+    add_micro_batch,
+    micro_gradients,
+    place_controls,
+    update_state,
+    zero_totals,
+)
+from rljax.trainer.update import Updated, UpdateOptions, fetch
 
 
 class FullScores(NamedTuple):
@@ -271,16 +280,9 @@ class ExactUpdate:
             return add_micro_batch(totals, output.grads, output.loss, measured(output, micro), measure_noise)
 
         def finish(
-            state: TrainState,
-            totals: Totals,
-            batch: PackedBatch,
-            learning_rate: jax.Array,
-            apply_update: jax.Array,
-            measure_noise: jax.Array,
+            state: TrainState, totals: Totals, batch: PackedBatch, controls: Controls
         ) -> tuple[TrainState, dict[str, jax.Array]]:
-            state, row = update_state(
-                state, totals, batch, tx, objective, learning_rate, apply_update, measure_noise, dynamic=dynamic
-            )
+            state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
             return state, row | finalize_measured(totals.measured, diagnosis)
 
         self._start = jax.jit(start, out_shardings=totals)
@@ -292,24 +294,16 @@ class ExactUpdate:
         return lay_out(sequences, self._exact.rows, self._exact.row_tokens)
 
     def __call__(
-        self,
-        state: TrainState,
-        batch: PackedBatch,
-        sequences: Sequence[TrainSequence],
-        learning_rate: float,
-        *,
-        seed: int,
-        noise: bool,
+        self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """See ``Update``."""
-        del seed
         exact = self._exact
         if self._reference is not None:
             batch = self._with_reference(batch, self._reference)
-        noise = noise and int(batch.used) > 1
+        noise = options.noise and int(batch.used) > 1
         scale, provisional = exact.scalar(state.loss_scale.scale), exact.scalar(exact.objective.provisional(batch))
-        values = (np.float32(learning_rate), np.bool_(any(s.in_loss for s in sequences)), np.bool_(noise))
-        rate, apply_update, measure_noise = jax.device_put(values, self._everywhere)
+        has_loss = any(s.in_loss for s in sequences)
+        controls = place_controls(options.learning_rate, has_loss, noise, self._everywhere)
         logprobs = []
         with jax.set_mesh(exact.mesh):
             totals = self._start()
@@ -317,8 +311,8 @@ class ExactUpdate:
                 micro = exact.place(micro_of(batch, index))
                 output = exact(state.params, micro, scale, provisional, self._temperature)
                 logprobs.append(output.scores.logprobs)
-                totals = self._add(totals, output, micro, measure_noise)
-            state, metrics = self._finish(state, totals, batch, rate, apply_update, measure_noise)
+                totals = self._add(totals, output, micro, controls.measure_noise)
+            state, metrics = self._finish(state, totals, batch, controls)
         row, histograms = fetch(metrics, noise=noise)
         return Updated(state, row, histograms, lambda: unpack(np.stack(jax.device_get(logprobs)), batch, sequences))
 

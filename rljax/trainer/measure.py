@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rljax.checks import check_at_least
 from rljax.mismatch import Statistics, mismatch_statistics, read_tokens
 from rljax.mismatch.diagnosis import (
     ENTROPY_EDGES,
@@ -54,13 +55,8 @@ class DiagnosisConfig:
             edges = getattr(self, name)
             if not edges or any(low >= high for low, high in itertools.pairwise(edges)):
                 raise ValueError(f"{name} must be increasing and at least one, got {list(edges)}")
-        for name in ("staleness_buckets", "reference_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.is_threshold >= 1.0:
-            raise ValueError(f"is_threshold must be at least 1, got {self.is_threshold}")
-        if self.grad_noise_every < 0:
-            raise ValueError(f"grad_noise_every must not be negative, got {self.grad_noise_every}")
+        check_at_least(self, 1, "staleness_buckets", "reference_steps", "is_threshold")
+        check_at_least(self, 0, "grad_noise_every")
 
 
 def measure(

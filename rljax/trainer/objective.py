@@ -42,7 +42,7 @@ class Objective:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether a batch must bring its ``old_logprobs``: to normalise weights beside a KL penalty."""
+        """Whether a batch must have its ``old_logprobs``: to normalise weights beside a KL penalty."""
         return self.loss.kl != "none" and self.correction.normalize
 
     def micro_loss(

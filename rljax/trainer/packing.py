@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rljax.checks import check_at_least
+
 
 @dataclass(frozen=True)
 class PackingConfig:
@@ -20,10 +22,8 @@ class PackingConfig:
     """Rows of a micro-batch. It must be a multiple of the size of the mesh axis fsdp."""
 
     def __post_init__(self) -> None:
-        if self.row_tokens < 0:
-            raise ValueError(f"row_tokens must not be negative, got {self.row_tokens}")
-        if self.rows_per_micro_batch < 1:
-            raise ValueError(f"rows_per_micro_batch must be at least 1, got {self.rows_per_micro_batch}")
+        check_at_least(self, 0, "row_tokens")
+        check_at_least(self, 1, "rows_per_micro_batch")
 
     def resolve_row_tokens(self, max_sequence_tokens: int) -> int:
         """Row length in tokens. Raises ValueError when a sequence of ``max_sequence_tokens`` would not fit."""
@@ -152,7 +152,7 @@ def _have(sequences: Sequence[TrainSequence], name: str) -> bool:
 def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
     """The response tokens' ``values`` [m, b, t] of a packed batch, one vector [r] for each sequence."""
     mask = np.asarray(batch.response_mask)
-    # A stable sort keeps the tokens of a sequence in order: it lies whole in one row.
+    # A stable sort keeps the tokens of a sequence in order: all of it lies in one row.
     order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
     lengths = np.cumsum([len(s.response) for s in sequences])
     return np.split(np.asarray(values)[mask][order], lengths[:-1])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from rljax.checks import check_finite
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import Params, abstract_params, param_shardings
 from rljax.schedule import inject_learning_rate
@@ -41,9 +42,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not 0.0 < self.learning_rate < float("inf"):
             raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
-        for name in ("weight_decay", "eps", "clip_norm"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        check_finite(self, "weight_decay", "eps", "clip_norm")
         for name in ("b1", "b2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")

@@ -59,6 +59,20 @@ class Totals(NamedTuple):
     measured: dict[str, Statistics]  # from ``measure``
 
 
+class Controls(NamedTuple):
+    """What decides about a step besides its batch: scalars on every device."""
+
+    learning_rate: jax.Array  # float32
+    apply_update: jax.Array  # bool
+    measure_noise: jax.Array  # bool
+
+
+def place_controls(learning_rate: float, apply_update: bool, measure_noise: bool, where: NamedSharding) -> Controls:
+    """The controls on the devices."""
+    values = Controls(np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))  # type: ignore[arg-type]
+    return jax.device_put(values, where)
+
+
 def micro_gradients(
     compute: Params,
     micro: PackedBatch,
@@ -136,33 +150,6 @@ def add_micro_batch(
     )
 
 
-def _accumulate(
-    compute: Params,
-    batch: PackedBatch,
-    scale: jax.Array,
-    measure_noise: jax.Array,
-    score: Any,
-    objective: Objective,
-    diagnosis: DiagnosisConfig | None,
-) -> tuple[Totals, jax.Array]:
-    """Loops over the used micro-batches. Returns the totals and ``trainer_logprobs`` [m, b, t]."""
-    provisional, mean_weight = objective.provisional(batch), objective.mean_weight(batch)
-
-    def each(micro: PackedBatch) -> tuple[Params, Statistics, dict[str, Statistics], jax.Array]:
-        grads, loss, scores = micro_gradients(compute, micro, objective, score, scale, provisional, mean_weight)
-        return grads, loss, measure(scores, micro, objective.num_sequences, diagnosis), scores.logprobs
-
-    def body(i: jax.Array, carry: tuple[Totals, jax.Array]) -> tuple[Totals, jax.Array]:
-        totals, all_logprobs = carry
-        grads, loss, measured, logprobs = each(micro_batch(batch, i))
-        totals = add_micro_batch(totals, grads, loss, measured, measure_noise)
-        return totals, jax.lax.dynamic_update_index_in_dim(all_logprobs, logprobs, i, 0)
-
-    *shapes, _ = jax.eval_shape(each, micro_shapes(batch))
-    start = (zero_totals(*shapes), jnp.zeros(batch.tokens.shape, jnp.float32))
-    return jax.lax.fori_loop(0, batch.used, body, start)
-
-
 def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
     """The batch on the devices: what the policy reads split by rows, the rest complete on each of them.
 
@@ -206,18 +193,25 @@ class TrainStep:
         score = make_score(config, precision, temperature)
 
         def train_step(
-            state: TrainState,
-            batch: PackedBatch,
-            learning_rate: jax.Array,
-            apply_update: jax.Array,
-            measure_noise: jax.Array,
+            state: TrainState, batch: PackedBatch, controls: Controls
         ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+            def each(micro: PackedBatch) -> tuple[Params, Statistics, dict[str, Statistics], jax.Array]:
+                grads, loss, scores = micro_gradients(compute, micro, objective, score, scale, provisional, mean_weight)
+                return grads, loss, measure(scores, micro, objective.num_sequences, diagnosis), scores.logprobs
+
+            def body(i: jax.Array, carry: tuple[Totals, jax.Array]) -> tuple[Totals, jax.Array]:
+                totals, all_logprobs = carry
+                grads, loss, measured, logprobs = each(micro_batch(batch, i))
+                totals = add_micro_batch(totals, grads, loss, measured, controls.measure_noise)
+                return totals, jax.lax.dynamic_update_index_in_dim(all_logprobs, logprobs, i, 0)
+
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 compute, scale = cast_params(state.params, dtype), state.loss_scale.scale
-                totals, logprobs = _accumulate(compute, batch, scale, measure_noise, score, objective, diagnosis)
-            state, row = update_state(
-                state, totals, batch, tx, objective, learning_rate, apply_update, measure_noise, dynamic=dynamic
-            )
+                provisional, mean_weight = objective.provisional(batch), objective.mean_weight(batch)
+                *shapes, _ = jax.eval_shape(each, micro_shapes(batch))
+                start = (zero_totals(*shapes), jnp.zeros(batch.tokens.shape, jnp.float32))
+                totals, logprobs = jax.lax.fori_loop(0, batch.used, body, start)
+            state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
             return state, row | finalize_measured(totals.measured, diagnosis), logprobs
 
         abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic)
@@ -226,7 +220,7 @@ class TrainStep:
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
         self._jitted = jax.jit(
             train_step,
-            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, *[self._everywhere] * 3),
+            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, self._everywhere),
             out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._everywhere, self._by_rows),
             donate_argnums=(0,),
         )
@@ -258,9 +252,9 @@ class TrainStep:
           The new state, the row's metrics on the device (scalars, and the histogram), ``trainer_logprobs`` [m, b, t].
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
-        values = (np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))
+        controls = place_controls(learning_rate, apply_update, measure_noise, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
-            return self._jitted(state, placed, *jax.device_put(values, self._everywhere))
+            return self._jitted(state, placed, controls)
 
 
 def update_state(
@@ -269,9 +263,7 @@ def update_state(
     batch: PackedBatch,
     tx: optax.GradientTransformation,
     objective: Objective,
-    learning_rate: jax.Array,
-    apply_update: jax.Array,
-    measure_noise: jax.Array,
+    controls: Controls,
     *,
     dynamic: bool,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -281,13 +273,13 @@ def update_state(
     grads = jax.tree.map(lambda g: g * factor, totals.grads)
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm)
-    opt_state = set_learning_rate(state.opt_state, learning_rate)
+    opt_state = set_learning_rate(state.opt_state, controls.learning_rate)
 
     def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    wanted = apply_update & (totals.loss["denominator"] > 0)
+    wanted = controls.apply_update & (totals.loss["denominator"] > 0)
     applied = wanted & finite
     params, opt_state = jax.lax.cond(applied, update, lambda p, s: (p, s), state.params, opt_state)
     # A batch without loss has zero gradients, which say nothing about the scale.
@@ -297,7 +289,7 @@ def update_state(
     noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, batch.used)
     return state, loss_row(objective, totals.loss, rescaling) | {
         "optimizer/grad_norm": grad_norm,
-        "optimizer/grad_noise": jnp.where(measure_noise, noise, jnp.nan),
+        "optimizer/grad_noise": jnp.where(controls.measure_noise, noise, jnp.nan),
         "optimizer/skipped_updates": state.skipped_updates,
         "precision/loss_scale": state.loss_scale.scale,
         "precision/overflows": state.loss_scale.overflows,

@@ -34,6 +34,14 @@ class Updated(NamedTuple):
     trainer_logprobs: Callable[[], list[np.ndarray]]  # float32 [r] a sequence, before the first update; fetched on call
 
 
+class UpdateOptions(NamedTuple):
+    """What the loop decides anew for every rollout batch."""
+
+    learning_rate: float  # of every update
+    seed: int  # orders mini-batches
+    noise: bool  # whether to measure ``optimizer/grad_noise``
+
+
 class Update(Protocol):
     """Trains on the responses of one step."""
 
@@ -42,14 +50,7 @@ class Update(Protocol):
         ...
 
     def __call__(
-        self,
-        state: TrainState,
-        batch: PackedBatch,
-        sequences: Sequence[TrainSequence],
-        learning_rate: float,
-        *,
-        seed: int,
-        noise: bool,
+        self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """Makes the updates of one rollout batch.
 
@@ -57,9 +58,7 @@ class Update(Protocol):
           state: donated.
           batch: ``pack(sequences)``.
           sequences: the responses.
-          learning_rate: of every update.
-          seed: orders mini-batches.
-          noise: whether to measure ``optimizer/grad_noise``.
+          options: of this rollout batch.
         """
         ...
 
@@ -84,22 +83,14 @@ class SingleUpdate:
         self._step, self.pack, self._reference = step, pack, reference
 
     def __call__(
-        self,
-        state: TrainState,
-        batch: PackedBatch,
-        sequences: Sequence[TrainSequence],
-        learning_rate: float,
-        *,
-        seed: int,
-        noise: bool,
+        self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """See ``Update``."""
-        del seed
         if self._reference is not None:
             batch = batch._replace(reference_logprobs=self._reference.logprobs(batch))
-        noise = noise and int(batch.used) > 1
+        noise = options.noise and int(batch.used) > 1
         has_loss = any(s.in_loss for s in sequences)
-        state, metrics, logprobs = self._step(state, batch, learning_rate, has_loss, noise)
+        state, metrics, logprobs = self._step(state, batch, options.learning_rate, has_loss, noise)
         row, histograms = fetch(metrics, noise=noise)
         return Updated(state, row, histograms, lambda: unpack(jax.device_get(logprobs), batch, sequences))
 
@@ -125,14 +116,7 @@ class MultipleUpdates:
         self._reference = reference
 
     def __call__(
-        self,
-        state: TrainState,
-        batch: PackedBatch,
-        sequences: Sequence[TrainSequence],
-        learning_rate: float,
-        *,
-        seed: int,
-        noise: bool,
+        self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """See ``Update``."""
         measured, logprobs = self._forward(state.params, batch)
@@ -142,18 +126,18 @@ class MultipleUpdates:
             of_reference = unpack(self._reference.logprobs(batch), batch, sequences)
             known = [s._replace(reference_logprobs=values) for s, values in zip(known, of_reference, strict=True)]
         taken: list[tuple[dict[str, jax.Array], bool]] = []
-        for mini in self._split(known, seed):
+        for mini in self._split(known, options.seed):
             mini_batch = self._pack_mini(mini)
-            wanted = noise and not taken and int(mini_batch.used) > 1
+            wanted = options.noise and not taken and int(mini_batch.used) > 1
             has_loss = any(s.in_loss for s in mini)
-            state, metrics, _ = self._step(state, mini_batch, learning_rate, has_loss, wanted)
+            state, metrics, _ = self._step(state, mini_batch, options.learning_rate, has_loss, wanted)
             taken.append((metrics, wanted))
         of_batch, histograms = fetch(measured, noise=False)
         minis = [fetch(metrics, noise=wanted)[0] for metrics, wanted in taken]
         return Updated(state, _combine(minis) | of_batch, histograms, lambda: old)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
-        """Each epoch's mini-batches: whole groups, in an order of that epoch's own."""
+        """Each epoch's mini-batches: complete groups, in an order of that epoch's own."""
         size, groups = self._group_size, len(sequences) // self._group_size
         rng = np.random.default_rng(seed)
         orders = [np.split(rng.permutation(groups), self._mini_batches) for _ in range(self._epochs)]

@@ -197,8 +197,8 @@ def test_presets_fill_the_other_fields():
             r"0 unless mode is band, got 0\.5 with threshold 2\.0, mode truncate",
         ),
         ({"level": "token", "mode": "band", "threshold_low": 3.0}, r"got 3\.0 with threshold 2\.0, mode band"),
-        ({"reject_k3": -1.0}, r"must not be negative, got -1\.0 and 0\.0"),
-        ({"veto": float("nan")}, "must not be negative, got 0.0 and nan"),
+        ({"reject_k3": -1.0}, r"reject_k3 must not be negative, got -1\.0"),
+        ({"veto": float("nan")}, "veto must not be negative, got nan"),
         ({"reject_geometric_low": 0.9}, r"in 0 .. reject_geometric_high, got 0\.9 and 0\.0"),
     ],
 )

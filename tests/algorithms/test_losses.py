@@ -244,8 +244,8 @@ def test_kl_is_masked_and_bounded():
         ({"kl_coefficient": 0.1}, r"above 0 exactly with a kl, got 0\.1, none"),
         ({"kl": "k3", "kl_coefficient": float("nan")}, r"above 0 exactly with a kl, got nan, k3"),
         ({"sequence_constant": 100}, r"0 unless aggregation is sequence_sum, got 100 with token_mean"),
-        ({"mini_batches": 0}, r"at least 1, got 0 and 1"),
-        ({"epochs": 0}, r"at least 1, got 1 and 0"),
+        ({"mini_batches": 0}, "mini_batches must be at least 1, got 0"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
     ],
 )
 def test_mistakes_are_quoted(fields, message):

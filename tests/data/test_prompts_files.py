@@ -78,8 +78,8 @@ def test_rows_of_parquet_are_counted_from_one(tmp_path):
     [
         ("no.parquet", None, "no problems at .*no.parquet: there is no such file"),
         ("bad.parquet", "not parquet", "bad.parquet is not a Parquet file: "),
-        ("bad.jsonl", "{", r"bad.jsonl: row 1: not JSON"),
-        ("list.jsonl", "[1]", "list.jsonl: row 1: expected an object, got list"),
+        ("bad.jsonl", "{", r"bad.jsonl:1: not JSON"),
+        ("list.jsonl", "[1]", "list.jsonl:1: expected a JSON object, got list"),
         ("empty.jsonl", "\n", "empty.jsonl holds no problems"),
         ("x.csv", "a,b", r"x.csv: problems are read from .parquet or .jsonl files"),
     ],

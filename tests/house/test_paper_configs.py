@@ -22,7 +22,8 @@ from rljax.run.rate import make_rate_controller
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.state import abstract_state, create_state, make_optimizer
-from rljax.trainer.update import SingleUpdate
+from rljax.trainer.step import Controls
+from rljax.trainer.update import SingleUpdate, UpdateOptions
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "study" not in path.parts]
@@ -246,9 +247,9 @@ def test_a_toy_sized_step_is_built_and_lowered(full):
         batch = update.pack(sequences)
     else:
         batch = update._pack_mini([s._replace(old_logprobs=s.rollout_logprobs) for s in sequences])
-    scalars = (jnp.float32(1e-6), jnp.bool_(True), jnp.bool_(False))
+    controls = Controls(jnp.float32(1e-6), jnp.bool_(True), jnp.bool_(False))
     with jax.set_mesh(mesh):
-        lowered = update._step._jitted.lower(state, batch, *scalars)
+        lowered = update._step._jitted.lower(state, batch, controls)
     text = lowered.as_text()
     assert ("xf16>" in text, "xbf16>" in text) == (dynamic, not dynamic)
     new_state, row, _ = lowered.out_info
@@ -266,7 +267,7 @@ def test_a_toy_sized_step_moves_the_policy(name):
     state = create_state(init_params(TINY, 0), TINY, tx, mesh, dynamic_scale=dynamic)
     before = jax.device_get(state.params["embed"])
     update, sequences = make_update(config, TINY, tx, mesh), list(random_sequences(config.num_sequences))
-    updated = update(state, update.pack(sequences), sequences, 1e-3, seed=0, noise=False)
+    updated = update(state, update.pack(sequences), sequences, UpdateOptions(1e-3, 0, False))
     assert np.isfinite(updated.row["optimizer/grad_norm"])
     assert updated.row["optimizer/grad_norm"] > 0
     assert updated.row["schedule/learning_rate"] == pytest.approx(1e-3)

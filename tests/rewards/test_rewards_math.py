@@ -117,8 +117,7 @@ def test_the_final_answer_of_a_response(response, stated):
     ],
 )
 def test_units_by_hand(text, value, unit):
-    found = split_unit(text)
-    assert (found.value, found.unit) == (value, unit)
+    assert split_unit(text) == (value, unit)
 
 
 @pytest.mark.parametrize(

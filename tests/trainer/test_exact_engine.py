@@ -22,6 +22,7 @@ from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.update import UpdateOptions
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +97,7 @@ def trained(dtype, steps, mesh=(1, 1), loss=None):
     for step in range(steps):
         engine.publish(state.params, step)
         sequences = to_train(draw(engine, seed=step), step)
-        state, row, _, logprobs = update(state, update.pack(sequences), sequences, 1e-2, seed=0, noise=step == 0)
+        state, row, _, logprobs = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, step == 0))
         for sequence, trainer in zip(sequences, logprobs(), strict=True):
             np.testing.assert_array_equal(trainer, sequence.rollout_logprobs)
         rows.append(row)
@@ -216,7 +217,7 @@ def test_the_gradient_is_that_of_the_packed_step():
     packed = pack(sequences, row_tokens=32, rows_per_micro_batch=2, micro_batches=shape[0])
     fresh = create_state(init_params(CONFIG, 0), CONFIG, tx, exact.mesh, dynamic_scale=False)
     expected, metrics, _ = step(fresh, packed, 1e-2, True)
-    found = update(state, update.pack(sequences), sequences, 1e-2, seed=0, noise=False)
+    found = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
     for g, wanted in zip(
         *(jax.tree.leaves(s.opt_state.inner_state.trace) for s in (found.state, expected)), strict=True
     ):

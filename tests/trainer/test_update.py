@@ -28,7 +28,7 @@ from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackingConfig, TrainSequence, max_micro_batches, pack
 from rljax.trainer.state import create_state
 from rljax.trainer.step import PrecisionConfig, TrainStep
-from rljax.trainer.update import MultipleUpdates, Reference, SingleUpdate
+from rljax.trainer.update import MultipleUpdates, Reference, SingleUpdate, UpdateOptions
 
 pytestmark = pytest.mark.slow
 
@@ -224,7 +224,7 @@ def test_when_every_sequence_is_rejected_nothing_moves():
 
 def train(update, state, given, rate, **options):
     """What the loop does: packs, then updates."""
-    return update(state, update.pack(given), given, rate, **options)
+    return update(state, update.pack(given), given, UpdateOptions(rate, **options))
 
 
 def make_forward(row, rows):

@@ -1,0 +1,33 @@
+"""Checks of settings. Each raises ValueError with one line that opens with the name of the field."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """``value`` must be one of the values of ``choices``, a ``Literal``."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name} must be one of {get_args(choices)}, got {value!r}")
+
+
+def check_choices(config: Any) -> None:
+    """Every field of the dataclass that is declared as a ``Literal`` must have one of its values."""
+    for name, declared in get_type_hints(type(config)).items():
+        if get_origin(declared) is Literal:
+            check_choice(name, getattr(config, name), declared)
+
+
+def check_at_least(config: Any, least: int, *names: str) -> None:
+    """The fields must not be below ``least``; a number that is not a number is."""
+    for name in names:
+        if not getattr(config, name) >= least:
+            wanted = f"be at least {least}" if least else "not be negative"
+            raise ValueError(f"{name} must {wanted}, got {getattr(config, name)}")
+
+
+def check_finite(config: Any, *names: str) -> None:
+    """The fields must be finite and not negative."""
+    for name in names:
+        if not 0.0 <= getattr(config, name) < float("inf"):
+            raise ValueError(f"{name} must be finite and not negative, got {getattr(config, name)}")
