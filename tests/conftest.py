@@ -27,16 +27,19 @@ def pytest_configure(config):
         jax.config.update("jax_num_cpu_devices", MESH_DEVICES)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config, items):
-    """Puts the longest files first, the tests of one server together, and skips what needs eight devices.
+def pytest_itemcollected(item):
+    """Puts a test into the group of its file, or into that of the vLLM servers; one worker runs a group, in order.
 
-    A group is a file, or all tests that need a vLLM server: with ``--dist loadgroup`` one worker runs it, in order.
+    Done here because xdist reads the groups before conftest's ``pytest_collection_modifyitems``.
     """
-    for item in items:
+    if item.config.pluginmanager.hasplugin("xdist"):
         served = item.get_closest_marker("vllm") is not None
-        if config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("vllm" if served else item.path.stem))
+        item.add_marker(pytest.mark.xdist_group("vllm" if served else item.path.stem))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Puts the longest files first, the tests of one server together, and skips what needs eight devices."""
+    for item in items:
         if item.get_closest_marker("mesh") and config.option.markexpr != "mesh":
             item.add_marker(pytest.mark.skip(reason="needs eight devices: run pytest -m mesh"))
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}

@@ -114,15 +114,16 @@ def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, tmp_pa
 
 
 def test_evaluation_goes_through_the_same_engine(toy_base, tmp_path):
-    options = ["--run.steps", "1", "--eval.every", "1", "--eval.max-response-tokens", "6"]
+    options = ["--run.steps", "1", "--eval.at-start", "true", "--eval.max-response-tokens", "6"]
     (row,) = run(toy_base, tmp_path / "run", "float32", *options)
-    # Greedy in float32: the embedded engine says the same to all but ties, at most one of the 200 problems.
     (other,) = run(toy_base, tmp_path / "jax", "float32", *options, "--rollout.engine", "jax")
-    assert row["eval/toy/accuracy"] == pytest.approx(other["eval/toy/accuracy"], abs=1 / 200)
-    assert row["eval/toy/response_length"] == pytest.approx(other["eval/toy/response_length"], abs=5 / 200)
-    assert 2.0 < row["eval/toy/response_length"] < 6.0
+    # Greedy in float32, before any update: the embedded engine says the same, but for ties in at most one of 200.
+    accuracy, length = "eval/toy/accuracy_at_start", "eval/toy/response_length_at_start"
+    assert row[accuracy] == pytest.approx(other[accuracy], abs=1 / 200)
+    assert row[length] == pytest.approx(other[length], abs=5 / 200)
+    assert 2.0 < row[length] < 6.0
     assert row["mismatch/logprob_abs_diff_max"] == 0.0
-    # Its runs are not those of the rollouts.
+    # The engine's own figures are of the rollouts alone.
     assert row["rollout/executable_runs"] <= 2 * row["response_length/max"]
 
 
