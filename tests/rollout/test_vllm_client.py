@@ -124,7 +124,7 @@ def test_aborted_responses_are_sampled_again(fake, client):
 
 def test_a_thousand_responses_come_back_as_they_complete(fake, client):
     """1,024 responses of 8,192 tokens' worth of requests: none times out, at most max_outstanding at once."""
-    fake.delay_s = 0.2
+    fake.delay_s = 3.0  # long enough for hundreds of requests to be under way on a slow machine
     requests = [Request(np.array([i % 64], np.int32), SamplingParams(8)) for i in range(1024)]
     began = time.monotonic()
     first = None
@@ -141,7 +141,7 @@ def test_a_thousand_responses_come_back_as_they_complete(fake, client):
 
 def test_the_idler_server_samples_more():
     slow, fast = FakeVllm(), FakeVllm()
-    slow.delay_s, fast.delay_s = 0.5, 0.02
+    slow.delay_s, fast.delay_s = 3.0, 0.02
     client = ServerClient([slow.url, fast.url], WIRE, ClientLimits(max_outstanding=4))
     try:
         for fake in (slow, fast):
