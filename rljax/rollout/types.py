@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rljax.checks import check_at_least, check_finite
+
 
 def _check(config: Any, names: Sequence[str], valid: Callable[[Any], bool], rule: str) -> None:
     """Raises ValueError for the first of these fields whose value is not ``valid``."""
@@ -36,10 +38,8 @@ class InjectConfig:
     """Seed of the noise. A version, or a token, gets the same noise each time it is sampled."""
 
     def __post_init__(self) -> None:
-        _check(
-            self, ("weight_noise", "logit_noise"), lambda size: 0.0 <= size < np.inf, "must be finite and not negative"
-        )
-        _check(self, ("staleness", "seed"), lambda number: number >= 0, "must not be negative")
+        check_finite(self, "weight_noise", "logit_noise")
+        check_at_least(self, 0, "staleness", "seed")
 
     @property
     def changes_weights(self) -> bool:
@@ -67,7 +67,7 @@ class ClientLimits:
     def __post_init__(self) -> None:
         names = ("request_timeout_s", "connect_timeout_s", "max_outstanding", "max_attempts", "max_backoff_s")
         _check(self, names, lambda limit: limit > 0, "must be positive")
-        _check(self, ("backoff_s",), lambda seconds: seconds >= 0, "must not be negative")
+        check_at_least(self, 0, "backoff_s")
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class VerifyConfig:
     """Seed of the probe prompts."""
 
     def __post_init__(self) -> None:
-        _check(self, ("prompts", "tokens", "rounds", "factor"), lambda number: number >= 1, "must be at least 1")
-        _check(self, ("seed",), lambda seed: seed >= 0, "must not be negative")
+        check_at_least(self, 1, "prompts", "tokens", "rounds", "factor")
+        check_at_least(self, 0, "seed")
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _check(self, ("group_size",), lambda size: size >= 2, "must be at least 2 for a leave-one-out baseline")
-        _check(self, ("max_response_tokens",), lambda tokens: tokens >= 1, "must be at least 1")
+        check_at_least(self, 1, "max_response_tokens")
         _check(self, ("temperature",), lambda value: 0.0 < value < np.inf, "must be positive and finite")
-        _check(self, ("dump_every", "transcript_every"), lambda steps: steps >= 0, "must not be negative")
+        check_at_least(self, 0, "dump_every", "transcript_every")
         _check(self, ("server_wait_s",), lambda seconds: seconds > 0.0, "must be positive")
 
 
@@ -181,8 +181,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check(self, ("max_response_tokens",), lambda tokens: tokens >= 1, "must be at least 1")
-        _check(self, ("temperature",), lambda value: 0.0 <= value < np.inf, "must be finite and not negative")
+        check_at_least(self, 1, "max_response_tokens")
+        check_finite(self, "temperature")
 
 
 @dataclass(frozen=True)
