@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import serve_vllm
 
 from rljax.errors import ServerFailedError
 from rljax.rollout.vllm.server import ServerConfig, VllmServer, command, start, vllm_python
 
+PROGRAM = serve_vllm.__file__
 HEALTHY = """
     import http.server, subprocess, sys
     port = int(sys.argv[sys.argv.index("--port") + 1])
@@ -94,7 +96,7 @@ def test_a_server_whose_engine_died_is_ended(script, tmp_path):
     text = HEALTHY.replace("send_response(200)", f"send_response({status})")
     arguments = ["m", "--python", script(text), "--log", str(log), "--timeout", "30"]
     caller = subprocess.Popen(
-        [sys.executable, "-m", "rljax.rollout.vllm.server", *arguments],
+        [sys.executable, PROGRAM, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -119,9 +121,7 @@ def test_the_wait_is_bounded(script, tmp_path):
 def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path, number):
     log = tmp_path / "log"
     arguments = ["m", "--python", script(HEALTHY), "--log", str(log), "--timeout", "30"]
-    caller = subprocess.Popen(
-        [sys.executable, "-m", "rljax.rollout.vllm.server", *arguments], stdout=subprocess.PIPE, text=True
-    )
+    caller = subprocess.Popen([sys.executable, PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
     assert caller.stdout.readline().startswith("http://127.0.0.1:")
     helper = helper_of(log)
     os.kill(caller.pid, number)
@@ -138,6 +138,16 @@ def test_command_line():
     assert "--enforce-eager" in args
     assert args[-1] == "--x"
     assert "--enforce-eager" not in command(config, 7, gpu=True)
+
+
+def test_arguments_of_vllm_come_after_the_options():
+    """What is not given is left to ServerConfig; options may stand before and after the model."""
+    own = {"url_file": None, "timeout": 600.0, "follow_parent": False}
+    given = {"model": "m", "dtype": "float16", "max_model_len": 9, **own, "follow_parent": True}
+    options = ["--max-model-len", "9", "m", "--dtype", "float16", "--follow-parent"]
+    assert serve_vllm.parse(["m"]) == {"model": "m", **own, "extra_args": ()}
+    assert serve_vllm.parse(options) == {**given, "extra_args": ()}
+    assert serve_vllm.parse([*options, "--", "--x", "1"]) == {**given, "extra_args": ("--x", "1")}
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):

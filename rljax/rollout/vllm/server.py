@@ -4,12 +4,12 @@ Standard library only, so that it runs under the trainer's interpreter and under
 vLLM stands a *guard*: a small process that leads the group and holds a pipe from the caller. When the pipe closes,
 whether by :meth:`VllmServer.stop` or because the caller died in any way, the guard ends the whole group.
 
-``python -m rljax.rollout.vllm.server MODEL`` (see ``launch/vllm_server.sh``) serves in the foreground.
+``python -m rljax.rollout.vllm.server COMMAND...`` is the guard. To serve in the foreground there is
+``launch/vllm_server.sh MODEL``, which runs ``tools/serve_vllm.py``.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
@@ -25,15 +25,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from typing import Literal
 
+from rljax.checks import check_choices
 from rljax.errors import ServerFailedError
 
 log = logging.getLogger(__name__)
 
-DTYPES = ("bfloat16", "float16", "float32")
+Dtype = Literal["bfloat16", "float16", "float32"]
 BACKEND = "rljax_file"
 WORKER_EXTENSION = "rljax.rollout.vllm.plugin.WorkerExtension"
 _HEALTH_S = 2.0  # seconds that /health has to answer
@@ -66,7 +67,7 @@ class ServerConfig:
 
     model: str
     python: str = sys.executable
-    dtype: str = "bfloat16"
+    dtype: Dtype = "bfloat16"
     host: str = "127.0.0.1"
     port: int = 0
     max_model_len: int | None = None
@@ -76,8 +77,7 @@ class ServerConfig:
     extra_env: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+        check_choices(self)
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be in 0..65535, got {self.port}")
 
@@ -149,7 +149,7 @@ class VllmServer:
         gpu = has_gpu()
         with self.log_path.open("wb") as sink:
             self._guard = subprocess.Popen(
-                [sys.executable, "-m", "rljax.rollout.vllm.server", "--guard", *command(config, self.port, gpu=gpu)],
+                [sys.executable, "-m", "rljax.rollout.vllm.server", *command(config, self.port, gpu=gpu)],
                 env=environment(config, gpu=gpu),
                 stdin=subprocess.PIPE,
                 stdout=sink,
@@ -287,68 +287,13 @@ def _others_in_group() -> dict[int, str]:
     """Id and command line of each live process besides this one in its group (none where there is no /proc)."""
     found = {}
     for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, group = (directory / "stat").read_text().rpartition(") ")[2].split()[:3]
-            if int(group) == os.getpgrp() and int(directory.name) != os.getpid() and state != "Z":
-                found[int(directory.name)] = (directory / "cmdline").read_text()
-        except OSError:
-            continue
+        pid = int(directory.name)
+        with contextlib.suppress(OSError):
+            # A process that has ended and was not waited for yet has no command line.
+            if pid != os.getpid() and os.getpgid(pid) == os.getpgrp() and (name := (directory / "cmdline").read_text()):
+                found[pid] = name
     return found
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="vllm_server", description="Serve a model on loopback for rljax.")
-    parser.add_argument("model", help="model directory, or a hub name")
-    parser.add_argument("--python", default=sys.executable, help="interpreter of vLLM's environment")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    parser.add_argument("--max-model-len", type=int, default=None, help="prompt plus response, in tokens")
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--log", dest="log_path", type=Path, default=None, help="file for the server's output")
-    parser.add_argument("--url-file", type=Path, default=None, help="write the URL here once the server is healthy")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for health")
-    parser.add_argument("--follow-parent", action="store_true", help="end when the caller does, not at Ctrl-C")
-    parser.add_argument("extra_args", metavar="vllm_args", nargs="*", help="further vLLM arguments, after --")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until interrupted, terminated, or the server ends; prints the URL on standard output."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["--guard"]:
-        _guard(argv[1:])
-    logging.basicConfig(level=logging.INFO, format="vllm_server: %(message)s")
-    options = _parse(argv)
-    parent = os.getppid()
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, leave)
-    if options.follow_parent:
-        # Ctrl-C reaches the whole terminal group; the caller may want the server until it has saved.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    named = {field.name: getattr(options, field.name) for field in fields(ServerConfig) if field.name in options}
-    config = ServerConfig(**named)
-    try:
-        with start(config, options.timeout) as server:
-            log.info("healthy, %s, log %s", config.dtype, server.log_path)
-            if options.url_file is not None:
-                options.url_file.write_text(server.url + "\n")
-            print(server.url, flush=True)
-            while server.alive():
-                if options.follow_parent and os.getppid() != parent:
-                    log.info("the calling process has ended; stopping")
-                    return 0
-                time.sleep(0.5)
-            log.error("the server ended; the end of %s:\n%s", server.log_path, server.log_tail())
-            return 1
-    except ServerFailedError as error:
-        log.error("%s", error)
-        return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    _guard(sys.argv[1:])
