@@ -26,6 +26,13 @@ def check_at_least(config: Any, least: int, *names: str) -> None:
             raise ValueError(f"{name} must {wanted}, got {getattr(config, name)}")
 
 
+def check_positive(config: Any, *names: str) -> None:
+    """The fields must be above 0; they may be infinite."""
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+
+
 def check_finite(config: Any, *names: str) -> None:
     """The fields must be finite and not negative."""
     for name in names:

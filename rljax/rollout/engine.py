@@ -33,7 +33,6 @@ class RolloutEngine(Protocol):
           RuntimeError: the engine is broken or gone for good.
           StoppedWaitingError: the run was asked to stop and the engine would have to wait.
         """
-        ...
 
     def publish(self, params: Any, policy_version: int) -> None:
         """Makes ``params`` (float32 masters, the policy's pytree) the policy of all later samples.
@@ -41,12 +40,9 @@ class RolloutEngine(Protocol):
         Returns only when the engine is proven to sample from them. Raises RuntimeError when it does not, and
         StoppedWaitingError as ``generate`` does.
         """
-        ...
 
     def pop_metrics(self) -> dict[str, float]:
         """What happened since the last call (``time/*_s``, ``publish/*``, ``rollout/*``), for the step's row."""
-        ...
 
     def close(self) -> None:
         """Releases its resources; may be called twice."""
-        ...

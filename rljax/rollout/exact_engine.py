@@ -32,7 +32,6 @@ class Executable(Protocol):
 
     def log_softmax(self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float) -> jax.Array:
         """Float32 [b, t, v]: the log-softmax after each place of ``tokens`` [b, t], of which ``lengths`` [b] count."""
-        ...
 
 
 def token_key(seed: Array, prompt_index: Array, sample_index: Array, position: Array) -> Array:
@@ -108,67 +107,52 @@ class ExactEngine:
                     f"a prompt has {len(prompt)} tokens, expected 1 to {room}: rows of {self._executable.row_tokens} "
                     f"tokens less max_response_tokens = {sampling.max_response_tokens}"
                 )
-        return self._batches(self._params, prompts, n, sampling, seed)
+        return self._responses(self._params, prompts, n, sampling, seed)
 
-    def _batches(
+    def _responses(
         self, params: Params, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int
     ) -> Iterator[Response]:
-        wanted = [(i, j) for i in range(len(prompts)) for j in range(n)]
-        for first in range(0, len(wanted), self._executable.rows):
-            start = time.perf_counter()
-            rows = wanted[first : first + self._executable.rows]
-            sampled = self._sample_rows(params, prompts, rows, sampling, seed)
-            self._metrics["time/generate_s"] += time.perf_counter() - start
-            for (i, j), (tokens, logprobs, stopped) in zip(rows, sampled, strict=True):
-                yield Response(i, j, tokens, logprobs, not stopped, (VersionSpan(self._version, 0, len(tokens)),))
-
-    def _sample_rows(
-        self,
-        params: Params,
-        prompts: Sequence[np.ndarray],
-        rows: Sequence[tuple[int, int]],
-        sampling: SamplingParams,
-        seed: int,
-    ) -> list[tuple[np.ndarray, np.ndarray, bool]]:
-        """(token ids, log-probabilities, whether a stop token ended it) of the response to each (prompt, sample) index.
-
-        Runs the executable once for each token.
-        """
+        """Batch by batch; each runs the executable once for each token of its longest response."""
         executable, greedy = self._executable, sampling.temperature == 0.0
         temperature = 1.0 if greedy else sampling.temperature
-        tokens = np.zeros((executable.rows, executable.row_tokens), np.int32)
-        logprobs = np.zeros(tokens.shape, np.float32)
-        lengths, prompt_index, sample_index = (np.zeros(executable.rows, np.int32) for _ in range(3))
-        for row, (i, j) in enumerate(rows):
-            tokens[row, : len(prompts[i])] = prompts[i]
-            lengths[row], prompt_index[row], sample_index[row] = len(prompts[i]), i, j
-        starts = lengths.copy()
-        unfinished = np.arange(executable.rows) < len(rows)
-        for position in range(sampling.max_response_tokens):
-            log_softmax = executable.log_softmax(params, tokens, lengths, temperature)
-            self._metrics["rollout/executable_runs"] += 1
-            with jax.set_mesh(executable.mesh):
-                sampled = self._sample(
-                    log_softmax,
-                    np.maximum(lengths - 1, 0),
-                    np.uint32(seed),
-                    prompt_index,
-                    sample_index,
-                    np.full(executable.rows, position, np.int32),
-                    np.float32(temperature),
-                    greedy=greedy,
-                )
-            token, logprob = jax.device_get(sampled)
-            at = unfinished.nonzero()[0]
-            tokens[at, lengths[at]], logprobs[at, lengths[at]] = token[at], logprob[at]
-            lengths[at] += 1
-            unfinished &= ~np.isin(token, sampling.stop_token_ids)
-            if not unfinished.any():
-                break
-        return [
-            (tokens[row, start:end], logprobs[row, start:end], not unfinished[row])
-            for row, (start, end) in enumerate(zip(starts, lengths, strict=True))
-        ][: len(rows)]
+        wanted = [(i, j) for i in range(len(prompts)) for j in range(n)]
+        for first in range(0, len(wanted), executable.rows):
+            start = time.perf_counter()
+            batch = wanted[first : first + executable.rows]
+            tokens = np.zeros((executable.rows, executable.row_tokens), np.int32)
+            logprobs = np.zeros(tokens.shape, np.float32)
+            lengths, prompt_index, sample_index = (np.zeros(executable.rows, np.int32) for _ in range(3))
+            for row, (i, j) in enumerate(batch):
+                tokens[row, : len(prompts[i])] = prompts[i]
+                lengths[row], prompt_index[row], sample_index[row] = len(prompts[i]), i, j
+            starts = lengths.copy()
+            unfinished = np.arange(executable.rows) < len(batch)
+            for position in range(sampling.max_response_tokens):
+                log_softmax = executable.log_softmax(params, tokens, lengths, temperature)
+                self._metrics["rollout/executable_runs"] += 1
+                with jax.set_mesh(executable.mesh):
+                    sampled = self._sample(
+                        log_softmax,
+                        np.maximum(lengths - 1, 0),
+                        np.uint32(seed),
+                        prompt_index,
+                        sample_index,
+                        np.full(executable.rows, position, np.int32),
+                        np.float32(temperature),
+                        greedy=greedy,
+                    )
+                token, logprob = jax.device_get(sampled)
+                at = unfinished.nonzero()[0]
+                tokens[at, lengths[at]], logprobs[at, lengths[at]] = token[at], logprob[at]
+                lengths[at] += 1
+                unfinished &= ~np.isin(token, sampling.stop_token_ids)
+                if not unfinished.any():
+                    break
+            self._metrics["time/generate_s"] += time.perf_counter() - start
+            for row, (i, j) in enumerate(batch):
+                new = slice(starts[row], lengths[row])
+                versions = (VersionSpan(self._version, 0, int(lengths[row] - starts[row])),)
+                yield Response(i, j, tokens[row, new], logprobs[row, new], bool(unfinished[row]), versions)
 
     def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""

@@ -119,23 +119,20 @@ class InjectedEngine:
 
     def publish(self, params: Params, policy_version: int) -> None:
         """See RolloutEngine."""
+        inject = self._inject
         with jax.set_mesh(self._mesh):
-            if self._inject.staleness:
+            if inject.staleness:
                 # A copy: the trainer's next step takes its own buffers over.
                 self._kept.append((policy_version, self._copy(params)))
                 policy_version, params = self._kept[0]
-            params = self._changed(params, policy_version)
+            if inject.weight_noise:
+                seeds = np.uint32(inject.seed), np.uint32(policy_version)
+                params = self._noise(params, np.float32(inject.weight_noise), *seeds)
+            if inject.dtype != "same":
+                params = self._restore(self._cast(params))
+            if inject.quantize != "none":
+                params = self._restore(self._quantize(params))
         self._engine.publish(params, policy_version)
-
-    def _changed(self, params: Params, version: int) -> Params:
-        inject = self._inject
-        if inject.weight_noise:
-            params = self._noise(params, np.float32(inject.weight_noise), np.uint32(inject.seed), np.uint32(version))
-        if inject.dtype != "same":
-            params = self._restore(self._cast(params))
-        if inject.quantize != "none":
-            params = self._restore(self._quantize(params))
-        return params
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int

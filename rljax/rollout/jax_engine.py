@@ -197,18 +197,15 @@ class JaxEngine:
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
     ) -> Iterator[Response]:
         """See RolloutEngine. All responses complete together."""
-        self._check(prompts)
-        return self._responses(prompts, n, sampling, seed)
-
-    def _responses(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int
-    ) -> Iterator[Response]:
         start = time.perf_counter()
         tokens, logprobs, counts, done = self._run(prompts, n, sampling, seed)
         self._metrics["time/generate_s"] += time.perf_counter() - start
+        responses = []
         for row, length in enumerate(counts.tolist()):
             versions = (VersionSpan(self._version, 0, length),)
-            yield Response(*divmod(row, n), tokens[row, :length], logprobs[row, :length], not done[row], versions)
+            kept = tokens[row, :length], logprobs[row, :length]
+            responses.append(Response(*divmod(row, n), *kept, not done[row], versions))
+        return iter(responses)
 
     def score(
         self,
@@ -229,7 +226,6 @@ class JaxEngine:
         Returns:
           Float32 [t] for each response.
         """
-        self._check(prompts)
         limit = max_response_tokens or max(map(len, responses))
         forced = np.zeros((len(prompts), limit), np.int32)
         for row, response in zip(forced, responses, strict=True):
@@ -247,13 +243,6 @@ class JaxEngine:
         self._params = None
         self._decode.clear_cache()
 
-    def _check(self, prompts: Sequence[np.ndarray]) -> None:
-        if self._params is None:
-            raise RuntimeError("no policy was published to the embedded engine yet")
-        for prompt in prompts:
-            if not 1 <= len(prompt) <= self._width:
-                raise ValueError(f"a prompt has {len(prompt)} tokens, expected 1 to max_prompt_tokens = {self._width}")
-
     def _run(
         self,
         prompts: Sequence[np.ndarray],
@@ -263,8 +252,12 @@ class JaxEngine:
         forced: np.ndarray | None = None,
     ) -> tuple[np.ndarray, ...]:
         """What ``_decode`` gives for the published policy, on the host."""
+        if self._params is None:
+            raise RuntimeError("no policy was published to the embedded engine yet")
         padded = np.zeros((len(prompts), self._width), np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
+            if not 1 <= len(prompt) <= self._width:
+                raise ValueError(f"a prompt has {len(prompt)} tokens, expected 1 to max_prompt_tokens = {self._width}")
             row[self._width - len(prompt) :] = prompt
         lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
         # -1 is no token: a response without stop tokens runs to the limit.

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from rljax.checks import check_at_least, check_finite
-
-
-def _check(config: Any, names: Sequence[str], valid: Callable[[Any], bool], rule: str) -> None:
-    """Raises ValueError for the first of these fields whose value is not ``valid``."""
-    for name in names:
-        value = getattr(config, name)
-        if not valid(value):
-            raise ValueError(f"{name} {rule}, got {value}")
+from rljax.checks import check_at_least, check_finite, check_positive
 
 
 @dataclass(frozen=True)
@@ -65,8 +56,8 @@ class ClientLimits:
     """Longest wait before a retry (seconds)."""
 
     def __post_init__(self) -> None:
-        names = ("request_timeout_s", "connect_timeout_s", "max_outstanding", "max_attempts", "max_backoff_s")
-        _check(self, names, lambda limit: limit > 0, "must be positive")
+        check_positive(self, "request_timeout_s", "connect_timeout_s", "max_backoff_s")
+        check_at_least(self, 1, "max_outstanding", "max_attempts")
         check_at_least(self, 0, "backoff_s")
 
 
@@ -133,7 +124,7 @@ class RolloutConfig:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype that the engine computes in. It must be the dtype of the weights published to it."""
     group_size: int = 16
-    """Responses per prompt."""
+    """Responses per prompt: at least 2, for the leave-one-out baseline."""
     max_response_tokens: int = 8192
     """Longest response (tokens), the end-of-sequence token included."""
     temperature: float = 1.0
@@ -158,11 +149,11 @@ class RolloutConfig:
     """Mismatch that is put into the rollouts on purpose."""
 
     def __post_init__(self) -> None:
-        _check(self, ("group_size",), lambda size: size >= 2, "must be at least 2 for a leave-one-out baseline")
+        check_at_least(self, 2, "group_size")
         check_at_least(self, 1, "max_response_tokens")
-        _check(self, ("temperature",), lambda value: 0.0 < value < np.inf, "must be positive and finite")
+        check_finite(self, "temperature")
+        check_positive(self, "temperature", "server_wait_s")
         check_at_least(self, 0, "dump_every", "transcript_every")
-        _check(self, ("server_wait_s",), lambda seconds: seconds > 0.0, "must be positive")
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ class Backend(Wire, Protocol):
           ServerGoneError: it does not answer.
           ValueError: it is not a server of this kind with one model, or it is paused.
         """
-        ...
 
     def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightFiles) -> ServerInfo:
         """Checks that trainer and server fit together and readies the weight transfer.
@@ -54,7 +53,6 @@ class Backend(Wire, Protocol):
           HandshakeError: something differs.
           ServerGoneError: it does not answer.
         """
-        ...
 
     def push(self, client: ServerClient, url: str, version: WeightVersion) -> None:
         """Gives the server one version's weights. It is not proof that they arrived.
@@ -63,7 +61,6 @@ class Backend(Wire, Protocol):
           ServerGoneError: it does not answer.
           RuntimeError: it refused a step; it stays paused, because it may hold half of the weights.
         """
-        ...
 
     def serves(self, client: ServerClient, url: str, version: WeightVersion) -> bool:
         """Whether the server says that it holds ``version``; True of a server that cannot say.
@@ -71,4 +68,3 @@ class Backend(Wire, Protocol):
         Raises:
           ServerGoneError: it does not answer.
         """
-        ...

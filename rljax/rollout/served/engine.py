@@ -22,8 +22,7 @@ import numpy as np
 
 from rljax.errors import HandshakeError, ServerGoneError
 from rljax.rollout.served.backend import Backend, Expectation
-from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.servers import Servers
+from rljax.rollout.served.base import ServedBase, shortest
 from rljax.rollout.served.verify import Score, Verifier
 from rljax.rollout.served.wire import Request, ServerInfo, check_prompts, make_requests
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
@@ -32,7 +31,7 @@ from rljax.rollout.weights.files import WeightFiles, WeightVersion
 log = logging.getLogger(__name__)
 
 
-class ServedEngine:
+class ServedEngine(ServedBase):
     """RolloutEngine over HTTP."""
 
     def __init__(
@@ -62,12 +61,9 @@ class ServedEngine:
           HandshakeError: a server does not fit; one line for each thing that differs.
           RuntimeError: a server did not answer within ``server_wait_s``.
         """
-        self._config, self._backend, self._tensors = config, backend, tensors
+        super().__init__(config.urls, backend, config.limits, wait_s=config.server_wait_s, should_stop=should_stop)
+        self._config, self._tensors = config, tensors
         self._expected = Expectation(config.dtype, hf_config, max_tokens, config.verify)
-        self._client = ServerClient(config.urls, backend, config.limits)
-        self._servers = Servers(
-            self._client, backend, self._recover, wait_s=config.server_wait_s, should_stop=should_stop
-        )
         self._current: WeightVersion | None = None
         self._params: Any = None  # of the current version
         self._verified = False
@@ -76,11 +72,11 @@ class ServedEngine:
         self._infos: dict[str, ServerInfo] = {}
         try:
             while self._client.down():
-                self._servers.recover()
+                self._recover_all()
         except BaseException:
             self.close()
             raise
-        self._verifier = Verifier(config.verify, score, self._info(), dtype=config.dtype)
+        self._verifier = Verifier(config.verify, score, shortest(self._infos.values()), dtype=config.dtype)
 
     def publish(self, params: Any, policy_version: int) -> None:
         """See RolloutEngine. Rollouts are paused from before the update until a server is verified."""
@@ -97,10 +93,10 @@ class ServedEngine:
             list(pool.map(functools.partial(self._attempt, self._update), self._answering()))
         for url in self._answering():
             self._attempt(self._verify, url)
-        self._servers.start_waiting()
-        self._servers.recover()
+        self._last_open = time.monotonic()
+        self._recover_all()
         while not self._client.opened():
-            self._servers.recover()
+            self._recover_all()
         self._verified = True
         ended = time.monotonic()
         self._files.keep_only(version)
@@ -119,19 +115,18 @@ class ServedEngine:
             raise RuntimeError(f"the {self._backend.name} servers hold no verified policy: publish first")
         if not prompts or n < 1:
             raise ValueError(f"at least one prompt and one response each are needed, got {len(prompts)} and n = {n}")
-        check_prompts(prompts, sampling.max_response_tokens, self._info(), sampling.stop_token_ids)
+        info = shortest(self._infos.values())
+        check_prompts(prompts, sampling.max_response_tokens, info, sampling.stop_token_ids)
         return self._responses(make_requests(prompts, n, sampling, seed if self._config.seeded else None), n)
 
     def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
-        for name, count in self._client.pop_counts().items():
-            self._metrics[f"rollout/{name}"] += count
         metrics, self._metrics = self._metrics, defaultdict(float)
-        return dict(metrics)
+        return {**metrics, **super().pop_metrics()}
 
     def close(self) -> None:
         """See RolloutEngine. The servers keep running, with the last weights."""
-        self._client.close()
+        super().close()
         self._files.close()
         self._params = None
 
@@ -140,7 +135,7 @@ class ServedEngine:
         for url in self._client.opened():
             self._attempt(self._check_version, url)
         try:
-            with contextlib.closing(self._servers.sample(requests)) as stream:
+            with contextlib.closing(self._sample(requests)) as stream:
                 for index, reply in stream:
                     spans = reply.spans or ((self._version.tag, 0, len(reply.token_ids)),)
                     versions = (VersionSpan(self._files.policy_version(tag), *span) for tag, *span in spans)
@@ -153,10 +148,6 @@ class ServedEngine:
     def _version(self) -> WeightVersion:
         assert self._current is not None
         return self._current
-
-    def _info(self) -> ServerInfo:
-        """Of the server that takes the shortest sequences."""
-        return min(self._infos.values(), key=lambda info: info.max_model_len or math.inf)
 
     # ---- servers, one by one ----
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,8 +9,7 @@ import numpy as np
 
 from rljax.errors import ReplyError, ServerGoneError
 from rljax.rollout.served.backend import Backend
-from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.servers import Servers
+from rljax.rollout.served.base import ServedBase, shortest
 from rljax.rollout.served.verify import sharpening
 from rljax.rollout.served.wire import Completion, Request, check_prompts, make_requests
 from rljax.rollout.types import ClientLimits, Response, SamplingParams
@@ -20,7 +18,7 @@ _ROUNDING = 1e-3  # nats above 0 that a log-probability may have
 _FITS = 0.25  # of |log temperature|: how far a probe may be from what it is taken for
 
 
-class ServedModel:
+class ServedModel(ServedBase):
     """RolloutEngine over servers that already hold the policy; ``publish`` is refused. It also scores given tokens."""
 
     def __init__(
@@ -38,9 +36,7 @@ class ServedModel:
           ServerError: a server does not answer.
           ValueError: a server serves another number of models than one, is paused, or holds another model.
         """
-        self._client = ServerClient(urls, backend, limits)
-        admit = functools.partial(self._client.open, prefix="")
-        self._servers = Servers(self._client, backend, admit, wait_s=wait_s, should_stop=lambda: False)
+        super().__init__(urls, backend, limits, wait_s=wait_s)
         try:
             infos = [backend.describe(self._client, url) for url in self._client.urls]
             models = list(dict.fromkeys(info.root or info.model for info in infos))
@@ -49,9 +45,9 @@ class ServedModel:
         except BaseException:
             self.close()
             raise
-        self.info = min(infos, key=lambda info: info.max_model_len or np.inf)
+        self.info = shortest(infos)
         for url in self._client.urls:
-            admit(url)
+            self._recover(url)
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int, at_once: int | None = None
@@ -67,7 +63,7 @@ class ServedModel:
     def _responses(self, requests: Sequence[Request], n: int, at_once: int | None) -> Iterator[Response]:
         size = at_once or len(requests)
         for start in range(0, len(requests), size):
-            for place, reply in self._servers.sample(requests[start : start + size]):
+            for place, reply in self._sample(requests[start : start + size]):
                 self._refuse_logits(reply)
                 i, j = divmod(start + place, n)
                 yield Response(i, j, reply.token_ids, reply.logprobs, reply.finish_reason == "length", ())
@@ -114,14 +110,6 @@ class ServedModel:
     def publish(self, params: Any, policy_version: int) -> None:
         """Raises RuntimeError: these servers keep the model they have."""
         raise RuntimeError("weights cannot be published to a served model")
-
-    def pop_metrics(self) -> dict[str, float]:
-        """See RolloutEngine."""
-        return {f"rollout/{name}": float(count) for name, count in self._client.pop_counts().items()}
-
-    def close(self) -> None:
-        """See RolloutEngine."""
-        self._client.close()
 
     def _refuse_logits(self, reply: Completion) -> None:
         reported = [*reply.logprobs.tolist(), *(value for top in reply.prompt_logprobs for value in top.values())]

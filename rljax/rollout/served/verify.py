@@ -87,7 +87,7 @@ class Verifier:
         """Sends the probes so that the server caches their blocks under the weights it has now."""
         client.sample(url, [Request(prompt, SamplingParams(1)) for prompt in self._prompts])
 
-    def measure(self, client: ServerClient, url: str, params: Any) -> Difference:
+    def _measure(self, client: ServerClient, url: str, params: Any) -> Difference:
         """Lets the server generate from the probes and compares with the trainer's ``params``."""
         sampling = SamplingParams(self.config.tokens)
         self._measured += 1
@@ -102,31 +102,24 @@ class Verifier:
         together = np.concatenate(gaps)
         return Difference(float(together.mean()), float(together.max()), tuple(float(gap.mean()) for gap in gaps))
 
-    def calibrate(self, client: ServerClient, url: str, params: Any) -> Difference:
-        """Sets the band from ``rounds`` measurements under equal weights, and returns the worst of them.
-
-        Raises:
-          VerificationError: the worst is above the dtype's ceiling, so the weights are not equal.
-        """
-        rounds = [self.measure(client, url, params) for _ in range(self.config.rounds)]
-        worst = max(rounds, key=lambda d: d.mean if np.isfinite(d.mean) else np.inf)
-        if not worst.mean <= self._ceiling:
-            raise VerificationError(self._says(url, worst, f"the ceiling for {self._dtype} is {self._ceiling:.3g}"))
-        self.band = min(self._ceiling, max(self._floor, self.config.factor * worst.mean))
-        return worst
-
     def check(self, client: ServerClient, url: str, params: Any) -> Difference:
-        """Measures once against the band; the first call calibrates it.
+        """Measures once against the band. The first call sets the band from ``rounds`` measurements.
+
+        Returns:
+          What was measured, the worst of the rounds.
 
         Raises:
-          VerificationError: out of band.
+          VerificationError: out of band, or at the first call above the dtype's ceiling: the weights are not equal.
         """
+        setting = self.config.rounds, "ceiling", self._ceiling
+        rounds, name, limit = setting if self.band is None else (1, "band", self.band)
+        measured = [self._measure(client, url, params) for _ in range(rounds)]
+        worst = max(measured, key=lambda d: d.mean if np.isfinite(d.mean) else np.inf)
+        if not worst.mean <= limit:
+            raise VerificationError(self._says(url, worst, f"the {name} for {self._dtype} is {limit:.3g}"))
         if self.band is None:
-            return self.calibrate(client, url, params)
-        difference = self.measure(client, url, params)
-        if not difference.mean <= self.band:
-            raise VerificationError(self._says(url, difference, f"the band for {self._dtype} is {self.band:.3g}"))
-        return difference
+            self.band = min(self._ceiling, max(self._floor, self.config.factor * worst.mean))
+        return worst
 
     def _says(self, url: str, difference: Difference, limit: str) -> str:
         prompts = ", ".join(f"{gap:.3g}" for gap in difference.per_prompt)

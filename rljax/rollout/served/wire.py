@@ -95,11 +95,9 @@ class Wire(Protocol):
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
         """The JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""
-        ...
 
     def completion(self, route: str, reply: Mapping[str, Any]) -> Completion:
         """Reads the reply of ``route``. Raises ReplyError when it is no completion."""
-        ...
 
 
 def make_requests(prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int | None) -> list[Request]:

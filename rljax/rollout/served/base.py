@@ -1,4 +1,4 @@
-"""The servers of an engine: requests go to those that are open, and those that are down are recovered."""
+"""What the engines over servers share: requests go to those that are open, and those that are down are recovered."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 from rljax.errors import ServerGoneError, StoppedWaitingError
 from rljax.rollout.served.backend import Backend
 from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.wire import Completion, Request
+from rljax.rollout.served.wire import Completion, Request, ServerInfo
+from rljax.rollout.types import ClientLimits
 
 log = logging.getLogger(__name__)
 
@@ -19,37 +20,48 @@ _POLL_S = 1.0
 _SAY_EVERY_S = 30.0
 
 
-class Servers:
-    """A client, and what is done while servers are down."""
+class ServedBase:
+    """A client of servers, and what is done while some of them are down."""
 
     def __init__(
         self,
-        client: ServerClient,
+        urls: Sequence[str],
         backend: Backend,
-        recover_one: Callable[[str], None],
+        limits: ClientLimits | None,
         *,
         wait_s: float,
-        should_stop: Callable[[], bool],
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Sends nothing yet.
 
         Args:
-          client: whose servers these are.
+          urls: of the servers.
           backend: of their kind.
-          recover_one: makes a server that answers again fit for use, and opens or pauses it; raises ServerGoneError
-            when it is gone again.
+          limits: of the client.
           wait_s: longest to wait while no server is open (seconds).
           should_stop: asked while no server is open; true ends the wait.
         """
-        self._client, self._backend, self._recover_one = client, backend, recover_one
+        self._client, self._backend = ServerClient(urls, backend, limits), backend
         self._wait_s, self._should_stop = wait_s, should_stop
         self._last_open, self._last_said = time.monotonic(), -math.inf
 
-    def start_waiting(self) -> None:
-        """From now on ``wait_s`` counts."""
-        self._last_open = time.monotonic()
+    def pop_metrics(self) -> dict[str, float]:
+        """See RolloutEngine."""
+        return {f"rollout/{name}": float(count) for name, count in self._client.pop_counts().items()}
 
-    def recover(self) -> None:
+    def close(self) -> None:
+        """See RolloutEngine. The servers keep running, with the weights they have."""
+        self._client.close()
+
+    def _recover(self, url: str) -> None:
+        """Opens a server that answers again, as it stands; an engine that wants more of it overrides this.
+
+        Raises:
+          ServerGoneError: it is gone again.
+        """
+        self._client.open(url, prefix="")
+
+    def _recover_all(self) -> None:
         """Recovers the servers that are down and answer again; waits a moment only while none is open.
 
         Raises:
@@ -57,24 +69,24 @@ class Servers:
           StoppedWaitingError: asked to stop, and none is open.
         """
         if self._client.opened():
-            self.start_waiting()
+            self._last_open = time.monotonic()
         for url, reason in self._client.down().items():
             try:
                 if self._client.answers(url):
-                    self._recover_one(url)
+                    self._recover(url)
                     continue
             except ServerGoneError as error:
                 reason = str(error)
             if not self._client.opened():
                 self._wait(time.monotonic() - self._last_open, reason)
 
-    def sample(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
-        """Yields (index, completion) of all ``requests`` as they complete. Raises as :meth:`recover`."""
-        self.start_waiting()
+    def _sample(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
+        """Yields (index, completion) of all ``requests`` as they complete. Raises as :meth:`_recover_all`."""
+        self._last_open = time.monotonic()
         with contextlib.closing(self._client.stream(requests)) as stream:
             for item in stream:
                 if item is None:
-                    self.recover()
+                    self._recover_all()
                 else:
                     yield item
 
@@ -91,3 +103,8 @@ class Servers:
             restart = f"restart it on the same port ({self._backend.start_command})"
             log.warning("waiting for a %s server, %s; %s and the run goes on", name, so_far, restart)
         time.sleep(_POLL_S)
+
+
+def shortest(infos: Iterable[ServerInfo]) -> ServerInfo:
+    """The one that takes the shortest sequences."""
+    return min(infos, key=lambda info: info.max_model_len or math.inf)
