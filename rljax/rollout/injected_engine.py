@@ -50,8 +50,7 @@ def add_noise(params: Params, logical: Params, size: Array, seed: Array, version
         return weight + size * spread * jax.random.normal(jax.random.fold_in(key, index), weight.shape)
 
     leaves, tree = jax.tree.flatten(params)
-    axes = jax.tree.leaves(logical, is_leaf=_is_tuple)
-    return jax.tree.unflatten(tree, [noisy(i, *pair) for i, pair in enumerate(zip(leaves, axes, strict=True))])
+    return jax.tree.map(noisy, jax.tree.unflatten(tree, range(len(leaves))), params, logical)
 
 
 def summed_axes(logical: tuple[str, ...]) -> tuple[int, ...]:
@@ -80,11 +79,7 @@ def quantize(params: Params, logical: Params, kind: str) -> Params:
         scaled = jnp.clip(weight / scale, -LARGEST[kind], LARGEST[kind])
         return Quantized((jnp.round(scaled) if kind == "int8" else scaled).astype(STORED[kind]), scale)
 
-    return jax.tree.map(stored, params, logical, is_leaf=_is_tuple)
-
-
-def _is_tuple(leaf: Any) -> bool:
-    return isinstance(leaf, tuple)
+    return jax.tree.map(stored, params, logical)
 
 
 def restore(params: Params) -> Params:

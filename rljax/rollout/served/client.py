@@ -8,6 +8,7 @@ current again, at the start too; the requests of a server that is down are sent 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import random
@@ -86,16 +87,14 @@ class ServerClient:
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
         return counts
 
-    def call(
-        self, url: str, method: str, path: str, *, params: Any = None, json: Any = None, timeout_s: float = 300.0
-    ) -> dict[str, Any]:
-        """One request of the control plane, not retried.
+    def call(self, url: str, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
+        """One request of the control plane, not retried; ``content`` is ``params`` and ``json`` as httpx takes them.
 
         Raises:
           ServerGoneError: no answer, or 5xx from a server that is not healthy any more.
           ServerRefusedError: any other status but 200; the message holds the server's.
         """
-        return self._await(self._call(self._servers[url], method, path, timeout_s, params, json))
+        return self._await(self._call(self._servers[url], method, path, timeout_s, **content))
 
     def answers(self, url: str) -> bool:
         """Whether ``/health`` answers 200 within 5 seconds."""
@@ -131,12 +130,8 @@ class ServerClient:
 
     def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
         """Samples from one server, in whatever state; for probes. Raises as :meth:`call`."""
-
-        async def run() -> list[Completion]:
-            server = self._servers[url]
-            return list(await asyncio.gather(*(self._sample(server, request) for request in requests)))
-
-        return self._await(run())
+        sampled = [self._start(self._sample(self._servers[url], request)) for request in requests]
+        return [future.result() for future in sampled]
 
     def pause(self, url: str) -> None:
         """Sends no further rollout to ``url`` until :meth:`open`; those under way go on."""
@@ -209,12 +204,10 @@ class ServerClient:
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
         return self._start(work).result()
 
-    async def _call(
-        self, server: _Server, method: str, path: str, timeout_s: float, params: Any = None, json: Any = None
-    ) -> dict[str, Any]:
+    async def _call(self, server: _Server, method: str, path: str, timeout_s: float, **content: Any) -> dict[str, Any]:
         timeout = httpx.Timeout(timeout_s, connect=self.limits.connect_timeout_s, pool=None)
         try:
-            reply = await self._http.request(method, server.url + path, params=params, json=json, timeout=timeout)
+            reply = await self._http.request(method, server.url + path, timeout=timeout, **content)
         except httpx.TransportError as error:
             said = f"{type(error).__name__} {error}".rstrip()
             raise ServerGoneError(f"no answer from {server.url}{path}: {said}") from error
@@ -238,7 +231,8 @@ class ServerClient:
         for attempt in range(self.limits.max_attempts):
             if attempt:
                 self._counts["retries"] += 1
-                await asyncio.sleep(_backoff(self.limits, attempt))
+                longest = min(self.limits.max_backoff_s, self.limits.backoff_s * 2.0 ** (attempt - 1))
+                await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # so that retries do not come in step
             server = await self._acquire()
             self._counts["requests"] += 1
             try:
@@ -291,11 +285,6 @@ class ServerClient:
             self._changed.notify_all()
 
 
-def _backoff(limits: ClientLimits, attempt: int) -> float:
-    """Seconds before try number ``attempt`` (1 is the first retry), spread so that retries do not come in step."""
-    return float(min(limits.max_backoff_s, limits.backoff_s * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1.0))
-
-
 def _object(reply: httpx.Response) -> dict[str, Any]:
     try:
         value = reply.json()
@@ -307,9 +296,7 @@ def _object(reply: httpx.Response) -> dict[str, Any]:
 def _reason(reply: httpx.Response) -> str:
     """Status and the server's own words, in one line."""
     text = reply.text
-    try:
+    with contextlib.suppress(ValueError, AttributeError):
         error = reply.json().get("error", text)
         text = error.get("message", text) if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
-        text = reply.text
     return f"{reply.status_code}: {' '.join(text.split())[:500]}"

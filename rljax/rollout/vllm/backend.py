@@ -29,7 +29,7 @@ class VllmBackend(VllmWire):
             raise ValueError(f"{url} does not list one model at /v1/models: {error}") from error
         if _optional(client, url, "GET", "/is_paused").get("is_paused"):
             raise ValueError(f"{url} is paused: end the run that publishes weights to it, or POST /resume")
-        described = _optional(client, url, "POST", "/collective_rpc", {"method": "rljax_describe"})
+        described = _optional(client, url, "POST", "/collective_rpc", json={"method": "rljax_describe"})
         client.set_model(url, str(model["id"]))
         client.find_route(url)
         return dataclasses.replace(
@@ -72,9 +72,9 @@ class VllmBackend(VllmWire):
         return answer.get("weight_version") == version.tag
 
 
-def _optional(client: ServerClient, url: str, method: str, path: str, json: Any = None) -> dict[str, Any]:
+def _optional(client: ServerClient, url: str, method: str, path: str, **content: Any) -> dict[str, Any]:
     """The reply of an endpoint that a server may lack; empty when it does."""
     try:
-        return client.call(url, method, path, json=json)
+        return client.call(url, method, path, **content)
     except ServerRefusedError:
         return {}

@@ -6,6 +6,7 @@ cached weights for a path it had seen, so each version has a new path.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -153,11 +154,8 @@ def _remove_abandoned(parent: Path) -> None:
     """Removes run directories whose lock nobody holds."""
     for root in parent.glob(f"{_PREFIX}*"):
         lock = root / _LOCK
-        try:
-            if time.time() - lock.stat().st_mtime < _ABANDONED_S:
-                continue
-            with lock.open("r") as handle:
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                shutil.rmtree(root, ignore_errors=True)
-        except OSError:  # somebody else's, in use, or gone in the meantime
-            continue
+        with contextlib.suppress(OSError):  # somebody else's, in use, or gone in the meantime
+            if time.time() - lock.stat().st_mtime >= _ABANDONED_S:
+                with lock.open("r") as handle:
+                    fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    shutil.rmtree(root, ignore_errors=True)
