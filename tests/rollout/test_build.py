@@ -48,6 +48,23 @@ def test_settings_that_an_engine_cannot_work_with_are_refused(engine, urls, inje
             check(config)
 
 
+@pytest.mark.parametrize(
+    ("config", "settings", "said"),
+    [
+        (RolloutConfig, {"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        (RolloutConfig, {"temperature": np.inf}, "temperature must be finite and not negative, got inf"),
+        (RolloutConfig, {"group_size": 1}, "group_size must be at least 2, got 1"),
+        (RolloutConfig, {"server_wait_s": np.nan}, "server_wait_s must be positive, got nan"),
+        (ClientLimits, {"max_attempts": 0}, "max_attempts must be at least 1, got 0"),
+        (ClientLimits, {"max_backoff_s": 0.0}, "max_backoff_s must be positive, got 0.0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(config, settings, said):
+    with pytest.raises(ValueError, match=said):
+        config(**settings)
+    assert RolloutConfig(server_wait_s=np.inf, limits=ClientLimits(request_timeout_s=np.inf))
+
+
 def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
     run_dir, file = tmp_path / "run", tmp_path / "run.yaml"
     file.write_text(f"run: {{dir: {run_dir}}}\nmodel: {{path: nowhere}}\n")
