@@ -161,7 +161,7 @@ def named_roles(options: argparse.Namespace, columns: Collection[str]) -> dict[s
 
 def draw(comparison: Comparison, path: Path) -> None:
     """The matrix of the mean absolute difference, and its growth along the response."""
-    side = max(5.5, 2.0 + 0.6 * len(comparison.sources))
+    side = max(5.5, 2.0 + 0.6 * len(comparison.columns))
     figure = Figure(figsize=(2 * side + 4.0, side), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
@@ -181,7 +181,7 @@ def draw_growth(axes: Axes, comparison: Comparison) -> None:
         passed = pair.verdict.status == "pass"
         label = f"{pair.trainer} / {pair.rollout}: {pair.verdict.status}"
         if many and passed:
-            dtypes = {comparison.sources[name].dtype for name in (pair.trainer, pair.rollout)}
+            dtypes = {comparison.columns[name].dtype for name in (pair.trainer, pair.rollout)}
             dtype = next((name for name in COARSENESS if name in dtypes), "")
             label, shade = f"coarser dtype: {dtype or 'unknown'}", COARSENESS.get(dtype, "0.5")
         axes.plot(
@@ -193,12 +193,12 @@ def draw_growth(axes: Axes, comparison: Comparison) -> None:
 
 
 def draw_matrix(axes: Axes, comparison: Comparison) -> None:
-    names = list(comparison.sources)
+    names = list(comparison.columns)
     grid = np.full((len(names), len(names)), np.nan)
     for pair in comparison.pairs:
         i, j = names.index(pair.trainer), names.index(pair.rollout)
         grid[i, j] = grid[j, i] = pair.metrics[METRIC]
-    for name, floor in comparison.floors.items():
+    for name, floor in comparison.noise_floor.items():
         grid[names.index(name), names.index(name)] = floor[METRIC]
     axes.imshow(np.maximum(grid, 1e-8), norm=LogNorm(1e-8, 1.0), cmap="viridis")
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)

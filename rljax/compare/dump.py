@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,9 +81,8 @@ class TokenDump:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        n = len(self.sequence_ids)
-        if len(set(self.sequence_ids)) != n:
-            twice = sorted({name for name in self.sequence_ids if self.sequence_ids.count(name) > 1})
+        twice = [name for name, count in Counter(self.sequence_ids).items() if count > 1]
+        if twice:
             raise ValueError(f"sequence ids must be distinct, got {twice[:3]} more than once")
         if set(self.sources) != set(self.logprobs):
             raise ValueError(
@@ -129,15 +129,14 @@ def make_dump(
     """A dump from plain lists or arrays; None in a column becomes NaN, a column without a source an unknown one.
 
     Raises:
-      ValueError: lengths do not match, ids repeat, or a token id does not fit int32.
+      ValueError: lengths do not match, ids repeat, a token id does not fit int32, or a source is of no column.
     """
-    known = sources or {}
     return TokenDump(
         sequence_ids=tuple(map(str, sequence_ids)),
         token_ids=tuple(_to_int32(name, ids) for name, ids in zip(sequence_ids, token_ids, strict=True)),
         response_mask=tuple(np.asarray(mask, bool) for mask in response_mask),
         logprobs={name: tuple(np.asarray(v, np.float32) for v in vectors) for name, vectors in logprobs.items()},
-        sources={name: known.get(name, ColumnSource()) for name in logprobs},
+        sources={name: ColumnSource() for name in logprobs} | dict(sources or {}),
         sampling=dict(sampling or {}),
     )
 
@@ -177,6 +176,12 @@ def after_prompts(prompts: Sequence[np.ndarray], vectors: Sequence[np.ndarray]) 
     return [np.concatenate(pair) for pair in zip(nothing, vectors, strict=True)]
 
 
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many token ids two vectors share from their beginning on."""
+    shorter = min(len(a), len(b))
+    return int(np.argmin(np.append(a[:shorter] == b[:shorter], False)))
+
+
 def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     """Writes a dump; a file of that name is replaced only once the new one is complete."""
     out = Path(path)
@@ -207,11 +212,9 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
       OSError: there is no such file.
       ValueError: it is no dump, is of another version, or its columns are not of the types above.
     """
-    with Path(path).open("rb") as file:
-        if file.read(4) != b"PAR1":
-            raise ValueError(f"{path} is not a Parquet file")
     try:
-        table = pq.read_table(os.fspath(path), partitioning=None)
+        with Path(path).open("rb") as file:
+            table = pq.read_table(file)
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
     metadata = table.schema.metadata or {}

@@ -7,21 +7,18 @@ what the exporters for TRL and verl of docs/compare.md write. Pickles are refuse
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rljax.compare.dump import ColumnSource, TokenDump, make_dump, read_dump
-from rljax.data.files import json_lines
+from rljax.data.files import Row, json_lines
 
 PRIME_RL_SCHEMA = 1
 """The ``schema_version`` of prime-rl's token export that is understood."""
 
 _PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt"}
 _HEADER = "rljax_tokens"
-_PRIME_RL_COLUMNS = {"trainer": "trainer_logprobs", "inference": "inference_logprobs"}
-
-_Record = dict[str, Any]
 
 
 def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
@@ -61,24 +58,13 @@ def read_jsonl(path: str | os.PathLike[str]) -> TokenDump:
       ValueError: a line is not of this form; the message names it.
     """
     place = Path(path)
-    header: _Record = {}
-    sequences: list[_Record] = []
-    for line, record in json_lines(place):
-        if _HEADER in record:
-            if sequences or header or record[_HEADER] != 1:
-                raise ValueError(f"{place}:{line}: expected one header, first, of version 1, got {record[_HEADER]!r}")
-            header = record
-            continue
-        try:
-            sequences.append(_sequence(record, str(len(sequences))))
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"{place}:{line}: {reason}") from error
+    lines = list(json_lines(place))
+    header = lines.pop(0)[1] if lines and lines[0][1].get(_HEADER) == 1 else {}
     try:
         sources = {name: ColumnSource(**source) for name, source in header.get("columns", {}).items()}
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{place}: header: {error}") from error
-    return _assemble(place, sequences, sources, header.get("sampling", {}))
+    return _assemble(place, ((place, *line) for line in lines), _jsonl_sequence, sources, header.get("sampling", {}))
 
 
 def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
@@ -95,75 +81,70 @@ def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
     files = sorted(place.rglob("rank_*.jsonl")) if place.is_dir() else [place]
     if not files:
         raise ValueError(f"{place}: no rank_*.jsonl in it, as prime-rl's token export writes")
-    sequences = []
-    for file in files:
-        for line, record in json_lines(file):
-            if record.get("schema_version") != PRIME_RL_SCHEMA:
-                raise ValueError(
-                    f"{file}:{line}: schema_version {record.get('schema_version')!r}, expected {PRIME_RL_SCHEMA}"
-                )
-            try:
-                run = f"{record['run_id']}/" if record.get("run_id") else ""
-                sequences.append(
-                    {
-                        "sequence_id": f"{run}{record['export_step']}/{record['rank']}/{record['export_sequence_idx']}",
-                        "token_ids": record["token_ids"],
-                        "response_mask": record["loss_mask"],
-                        "logprobs": {ours: record[theirs] for ours, theirs in _PRIME_RL_COLUMNS.items()},
-                    }
-                )
-            except KeyError as error:
-                raise ValueError(f"{file}:{line}: field {error} of prime-rl's token export is missing") from error
+    lines = ((file, number, record) for file in files for number, record in json_lines(file))
     sources = {
         "trainer": ColumnSource(engine="prime-rl trainer", role="trainer"),
         "inference": ColumnSource(engine="vllm", role="rollout"),
     }
-    return _assemble(place, sequences, sources, {})
+    return _assemble(place, lines, _prime_rl_sequence, sources, {})
 
 
-def _sequence(record: _Record, default_id: str) -> _Record:
-    """A record in its full form; columns that cover the response only are padded in front."""
+def _jsonl_sequence(record: Row, number: int) -> TokenDump:
+    """A dump of one line of generic JSONL; columns that cover the response only are padded in front."""
+    if _HEADER in record:
+        raise ValueError(f"expected one header, first, of version 1, got {record[_HEADER]!r}")
     if "token_ids" in record:
         token_ids, mask, front = record["token_ids"], record["response_mask"], 0
     else:
         front = len(record["prompt_ids"])
         token_ids = record["prompt_ids"] + record["response_ids"]
         mask = [False] * front + record.get("response_mask", [True] * len(record["response_ids"]))
-    columns = {}
-    for name, values in record.get("logprobs", {}).items():
-        short = front and len(values) == len(token_ids) - front
-        columns[name] = [None] * front + values if short else values
-        if len(columns[name]) != len(token_ids):
-            raise ValueError(f"column {name!r} has {len(values)} entries, expected {len(token_ids)}")
-    if len(mask) != len(token_ids):
-        raise ValueError(f"response_mask must have {len(token_ids)} entries, got {len(mask)}")
-    name = str(record.get("sequence_id", default_id))
-    return {"sequence_id": name, "token_ids": token_ids, "response_mask": mask, "logprobs": columns}
+    columns = {
+        name: [[None] * front + values if len(values) == len(token_ids) - front else values]
+        for name, values in record.get("logprobs", {}).items()
+    }
+    return make_dump([record.get("sequence_id", number)], [token_ids], [mask], columns)
+
+
+def _prime_rl_sequence(record: Row, number: int) -> TokenDump:
+    """A dump of one line of prime-rl's token export."""
+    del number
+    if record.get("schema_version") != PRIME_RL_SCHEMA:
+        raise ValueError(f"schema_version {record.get('schema_version')!r}, expected {PRIME_RL_SCHEMA}")
+    run = f"{record['run_id']}/" if record.get("run_id") else ""
+    name = f"{run}{record['export_step']}/{record['rank']}/{record['export_sequence_idx']}"
+    columns = {"trainer": [record["trainer_logprobs"]], "inference": [record["inference_logprobs"]]}
+    return make_dump([name], [record["token_ids"]], [record["loss_mask"]], columns)
 
 
 def _assemble(
-    place: Path, sequences: list[_Record], sources: Mapping[str, ColumnSource], sampling: Mapping[str, Any]
+    place: Path,
+    lines: Iterable[tuple[Path, int, Row]],
+    parse: Callable[[Row, int], TokenDump],
+    sources: Mapping[str, ColumnSource],
+    sampling: Mapping[str, Any],
 ) -> TokenDump:
-    if not sequences:
+    """The dump of all lines, each (file, line number, record); a mistake names its line."""
+    parts: list[TokenDump] = []
+    for file, line, record in lines:
+        try:
+            parts.append(parse(record, len(parts)))
+            got, expected = sorted(parts[-1].logprobs), sorted(parts[0].logprobs)
+            if got != expected:
+                raise ValueError(f"the sequence has columns {got}, expected {expected} as the first")
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f"{file}:{line}: {reason}") from error
+    if not parts:
         raise ValueError(f"{place}: there is no sequence in it")
-    names = list(sequences[0]["logprobs"])
-    for sequence in sequences:
-        if sorted(sequence["logprobs"]) != sorted(names):
-            raise ValueError(
-                f"{place}: sequence {sequence['sequence_id']!r} has columns {sorted(sequence['logprobs'])}, expected "
-                f"{sorted(names)} as the first"
-            )
-    unknown = sorted(set(sources) - set(names))
-    if unknown:
-        raise ValueError(f"{place}: the header describes columns {unknown} that no sequence has")
     try:
         return make_dump(
-            [sequence["sequence_id"] for sequence in sequences],
-            [sequence["token_ids"] for sequence in sequences],
-            [sequence["response_mask"] for sequence in sequences],
-            {name: [sequence["logprobs"][name] for sequence in sequences] for name in names},
+            [part.sequence_ids[0] for part in parts],
+            [part.token_ids[0] for part in parts],
+            [part.response_mask[0] for part in parts],
+            {name: [part.logprobs[name][0] for part in parts] for name in parts[0].logprobs},
             sources,
             sampling,
         )
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{place}: {error}") from error

@@ -50,14 +50,14 @@ class Comparison:
     """All pairs of a dump's columns, and what each scorer differs from itself.
 
     Attributes:
-      sources: column -> where it comes from and its role, in the order of the matrix; second runs are left out.
+      columns: name -> where it comes from and its role, in the order of the matrix; second runs are left out.
       pairs: every two columns once.
-      floors: column -> metrics between its two runs, where there is a second one.
+      noise_floor: column -> metrics between its two runs, where there is a second one.
     """
 
-    sources: dict[str, ColumnSource]
+    columns: dict[str, ColumnSource]
     pairs: list[Pair]
-    floors: dict[str, dict[str, float]]
+    noise_floor: dict[str, dict[str, float]]
 
     @property
     def passed(self) -> bool:
@@ -108,12 +108,7 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None) -> Co
 
 def to_json(comparison: Comparison) -> str:
     """Everything in the comparison, as one JSON object; numbers that are not finite become null."""
-    plain = {
-        "passed": comparison.passed,
-        "columns": {name: dataclasses.asdict(source) for name, source in comparison.sources.items()},
-        "pairs": [dataclasses.asdict(pair) for pair in comparison.pairs],
-        "noise_floor": comparison.floors,
-    }
+    plain = {"passed": comparison.passed, **dataclasses.asdict(comparison)}
     finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
     return json.dumps(finite, indent=1, allow_nan=False) + "\n"
 
@@ -130,17 +125,17 @@ def to_text(comparison: Comparison) -> str:
 
 def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]) -> str:
     """The tables, and a paragraph on the columns that share a role."""
-    parts = [section.format(title, to_table(rows)) for title, rows in _tables(comparison)]
+    matrices = [_matrix(comparison, metric) for metric in MATRIX_METRICS]
+    tables = [_columns_table(comparison), *matrices, _growth_table(comparison), _verdict_table(comparison)]
+    parts = [section.format(title, to_table(rows)) for title, rows in tables]
     return "\n\n".join([*parts, *_unknown_roles(comparison)]) + "\n"
 
 
 def _pad(vectors: Sequence[np.ndarray], fill: float) -> np.ndarray:
-    width = max((len(vector) for vector in vectors), default=0)
-    dtype = np.float64 if np.isnan(fill) else bool
-    padded = np.full((len(vectors), width), fill, dtype)
-    for row, vector in zip(padded, vectors, strict=True):
-        row[: len(vector)] = vector
-    return padded
+    """The vectors as rows [n, longest], with ``fill`` after the end of each."""
+    width = max(map(len, vectors), default=0)
+    rows = [np.pad(vector, (0, width - len(vector)), constant_values=fill) for vector in vectors]
+    return np.asarray(rows).reshape(len(vectors), width)
 
 
 def _growth(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, dict[str, float]]:
@@ -157,15 +152,9 @@ def _growth(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, dict[st
 _Rows = list[list[str]]
 
 
-def _tables(comparison: Comparison) -> list[tuple[str, _Rows]]:
-    """Title and rows (the first is the head) of each table."""
-    matrices = [_matrix(comparison, metric) for metric in MATRIX_METRICS]
-    return [_columns_table(comparison), *matrices, _growth_table(comparison), _verdict_table(comparison)]
-
-
 def _unknown_roles(comparison: Comparison) -> list[str]:
     """One paragraph about the columns that share a role, or none."""
-    groups = [[name for name, source in comparison.sources.items() if source.role == role] for role in _PLACES]
+    groups = [[name for name, source in comparison.columns.items() if source.role == role] for role in _PLACES]
     unordered = "; ".join(", ".join(group) for group in groups if len(group) > 1)
     if not unordered:
         return []
@@ -178,7 +167,7 @@ def _unknown_roles(comparison: Comparison) -> list[str]:
 
 def _columns_table(comparison: Comparison) -> tuple[str, _Rows]:
     rows = [["column", "role", "engine", "dtype", "weights", "temperature"]]
-    for name, source in comparison.sources.items():
+    for name, source in comparison.columns.items():
         temperature = "?" if source.temperature is None else f"{source.temperature:g}"
         known = (source.role, source.engine, source.dtype, source.weights_hash[:19])
         rows.append([name, *(text or "?" for text in known), temperature])
@@ -187,9 +176,9 @@ def _columns_table(comparison: Comparison) -> tuple[str, _Rows]:
 
 def _matrix(comparison: Comparison, metric: str) -> tuple[str, _Rows]:
     """Row: the trainer's place, column: the rollout's; below the diagonal nothing, on it the noise floor."""
-    names = list(comparison.sources)
+    names = list(comparison.columns)
     cells = {(pair.trainer, pair.rollout): f"{pair.metrics[metric]:.3g}" for pair in comparison.pairs}
-    cells |= {(name, name): f"({floor[metric]:.3g})" for name, floor in comparison.floors.items()}
+    cells |= {(name, name): f"({floor[metric]:.3g})" for name, floor in comparison.noise_floor.items()}
     rows = [["", *names], *([row, *(cells.get((row, name), "") for name in names)] for row in names)]
     return f"{metric} (on the diagonal: a scorer against its own second run)", rows
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from rljax.compare.dump import ColumnSource, TokenDump, after_prompts, dump_of_responses, make_dump
+from rljax.compare.dump import TokenDump, common_prefix, dump_of_responses, make_dump
 from rljax.compare.report import SECOND_RUN
-from rljax.compare.scorers import counted, open_server, parse_spec, server_label, server_source
+from rljax.compare.scorers import counted, local_source, open_server, parse_spec, server_label, server_source
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.policy.config import read_config
 from rljax.rollout.build import load_jax_engine
+from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.served.model import ServedModel
 from rljax.rollout.types import Response, SamplingParams
-from rljax.rollout.weights.hash import weights_hash
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,37 @@ def sample_responses(
         for name, ids, mask in zip(dump.sequence_ids, dump.token_ids, dump.response_mask, strict=True)
     ]
     sampling = SamplingParams(how.max_response_tokens, how.temperature, shape.stop_token_ids)
+    opened: contextlib.closing[ServedModel] | contextlib.closing[JaxEngine]
     if kind == "vllm-decode":
-        with open_server(argument) as server:
-            return _sample_from_server(server, dump.sequence_ids, prompts, sampling, how, progress)
-    engine = load_jax_engine(model, argument, max(map(len, prompts)))
-    responses = list(engine.generate(prompts, how.responses, sampling, seed=how.seed))
-    engine.close()
-    progress(len(responses))
-    source = ColumnSource(f"jax {jax.__version__} decode", argument, weights_hash(model), how.temperature, "rollout")
-    return _as_dump(dump.sequence_ids, prompts, responses, spec, source, how)
+        opened = open_server(argument)
+    else:
+        opened = contextlib.closing(load_jax_engine(model, argument, max(map(len, prompts))))
+    with opened as engine:
+        if isinstance(engine, JaxEngine):
+            column, source = spec, local_source(kind, argument, how.temperature, model)
+            runs = [engine.generate(prompts, how.responses, sampling, seed=how.seed)]
+        else:
+            column, temperature = f"{kind}:{server_label(engine.info)}", engine.logprobs_temperature(how.temperature)
+            source = server_source(engine.info, "decode", temperature)
+            runs = [
+                engine.generate(prompts, how.responses, sampling, seed=how.seed, at_once=size)
+                for size in (how.batch_size, how.batch_size // 2 or 2)[: 1 + how.second_run]
+            ]
+        first, *more = [
+            sorted(counted(run, progress), key=lambda response: (response.prompt_index, response.sample_index))
+            for run in runs
+        ]
+    columns = {column: [response.logprobs for response in first]}
+    for second in more:
+        columns[column + SECOND_RUN] = [_on_common_prefix(a, b) for a, b in zip(first, second, strict=True)]
+    return dump_of_responses(
+        [f"{dump.sequence_ids[response.prompt_index]}/{response.sample_index}" for response in first],
+        [prompts[response.prompt_index] for response in first],
+        [response.token_ids for response in first],
+        columns,
+        dict.fromkeys(columns, source),
+        {"column": column} | {name: getattr(how, name) for name in ("temperature", "max_response_tokens", "seed")},
+    )
 
 
 def split_sampler(spec: str) -> tuple[str, str]:
@@ -123,50 +145,7 @@ def _prompt(name: str, ids: np.ndarray, mask: np.ndarray, vocab_size: int) -> np
     return prompt
 
 
-def _sample_from_server(
-    server: ServedModel,
-    names: Sequence[str],
-    prompts: Sequence[np.ndarray],
-    sampling: SamplingParams,
-    how: SampleConfig,
-    progress: Callable[[int], object],
-) -> TokenDump:
-    def run(batch_size: int) -> list[Response]:
-        responses = server.generate(prompts, how.responses, sampling, seed=how.seed, at_once=batch_size)
-        return sorted(counted(responses, progress), key=lambda response: (response.prompt_index, response.sample_index))
-
-    source = server_source(server.info, "decode", server.logprobs_temperature(how.temperature))
-    column, first = f"vllm-decode:{server_label(server.info)}", run(how.batch_size)
-    dump = _as_dump(names, prompts, first, column, source, how)
-    if not how.second_run:
-        return dump
-    second = run(how.batch_size // 2 or 2)
-    shared = [_on_common_prefix(a, b) for a, b in zip(first, second, strict=True)]
-    vectors = after_prompts([prompts[response.prompt_index] for response in first], shared)
-    return dump.with_column(column + SECOND_RUN, vectors, source)
-
-
 def _on_common_prefix(first: Response, second: Response) -> np.ndarray:
     """Of the second response's log-probabilities those of tokens that it shares with the first; NaN after them."""
-    shared = min(first.length, second.length)
-    differing = np.flatnonzero(first.token_ids[:shared] != second.token_ids[:shared])
-    shared = int(differing[0]) if len(differing) else shared
+    shared = common_prefix(first.token_ids, second.token_ids)
     return np.concatenate([second.logprobs[:shared], np.full(first.length - shared, np.nan, np.float32)])
-
-
-def _as_dump(
-    names: Sequence[str],
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[Response],
-    column: str,
-    source: ColumnSource,
-    how: SampleConfig,
-) -> TokenDump:
-    return dump_of_responses(
-        [f"{names[response.prompt_index]}/{response.sample_index}" for response in responses],
-        [prompts[response.prompt_index] for response in responses],
-        [response.token_ids for response in responses],
-        {column: [response.logprobs for response in responses]},
-        {column: source},
-        {"column": column} | {name: getattr(how, name) for name in ("temperature", "max_response_tokens", "seed")},
-    )

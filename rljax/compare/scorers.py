@@ -12,7 +12,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from rljax.compare.dump import ColumnSource, TokenDump, after_prompts
+from rljax.compare.dump import ColumnSource, TokenDump, after_prompts, common_prefix
 from rljax.compare.importers import read_tokens
 from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
@@ -24,17 +24,14 @@ from rljax.rollout.types import ClientLimits
 from rljax.rollout.weights.hash import weights_hash
 
 T = TypeVar("T")
+Vectors = Iterator[np.ndarray]  # log-probabilities, float32 [t], of each sequence; NaN: none
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 _SERVER_LIMITS = ClientLimits(request_timeout_s=600.0)
 _NONE = np.full(1, np.nan, np.float32)  # position 0 carries no log-probability
 
-Score = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], list[np.ndarray]]
-"""Token ids, int32 [t], and response masks, bool [t], of some sequences -> log-probabilities, float32 [t] each; NaN:
-none."""
-
-_ENGINES = {"jax": "jax {jax}", "jax-decode": "jax {jax} decode", "hf": "transformers {hf}"}
+_FORMS = {"jax": "DTYPE", "jax-decode": "DTYPE", "hf": "DTYPE", "vllm": "URL", "dump": "FILE#COLUMN"}
 
 
 def score_column(
@@ -85,12 +82,9 @@ def score_column(
             return vectors, server_source(server.info, "", 1.0)
     if model is None:
         raise ValueError(f"scorer {spec!r} needs a model directory")
-    make = {"jax": _jax_scorer, "jax-decode": _decode_scorer, "hf": _hf_scorer}[kind]
-    vectors = _in_batches(make(Path(model), argument, temperature, dump), dump, batch_size, progress)
-    hf = version("transformers") if kind == "hf" else ""
-    engine = _ENGINES[kind].format(jax=jax.__version__, hf=hf)
-    role = "rollout" if kind == "jax-decode" else ""
-    return vectors, ColumnSource(engine, argument, weights_hash(model), temperature, role)
+    score = {"jax": _jax_scores, "jax-decode": _decode_scores, "hf": _hf_scores}[kind]
+    vectors = list(counted(score(Path(model), argument, temperature, dump, batch_size), progress))
+    return vectors, local_source(kind, argument, temperature, model)
 
 
 def open_server(url: str) -> contextlib.closing[ServedModel]:
@@ -122,13 +116,12 @@ def server_source(info: ServerInfo, kind: str, temperature: float | None) -> Col
     return ColumnSource(f"vllm {info.version} {kind}".strip(), info.dtype, known_hash, temperature, "rollout")
 
 
-def _in_batches(score: Score, dump: TokenDump, batch_size: int, progress: Callable[[int], object]) -> list[np.ndarray]:
-    vectors = []
-    for start in range(0, len(dump.token_ids), batch_size):
-        batch = slice(start, start + batch_size)
-        vectors += score(dump.token_ids[batch], dump.response_mask[batch])
-        progress(len(dump.token_ids[batch]))
-    return vectors
+def local_source(kind: str, dtype: str, temperature: float, model: str | os.PathLike[str]) -> ColumnSource:
+    """What a column is that this process computes; ``kind`` is jax, jax-decode or hf."""
+    engine = f"transformers {version('transformers')}" if kind == "hf" else f"jax {jax.__version__}"
+    if kind == "jax-decode":
+        return ColumnSource(f"{engine} decode", dtype, weights_hash(model), temperature, "rollout")
+    return ColumnSource(engine, dtype, weights_hash(model), temperature)
 
 
 def split_spec(spec: str) -> tuple[str, str]:
@@ -142,7 +135,7 @@ def split_spec(spec: str) -> tuple[str, str]:
             f"{spec!r} samples and cannot score: over HTTP no server decodes given tokens; score them with "
             f"{spec.replace('-decode', '', 1)}, or sample with --sample"
         )
-    return parse_spec("scorer", spec, dict.fromkeys(_ENGINES, "DTYPE") | {"vllm": "URL", "dump": "FILE#COLUMN"})
+    return parse_spec("scorer", spec, _FORMS)
 
 
 def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str]:
@@ -188,24 +181,20 @@ def _read_column(argument: str, dump: TokenDump) -> tuple[list[np.ndarray], Colu
     other = read_tokens(file)
     if column not in other.logprobs:
         raise ValueError(f"{file} has no column {column!r}, but {sorted(other.logprobs)}")
-    place = {name: i for i, name in enumerate(other.sequence_ids)}
+    rows = dict(zip(other.sequence_ids, zip(other.token_ids, other.logprobs[column], strict=True), strict=True))
     vectors = []
     for name, ids in zip(dump.sequence_ids, dump.token_ids, strict=True):
-        if name not in place:
+        if name not in rows:
             raise ValueError(f"{file} has no sequence {name!r}")
-        theirs = other.token_ids[place[name]]
-        if not np.array_equal(theirs, ids):
-            raise ValueError(f"{file}: sequence {name!r} {_first_difference(ids, theirs)}: tokenised differently")
-        vectors.append(other.logprobs[column][place[name]])
+        theirs, vector = rows[name]
+        at = common_prefix(ids, theirs)
+        if at < max(len(ids), len(theirs)):
+            raise ValueError(
+                f"{file}: sequence {name!r} is tokenised differently: from token {at} on it has "
+                f"{theirs[at : at + 4].tolist()}, expected {ids[at : at + 4].tolist()}"
+            )
+        vectors.append(vector)
     return vectors, other.sources[column]
-
-
-def _first_difference(ids: np.ndarray, theirs: np.ndarray) -> str:
-    shared = min(len(ids), len(theirs))
-    unequal = np.flatnonzero(ids[:shared] != theirs[:shared])
-    if len(unequal):
-        return f"has token {theirs[unequal[0]]} at {unequal[0]}, expected {ids[unequal[0]]}"
-    return f"has {len(theirs)} tokens, expected {len(ids)}"
 
 
 def _check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
@@ -216,60 +205,46 @@ def _check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
             )
 
 
-def _jax_scorer(model: Path, dtype: str, temperature: float, dump: TokenDump) -> Score:
+def _jax_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
     config = read_config(model)
     _check_vocabulary(dump, config.vocab_size)
     params = load_params(model, config)
     score = make_scorer(config, dtype, temperature=temperature)
-
-    def run(batch: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [np.concatenate([_NONE, vector[1:]]) for vector in score(params, batch)]
-
-    return run
+    for start in range(0, len(dump.token_ids), batch_size):
+        for vector in score(params, dump.token_ids[start : start + batch_size]):
+            yield np.concatenate([_NONE, vector[1:]])
 
 
-def _decode_scorer(model: Path, dtype: str, temperature: float, dump: TokenDump) -> Score:
+def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
     """Everything from the first response token on is decoded; the tokens before it are the prompt."""
     _check_vocabulary(dump, read_config(model).vocab_size)
-    starts = [first_response_token(mask) for mask in dump.response_mask]
-    longest = max((len(ids) - start for ids, start in zip(dump.token_ids, starts, strict=True)), default=0)
-    engine = load_jax_engine(model, dtype, max(starts, default=1))
-
-    def run(batch: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-        split = [first_response_token(mask) for mask in masks]
-        prompts = [ids[:start] for ids, start in zip(batch, split, strict=True)]
-        responses = [ids[start:] for ids, start in zip(batch, split, strict=True)]
-        scored = engine.score(prompts, responses, temperature=temperature, max_response_tokens=max(longest, 1))
-        return after_prompts(prompts, scored)
-
-    return run
+    # A prompt has at least one token, and is the whole sequence where there is no response.
+    starts = [max(int(np.argmax(mask)), 1) if mask.any() else len(mask) for mask in dump.response_mask]
+    prompts = [ids[:start] for ids, start in zip(dump.token_ids, starts, strict=True)]
+    responses = [ids[start:] for ids, start in zip(dump.token_ids, starts, strict=True)]
+    engine, longest = load_jax_engine(model, dtype, max(starts, default=1)), max(1, *map(len, responses))
+    for start in range(0, len(prompts), batch_size):
+        batch = slice(start, start + batch_size)
+        scored = engine.score(prompts[batch], responses[batch], temperature=temperature, max_response_tokens=longest)
+        yield from after_prompts(prompts[batch], scored)
 
 
-def first_response_token(mask: np.ndarray) -> int:
-    """Where the prompt ends; at least 1, and the length where there is no response."""
-    return max(int(np.argmax(mask)), 1) if mask.any() else len(mask)
-
-
-def _hf_scorer(directory: Path, dtype: str, temperature: float, dump: TokenDump) -> Score:
+def _hf_scores(directory: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
     try:  # here, because the other scorers do without torch
         import torch
         import transformers
+        from torch.nn.utils.rnn import pad_sequence
     except ImportError as error:
         raise ValueError(f"an hf: scorer needs torch and transformers: {error}") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval().to(device)
     _check_vocabulary(dump, model.config.vocab_size)
-
-    @torch.inference_mode()
-    def run(batch: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-        shape = (len(batch), max(map(len, batch)))
-        tokens, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-        for i, ids in enumerate(batch):
-            tokens[i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
-            mask[i, : len(ids)] = 1
-        tokens = tokens.to(device)
-        logits = model(input_ids=tokens, attention_mask=mask.to(device)).logits[:, :-1].float() / temperature
-        found = torch.log_softmax(logits, dim=-1).gather(-1, tokens[:, 1:, None])[..., 0].cpu().numpy()
-        return [np.concatenate([_NONE, row[: len(ids) - 1]]) for row, ids in zip(found, batch, strict=True)]
-
-    return run
+    for start in range(0, len(dump.token_ids), batch_size):
+        batch = dump.token_ids[start : start + batch_size]
+        tokens = pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in batch], batch_first=True).to(device)
+        mask = pad_sequence([torch.ones(len(ids), dtype=torch.long) for ids in batch], batch_first=True).to(device)
+        with torch.inference_mode():
+            logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1].float() / temperature
+            found = torch.log_softmax(logits, dim=-1).gather(-1, tokens[:, 1:, None])[..., 0].cpu().numpy()
+        for row, ids in zip(found, batch, strict=True):
+            yield np.concatenate([_NONE, row[: len(ids) - 1]])

@@ -6,6 +6,7 @@ alignment off by one, a temperature, then the size of the gap, which the dtypes 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,55 +69,47 @@ def judge(
         f"{framework} {name}": (framework_metrics(statistics, framework)[name], bar)
         for (framework, name), bar in PUBLISHED_BARS.items()
     }
-    found = _declared(valid, trainer_source, rollout_source) or _seen(x, y, valid, trainer_source, rollout_source)
-    if found is not None:
-        return Verdict(*found, bars)
-    over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
-    if over:
-        return Verdict("fail", "above_bar", f"above the published limit: {'; '.join(over)}", bars)
-    return Verdict("pass", "none", "within every published limit", bars)
+    return Verdict(*next(_findings(x, y, valid, trainer_source, rollout_source, bars)), bars)
 
 
 _Finding = tuple[str, str, str]  # status, cause, reason
 
 
-def _declared(valid: np.ndarray, a: ColumnSource, b: ColumnSource) -> _Finding | None:
+def _findings(
+    x: np.ndarray,
+    y: np.ndarray,
+    valid: np.ndarray,
+    a: ColumnSource,
+    b: ColumnSource,
+    bars: Mapping[str, tuple[float, float]],
+) -> Iterator[_Finding]:
+    """What can be said of a pair; only the first finding counts, because it may have caused the later ones."""
     if not valid.any():
-        return "refused", "no_tokens", "no response token has a finite log-probability in both columns"
+        yield "refused", "no_tokens", "no response token has a finite log-probability in both columns"
     if a.temperature is not None and b.temperature is not None and a.temperature != b.temperature:
         reason = f"log-probabilities at temperature {a.temperature:g} and {b.temperature:g}: different distributions"
-        return "refused", "temperature", reason
-    if _same_kind(a.weights_hash, b.weights_hash) and a.weights_hash != b.weights_hash:
-        reason = f"the columns name different weights: {_short(a.weights_hash)} and {_short(b.weights_hash)}"
-        return "refused", "other_weights", reason
-    return None
-
-
-def _same_kind(a: str, b: str) -> bool:
-    """Whether two names of weights can be compared: two hashes of tensors, or two names that are none."""
-    return bool(a and b) and a.startswith("sha256:") == b.startswith("sha256:")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 20 else name[:20] + "..."
-
-
-def _seen(x: np.ndarray, y: np.ndarray, valid: np.ndarray, a: ColumnSource, b: ColumnSource) -> _Finding | None:
+        yield "refused", "temperature", reason
+    names = a.weights_hash, b.weights_hash
+    are_hashes = [name.startswith("sha256:") for name in names]
+    if all(names) and are_hashes[0] == are_hashes[1] and names[0] != names[1]:
+        yield "refused", "other_weights", f"the columns name different weights: {names[0]:.20} and {names[1]:.20}"
     gap = float(np.mean(np.abs(x[valid] - y[valid])))
     if gap > _CLEAR_GAP:
-        shift = _shift(x, y, valid)
-        if shift is not None:
+        if shift := _shift(x, y, valid):
             reason = f"the first column fits the second when moved by {shift:+d} position: one of them is off by one"
-            return "refused", "off_by_one", reason
-        temperature = _temperature_ratio(x[valid], y[valid])
-        if temperature is not None:
+            yield "refused", "off_by_one", reason
+        if temperature := _temperature_ratio(x[valid], y[valid]):
             reason = (
                 f"one column is a sharpened form of the other, as if their temperatures were {temperature:.2g} to 1: "
                 "temperature-processed against raw log-probabilities"
             )
-            return "refused", "temperature", reason
+            yield "refused", "temperature", reason
     uncertainty = float(np.mean(1.0 - np.exp(np.minimum(x[valid], y[valid]))))
-    return _gap_finding(gap / max(uncertainty, 1e-3), a, b)
+    yield from _gap_findings(gap / max(uncertainty, 1e-3), a, b)
+    over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
+    if over:
+        yield "fail", "above_bar", f"above the published limit: {'; '.join(over)}"
+    yield "pass", "none", "within every published limit"
 
 
 def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
@@ -145,14 +138,14 @@ def _temperature_ratio(x: np.ndarray, y: np.ndarray) -> float | None:
     return 1.0 / slope if correlation > _CORRELATION and slope > _SLOPE else None
 
 
-def _gap_finding(gap: float, a: ColumnSource, b: ColumnSource) -> _Finding | None:
+def _gap_findings(gap: float, a: ColumnSource, b: ColumnSource) -> Iterator[_Finding]:
     """What the normalised gap says, given the coarser of the declared dtypes."""
     ceiling = GAP_RANGES["bfloat16"][1]
     if gap > ceiling:
         reason = f"a gap of {gap:.2g} nats is beyond any dtype's ({ceiling:g}): other weights, such as a stale server's"
-        return "fail", "other_weights", reason
+        yield "fail", "other_weights", reason
     if a.dtype not in GAP_RANGES or b.dtype not in GAP_RANGES:
-        return None
+        return
     declared = max(a.dtype, b.dtype, key=lambda name: GAP_RANGES[name][1])
     low, high = GAP_RANGES[declared]
     same_program = (a.engine.removesuffix(" decode"), a.dtype) == (b.engine.removesuffix(" decode"), b.dtype)
@@ -162,5 +155,4 @@ def _gap_finding(gap: float, a: ColumnSource, b: ColumnSource) -> _Finding | Non
         known_equal = a.weights_hash and a.weights_hash == b.weights_hash
         doubt = "" if known_equal or gap < low else ", or weights that differ a little"
         reason = f"a gap of {gap:.2g} nats is not {declared}'s ({low:g} to {high:g}): looks like {likely}{doubt}"
-        return "fail", "wrong_dtype", reason
-    return None
+        yield "fail", "wrong_dtype", reason

@@ -157,8 +157,15 @@ def test_jsonl_in_its_two_forms_with_a_header(tmp_path):
     ("record", "message"),
     [
         ({"token_ids": [1]}, "x.jsonl:2: 'response_mask' is missing"),
-        ({"prompt_ids": [1], "response_ids": [2], "logprobs": {"x": [1, 2, 3]}}, ":2: column 'x' has 3 entries, exp"),
+        (
+            {"prompt_ids": [1], "response_ids": [2], "logprobs": {"x": [1, 2, 3]}},
+            ":2: sequence '1': column 'x' must have 2 entries, got shape",
+        ),
         ({"prompt_ids": [1], "response_ids": [2], "logprobs": {}}, "has columns \\[\\], expected \\['x'\\]"),
+        (
+            {"prompt_ids": [1], "response_ids": [2.5], "logprobs": {"x": [1]}},
+            ":2: sequence '1': token ids must be integ",
+        ),
         ({"rljax_tokens": 1}, ":2: expected one header, first"),
         ([1], ":2: expected a JSON object, got list"),
     ],

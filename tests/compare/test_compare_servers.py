@@ -147,7 +147,7 @@ def test_a_second_draw_counts_up_to_the_first_other_token(fake, model, monkeypat
     assert drawn.sources["vllm-decode:float32"].temperature == 0.7
     floor = compare_columns(
         drawn.with_column("o", drawn.logprobs["vllm-decode:float32"], drawn.sources["vllm-decode:float32"])
-    ).floors["vllm-decode:float32"]
+    ).noise_floor["vllm-decode:float32"]
     assert floor["logprob_abs_diff_mean"] == 0.25
     assert floor["token_count"] == 4
 

@@ -84,7 +84,7 @@ def test_a_servers_columns_pass_beside_the_trainers_and_the_embedded_engines(ser
         assert pair.verdict.status == "pass", (pair.trainer, pair.rollout, pair.verdict.reason)
         assert pair.metrics["token_count"] == sum(mask.sum() for mask in sound.response_mask) > 500
         assert pair.metrics["logprob_abs_diff_mean"] < {"bfloat16": 5e-2, "float32": 1e-5}[dtype]
-    assert comparison.floors[drawn]["token_count"] > 100
+    assert comparison.noise_floor[drawn]["token_count"] > 100
 
 
 @DTYPES
