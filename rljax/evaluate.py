@@ -19,6 +19,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from rljax.checks import check_at_least
 from rljax.data.prompts import FILE_REWARD, TOYS, DataConfig, Problem, evaluation_datasets
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import caller_errors, run_cli
@@ -88,8 +89,7 @@ class Arguments:
 
     def __post_init__(self) -> None:
         check_sampling(self.n, self.pass_k, self.temperature)
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        check_at_least(self, 1, "batch_size")
         if (self.engine == "vllm") != bool(self.urls):
             raise ValueError("urls are needed with engine = vllm, and only there")
         if self.best and self.step is not None:
@@ -105,14 +105,14 @@ class Policy:
       hf_path: HF directory with its tokenizer.
       run: run directory that its weights come from; None: they are those of ``hf_path``.
       step: the checkpoint's.
-      best: whether it is the best one.
+      folder: of the run directory, with that checkpoint.
     """
 
     config: PolicyConfig
     hf_path: str
     run: Path | None = None
     step: int | None = None
-    best: bool = False
+    folder: str = "checkpoints"
 
     def load(self, mesh: Mesh) -> Any:
         """Float32 parameters on the mesh. Raises ValueError when they cannot be read."""
@@ -122,17 +122,9 @@ class Policy:
         settings = recorded_config(self.run)
         dynamic = settings.precision.compute_dtype == "float16"
         wanted = abstract_state(self.config, make_optimizer(settings.optimizer), mesh, dynamic_scale=dynamic)
-        with open_checkpoints(self.run, self.best) as checkpointer, caller_errors(RuntimeError):
+        folder = Checkpointer(self.run / self.folder, read_only=True)
+        with contextlib.closing(folder) as checkpointer, caller_errors(RuntimeError):
             return checkpointer.restore(self.step, wanted)[0].params
-
-
-def open_checkpoints(run: Path, best: bool) -> contextlib.closing[Checkpointer]:
-    """The checkpoints of a run directory, or its best one; not to be written. Raises ValueError without any."""
-    folder = run / (BEST if best else "checkpoints")
-    if not folder.is_dir():
-        missing = "best checkpoint; was it run with checkpoint.keep_best?" if best else "checkpoints"
-        raise ValueError(f"{run} has no {missing}")
-    return contextlib.closing(Checkpointer(folder, read_only=True))
 
 
 def find_policy(path: str | Path, *, step: int | None = None, best: bool = False) -> Policy:
@@ -150,13 +142,17 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
         directory = model_directory(str(path))
         return Policy(read_config(directory), directory)
     settings = recorded_config(path)
-    with open_checkpoints(path, best) as checkpointer:
+    folder = BEST if best else "checkpoints"
+    if not (path / folder).is_dir():
+        missing = "best checkpoint; was it run with checkpoint.keep_best?" if best else "checkpoints"
+        raise ValueError(f"{path} has no {missing}")
+    with contextlib.closing(Checkpointer(path / folder, read_only=True)) as checkpointer:
         steps = checkpointer.all_steps()
     taken = steps[-1] if step is None and steps else step
     if taken not in steps:
         raise ValueError(f"no checkpoint of step {taken} in {path}; there are {steps}")
     directory = model_directory(settings.model.path)
-    return Policy(read_config(directory), directory, path, taken, best)
+    return Policy(read_config(directory), directory, path, taken, folder)
 
 
 @contextlib.contextmanager
@@ -178,13 +174,8 @@ def open_engine(
         else:
             mesh = make_mesh(MeshConfig(), jax.devices()[:1] if rollout.engine == "vllm" else None)
             params = policy.load(mesh)
-            made = make_engine(
-                rollout,
-                policy.config,
-                mesh,
-                max_prompt_tokens=prompt_tokens,
-                max_tokens=prompt_tokens + response_tokens,
-            )
+            longest = prompt_tokens + response_tokens
+            made = make_engine(rollout, policy.config, mesh, max_prompt_tokens=prompt_tokens, max_tokens=longest)
             made.publish(params, policy.step or 0)
     with contextlib.closing(made):
         yield made

@@ -19,7 +19,6 @@ from typing import NoReturn
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -163,7 +162,6 @@ def draw(comparison: Comparison, path: Path) -> None:
     """The matrix of the mean absolute difference, and its growth along the response."""
     side = max(5.5, 2.0 + 0.6 * len(comparison.columns))
     figure = Figure(figsize=(2 * side + 4.0, side), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     draw_matrix(left, comparison)
     draw_growth(right, comparison)

@@ -103,12 +103,11 @@ def _jsonl_sequence(record: Row, number: int) -> TokenDump:
         name: [[None] * front + values if len(values) == len(token_ids) - front else values]
         for name, values in record.get("logprobs", {}).items()
     }
-    return make_dump([record.get("sequence_id", number)], [token_ids], [mask], columns)
+    return make_dump([str(record.get("sequence_id", number))], [token_ids], [mask], columns)
 
 
-def _prime_rl_sequence(record: Row, number: int) -> TokenDump:
+def _prime_rl_sequence(record: Row, _: int) -> TokenDump:
     """A dump of one line of prime-rl's token export."""
-    del number
     if record.get("schema_version") != PRIME_RL_SCHEMA:
         raise ValueError(f"schema_version {record.get('schema_version')!r}, expected {PRIME_RL_SCHEMA}")
     run = f"{record['run_id']}/" if record.get("run_id") else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rljax.checks import check_at_least
 from rljax.compare.dump import TokenDump, common_prefix, dump_of_responses, make_dump
 from rljax.compare.report import SECOND_RUN
 from rljax.compare.scorers import counted, local_source, open_server, parse_spec, server_label, server_source
@@ -43,11 +44,9 @@ class SampleConfig:
     second_run: bool = False
 
     def __post_init__(self) -> None:
-        if self.responses < 1 or self.batch_size < 1 or not self.temperature > 0.0:
-            raise ValueError(
-                "responses, batch_size and temperature must be positive, got "
-                f"{self.responses}, {self.batch_size} and {self.temperature}"
-            )
+        check_at_least(self, 1, "responses", "batch_size")
+        if not self.temperature > 0.0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
 
 
 def sample_responses(
@@ -83,11 +82,11 @@ def sample_responses(
         for name, ids, mask in zip(dump.sequence_ids, dump.token_ids, dump.response_mask, strict=True)
     ]
     sampling = SamplingParams(how.max_response_tokens, how.temperature, shape.stop_token_ids)
-    opened: contextlib.closing[ServedModel] | contextlib.closing[JaxEngine]
-    if kind == "vllm-decode":
-        opened = open_server(argument)
-    else:
-        opened = contextlib.closing(load_jax_engine(model, argument, max(map(len, prompts))))
+    opened: contextlib.AbstractContextManager[ServedModel | JaxEngine] = (
+        open_server(argument)
+        if kind == "vllm-decode"
+        else contextlib.closing(load_jax_engine(model, argument, max(map(len, prompts))))
+    )
     with opened as engine:
         if isinstance(engine, JaxEngine):
             column, source = spec, local_source(kind, argument, how.temperature, model)

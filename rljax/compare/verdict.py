@@ -6,7 +6,7 @@ alignment off by one, a temperature, then the size of the gap, which the dtypes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,10 @@ _CLEAR_GAP = 1e-2  # nats; alignment and temperature are looked for in gaps abov
 _SLOPE, _CORRELATION = 1.06, 0.9  # of one column on the other: what a temperature gives and other weights do not
 
 
+Bars = dict[str, tuple[float, float]]
+"""Framework and metric -> (its value for a pair, its published limit)."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What is to be thought of a pair.
@@ -40,7 +44,7 @@ class Verdict:
     status: str
     cause: str
     reason: str
-    bars: dict[str, tuple[float, float]]
+    bars: Bars
 
 
 def judge(
@@ -76,12 +80,7 @@ _Finding = tuple[str, str, str]  # status, cause, reason
 
 
 def _findings(
-    x: np.ndarray,
-    y: np.ndarray,
-    valid: np.ndarray,
-    a: ColumnSource,
-    b: ColumnSource,
-    bars: Mapping[str, tuple[float, float]],
+    x: np.ndarray, y: np.ndarray, valid: np.ndarray, a: ColumnSource, b: ColumnSource, bars: Bars
 ) -> Iterator[_Finding]:
     """What can be said of a pair; only the first finding counts, because it may have caused the later ones."""
     if not valid.any():

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -99,7 +98,6 @@ def plot_grid(
     if not 0 <= smooth < 1:
         raise ValueError(f"smooth must be in the range [0, 1), got {smooth}")
     figure = Figure(figsize=(11, 0.7 + 2.7 * len(grid)), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.get_layout_engine().set(h_pad=0.08, w_pad=0.12, hspace=0.03, wspace=0.03)  # type: ignore[union-attr, call-arg]
     width = math.lcm(*map(len, grid))
     axes = figure.subplot_mosaic([[name for name in row for _ in range(width // len(row))] for row in grid])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
 from rljax.report.rows import Row, is_accuracy, last_value
 
@@ -105,17 +104,11 @@ def plot_curves(
         if smooth:
             axis.plot(steps, values, color=run.color, linewidth=0.9, alpha=0.35)
             values = exponential_mean(values, smooth**2)  # two sides: half the width each
-        axis.plot(
-            steps, values, color=run.color, linestyle=run.line, linewidth=1.9, marker=_dot(values), drawstyle=drawstyle
-        )
+        marker = "o" if np.isfinite(values).sum() == 1 else ""  # a line through a single point would be invisible
+        axis.plot(steps, values, color=run.color, linestyle=run.line, linewidth=1.9, marker=marker, drawstyle=drawstyle)
     if not any_shown:
         note(axis, f"no {key} in the record")
     return any_shown
-
-
-def _dot(values: np.ndarray) -> str:
-    """The marker of a line: a line through a single point would be invisible."""
-    return "o" if np.isfinite(values).sum() == 1 else ""
 
 
 def exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
@@ -127,9 +120,8 @@ def exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
     return np.where(finite, totals / np.maximum(weights, 1.0), np.nan)
 
 
-def plot_length(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
+def plot_length(axis: Axes, runs: Sequence[Run], _: float) -> None:
     """The response length with each run's surge; never smoothed, because the surge is called on the raw values."""
-    del smooth
     head(axis, "Response length", "mean, tokens")
     if plot_curves(axis, runs, "response_length/mean", 0.0):
         called = sum(run.last("schedule/surge_step") is not None for run in runs)
@@ -137,9 +129,8 @@ def plot_length(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
     _surges(axis, runs, labels=True)
 
 
-def plot_accuracy(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
+def plot_accuracy(axis: Axes, runs: Sequence[Run], _: float) -> None:
     """The accuracy on each evaluation dataset; as recorded, not smoothed."""
-    del smooth
     head(axis, "Evaluation accuracy", "share right")
     keys = sorted({key for run in runs for row in run.rows for key in row if is_accuracy(key)})
     for index, key in enumerate(keys):
@@ -158,19 +149,13 @@ def plot_accuracy(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
         axis.legend(frameon=False, fontsize=8.5, labelcolor=QUIET, loc="best")
 
 
-def plot_learning_rate(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
+def plot_learning_rate(axis: Axes, runs: Sequence[Run], _: float) -> None:
     """The rate of each update as a step function, with each run's surge and decay periods; not smoothed."""
-    del smooth
     head(axis, "Learning rate", "per update")
     if plot_curves(axis, runs, "schedule/learning_rate", 0.0, drawstyle="steps-mid"):
         axis.set_ylim(bottom=0)
-        axis.yaxis.set_major_formatter(FuncFormatter(_scientific))
+        axis.yaxis.set_major_formatter("{x:g}")
     _surges(axis, runs, labels=False)
-
-
-def _scientific(value: float, _: object) -> str:
-    mantissa, exponent = f"{value:.2e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}" if value else "0"
 
 
 def _surges(axis: Axes, runs: Sequence[Run], *, labels: bool) -> None:

@@ -31,7 +31,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     if not rows:
         raise ValueError("no rows to summarize")
     rewards, lengths = _series(rows, "reward/mean"), _series(rows, "response_length/mean")
-    mismatch = [value for _, value in _series(rows, "mismatch/log_ppl_abs_diff")]
+    mismatch = _series(rows, "mismatch/log_ppl_abs_diff")
     first, last = _mean_of(rewards[:EDGE_STEPS]), _mean_of(rewards[-EDGE_STEPS:])
     return {
         "steps": rows[-1]["step"],
@@ -45,8 +45,8 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "decay_period": last_value(rows, "schedule/decay_period"),
         "learning_rate_final": last_value(rows, "schedule/learning_rate"),
         "evaluations": _evaluations(rows),
-        "mismatch_mean": math.fsum(mismatch) / len(mismatch) if mismatch else None,
-        "mismatch_max": max(mismatch, default=None),
+        "mismatch_mean": _mean_of(mismatch),
+        "mismatch_max": max((value for _, value in mismatch), default=None),
         "skipped_updates": last_value(rows, "optimizer/skipped_updates"),
         "rows_with_nonfinite": sum(NONFINITE_KEYS in row for row in rows),
         "wall_seconds": sum(map(step_seconds, rows)),
@@ -82,20 +82,19 @@ def format_summary(summary: Mapping[str, Any]) -> str:
         return format_value(form, summary[key])
 
     gain = f"(gain {say('reward_gain', '{:+.3f}')})"
-    lengths = f"{say('response_length_first', '{:.1f}')} -> {say('response_length_last', '{:.1f}')} tokens"
+    first_length, last_length = say("response_length_first", "{:.1f}"), say("response_length_last", "{:.1f}")
     lines = {
         "steps": say("steps"),
         "reward": f"{say('reward_first', '{:.3f}')} -> {say('reward_last', '{:.3f}')} {gain}",
-        "response length": lengths,
+        "response length": f"{first_length} -> {last_length} tokens",
         "length tripled": _at_step(summary["length_tripled_step"]),
         "surge called": f"{_at_step(summary['surge_step'])}; decay period {say('decay_period')}",
         "final learning rate": say("learning_rate_final", "{:.3e}"),
     }
     for name, value in summary["evaluations"].items():
         lines[f"accuracy on {name}"] = f"{value['last']:.3f} (best {value['best']:.3f} at step {value['best_step']})"
-    mismatch = f"mean {say('mismatch_mean', '{:.2e}')}, max {say('mismatch_max', '{:.2e}')} (log_ppl_abs_diff)"
     lines |= {
-        "mismatch": mismatch,
+        "mismatch": f"mean {say('mismatch_mean', '{:.2e}')}, max {say('mismatch_max', '{:.2e}')} (log_ppl_abs_diff)",
         "skipped updates": say("skipped_updates"),
         "rows with non-finite": say("rows_with_nonfinite"),
         "wall time": _duration(summary["wall_seconds"]),

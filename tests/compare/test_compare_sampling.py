@@ -67,8 +67,10 @@ def test_what_cannot_be_drawn_is_refused(model, ids, mask, message):
 
 
 def test_a_draw_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="must be positive, got 0, 8 and 1"):
+    with pytest.raises(ValueError, match="responses must be at least 1, got 0"):
         SampleConfig(responses=0)
+    with pytest.raises(ValueError, match=r"temperature must be positive, got 0\.0"):
+        SampleConfig(temperature=0.0)
 
 
 @pytest.mark.parametrize("spec", ["float32", "jax:float32", "jax-decode:int8", "vllm-decode:localhost:80", "x"])
