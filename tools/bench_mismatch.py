@@ -1,10 +1,10 @@
-"""What recording mismatch costs a training step: time and memory of the jitted statistics.
+"""Measures the time and memory that the mismatch statistics add to a training step.
 
-The statistics are timed beside the log-softmax of the same tokens over a vocabulary (forward only), interleaved in one
-run; a training step does far more than that log-softmax, so the ratio is an upper bound of the overhead. Memory is the
-compiler's own account.
+The program times the compiled statistics, and in turn with them the log-softmax of the same tokens over a vocabulary
+(forward pass only). A training step does much more than this log-softmax, so the ratio of the two times is an upper
+bound of the overhead. The memory is what the compiler reports.
 
-    python tools/bench_mismatch.py                          # table on the terminal
+    python tools/bench_mismatch.py                          # print a table
     python tools/bench_mismatch.py --output benchmarks/mismatch.json
 """
 
@@ -33,23 +33,30 @@ from rljax.trainer.packing import PackedBatch
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4, help="rows of a micro-batch")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens a row")
-    parser.add_argument("--sequence", type=int, default=512, help="tokens a sequence in packed rows")
-    parser.add_argument("--width", type=int, default=256, help="model width of the log-softmax beside")
-    parser.add_argument("--vocabulary", type=int, default=18992, help="vocabulary of the log-softmax beside")
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds, all cases interleaved")
-    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    parser.add_argument("--rows", type=int, default=4, help="rows of a micro-batch (default: 4)")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a row (default: 2048)")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens of a sequence in packed rows (default: 512)")
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=256,
+        help="hidden size of the log-softmax that is timed for comparison (default: 256)",
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, default=18992, help="vocabulary size of that log-softmax (default: 18992)"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="rounds; each round times every case once (default: 9)")
+    parser.add_argument("--output", type=Path, help="JSON file for the result")
     result = measure(parser.parse_args())
     for name, case in result["cases"].items():
         print(
-            f"{name:28s} {case['median_ms']:9.3f} ms  {case['ratio_to_head']:8.4f} of the head  "
+            f"{name:28s} {case['median_ms']:9.3f} ms  {case['ratio_to_head']:8.4f} of the log-softmax  "
             f"{case['temporaries_mib']:8.2f} MiB  compiled in {case['compile_s']:.2f} s"
         )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Compile every case, time them interleaved, and write the result if asked."""
+    """Compiles every case, times all of them in each round, and writes the result if ``--output`` is given."""
     compiled = {name: compile_case(function, arrays) for name, (function, arrays) in cases(options).items()}
     times: dict[str, list[float]] = {name: [] for name in compiled}
     for _ in range(options.rounds):
@@ -82,7 +89,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cases(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Name -> (function, its arrays)."""
+    """What is timed: name -> (function, its arguments)."""
     rng = np.random.default_rng(0)
     shape = (options.rows, options.tokens)
     rollout = -rng.exponential(0.5, shape).astype(np.float32)
@@ -119,14 +126,14 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Any], tu
 
 
 def _micro(rollout: jax.Array, mask: jax.Array, ids: jax.Array) -> PackedBatch:
-    """A micro-batch as the training step measures it: advantages of either sign, some tokens stale."""
+    """A micro-batch for the training step's measurement: advantages of both signs, some tokens of older policies."""
     zeros = jnp.zeros(ids.shape, jnp.int32)
     advantages = jnp.where(ids % 2 == 0, 1.0, -1.0)
     return PackedBatch(zeros, zeros, zeros, ids, mask, mask, rollout, advantages, staleness=ids % 3, used=None)
 
 
 def compile_case(function: Callable[..., Any], arrays: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], float]:
-    """Compile and run once; returns the program, its arrays and the seconds it took to trace and compile."""
+    """Compiles and runs once; returns the program, its arguments and the time to trace and compile (seconds)."""
     start = time.perf_counter()
     program = jax.jit(function).lower(*arrays).compile()
     seconds = time.perf_counter() - start

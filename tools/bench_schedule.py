@@ -1,8 +1,8 @@
-"""What the schedule costs a training step, in microseconds.
+"""Measures the time that the length-triggered schedule adds to a training step, in microseconds.
 
     python tools/bench_schedule.py --json benchmarks/schedule_cost.json
 
-Each number is the best of several repeats, which other load on the machine disturbs least.
+Each number is the shortest time of several repeats, because other programs on the machine only make a repeat longer.
 """
 
 import argparse
@@ -32,7 +32,7 @@ LEAVES = 400
 
 
 def microseconds(function: Callable[[], Any], calls: int, repeats: int) -> float:
-    """Time of one call, in the best of the repeats."""
+    """Time of one call (microseconds), in the fastest of the repeats."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -42,21 +42,21 @@ def microseconds(function: Callable[[], Any], calls: int, repeats: int) -> float
     return min(times)
 
 
-def quiet_lengths() -> Callable[[], float]:
-    """An endless stream of noisy lengths without a surge."""
+def lengths_without_surge() -> Callable[[], float]:
+    """A function that returns a new noisy length at each call; the lengths have no surge."""
     values = np.random.default_rng(0).normal(1000, 100, 997).tolist()
     position = 0
 
-    def following() -> float:
+    def next_length() -> float:
         nonlocal position
         position += 1
         return values[position % len(values)]
 
-    return following
+    return next_length
 
 
 def compiled_step(tx: optax.GradientTransformationExtraArgs) -> Callable[[], Any]:
-    """An optimizer step on one small parameter, so that the rate is what there is to pay for."""
+    """A compiled optimizer step on one small parameter, so that most of its time is spent on the learning rate."""
     params = {"w": jnp.ones(8)}
     step = jax.jit(lambda state, length: tx.update(params, state, params, response_length=length)[1], donate_argnums=0)
     state, length = tx.init(params), np.float32(1000)
@@ -70,17 +70,17 @@ def compiled_step(tx: optax.GradientTransformationExtraArgs) -> Callable[[], Any
 
 
 def measure(repeats: int) -> dict[str, float]:
-    """Every number of the report."""
-    following = quiet_lengths()
+    """Every number of the report: name -> microseconds."""
+    next_length = lengths_without_surge()
     tracker, controller = SurgeTracker(), LengthTriggeredLR(1e-6)
     for _ in range(200):
-        tracker.update(following())
-        controller.step(following())
+        tracker.update(next_length())
+        controller.step(next_length())
     tx = optax.chain(optax.clip_by_global_norm(1.0), inject_learning_rate(optax.adamw, 1e-6))
     state = tx.init({f"layer_{index}": jnp.ones(4) for index in range(LEAVES)})
     return {
-        "tracker_update_us": microseconds(lambda: tracker.update(following()), 2000, repeats),
-        "controller_step_us": microseconds(lambda: controller.step(following()), 2000, repeats),
+        "tracker_update_us": microseconds(lambda: tracker.update(next_length()), 2000, repeats),
+        "controller_step_us": microseconds(lambda: controller.step(next_length()), 2000, repeats),
         "controller_state_dict_us": microseconds(controller.state_dict, 200, repeats),
         f"set_learning_rate_{LEAVES}_leaves_us": microseconds(lambda: set_learning_rate(state, 5e-7), 50, repeats),
         f"get_learning_rate_{LEAVES}_leaves_us": microseconds(lambda: get_learning_rate(state), 50, repeats),
@@ -93,8 +93,8 @@ def measure(repeats: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--json", type=Path, help="write the numbers here, too")
+    parser.add_argument("--repeats", type=int, default=25, help="repeats of each measurement (default: 25)")
+    parser.add_argument("--json", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     numbers = {name: round(value, 2) for name, value in measure(args.repeats).items()}
     for name, value in numbers.items():

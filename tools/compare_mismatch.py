@@ -2,10 +2,11 @@
 
     python tools/compare_mismatch.py TOKENS --model DIR --scorer jax:bfloat16 --scorer hf:bfloat16 --out comparison
 
-TOKENS is a token dump, JSONL, or prime-rl's token export (docs/compare.md); the columns it holds are compared too. OUT
-gets tokens.parquet (with the scored columns), report.md, report.json and report.png. The exit status is 0 when every
-pair passes, 1 when one fails or is refused, 2 for a mistake in the arguments or a server that is gone, 130 after an
-interrupt; what was scored until then is kept and reported.
+TOKENS is a token dump, a JSONL file, or prime-rl's token export (docs/compare.md). The columns of log-probabilities in
+it are compared as well. The program writes tokens.parquet (with the new columns), report.md, report.json and report.png
+into the directory OUT. The exit status is 0 when every pair of columns passes, 1 when a pair fails or is refused, 2
+when an argument is wrong or a server does not answer, and 130 after an interrupt. After an interrupt, or when a server
+stops answering, the program still saves and reports the columns that are complete.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from rljax.compare.scorers import name_columns, score_column, split_spec
 from rljax.errors import ConfigError, caller_errors, run_cli
 
 METRIC = "logprob_abs_diff_mean"
-MOST_NAMED = 24  # pairs that the figure names one by one
+MOST_NAMED = 24  # with more pairs than this, the legend groups those that pass
 COARSENESS = {"bfloat16": "tab:red", "float16": "tab:blue", "float32": "tab:green"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Leaves mistakes to ``run_cli``, which says them in one line."""
+    """Leaves mistakes to ``run_cli``, which prints them in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
@@ -49,30 +50,50 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("tokens", metavar="TOKENS", type=Path, nargs="?", help="sequences, and perhaps columns")
     parser.add_argument(
-        "--toy-prompts", metavar="N", type=int, help="in the place of TOKENS: N problems of the toy task, for --sample"
+        "tokens",
+        metavar="TOKENS",
+        type=Path,
+        nargs="?",
+        help="file of sequences; it may have columns of log-probabilities",
     )
-    parser.add_argument("--model", metavar="DIR", type=Path, help="Hugging Face directory, for all but vllm: and dump:")
+    parser.add_argument(
+        "--toy-prompts", metavar="N", type=int, help="instead of TOKENS: the prompts of N toy problems, for --sample"
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", type=Path, help="Hugging Face directory; vllm: and dump: do not need it"
+    )
     parser.add_argument(
         "--scorer",
         metavar="SPEC",
         action="append",
         default=[],
-        help="jax:DTYPE, jax-decode:DTYPE, hf:DTYPE (DTYPE: float32, bfloat16, float16), vllm:URL or "
-        "dump:FILE#COLUMN; may be repeated",
+        help="what computes a column: jax:DTYPE, jax-decode:DTYPE or hf:DTYPE (DTYPE: float32, bfloat16, float16), "
+        "vllm:URL or dump:FILE#COLUMN; may be repeated",
     )
     parser.add_argument(
         "--sample",
         metavar="SPEC",
-        help="first draw new responses to the prompts with jax-decode:DTYPE or vllm-decode:URL",
+        help="first sample new responses to the prompts, with jax-decode:DTYPE or vllm-decode:URL",
     )
-    parser.add_argument("--responses", metavar="N", type=int, default=1, help="drawn for each prompt (default: 1)")
-    parser.add_argument("--max-response-tokens", metavar="N", type=int, default=256, help="(default: 256)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
-    parser.add_argument("--columns", metavar="NAME", nargs="+", help="of TOKENS, those to compare (default: all)")
     parser.add_argument(
-        "--trainer", metavar="NAME", action="append", default=[], help="a column that is a trainer's; may be repeated"
+        "--responses", metavar="N", type=int, default=1, help="responses sampled for each prompt (default: 1)"
+    )
+    parser.add_argument(
+        "--max-response-tokens",
+        metavar="N",
+        type=int,
+        default=256,
+        help="longest sampled response in tokens (default: 256)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--columns", metavar="NAME", nargs="+", help="columns of TOKENS to compare (default: all)")
+    parser.add_argument(
+        "--trainer",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a column that a trainer computed; may be repeated",
     )
     parser.add_argument(
         "--rollout",
@@ -80,11 +101,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="NAME",
         action="append",
         default=[],
-        help="a column that is a rollout engine's; may be repeated",
+        help="a column that a rollout engine computed; may be repeated",
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the draw and of the scores (default: 1)")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences at a time (default: 8)")
-    parser.add_argument("--no-second-run", action="store_true", help="do not score twice for the noise floor")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="temperature of sampling and of scoring (default: 1)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=8, help="sequences that are scored at the same time (default: 8)"
+    )
+    parser.add_argument(
+        "--no-second-run", action="store_true", help="do not score a second time to measure the noise floor"
+    )
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="directory to write (default: comparison)")
     return parser.parse_args(argv)
 
@@ -93,12 +120,15 @@ Job = tuple[str, str, int]  # column, spec, batch size
 
 
 def jobs(dump: TokenDump, columns: dict[str, str], options: argparse.Namespace) -> list[Job]:
-    """Every scorer once, and a second time at another batch size; of a column that was drawn only the second run."""
-    drawn = options.sample if options.sample in dump.logprobs else None
-    first = [(column, spec, options.batch_size) for spec, column in columns.items() if spec != drawn]
+    """The columns to compute: each scorer runs once, and a second time at another batch size for its noise floor.
+
+    The engine that sampled the responses has given its first column already, so only its second run is added.
+    """
+    sampler = options.sample if options.sample in dump.logprobs else None
+    first = [(column, spec, options.batch_size) for spec, column in columns.items() if spec != sampler]
     if options.no_second_run:
         return first
-    twice = columns | ({drawn: drawn} if drawn else {})
+    twice = columns | ({sampler: sampler} if sampler else {})
     other = options.batch_size // 2 or 2
     return first + [
         (column + SECOND_RUN, spec, other) for spec, column in twice.items() if split_spec(spec)[0] != "dump"
@@ -106,7 +136,7 @@ def jobs(dump: TokenDump, columns: dict[str, str], options: argparse.Namespace) 
 
 
 def scored(dump: TokenDump, todo: Sequence[Job], options: argparse.Namespace) -> Iterator[TokenDump]:
-    """The dump after each new column."""
+    """Computes one column after the other and yields the dump with each new one."""
     with tqdm(total=len(todo) * len(dump.sequence_ids), desc="scoring", unit="seq", disable=not todo) as bar:
         for column, spec, batch_size in todo:
             bar.set_postfix_str(column)
@@ -124,7 +154,7 @@ def scored(dump: TokenDump, todo: Sequence[Job], options: argparse.Namespace) ->
 
 
 def sequences(options: argparse.Namespace) -> TokenDump:
-    """TOKENS, or the toy task's prompts; with new responses, if asked."""
+    """The sequences of TOKENS, or the prompts of the toy task; with --sample new responses to their prompts."""
     if (options.tokens is None) == (options.toy_prompts is None):
         raise ConfigError("expected either TOKENS or --toy-prompts N")
     if options.model is None and (options.sample or options.toy_prompts is not None):
@@ -143,12 +173,12 @@ def sequences(options: argparse.Namespace) -> TokenDump:
         batch_size=options.batch_size,
         second_run=not options.no_second_run,
     )
-    with tqdm(desc="drawing", unit="seq") as bar:
+    with tqdm(desc="sampling", unit="seq") as bar:
         return sample_responses(dump, options.model, options.sample, config, progress=bar.update)
 
 
 def named_roles(options: argparse.Namespace, columns: Collection[str]) -> dict[str, str]:
-    """Column -> role, as the command line says."""
+    """The roles that --trainer and --rollout give: name of a column -> role."""
     roles = dict.fromkeys(options.trainer, "trainer") | dict.fromkeys(options.rollout, "rollout")
     if len(roles) < len(set(options.trainer)) + len(set(options.rollout)):
         raise ConfigError("a column cannot be both --trainer and --rollout")
@@ -158,19 +188,23 @@ def named_roles(options: argparse.Namespace, columns: Collection[str]) -> dict[s
     return roles
 
 
-def draw(comparison: Comparison, path: Path) -> None:
-    """The matrix of the mean absolute difference, and its growth along the response."""
+def plot_comparison(comparison: Comparison, path: Path) -> None:
+    """Plots the mean absolute difference of each pair as a matrix, and how it grows along the response."""
     side = max(5.5, 2.0 + 0.6 * len(comparison.columns))
     figure = Figure(figsize=(2 * side + 4.0, side), layout="constrained")
     left, right = figure.subplots(1, 2)
-    draw_matrix(left, comparison)
-    draw_growth(right, comparison)
+    plot_matrix(left, comparison)
+    plot_growth(right, comparison)
     figure.legend(loc="outside right center", fontsize=7)
     figure.savefig(path, dpi=100)
 
 
-def draw_growth(axes: Axes, comparison: Comparison) -> None:
-    """A line a pair; many pairs share the colour of the coarser of their dtypes, and only those that fail are named."""
+def plot_growth(axes: Axes, comparison: Comparison) -> None:
+    """One line for each pair.
+
+    With more than ``MOST_NAMED`` pairs, those that pass have the colour of the coarser of their two dtypes, and the
+    legend names only the pairs that fail.
+    """
     many = len(comparison.pairs) > MOST_NAMED
     shades = colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs)))
     named: set[str] = set()
@@ -190,7 +224,8 @@ def draw_growth(axes: Axes, comparison: Comparison) -> None:
     axes.grid(alpha=0.3)
 
 
-def draw_matrix(axes: Axes, comparison: Comparison) -> None:
+def plot_matrix(axes: Axes, comparison: Comparison) -> None:
+    """The difference of each pair; on the diagonal the difference between the two runs of one scorer."""
     names = list(comparison.columns)
     grid = np.full((len(names), len(names)), np.nan)
     for pair in comparison.pairs:
@@ -220,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         dump = sequences(options)
         write_dump(options.out / "tokens.parquet", dump)
-    kept = options.columns if options.columns is not None else sorted(dump.logprobs)
+    given = options.columns if options.columns is not None else sorted(dump.logprobs)
     roles = named_roles(options, {*dump.logprobs, *columns.values()})
     try:
         for more in scored(dump, jobs(dump, columns, options), options):
@@ -229,14 +264,14 @@ def main(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, ConfigError) as error:
         stopped = error
     done = [column for column in columns.values() if column in dump.logprobs]
-    names = [name for name in dict.fromkeys([*kept, *done]) if not name.endswith(SECOND_RUN)]
+    names = [name for name in dict.fromkeys([*given, *done]) if not name.endswith(SECOND_RUN)]
     if stopped is not None and len(names) < 2:
         raise stopped
     with caller_errors():
         comparison = compare_columns(dump.with_roles({name: roles[name] for name in names if name in roles}), names)
     (options.out / "report.md").write_text(to_markdown(comparison), encoding="utf-8")
     (options.out / "report.json").write_text(to_json(comparison), encoding="utf-8")
-    draw(comparison, options.out / "report.png")
+    plot_comparison(comparison, options.out / "report.png")
     print(to_text(comparison))
     print(f"written to {options.out}: report.md, report.json, report.png")
     if stopped is not None:

@@ -1,10 +1,12 @@
-"""Replays a training log through the surge tracker: when it calls, the decay period, and the rate at every change.
+"""Replays a training log through the surge tracker and prints what the length-triggered schedule would have done.
 
     python tools/replay_surge.py runs/my_run/metrics.jsonl --png surge.png --sweep
 
-LOG is JSONL, CSV or a TensorBoard event file, or a directory that holds one. The length column of verl, TRL, prime-rl,
-NeMo-RL, slime, SkyRL, tunix and rljax is found by its name; ``--column`` names any other positive scalar. Steps that
-the log skips count as steps without a length.
+It prints the step at which the tracker reports the surge of the response length, the decay period that follows from it,
+and every change of the learning rate. LOG is a JSONL file, a CSV file or a TensorBoard event file, or a directory that
+contains one. The program knows the name of the length column in the logs of verl, TRL, prime-rl, NeMo-RL, slime,
+SkyRL, tunix and rljax; with ``--column`` you choose any other column of positive numbers. A step that is missing in the
+log counts as a step without a length.
 """
 
 import argparse
@@ -23,7 +25,8 @@ from tensorboardX.proto import event_pb2
 
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 
-# Mean response length, and the share of truncated responses beside it. A column matches when its last parts do.
+# Name of the mean response length, and names of the share of truncated responses in the same log. A column matches
+# when it ends in such a name.
 KNOWN_COLUMNS = (
     ("response_length/mean", ("response_length/truncated_fraction", "response_length/clip_ratio")),  # rljax, verl
     ("completions/mean_length", ("completions/clipped_ratio",)),  # TRL, tunix
@@ -49,7 +52,7 @@ class LogError(Exception):
 
 
 class Replay(NamedTuple):
-    """What the tracker did: lengths and rates of steps 1, 2, ..., and the controller after the last."""
+    """The result of a replay: lengths and learning rates of steps 1, 2, ..., and the controller after the last step."""
 
     lengths: list[float]
     rates: list[float]
@@ -60,7 +63,7 @@ Rows = list[dict[str, Any]]
 
 
 def read_rows(path: Path) -> Rows:
-    """One dictionary for each record of the log, in its order."""
+    """One dictionary for each record of the log, in the order of the log."""
     if path.is_dir():
         path = find_log(path)
     if not path.is_file():
@@ -78,7 +81,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def find_log(directory: Path) -> Path:
-    """The log of a run directory: metrics.jsonl, or else the event file with the most in it."""
+    """The log in a run directory: metrics.jsonl if there is one, otherwise the largest event file."""
     if (directory / "metrics.jsonl").is_file():
         return directory / "metrics.jsonl"
     events = sorted(directory.rglob("*tfevents*"), key=lambda path: path.stat().st_size)
@@ -88,7 +91,7 @@ def find_log(directory: Path) -> Path:
 
 
 def jsonl_rows(path: Path) -> Rows:
-    """Each line an object."""
+    """The rows of a JSONL file: each line is one JSON object."""
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip():
@@ -103,13 +106,16 @@ def jsonl_rows(path: Path) -> Rows:
 
 
 def tensorboard_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Each scalar of an event file as a row with its step; records are length, checksum, event, checksum."""
+    """Each scalar of an event file, with its step, as one row.
+
+    A record in the file consists of its length, a checksum, the event and a second checksum.
+    """
     data, start = path.read_bytes(), 0
     while start + 12 <= len(data):
         (size,) = struct.unpack_from("<Q", data, start)
         record = data[start + 12 : start + 12 + size]
         if len(record) < size:
-            return  # The writer was cut off inside the last record.
+            return  # the program that wrote the file ended inside the last record
         event = event_pb2.Event.FromString(record)
         for value in event.summary.value:
             number = scalar_of(value)
@@ -119,7 +125,7 @@ def tensorboard_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def scalar_of(value: Any) -> float | None:
-    """The number in a summary value of either style."""
+    """The number in a summary value, which is either a plain number or a tensor."""
     if value.HasField("simple_value"):
         return value.simple_value
     if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
@@ -137,7 +143,7 @@ def columns_of(rows: Rows) -> list[str]:
 
 
 def matching(columns: list[str], name: str) -> list[str]:
-    """Training columns that end in ``name``, the shortest first."""
+    """Columns that end in ``name`` and are not of an evaluation, the shortest first."""
     found = [
         column
         for column in columns
@@ -148,7 +154,7 @@ def matching(columns: list[str], name: str) -> list[str]:
 
 
 def choose_columns(columns: list[str], column: str | None, truncated_column: str | None) -> tuple[str, str | None]:
-    """The length column and, where there is one, the column of the truncated fraction."""
+    """The length column and, if the log has one, the column with the share of truncated responses."""
     for wanted in (column, truncated_column):
         if wanted is not None and wanted not in columns:
             raise LogError(f"no column {wanted!r} in the log; it has: {', '.join(columns)}")
@@ -158,13 +164,13 @@ def choose_columns(columns: list[str], column: str | None, truncated_column: str
         lengths = matching(columns, length_name)
         if lengths:
             prefix = lengths[0].removesuffix(length_name)
-            beside = [prefix + name for name in truncated_names if prefix + name in columns]
-            return lengths[0], truncated_column or (beside[0] if beside else None)
-    raise LogError(f"no length column that I know in the log; choose one with --column from: {', '.join(columns)}")
+            truncated = [prefix + name for name in truncated_names if prefix + name in columns]
+            return lengths[0], truncated_column or (truncated[0] if truncated else None)
+    raise LogError(f"no length column of a known name in the log; choose one with --column from: {', '.join(columns)}")
 
 
 def number_of(value: Any) -> float:
-    """A cell as a float; NaN where it holds no number."""
+    """A value of the log as a float; NaN if it is not a number."""
     if value is None or isinstance(value, bool):
         return math.nan
     try:
@@ -174,7 +180,7 @@ def number_of(value: Any) -> float:
 
 
 def series(rows: Rows, column: str, truncated_column: str | None) -> tuple[list[float], list[float]]:
-    """Lengths and truncated fractions of steps 1, 2, ...: NaN where a step has none; the last of repeated steps."""
+    """Lengths and truncated fractions of steps 1, 2, ...: NaN if a step has none; the last of repeated steps counts."""
     step_column = next((name for name in STEP_COLUMNS if any(name in row for row in rows)), None)
     by_step: dict[int, dict[str, float]] = {}
     for row in rows:
@@ -193,19 +199,19 @@ def series(rows: Rows, column: str, truncated_column: str | None) -> tuple[list[
     lengths = [cells.get(column, math.nan) for cells in ordered]
     truncated = [cells.get(truncated_column or "", math.nan) for cells in ordered]
     if not any(math.isfinite(length) and length > 0 for length in lengths):
-        raise LogError(f"column {column!r} holds no positive number in any of its {len(lengths)} steps")
+        raise LogError(f"column {column!r} has no positive number in any of its {len(lengths)} steps")
     return lengths, truncated
 
 
 def replay(lengths: list[float], truncated: list[float], config: SurgeConfig, rate: dict[str, float]) -> Replay:
-    """Feeds the steps to the host controller."""
+    """Gives the steps to the host controller, one after the other."""
     controller = LengthTriggeredLR(tracker=SurgeTracker(config), **rate)
     rates = [controller.step(length, fraction) for length, fraction in zip(lengths, truncated, strict=True)]
     return Replay(lengths, rates, controller)
 
 
 def verdict(result: Replay) -> str:
-    """The call in one line."""
+    """When the tracker reported the surge, in one line."""
     controller = result.controller
     if controller.surge_step is None:
         return f"no surge in {len(result.lengths)} steps"
@@ -216,14 +222,16 @@ def verdict(result: Replay) -> str:
 
 
 def report(result: Replay, column: str, truncated_column: str | None) -> list[str]:
-    """What a reader wants to know, line by line."""
+    """The printed report: the columns, the steps that were not used, the surge, and every change of the rate."""
     tracker = result.controller.tracker
-    beside = f", truncated fraction {truncated_column!r}" if truncated_column else ""
-    lines = [f"{len(result.lengths)} steps of {column!r}{beside}"]
+    also = f", truncated fraction {truncated_column!r}" if truncated_column else ""
+    lines = [f"{len(result.lengths)} steps of {column!r}{also}"]
     if tracker.ignored:
-        lines.append(f"{tracker.ignored} of them have no finite, positive length: they count as steps only")
+        lines.append(
+            f"{tracker.ignored} of them have no finite, positive length: they count as steps, but are not used"
+        )
     if tracker.held_out:
-        lines.append(f"{tracker.held_out} of them are above max_truncated: held out")
+        lines.append(f"{tracker.held_out} of them have a truncated fraction above max_truncated: not used")
     lines.append(verdict(result))
     for step, rate in enumerate(result.rates, 1):
         if step == 1 or rate != result.rates[step - 2]:
@@ -232,7 +240,7 @@ def report(result: Replay, column: str, truncated_column: str | None) -> list[st
 
 
 def sweep(lengths: list[float], truncated: list[float], config: SurgeConfig, rate: dict[str, float]) -> list[str]:
-    """How the call moves when one rule at a time is changed."""
+    """How the step of the surge changes when one rule at a time has another value; * marks the value in use."""
     lines = []
     for rule, values in SWEEP.items():
         for value in sorted({*values, getattr(config, rule)}):
@@ -247,7 +255,7 @@ def sweep(lengths: list[float], truncated: list[float], config: SurgeConfig, rat
 
 
 def plot(result: Replay, column: str, path: Path) -> None:
-    """Length and rate over the steps, with the call and the decays."""
+    """Plots the length and the learning rate over the steps, and marks the step of the surge."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     steps = range(1, len(result.lengths) + 1)
@@ -264,22 +272,33 @@ def plot(result: Replay, column: str, path: Path) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line; every rule of SurgeConfig is an option."""
+    """Reads the command line. Every field of SurgeConfig is an option."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("log", type=Path)
-    parser.add_argument("--column", help="the length column, where its name is not known")
-    parser.add_argument("--truncated-column", help="share of truncated responses")
-    parser.add_argument("--png", type=Path, default=Path("surge.png"), help="where the figure goes")
-    parser.add_argument("--sweep", action="store_true", help="show how the call moves with ratio, window, persistence")
-    rate = parser.add_argument_group("rate")
-    rate.add_argument("--learning-rate", type=float, default=1e-6)
-    rate.add_argument("--multiplier", type=float, default=1.8, help="decay period over surge step")
-    rate.add_argument("--decay-factor", type=float, default=0.5)
-    rate.add_argument("--floor-ratio", type=float, default=0.1)
-    rules = parser.add_argument_group("rules")
+    parser.add_argument("log", metavar="LOG", type=Path, help="log file of a run, or the directory that contains it")
+    parser.add_argument("--column", help="the length column, if its name is not known")
+    parser.add_argument("--truncated-column", help="the column with the share of truncated responses")
+    parser.add_argument("--png", type=Path, default=Path("surge.png"), help="file for the figure (default: surge.png)")
+    parser.add_argument("--sweep", action="store_true", help="show how ratio, window and persistence change the result")
+    rate = parser.add_argument_group("learning rate")
+    rate.add_argument("--learning-rate", type=float, default=1e-6, help="initial rate (default: 1e-6)")
+    rate.add_argument(
+        "--multiplier", type=float, default=1.8, help="decay period divided by the step of the surge (default: 1.8)"
+    )
+    rate.add_argument("--decay-factor", type=float, default=0.5, help="factor of the rate at each decay (default: 0.5)")
+    rate.add_argument(
+        "--floor-ratio", type=float, default=0.1, help="lowest rate divided by the initial (default: 0.1)"
+    )
+    rules = parser.add_argument_group(
+        "rules of the tracker", "fields of rljax.schedule.SurgeConfig; its documentation explains them"
+    )
     for field in dataclasses.fields(SurgeConfig):
         flag = "--" + field.name.replace("_", "-")
-        rules.add_argument(flag, type=type(field.default), default=field.default)
+        rules.add_argument(
+            flag,
+            type=type(field.default),
+            default=field.default,
+            help=f"SurgeConfig.{field.name} (default: {field.default})",
+        )
     return parser.parse_args(argv)
 
 

@@ -275,8 +275,8 @@ def test_many_pairs_are_drawn_by_dtype_and_failures_by_name(tool, tmp_path, monk
             drawn.append([text.get_text() for text in self.legends[0].get_texts()])
             super().savefig(*args, **options)
 
-    monkeypatch.setitem(tool["draw"].__globals__, "Figure", Kept)
-    tool["draw"](comparison, tmp_path / "r.png")
+    monkeypatch.setitem(tool["plot_comparison"].__globals__, "Figure", Kept)
+    tool["plot_comparison"](comparison, tmp_path / "r.png")
     assert len(comparison.pairs) == 36
     failed = {f"{p.trainer} / {p.rollout}: {p.verdict.status}" for p in comparison.pairs if p.verdict.status != "pass"}
     assert len(failed) == 8

@@ -102,13 +102,16 @@ def test_tensorboard_file_and_directory(tool, capsys, tmp_path):
     assert CALL in run(tool, capsys, tmp_path, path)
 
 
-def test_truncated_batches_are_held_out(tool, capsys, tmp_path):
+def test_truncated_batches_are_not_used(tool, capsys, tmp_path):
     rows = [
         {**row, "response_length/clip_ratio": 0.5 if row["step"] >= 80 else 0.0}
         for row in rows_of("response_length/mean")
     ]
     lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
-    assert lines[1:3] == ["221 of them are above max_truncated: held out", "no surge in 300 steps"]
+    assert lines[1:3] == [
+        "221 of them have a truncated fraction above max_truncated: not used",
+        "no surge in 300 steps",
+    ]
     assert "no surge" not in " ".join(run(tool, capsys, tmp_path, tmp_path / "log.jsonl", "--max-truncated", "0.6"))
 
 
@@ -122,7 +125,7 @@ def test_skipped_and_repeated_steps(tool, capsys, tmp_path):
     # Resumed from step 60: the first try of 61-70 was something else. Steps 20-22 were never logged.
     rows = rows[:19] + rows[22:60] + [{**row, "response_length/mean": 1.0} for row in rows[60:70]] + rows[60:]
     lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
-    assert lines[1:3] == ["3 of them have no finite, positive length: they count as steps only", CALL]
+    assert lines[1:3] == ["3 of them have no finite, positive length: they count as steps, but are not used", CALL]
 
 
 def test_rows_of_nan_and_null_are_one_line(tool, capsys, tmp_path):
@@ -130,7 +133,7 @@ def test_rows_of_nan_and_null_are_one_line(tool, capsys, tmp_path):
     for index, bad in ((10, math.nan), (11, None), (12, "n/a"), (13, -1.0)):
         rows[index]["response_length/mean"] = bad
     lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
-    assert lines[1:3] == ["4 of them have no finite, positive length: they count as steps only", CALL]
+    assert lines[1:3] == ["4 of them have no finite, positive length: they count as steps, but are not used", CALL]
 
 
 def test_without_a_step_column_rows_are_steps(tool, capsys, tmp_path):
@@ -156,9 +159,9 @@ def test_sweep_shows_how_the_call_moves(tool, capsys, tmp_path):
     [
         ("", (), "the log is empty"),
         ("\n\n", (), "the log is empty"),
-        ('{"loss": 1}\n', (), "no length column that I know in the log; choose one with --column from: loss"),
+        ('{"loss": 1}\n', (), "no length column of a known name in the log; choose one with --column from: loss"),
         ('{"loss": 1}\n', ("--column", "len"), "no column 'len' in the log; it has: loss"),
-        ('{"response_length/mean": NaN}\n', (), "holds no positive number in any of its 1 steps"),
+        ('{"response_length/mean": NaN}\n', (), "has no positive number in any of its 1 steps"),
         ('{"response_length/mean": 1\n', (), "line 1 is not JSON"),
         ("[1, 2]\n", (), "line 1 is not a JSON object"),
         ('{"response_length/mean": 1}\n', ("--ratio", "0.5"), "ratio = 0.5"),
