@@ -91,7 +91,7 @@ def _findings(
     names = a.weights_hash, b.weights_hash
     are_hashes = [name.startswith("sha256:") for name in names]
     if all(names) and are_hashes[0] == are_hashes[1] and names[0] != names[1]:
-        yield "refused", "other_weights", f"the columns name different weights: {names[0]:.20} and {names[1]:.20}"
+        yield "refused", "other_weights", f"the columns name different weights: {names[0]} and {names[1]}"
     gap = float(np.mean(np.abs(x[valid] - y[valid])))
     if gap > _CLEAR_GAP:
         if shift := _shift(x, y, valid):
