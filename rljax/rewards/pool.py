@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rljax.rewards.process import RewardProcess
@@ -58,12 +58,10 @@ class RewardPool:
         self._lock = threading.Lock()
         self._errors = self._timeouts = 0
         self._closed = False
-        self._broken: RuntimeError | None = None
-        self._workers: list[RewardProcess] = []
-        if workers:
-            path = reward if isinstance(reward, str) else reward_path(reward)
-            memory = None if memory_gib is None else int(memory_gib * 2**30)
-            self._workers = [RewardProcess(path, memory) for _ in range(workers)]
+        memory = None if memory_gib is None else int(memory_gib * 2**30)
+        self._workers = [
+            RewardProcess(reward if isinstance(reward, str) else reward_path(reward), memory) for _ in range(workers)
+        ]
         # One thread a process: each waits for the process that it took from the idle ones.
         self._threads = ThreadPoolExecutor(max(workers, 1))
         self._idle: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
@@ -113,14 +111,9 @@ class RewardPool:
     def _score(self, problem: Mapping[str, Any], response: str, truncated: bool) -> float:
         process = self._idle.get()
         try:
-            if self._broken is not None:
-                raise self._broken
             return self._settle(process.score(problem, response, truncated, self._timeout_s))
         except TimeoutError as error:
             return self._settle((None, str(error)), timed_out=True)
-        except RuntimeError as error:
-            self._broken = error
-            raise CancelledError if self._closed else error from None
         finally:
             self._idle.put(process)
 
@@ -128,8 +121,6 @@ class RewardPool:
         value, complaint = verdict
         if value is not None:
             return value
-        if self._closed:  # close() ended the worker; the response did nothing wrong
-            raise CancelledError
         with self._lock:
             first = self._errors == 0
             self._errors += 1

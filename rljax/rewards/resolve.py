@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,21 +33,22 @@ def resolve_reward(path: str) -> RewardFunction:
       ValueError: no such form, module or function; not callable; or not callable with those three arguments.
     """
     full = SHIPPED.get(path, path)
-    module_name, colon, name = full.partition(":")
-    if not colon or not module_name or not name:
+    if "" in full.partition(":"):
         names = ", ".join(sorted(SHIPPED))
         raise ValueError(f"reward {path!r} is neither one of {names} nor of the form package.module:function")
     try:
-        found: Any = importlib.import_module(module_name)
+        found = pkgutil.resolve_name(full)
     except Exception as error:  # a user's module may raise anything
-        raise ValueError(f"reward {path!r}: cannot import {module_name}: {describe(error)}") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"reward {path!r}: {module_name} has no {name}")
-        found = getattr(found, part)
+        raise ValueError(f"reward {path!r}: cannot import {full}: {describe(error)}") from error
     if not callable(found):
-        raise ValueError(f"reward {path!r}: {name} is {type(found).__name__}, not a function")
-    _check_parameters(path, found)
+        raise ValueError(f"reward {path!r} is {type(found).__name__}, not a function")
+    try:
+        inspect.signature(found).bind({}, "", False)
+    except TypeError as error:
+        expected, taken = "(problem, response, truncated)", inspect.signature(found)
+        raise ValueError(f"reward {path!r} must take three arguments {expected}, but it takes {taken}") from error
+    except ValueError:  # some builtins have no signature; the first call shows whether it fits
+        pass
     return found
 
 
@@ -78,15 +79,3 @@ def describe(error: BaseException) -> str:
     """An exception in one line of at most 300 characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
-
-
-def _check_parameters(path: str, function: RewardFunction) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have none; the first call shows whether it fits
-        return
-    try:
-        signature.bind({}, "", False)
-    except TypeError as error:
-        expected = "(problem, response, truncated)"
-        raise ValueError(f"reward {path!r} must take three arguments {expected}, but it takes {signature}") from error
