@@ -7,7 +7,6 @@ metadata of a written file holds a JSON object under ``rljax.problems``: the sou
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +20,8 @@ PASS_RATE = "pass_rate"
 _KEY = b"rljax.problems"
 _BATCH_ROWS = 8192
 _CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_TRUTH = pa.struct([("ground_truth", pa.string()), ("style", pa.string())])
+_CANONICAL = pa.schema([("data_source", pa.string()), ("prompt", pa.string()), ("reward_model", _TRUTH)])
 
 Row = dict[str, Any]
 Problem = dict[str, Any]
@@ -37,15 +38,12 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
         raise ValueError(f"no problems at {path}: there is no such file")
     if path.suffix == ".jsonl":
         yield from json_lines(path)
-        return
-    if path.suffix != ".parquet":
+    elif path.suffix == ".parquet":
+        with _open_parquet(path) as file:
+            batches = file.iter_batches(batch_size=_BATCH_ROWS)
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+    else:
         raise ValueError(f"{path}: problems are read from .parquet or .jsonl files")
-    number = 0
-    with _open_parquet(path) as file:
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
 
 
 def parse_row(row: Mapping[str, Any], where: str) -> Problem:
@@ -75,14 +73,15 @@ def parse_row(row: Mapping[str, Any], where: str) -> Problem:
 
 
 def read_problems(path: str | Path) -> tuple[Problem, ...]:
-    """All problems of a file, checked; a process reads a file once.
+    """All problems of a file, checked.
 
     Raises:
       ValueError: as ``read_rows`` and ``parse_row``; or the file holds none.
     """
-    path = Path(path)
-    stamp = path.stat().st_mtime_ns if path.is_file() else 0
-    return _read_problems(path, stamp)
+    problems = tuple(parse_row(row, f"{path}: row {number}") for number, row in read_rows(path))
+    if not problems:
+        raise ValueError(f"{path} holds no problems")
+    return problems
 
 
 def prompt_text(prompt: str | list[dict[str, str]]) -> str:
@@ -101,16 +100,15 @@ def write_rows(path: str | Path, rows: Iterable[Row], *, like: str | Path, prove
       provenance: JSON values, put into the metadata.
     """
     path, rows = Path(path), list(rows)
-    scored = bool(rows) and PASS_RATE in rows[0]
     if Path(like).suffix == ".parquet":
         with _open_parquet(Path(like)) as file:
             schema = file.schema_arrow
-        if scored and PASS_RATE not in schema.names:
-            schema = schema.append(pa.field(PASS_RATE, pa.float32()))
     else:
         chat = any(not isinstance(row["prompt"], str) for row in rows)
-        schema = _canonical_schema(chat, scored)
+        schema = _CANONICAL.set(1, pa.field("prompt", _CHAT)) if chat else _CANONICAL
         rows = [_canonical_row(row, chat=chat) for row in rows]
+    if rows and PASS_RATE in rows[0] and PASS_RATE not in schema.names:
+        schema = schema.append(pa.field(PASS_RATE, pa.float32()))
     document = json.dumps({"version": FORMAT_VERSION, **provenance}).encode()
     schema = schema.with_metadata({**(schema.metadata or {}), _KEY: document})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,22 +124,11 @@ def read_provenance(path: str | Path) -> dict[str, Any] | None:
     return json.loads(metadata[_KEY]) if _KEY in metadata else None
 
 
-@functools.lru_cache(maxsize=8)
-def _read_problems(path: Path, stamp: int) -> tuple[Problem, ...]:
-    del stamp
-    problems = tuple(parse_row(row, f"{path}: row {number}") for number, row in read_rows(path))
-    if not problems:
-        raise ValueError(f"{path} holds no problems")
-    return problems
-
-
 def _open_parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    except pa.ArrowException as error:
-        raise ValueError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}") from error
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
@@ -165,30 +152,23 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:
+    parsed: str | list[dict[str, str]]
     if isinstance(prompt, str | None):
-        if prompt is None or not prompt.strip():
-            raise ValueError(f"{where}: the prompt is empty")
-        return prompt
-    if not isinstance(prompt, list) or not all(
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in prompt
-    ):
+        parsed = prompt or ""
+    elif isinstance(prompt, list) and all(_is_message(message) for message in prompt):
+        parsed = [{"role": message["role"], "content": message["content"]} for message in prompt]
+    else:
         raise ValueError(f"{where}: the prompt must be text or a list of messages with role and content")
-    messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
-    if not any(message["content"].strip() for message in messages):
+    if not prompt_text(parsed).strip():
         raise ValueError(f"{where}: the prompt is empty")
-    return messages
+    return parsed
 
 
-def _canonical_schema(chat: bool, scored: bool) -> pa.Schema:
-    fields = [
-        ("data_source", pa.string()),
-        ("prompt", _CHAT if chat else pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-    ]
-    return pa.schema([*fields, (PASS_RATE, pa.float32())] if scored else fields)
+def _is_message(value: Any) -> bool:
+    match value:
+        case {"role": str(), "content": str()}:
+            return True
+    return False
 
 
 def _canonical_row(row: Row, *, chat: bool) -> Row:
@@ -196,9 +176,8 @@ def _canonical_row(row: Row, *, chat: bool) -> Row:
     prompt = problem["prompt"]
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    written = {
+    return row | {
         "data_source": problem["data_source"],
-        "prompt": prompt if chat else prompt_text(prompt),
+        "prompt": prompt,
         "reward_model": {"ground_truth": problem["answer"], "style": "rule"},
     }
-    return written | ({PASS_RATE: row[PASS_RATE]} if PASS_RATE in row else {})

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rljax.checks import check_at_least
+
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
@@ -48,9 +50,7 @@ class PolicyConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, 1, *_SIZES)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}")
         if self.head_dim % 2:
@@ -73,6 +73,9 @@ _HF_NAMES = {field.name: field.name for field in dataclasses.fields(PolicyConfig
 _HF_DEFAULTS = {"num_kv_heads": 32, "head_dim": 128}
 """What transformers' Qwen3Config uses if the file has no value; its other defaults are those of ``PolicyConfig``."""
 
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+"""What every dense Qwen3 has in its file."""
+
 
 def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     """Reads a ``config.json`` dictionary, transformers v5 form (``rope_parameters``) or the older (``rope_theta``).
@@ -87,16 +90,10 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
         raise ValueError(f"model_type must be 'qwen3', got {raw.get('model_type')!r}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    refused = {
-        "attention_bias": bool(raw.get("attention_bias", False)),
-        "use_sliding_window": bool(raw.get("use_sliding_window", False)),
-        "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        "rope_type": rope_type != "default",
-        "quantization_config": raw.get("quantization_config") is not None,
-    }
-    for key, is_refused in refused.items():
-        if is_refused:
-            raise ValueError(f"{key} = {raw.get(key, rope_type)!r} is not supported by the dense Qwen3 policy")
+    found = {**raw, "rope_type": rope_type}
+    for key, only in {**_FIXED, "rope_type": "default", "quantization_config": None}.items():
+        if (found.get(key) or only) != only:
+            raise ValueError(f"{key} = {found[key]!r} is not supported by the dense Qwen3 policy")
     values: dict[str, Any] = {
         **_HF_DEFAULTS,
         **{name: raw[theirs] for name, theirs in _HF_NAMES.items() if raw.get(theirs) is not None},
@@ -112,23 +109,18 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
 
 def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` dictionary; RoPE in the old and the new form, so that any transformers and vLLM read it."""
-    raw: dict[str, Any] = {
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_act": "silu",
-        "attention_bias": False,
+        **_FIXED,
         "attention_dropout": 0.0,
-        "use_sliding_window": False,
         "use_cache": True,
         "dtype": dtype,
         "torch_dtype": dtype,
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        **{theirs: getattr(config, name) for name, theirs in _HF_NAMES.items()},
     }
-    for name, theirs in _HF_NAMES.items():
-        value = getattr(config, name)
-        raw[theirs] = list(value) if isinstance(value, tuple) else value
-    return raw
 
 
 def read_config(directory: str | Path) -> PolicyConfig:

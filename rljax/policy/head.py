@@ -18,6 +18,7 @@ from rljax.sharding import axis_size, constrain
 
 # 151,936 (Qwen) = 16 x 9,496. A vocabulary up to this size is one chunk.
 MAX_CHUNK = 9_496
+_Sums = tuple[Array, Array, Array, Array]
 
 
 def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
@@ -44,9 +45,7 @@ def _forward(
 ) -> tuple[Array, Array, Array]:
     """(log-probability of target, entropy, log-sum-exp), float32 [n] each."""
 
-    def body(
-        state: tuple[Array, Array, Array, Array], chunk: tuple[Array, Array]
-    ) -> tuple[tuple[Array, Array, Array, Array], None]:
+    def body(state: _Sums, chunk: tuple[Array, Array]) -> tuple[_Sums, None]:
         top, total, weighted, picked = state
         rows, index = chunk
         logits = _logits(hidden, rows, temperature)

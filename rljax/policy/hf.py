@@ -58,10 +58,6 @@ _TENSORS: dict[tuple[str, ...], tuple[str, int]] = {
 }
 
 
-def _to_hf(array: np.ndarray, inputs: int) -> np.ndarray:
-    return np.ascontiguousarray(array.reshape(math.prod(array.shape[:inputs]), -1).T if inputs else array)
-
-
 def _hf_shape(shape: tuple[int, ...], inputs: int) -> tuple[int, ...]:
     return (math.prod(shape[inputs:]), math.prod(shape[:inputs])) if inputs else shape
 
@@ -81,9 +77,9 @@ def _read(source: Any, inputs: int, shape: tuple[int, ...], index: tuple[slice, 
     return part.T.reshape([bound.stop - bound.start for bound in bounds])
 
 
-def _read_leaf(sources: list[Any], inputs: int, shape: tuple[int, ...], stacked: bool, index: Any) -> np.ndarray:
-    """The part ``index`` of a leaf in float32; ``stacked`` leaves have one source a layer."""
-    if not stacked:
+def _read_leaf(sources: list[Any], inputs: int, shape: tuple[int, ...], index: Any) -> np.ndarray:
+    """The part ``index`` of a leaf in float32; a leaf with a leading layers axis has one source a layer."""
+    if len(index) == len(shape):
         return _read(sources[0], inputs, shape, index).astype(np.float32)
     layers = [_read(source, inputs, shape, index[1:]) for source in sources[index[0]]]
     return np.stack(layers).astype(np.float32)
@@ -101,7 +97,7 @@ def _open_sources(directory: Path) -> dict[str, Any]:
         files = [SINGLE_NAME]
     else:
         raise ValueError(f"no weights in {directory}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
-    sources = {}
+    sources: dict[str, Any] = {}
     for name in files:
         if not (directory / name).is_file():
             raise ValueError(f"{index_path} names {name}, which is not there")
@@ -109,19 +105,17 @@ def _open_sources(directory: Path) -> dict[str, Any]:
             handle = safe_open(directory / name, framework="numpy")
         except SafetensorError as error:
             raise ValueError(f"{directory / name} cannot be read: {error}") from error
-        for key in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
-            sources[key] = handle.get_slice(key)
+        sources |= {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 (it is not a mapping)
     return sources
 
 
-def _leaf_names(path: tuple[str, ...], config: PolicyConfig) -> list[str]:
-    name = _TENSORS[path][0]
-    return [name.format(i) for i in range(config.num_layers)] if path[0] == "layers" else [name]
-
-
-def _paths(config: PolicyConfig) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
-    """Path and shape of each leaf in the order of the files."""
-    return dict(sorted(flatten_dict(abstract_params(config)).items()))
+def _leaves(config: PolicyConfig) -> Iterator[tuple[tuple[str, ...], list[str], tuple[int, ...], int]]:
+    """(path, HF names, our shape of what one name has, input axes) of each leaf in the order of the files."""
+    for path, leaf in sorted(flatten_dict(abstract_params(config)).items()):
+        name, inputs = _TENSORS[path]
+        stacked = path[0] == "layers"
+        names = [name.format(i) for i in range(config.num_layers)] if stacked else [name]
+        yield path, names, leaf.shape[stacked:], inputs
 
 
 def load_params(directory: str | Path, config: PolicyConfig, shardings: Params | None = None) -> Params:
@@ -138,11 +132,7 @@ def load_params(directory: str | Path, config: PolicyConfig, shardings: Params |
     sources = _open_sources(Path(directory))
     placed = flatten_dict(shardings or {})
     params = {}
-    for path, leaf in _paths(config).items():
-        inputs = _TENSORS[path][1]
-        stacked = path[0] == "layers"
-        shape = leaf.shape[1:] if stacked else leaf.shape
-        names = _leaf_names(path, config)
+    for path, names, shape, inputs in _leaves(config):
         for name in names:
             if name not in sources:
                 raise ValueError(f"{directory}: tensor {name!r} is missing")
@@ -151,11 +141,12 @@ def load_params(directory: str | Path, config: PolicyConfig, shardings: Params |
                 raise ValueError(
                     f"{directory}: tensor {name!r} has shape {found}, expected {expected} from config.json"
                 )
-        read = functools.partial(_read_leaf, [sources[name] for name in names], inputs, shape, stacked)
+        whole = (len(names), *shape) if path[0] == "layers" else shape
+        read = functools.partial(_read_leaf, [sources[name] for name in names], inputs, shape)
         if shardings is None:
-            params[path] = jnp.asarray(read(tuple(slice(None) for _ in leaf.shape)))
+            params[path] = jnp.asarray(read((slice(None),) * len(whole)))
         else:
-            params[path] = jax.make_array_from_callback(leaf.shape, placed[path], read)
+            params[path] = jax.make_array_from_callback(whole, placed[path], read)
     return unflatten_dict(params)
 
 
@@ -165,30 +156,24 @@ def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tup
     A tied head is not yielded: the file has no tensor of its own for it.
     """
     leaves = flatten_dict(params)
-    for path in _paths(config):
+    for path, names, shape, inputs in _leaves(config):
         host = np.asarray(jnp.asarray(leaves[path]).astype(dtype))
-        layers = host if path[0] == "layers" else [host]
-        for name, array in zip(_leaf_names(path, config), layers, strict=True):
-            yield name, _to_hf(array, _TENSORS[path][1])
-
-
-def _sizes(config: PolicyConfig) -> Iterator[tuple[str, int]]:
-    """(HF name, elements) in the order of ``hf_tensors``."""
-    for path, leaf in _paths(config).items():
-        names = _leaf_names(path, config)
-        yield from ((name, leaf.size // len(names)) for name in names)
+        for name, array in zip(names, host.reshape(len(names), *shape), strict=True):
+            yield name, np.ascontiguousarray(array.reshape(math.prod(shape[:inputs]), -1).T if inputs else array)
 
 
 def _shard_plan(config: PolicyConfig, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
     """Names of the tensors of each file; a tensor that is larger than the limit has its own file."""
     plan: list[list[str]] = [[]]
     room = max_shard_bytes
-    for name, size in _sizes(config):
-        if plan[-1] and size * itemsize > room:
-            plan.append([])
-            room = max_shard_bytes
-        plan[-1].append(name)
-        room -= size * itemsize
+    for _, names, shape, _ in _leaves(config):
+        size = math.prod(shape) * itemsize
+        for name in names:
+            if plan[-1] and size > room:
+                plan.append([])
+                room = max_shard_bytes
+            plan[-1].append(name)
+            room -= size
     return plan
 
 
@@ -225,7 +210,7 @@ def save_params(
         stale.discard(out / file)
         weight_map.update(dict.fromkeys(names, file))
     if len(plan) > 1:
-        total = sum(size for _, size in _sizes(config)) * jnp.dtype(dtype).itemsize
+        total = sum(leaf.size for leaf in jax.tree.leaves(params)) * jnp.dtype(dtype).itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (out / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
         stale.discard(out / INDEX_NAME)

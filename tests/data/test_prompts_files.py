@@ -77,7 +77,7 @@ def test_rows_of_parquet_are_counted_from_one(tmp_path):
     ("name", "content", "message"),
     [
         ("no.parquet", None, "no problems at .*no.parquet: there is no such file"),
-        ("bad.parquet", "not parquet", "bad.parquet is not a Parquet file: "),
+        ("bad.parquet", "not parquet", "bad.parquet cannot be read as Parquet: "),
         ("bad.jsonl", "{", r"bad.jsonl:1: not JSON"),
         ("list.jsonl", "[1]", "list.jsonl:1: expected a JSON object, got list"),
         ("empty.jsonl", "\n", "empty.jsonl holds no problems"),
