@@ -19,7 +19,6 @@ from math_verify import LatexExtractionConfig, parse, verify
 from rljax.rewards.final_answer import final_answer
 from rljax.rewards.math_text import (
     braces_balance,
-    integer_value,
     option_letter,
     rewrite_numbers,
     tidy,
@@ -39,6 +38,7 @@ _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z' \-]*")
 _NUMERIC = re.compile(r"[^A-Za-z]*")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _TWO_NUMBERS = re.compile(r"(?<![\d_])\d+\s+\d")  # the library reads 4 2 as a binomial coefficient
+_INTEGER = re.compile(r"[+-]?\d{1,1000}")
 _PERCENT = re.compile(r"\s*(?:\\?%|\bper ?cent\b|\bpct\b)$", re.IGNORECASE)
 _SIGNIFICANT_DIGITS = 6
 _LONGEST = 2000  # characters; a longer text is not an answer and would take long to parse
@@ -113,9 +113,8 @@ def _without_percent(text: str) -> tuple[str, bool]:
 
 
 def _equal(right: str, answer: str) -> bool:
-    one, other = integer_value(right), integer_value(answer)
-    if one is not None and other is not None:
-        return one == other
+    if _INTEGER.fullmatch(right) and _INTEGER.fullmatch(answer):
+        return int(right) == int(answer)
     expected, given = _parsed(right), _parsed(answer)
     if not expected or not given:
         return False

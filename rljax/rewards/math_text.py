@@ -9,15 +9,13 @@ from fractions import Fraction
 from rljax.rewards.final_answer import closing_brace
 
 _SYMBOLS = str.maketrans(
-    {
+    {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # the full-width forms
+    | {
         "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
         "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
         "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ",
         "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "ℝ": r"\mathbb{R}", "√": r"\sqrt",
-        "⟨": "(", "⟩": ")", "٫": ".", "٬": ",", "、": ",", "，": ",",
-        "。": ".", "．": ".", "：": ":", "；": ";", "（": "(", "）": ")",
-        "［": "[", "］": "]", "｛": "{", "｝": "}", "＝": "=", "＋": "+",
-        "－": "-", "／": "/", "％": "%", "＜": "<", "＞": ">", "＾": "^",
+        "⟨": "(", "⟩": ")", "٫": ".", "٬": ",", "、": ",", "。": ".",
         "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}",
         "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}", "\u200b": "", "\u2009": " ", "\u202f": " ",
         "\u00a0": " ", "\u3000": " ",
@@ -26,10 +24,8 @@ _SYMBOLS = str.maketrans(
 _DROPPED = re.compile(r"(?<!\\)\\(?:(?:displaystyle|limits|[bB]igg?|left|right|boldsymbol)(?![a-zA-Z])|!)")
 _SPACES = re.compile(r"(?<!\\)\\(?:(?:q?quad)(?![a-zA-Z])|[,;: >])|~")
 _FONTS = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf)?|math(?:rm|bf|it|sf|normal)|mbox|operatorname|boxed|fbox)\s*\{")
-_FRACTION = re.compile(r"\\[dtc]?frac")
-_SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)")
-_MIXED = re.compile(r"(?<![\d.}^_])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}")
-_MIXED_SLASH = re.compile(r"(?<![\d.^_{/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
+_SHORT_FRACTION = re.compile(r"\\[dtc]?frac\s*(\d)\s*(\d)(?!\d)")
+_MIXED = re.compile(r"(?<![\d.^_{/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
 _THOUSANDS = re.compile(r"(?<![\d.,(\[{])\d{1,3}(?:(?:,|\{,\}|\\,| )\d{3})+(?![\d,])")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
@@ -49,19 +45,18 @@ def tidy(answer: str) -> str:
     text = _THOUSANDS.sub(lambda m: re.sub(r"\D", "", m[0]), text)
     text = _without_fonts(_SPACES.sub(" ", _DROPPED.sub("", text)))
     text = text.replace(r"\varnothing", r"\emptyset").replace(r"\langle", "(").replace(r"\rangle", ")")
-    text = text.replace(r"\leqslant", r"\le ").replace(r"\geqslant", r"\ge ")
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r"(?<=\S)\s*[.,;:]+$", "", text) if not text.endswith("...") else text
     return _ASIDE.sub("", text).strip()
 
 
 def rewrite_numbers(text: str) -> str:
-    """Mixed numbers, repeating decimals and powers of ten as fractions and products; plain ``pi`` and ``sqrt(2)`` as
-    LaTeX.
+    """Mixed numbers with a slash, repeating decimals and powers of ten as fractions and products; ``\\frac 1 2``, plain
+    ``pi`` and ``sqrt(2)`` as LaTeX that the library reads.
     """
-    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", _FRACTION.sub(r"\\frac", text))
+    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _REPEATING.sub(_repeating, text)
-    text = _MIXED_SLASH.sub(_mixed, _MIXED.sub(_mixed, text))
+    text = _MIXED.sub(_mixed, text)
     text = _SQRT.sub(r"\\sqrt{\1}", text)
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
     return _PLAIN_NAMES.sub(lambda m: "\\" + {"infinity": "infty"}.get(m[1], m[1]), text)
@@ -81,11 +76,6 @@ def option_letter(text: str) -> str | None:
     """The letter of a multiple-choice answer, ``C``, ``(C)`` or ``C. 42``, in upper case; None for anything else."""
     match = _OPTION.match(text)
     return match[1].upper() if match else None
-
-
-def integer_value(text: str) -> int | None:
-    """The value of a plain integer of at most 1000 digits, else None."""
-    return int(text) if re.fullmatch(r"[+-]?\d{1,1000}", text) else None
 
 
 def braces_balance(text: str) -> bool:

@@ -123,8 +123,7 @@ def test_units_by_hand(text, value, unit):
 @pytest.mark.parametrize(
     ("text", "rewritten"),
     [
-        (r"3\frac{1}{2}", r"\frac{7}{2}"),
-        (r"3 \dfrac12", r"\frac{7}{2}"),
+        (r"\dfrac 1 2", r"\frac{1}{2}"),
         ("10 3/4", r"\frac{43}{4}"),
         (r"0.1\overline{6}", r"\frac{1}{6}"),
         (r"2.\overline{09}", r"\frac{23}{11}"),
@@ -135,6 +134,25 @@ def test_units_by_hand(text, value, unit):
 )
 def test_numbers_are_rewritten_by_hand(text, rewritten):
     assert rewrite_numbers(text) == rewritten
+
+
+@pytest.mark.parametrize(
+    ("truth", "right", "wrong"),
+    [
+        (
+            r"\frac{7}{2}",
+            [r"3\frac{1}{2}", r"3 \dfrac12", r"3\tfrac 1 2", "3 1/2", "3.5"],
+            [r"\frac{3}{2}", r"-3\frac12"],
+        ),
+        (r"-3\frac12", [r"-\frac72", "-3.5"], [r"-\frac52", r"3\frac12"]),
+        (r"3\frac{1}{2}\%", ["3.5", "0.035", r"\frac72\%"], ["0.35"]),
+        (r"x\leqslant 3", [r"x\le 3", "x≤3", r"(-\infty, 3]"], [r"x\geqslant 3"]),
+        ("(1,2)", ["（１，２）", r"\langle 1, 2\rangle"], ["（２，１）"]),
+    ],
+)
+def test_one_value_in_several_spellings(truth, right, wrong):
+    assert [same_answer(truth, answer) for answer in right] == [True] * len(right)
+    assert [same_answer(truth, answer) for answer in wrong] == [False] * len(wrong)
 
 
 @settings(max_examples=60, deadline=None)

@@ -177,9 +177,7 @@ def test_workers_that_cannot_start_stop_the_pool_instead_of_scoring_zeros():
     with RewardPool("persons_rewards:breaks_in_workers", 1) as pool:
         futures = [pool.submit(PROBLEM, "right", False) for _ in range(3)]
         for future in futures:
-            with pytest.raises(
-                RuntimeError, match=r"cannot be started: .* has no attribute 'breaks_in_workers'"
-            ):
+            with pytest.raises(RuntimeError, match=r"cannot be started: .* has no attribute 'breaks_in_workers'"):
                 future.result(timeout=60)
 
 
