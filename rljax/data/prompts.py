@@ -98,10 +98,7 @@ def training_problems(config: DataConfig, tokenizer: Tokenizer | None = None) ->
     Raises:
       ValueError: the file cannot be read, or a row of it is wrong; the message names the row.
     """
-    if config.task in TOYS:
-        problems = TOYS[config.task].problems("train", seed=config.seed)
-    else:
-        problems = file_problems(str(config.path), tokenizer, config.chat_template)
+    problems = _problems(TOYS.get(config.task), str(config.path), "train", config, tokenizer)
     if config.fraction == 1.0:
         return problems
     order = np.random.default_rng(config.seed).permutation(len(problems))
@@ -125,20 +122,21 @@ def evaluation_datasets(
     for entry in names or [task for task in TOYS if task == config.task]:
         name, equals, path = entry.partition("=")
         if not equals:
-            name, path = (entry if entry in TOYS else Path(entry).stem), entry
+            name, path = Path(entry).stem, entry
         if name in found:
             raise ValueError(f"two datasets are called {name}: give one as NAME=FILE")
-        if path in TOYS:
-            found[name] = TOYS[path].problems("eval", seed=config.seed)
-        else:
-            found[name] = file_problems(path, tokenizer, config.chat_template)
+        found[name] = _problems(TOYS.get(path), path, "eval", config, tokenizer)
     return found
 
 
-def file_problems(path: str, tokenizer: Tokenizer | None, chat_template: ChatTemplate) -> list[Problem]:
-    """The problems of a file, prompts rendered. Raises ValueError as ``read_problems`` and ``render_prompt`` do."""
+def _problems(
+    task: ToyTask | None, path: str, split: str, config: DataConfig, tokenizer: Tokenizer | None
+) -> Sequence[Problem]:
+    """A split of the toy task or, without one, all problems of the file, prompts rendered."""
+    if task is not None:
+        return task.problems(split, seed=config.seed)
     return [
-        problem | {"prompt": render_prompt(problem["prompt"], tokenizer, chat_template)}
+        problem | {"prompt": render_prompt(problem["prompt"], tokenizer, config.chat_template)}
         for problem in read_problems(path)
     ]
 
@@ -149,12 +147,11 @@ def render_prompt(prompt: str | list[dict[str, str]], tokenizer: Tokenizer | Non
     Raises:
       ValueError: a chat template is asked for and the tokenizer has none.
     """
-    has_template = tokenizer is not None and tokenizer.has_chat_template
-    if chat_template is True and not has_template:
-        raise ValueError("chat_template = true, but the tokenizer has none; false gives the model the bare text")
-    if chat_template is True or (chat_template == "auto" and has_template and not isinstance(prompt, str)):
-        assert tokenizer is not None
+    wanted = chat_template is True or (chat_template == "auto" and not isinstance(prompt, str))
+    if wanted and tokenizer is not None and tokenizer.has_chat_template:
         return tokenizer.render_chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    if chat_template is True:
+        raise ValueError("chat_template = true, but the tokenizer has none; false gives the model the bare text")
     return prompt_text(prompt)
 
 

@@ -58,10 +58,6 @@ class Tokenizer:
         """Whether ``render_chat`` works."""
         return bool(self._chat_template)
 
-    @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        return compile_template(self._chat_template or "")
-
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The text of a chat by the tokenizer's own template, up to where the model's answer begins.
 
@@ -69,7 +65,8 @@ class Tokenizer:
         """
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            return self._template.render(
+            template = compile_template(self._chat_template or "")
+            return template.render(
                 messages=given, tools=None, documents=None, add_generation_prompt=True, **self._named
             )
         except jinja2.TemplateError as error:
@@ -100,6 +97,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise ValueError(f"the tokenizer at {directory} cannot be read: {error}") from error
 
 
+@functools.lru_cache(maxsize=8)
 def compile_template(text: str) -> jinja2.Template:
     """A chat template in the environment that transformers gives it. Raises jinja2.TemplateError."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

@@ -54,12 +54,11 @@ def swaps_reward(problem: dict[str, str], response: str, truncated: bool) -> flo
 
 def orders(pairs: Sequence[str]) -> list[str]:
     """The order of the letters after each pair has changed places, starting from ``LETTERS``."""
-    found, order = [], LETTERS
-    for pair in pairs:
-        one, other = pair[0], pair[1]
-        order = order.translate(str.maketrans(one + other, other + one))
-        found.append(order)
-    return found
+
+    def swap(order: str, pair: str) -> str:
+        return order.translate(str.maketrans(pair, pair[::-1]))
+
+    return list(itertools.accumulate(pairs, swap, initial=LETTERS))[1:]
 
 
 def scratchpad(pairs: Sequence[str], wrong_place: int | None = None, offset: int = 1) -> str:

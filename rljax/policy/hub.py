@@ -20,9 +20,8 @@ _QWEN3_SIZES = {
 }
 
 
-def _qwen3(size: str, *, base: bool) -> PolicyConfig:
-    width, inner, layers, heads = _QWEN3_SIZES[size]
-    return PolicyConfig(
+KNOWN_SHAPES: dict[str, PolicyConfig] = {
+    f"Qwen/Qwen3-{size}{suffix}": PolicyConfig(
         vocab_size=151_936,
         hidden_size=width,
         intermediate_size=inner,
@@ -32,15 +31,11 @@ def _qwen3(size: str, *, base: bool) -> PolicyConfig:
         head_dim=128,
         rope_theta=1e6,
         tie_word_embeddings=size != "8B",
-        max_position_embeddings=32_768 if base else 40_960,
+        max_position_embeddings=32_768 if suffix else 40_960,
         bos_token_id=151_643,
-        eos_token_id=151_643 if base else 151_645,
+        eos_token_id=151_643 if suffix else 151_645,
     )
-
-
-KNOWN_SHAPES: dict[str, PolicyConfig] = {
-    f"Qwen/Qwen3-{size}{suffix}": _qwen3(size, base=suffix == "-Base")
-    for size in _QWEN3_SIZES
+    for size, (width, inner, layers, heads) in _QWEN3_SIZES.items()
     for suffix in ("", "-Base")
 }
 

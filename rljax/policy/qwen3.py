@@ -156,12 +156,12 @@ def _declaration(config: PolicyConfig) -> tuple[Any, Params, Params]:
     """(graphdef of a block, abstract parameters, logical axes), the last two with the pytree's structure."""
     model = nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
     state = nnx.state(model, nnx.Param)
-    abstract = nnx.to_pure_dict(state)
-    axes = {path: variable.get_metadata()["logical"] for path, variable in nnx.to_flat_state(state)}
-    axes = {path: ("layers", *own) if path[0] == "layers" else own for path, own in axes.items()}
-    logical = traverse_util.unflatten_dict(axes)
+    logical = {
+        path: (("layers",) if path[0] == "layers" else ()) + variable.get_metadata()["logical"]
+        for path, variable in nnx.to_flat_state(state)
+    }
     block = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
-    return nnx.split(block)[0], abstract, logical
+    return nnx.split(block)[0], nnx.to_pure_dict(state), traverse_util.unflatten_dict(logical)
 
 
 def abstract_params(config: PolicyConfig) -> Params:

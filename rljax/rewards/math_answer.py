@@ -143,9 +143,7 @@ def _parsed(text: str) -> tuple[Any, ...]:
 def _decimals(expected: Any) -> int:
     """Decimals to which a decimal fraction must agree: six significant digits, and six decimals at least."""
     try:
-        size = abs(float(expected))
-    except (TypeError, ValueError, OverflowError):
+        exponent = math.floor(math.log10(abs(float(expected))))
+    except (TypeError, ValueError, OverflowError):  # 0, infinite, or no number
         return _SIGNIFICANT_DIGITS
-    if not 0.0 < size < 1.0:
-        return _SIGNIFICANT_DIGITS
-    return _SIGNIFICANT_DIGITS - 1 - math.floor(math.log10(size))
+    return _SIGNIFICANT_DIGITS - 1 - min(exponent, -1)
