@@ -88,7 +88,7 @@ class Arguments:
     """JSONL file for every response with its reward and length. None: no file."""
 
     def __post_init__(self) -> None:
-        check_sampling(self.n, self.pass_k, self.temperature)
+        check_sampling(self)
         check_at_least(self, 1, "batch_size")
         if (self.engine == "vllm") != bool(self.urls):
             raise ValueError("urls are needed with engine = vllm, and only there")

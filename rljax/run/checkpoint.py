@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rljax.checks import check_at_least
+
 BEST = "best"  # folder of the run directory
 ACCURACY = "best_accuracy"  # in the host state of what is there
 
@@ -27,10 +29,8 @@ class CheckpointConfig:
     directory."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"every must not be negative, got {self.every}")
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, got {self.keep}")
+        check_at_least(self, 0, "every")
+        check_at_least(self, 1, "keep")
 
 
 class Checkpointer:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rljax.algorithms.advantages import AdvantageConfig
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
+from rljax.checks import check_at_least, check_finite
 from rljax.data.prompts import DataConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
@@ -37,10 +38,8 @@ class RunConfig:
     """First and last step (counted from 1) of a JAX profile, which is written to ``dir``/profile. Empty: no profile."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+        check_at_least(self, 1, "steps")
+        check_at_least(self, 0, "seed")
         if self.profile_steps and not (
             len(self.profile_steps) == 2 and 1 <= self.profile_steps[0] <= self.profile_steps[1]
         ):
@@ -79,13 +78,10 @@ class EvalConfig:
     """Seed of the sampling, the same at each evaluation."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"every must not be negative, got {self.every}")
-        check_sampling(self.n, self.pass_k, self.temperature)
-        if self.max_response_tokens is not None and self.max_response_tokens < 1:
-            raise ValueError(f"max_response_tokens must be at least 1, got {self.max_response_tokens}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+        check_at_least(self, 0, "every", "seed")
+        check_sampling(self)
+        if self.max_response_tokens is not None:
+            check_at_least(self, 1, "max_response_tokens")
 
     @property
     def is_wanted(self) -> bool:
@@ -93,16 +89,14 @@ class EvalConfig:
         return self.every > 0 or self.at_start
 
 
-def check_sampling(n: int, pass_k: Sequence[int], temperature: float) -> None:
-    """Raises ValueError, opening with the field's name, for numbers of responses that make no sense together."""
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
-    if not 0.0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
-    if temperature == 0.0 and n > 1:
-        raise ValueError(f"temperature = 0 samples the same response each time, but n = {n}: set a temperature")
-    if any(not 1 <= k <= n for k in pass_k):
-        raise ValueError(f"pass_k = {list(pass_k)} must be from 1 to n = {n}")
+def check_sampling(config: Any) -> None:
+    """Raises ValueError, opening with the field's name, for ``n``, ``pass_k`` and ``temperature`` that do not fit."""
+    check_at_least(config, 1, "n")
+    check_finite(config, "temperature")
+    if config.temperature == 0.0 and config.n > 1:
+        raise ValueError(f"temperature = 0 samples the same response each time, but n = {config.n}: set a temperature")
+    if any(not 1 <= k <= config.n for k in config.pass_k):
+        raise ValueError(f"pass_k = {list(config.pass_k)} must be from 1 to n = {config.n}")
 
 
 @dataclass(frozen=True)

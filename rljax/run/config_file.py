@@ -1,6 +1,6 @@
 """Reads a configuration: a tree of frozen dataclasses filled from defaults, then a YAML file, then the command line.
 
-``tyro`` splits the command line and draws ``--help``, PyYAML reads the file, and pydantic checks the merged values and
+PyYAML reads the file, ``tyro`` draws ``--help``, and pydantic checks the merged values and
 builds the dataclasses, so that a mistake gives the same single line wherever it was written. ``__post_init__`` runs on
 the merged values only: a file may be valid only together with an option of the command line. ``base: OTHER.yaml`` in a
 file, relative to it, names another file whose values it overrides. Every field of the dataclasses has a default.
@@ -8,26 +8,19 @@ file, relative to it, names another file whose values it overrides. Every field 
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import difflib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import pydantic
-import tyro
 import yaml
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructTypeInfo,
-)
 
 from rljax.errors import ConfigError
 
@@ -36,6 +29,7 @@ Names = tuple[str, ...]  # the keys that lead from the root to a value
 Places = dict[Names, str]  # where a value was written: "FILE:LINE" or "command line"
 
 COMMAND_LINE = "command line"
+HELP = {"-h", "--help"}
 BASE = "base"
 MAX_SHOWN = 80  # characters of a value quoted in an error
 SIMILAR = 0.7  # how much a known key must resemble an unknown one to be suggested (1: equal)
@@ -61,7 +55,7 @@ def load_config(root: type[T], argv: Sequence[str], *, prog: str, description: s
       SystemExit: ``--help``.
     """
     file, options = (None, argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
-    if file is None and example is not None and not {"-h", "--help"} & set(options):
+    if file is None and example is not None and not HELP & set(options):
         raise ConfigError(f"give a configuration first, as in: {prog} {example} (--help lists the options)")
     checker, defaults = pydantic.TypeAdapter(root), dataclasses.asdict(root())  # type: ignore[call-overload]
     values, places = (defaults, {}) if file is None else _read_yaml(Path(file), BASE not in defaults)
@@ -72,7 +66,9 @@ def load_config(root: type[T], argv: Sequence[str], *, prog: str, description: s
         wrong = [one for one in error.errors() if one["type"] != "value_error"]  # the options may yet mend those
         if wrong:
             _refuse(wrong, defaults, values, places)
-    for names, value in _read_options(root, options, values, prog, description):
+    if HELP & set(options):
+        _print_help(root, values, prog, description)
+    for names, value in _read_options(root, options, values):
         _at(values, names[:-1])[names[-1]] = value
         places[names] = COMMAND_LINE
     try:
@@ -151,7 +147,7 @@ def _names(location: Sequence[str | int], values: Any) -> Names:
 def _suggest(path: str, defaults: dict[str, Any]) -> str:
     """Ends the line about an unknown key with the known one most like it, or with its section's keys."""
     section, _, name = path.rpartition(".")
-    known = list(_dotted(defaults))
+    known = dict(dotted(defaults))
 
     def likeness(key: str) -> float:
         key_section, _, last = key.rpartition(".")
@@ -166,12 +162,12 @@ def _suggest(path: str, defaults: dict[str, Any]) -> str:
     return f"known keys: {', '.join(siblings or defaults)}"
 
 
-def _dotted(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted path of every key, sections included."""
+def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every key of nested settings, sections included."""
     for key, value in values.items():
-        yield prefix + key
+        yield prefix + key, value
         if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
+            yield from dotted(value, f"{prefix}{key}.")
 
 
 def _show(value: Any) -> str:
@@ -181,77 +177,31 @@ def _show(value: Any) -> str:
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
-
-class _Given(NamedTuple):
-    """What the command line gives for an option: tyro's results hold it beside the defaults of the other options."""
-
-    value: Any
+_OPTION = re.compile(r"--?[A-Za-z]")  # -3 is a value
 
 
-def _read_options(
-    root: type, words: Sequence[str], values: dict[str, Any], prog: str, description: str
-) -> list[tuple[Names, Any]]:
+def _read_options(root: type, words: Sequence[str], values: dict[str, Any]) -> Iterator[tuple[Names, Any]]:
     """What the words give, as (names, plain value); a value that its option does not take stays words."""
-    parsed, unknown = tyro.cli(
-        root,
-        prog=f"{prog} [CONFIG.yaml]",
-        description=description,
-        args=words,
-        default=_unchecked(root(), values),
-        return_unknown_args=True,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=_registry(),
-    )
-    if not unknown:
-        return list(_given(parsed))
-    option = next((word for word in unknown if word.startswith("--")), None)
-    if option is None:
-        raise ConfigError(f"{COMMAND_LINE}: unexpected argument {unknown[0]!r}")
-    name = option[2:].partition("=")[0]
-    path = name.replace("-", "_")
-    if any(key.startswith(f"{path}.") for key in _dotted(values)):
-        raise ConfigError(f"{COMMAND_LINE}: {path} is a section: set its keys, as in --{name}.KEY VALUE")
-    raise ConfigError(f"{COMMAND_LINE}: unknown key {path}; {_suggest(path, values)}")
+    waiting, known = collections.deque(words), dict(dotted(values))
+    while waiting:
+        word = waiting.popleft()
+        name, equals, text = word.removeprefix("--").partition("=")
+        given = [text] if equals else []
+        while waiting and not equals and not _OPTION.match(waiting[0]):
+            given.append(waiting.popleft())
+        path = name.replace("-", "_")
+        if not word.startswith("--"):
+            raise ConfigError(f"{COMMAND_LINE}: unexpected argument {word!r}")
+        if path not in known:
+            raise ConfigError(f"{COMMAND_LINE}: unknown key {path}; {_suggest(path, values)}")
+        if isinstance(known[path], dict):
+            raise ConfigError(f"{COMMAND_LINE}: {path} is a section: set its keys, as in --{name}.KEY VALUE")
+        *above, last = names = tuple(path.split("."))
+        section = functools.reduce(lambda outer, key: get_type_hints(outer)[key], above, root)
+        yield names, _read_words(get_type_hints(section)[last], given)
 
 
-def _registry() -> ConstructorRegistry:
-    """Rules by which tyro gives plain dictionaries, unchecked, in which what was given is marked ``_Given``."""
-    registry, asking = ConstructorRegistry(), False
-
-    def by_tyro(question: Callable[[Any], Any], info: Any) -> Any:
-        nonlocal asking
-        asking = True  # the rules below leave this question to tyro's own
-        answer = question(info)
-        asking = False
-        return answer
-
-    @registry.struct_rule
-    def section(info: StructTypeInfo) -> StructConstructorSpec | None:
-        if asking or not dataclasses.is_dataclass(info.type):
-            return None
-        own = by_tyro(ConstructorRegistry.get_struct_spec, info)
-        fields = [dataclasses.replace(one, helptext=_unwrapped(one.helptext)) for one in own.fields]
-        return StructConstructorSpec(instantiate=dict, fields=tuple(fields))
-
-    @registry.primitive_rule
-    def value(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        if asking or dataclasses.is_dataclass(info.type):
-            return None
-        own = by_tyro(ConstructorRegistry.get_primitive_spec, info)
-        if not isinstance(own, PrimitiveConstructorSpec):
-            return None
-        reader = functools.partial(_read_words, info.type)
-        return dataclasses.replace(own, nargs="*", instance_from_str=reader, choices=None)
-
-    return registry
-
-
-def _unwrapped(documentation: str | Callable[[], str | None] | None) -> Callable[[], str]:
-    """A field's documentation without the line breaks of the source."""
-    return lambda: " ".join(((documentation() if callable(documentation) else documentation) or "").split())
-
-
-def _read_words(annotation: Any, words: list[str]) -> _Given:
+def _read_words(annotation: Any, words: list[str]) -> Any:
     """The words as the first of these that the type takes: YAML values, text, a single one of either."""
     checker: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
     scalars = [_read_scalar(word) for word in words]
@@ -260,8 +210,8 @@ def _read_words(annotation: Any, words: list[str]) -> _Given:
             _validate(checker, plain)
         except pydantic.ValidationError:
             continue
-        return _Given(plain)
-    return _Given(words[0] if len(words) == 1 else words)
+        return plain
+    return words[0] if len(words) == 1 else words
 
 
 def _read_scalar(word: str) -> Any:
@@ -271,12 +221,37 @@ def _read_scalar(word: str) -> Any:
     return None if word.lower() == "none" else loader.construct_object(yaml.ScalarNode(tag, word))
 
 
-def _given(parsed: dict[str, Any], names: Names = ()) -> Iterator[tuple[Names, Any]]:
-    for key, value in parsed.items():
-        if isinstance(value, dict):
-            yield from _given(value, (*names, key))
-        elif isinstance(value, _Given):
-            yield (*names, key), value.value
+def _print_help(root: type, values: dict[str, Any], prog: str, description: str) -> None:
+    """Prints every option with its value, and leaves with status 0."""
+    import tyro  # a quarter of a second, which no run waits for
+
+    registry, asking = tyro.constructors.ConstructorRegistry(), False
+
+    @registry.struct_rule
+    def section(info: Any) -> Any:
+        """Tyro's own rule, but the documentation of a field is without the line breaks of the source."""
+        nonlocal asking
+        if asking:
+            return None
+        asking = True
+        own = registry.get_struct_spec(info)
+        asking = False
+        if not isinstance(own, tyro.constructors.StructConstructorSpec):
+            return own
+        texts = [(one.helptext() if callable(one.helptext) else one.helptext) or "" for one in own.fields]
+        pairs = zip(own.fields, texts, strict=True)
+        fields = tuple(dataclasses.replace(one, helptext=" ".join(text.split())) for one, text in pairs)
+        return dataclasses.replace(own, fields=fields)
+
+    tyro.cli(
+        root,
+        prog=f"{prog} [CONFIG.yaml]",
+        description=description,
+        args=["--help"],
+        default=_unchecked(root(), values),
+        config=(tyro.conf.FlagConversionOff,),
+        registry=registry,
+    )
 
 
 def _unchecked(template: Any, values: dict[str, Any]) -> Any:
@@ -303,10 +278,7 @@ def _read_yaml(file: Path, may_have_base: bool, above: tuple[Path, ...] = ()) ->
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {problem}") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # text that is not UTF-8, a number that is none, a value inside itself
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8, a number that is none, a value in itself
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: expected a mapping, got {'an empty file' if values is None else _show(values)}")

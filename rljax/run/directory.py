@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rljax.errors import ConfigError
 from rljax.report.rows import read_rows
 from rljax.run.config import Config
-from rljax.run.config_file import load_config
+from rljax.run.config_file import dotted, load_config
 
 # Settings that may be changed when a run is continued: they do not change the meaning of a row.
 MAY_DIFFER = (
@@ -80,18 +78,10 @@ def check_same_run(config: Config, run_dir: Path) -> None:
     if not (run_dir / "config.yaml").exists():
         return
     settings = (recorded_config(run_dir), config)
-    old, new = (dict(flat_settings(dataclasses.asdict(each))) for each in settings)
+    old, new = (dict(dotted(dataclasses.asdict(each))) for each in settings)
     free = tuple(key for key in MAY_DIFFER if key != "run.steps" or config.schedule.kind not in ("linear", "cosine"))
-    differing = [key for key in new if new[key] != old[key] and not key.startswith(free)]
+    leaves = (key for key, value in new.items() if not isinstance(value, dict))
+    differing = [key for key in leaves if new[key] != old[key] and not key.startswith(free)]
     if differing:
         changes = ", ".join(f"{key} ({old[key]} there, {new[key]} now)" for key in differing)
         raise ConfigError(f"{run_dir} holds a run with other settings: {changes}; give another run.dir")
-
-
-def flat_settings(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of nested settings."""
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from flat_settings(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
