@@ -14,7 +14,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -22,14 +21,13 @@ from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import caller_errors, run_cli
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hub import model_directory
-from rljax.report.rows import read_rows
 from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rollout.build import check_engine
 from rljax.run.build import build, load_problems, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, load_config
-from rljax.run.directory import prepare_directory
+from rljax.run.directory import prepare_directory, recorded_rows
 from rljax.run.dry_run import check_shapes, dry_run
 from rljax.run.loop import train
 from rljax.run.record import Recorder
@@ -74,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
         (run_dir / "config.yaml").write_text(config_to_yaml(config))
         print(f"training {config.model.path} for {config.run.steps} steps into {run_dir}", file=sys.stderr)
         with stop:
-            train(components, state, progress, recorder.write, stop.requested, last_row(run_dir))
+            last_row = next(reversed(recorded_rows(run_dir)), None)
+            train(components, state, progress, recorder.write, stop.requested, last_row)
     finish(run_dir)
     for line in progress.stopped_by:
         print(f"guard: {line}; stopped, saved", file=sys.stderr)
@@ -96,17 +95,11 @@ def check_fit(config: Config, policy: PolicyConfig, tokenizer: Tokenizer, mesh: 
     check_shapes(config, policy, mesh)
 
 
-def last_row(run_dir: Path) -> dict[str, Any]:
-    """The last row recorded so far, or {}."""
-    rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
-    return rows[-1] if rows else {}
-
-
 def finish(run_dir: Path) -> None:
     """Writes summary.json and report.png and prints the summary."""
     from rljax.report.figure import plot_report  # matplotlib, which only the end needs
 
-    rows = read_rows(run_dir / "metrics.jsonl")
+    rows = recorded_rows(run_dir)
     if not rows:
         return
     summary = summarize(rows)

@@ -62,10 +62,6 @@ class LossConfig:
         if not self.kl_coefficient >= 0.0 or (self.kl_coefficient > 0.0) != (self.kl != "none"):
             raise ValueError(f"kl_coefficient must be above 0 exactly with a kl, got {self.kl_coefficient}, {self.kl}")
 
-    def sequence_divisor(self, max_response_tokens: int) -> int:
-        """The constant of "sequence_sum" (tokens)."""
-        return self.sequence_constant or max_response_tokens
-
 
 def policy_loss(
     config: LossConfig,

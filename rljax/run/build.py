@@ -33,7 +33,7 @@ from rljax.trainer.objective import Objective
 from rljax.trainer.packing import max_micro_batches, pack
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
-from rljax.trainer.update import MultipleUpdates, Pack, Reference, SingleUpdate, Update
+from rljax.trainer.update import MultipleUpdates, Pack, SingleUpdate, Update, reference_logprobs
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransfor
             reference=frozen,
         )
     count = config.num_sequences // loss.mini_batches
-    objective = Objective(loss, config.correction.resolved(), count, config.rollout.max_response_tokens)
+    objective = make_objective(config, count)
     several = loss.mini_batches * loss.epochs > 1 or objective.needs_old_logprobs
     step = TrainStep(
         policy,
@@ -187,7 +187,7 @@ def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransfor
         temperature=temperature,
         diagnosis=config.diagnosis,
     )
-    reference = None if frozen is None else Reference(forward, frozen)
+    reference = None if frozen is None else functools.partial(reference_logprobs, forward, frozen)
     pack_all = make_pack(config, config.num_sequences)
     if not several:
         return SingleUpdate(step, pack_all, reference)
@@ -210,12 +210,15 @@ def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPa
         policy,
         mesh,
         precision=config.precision,
-        objective=Objective(
-            config.loss, config.correction.resolved(), config.num_sequences, config.rollout.max_response_tokens
-        ),
+        objective=make_objective(config, config.num_sequences),
         rows=config.packing.rows_per_micro_batch,
         row_tokens=config.packing.resolve_row_tokens(config.max_engine_tokens),
     )
+
+
+def make_objective(config: Config, num_sequences: int) -> Objective:
+    """What an update of ``num_sequences`` responses minimises."""
+    return Objective(config.loss, config.correction.resolved(), num_sequences, config.rollout.max_response_tokens)
 
 
 def make_pack(config: Config, num_sequences: int) -> Pack:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from rljax.errors import ConfigError
-from rljax.report.rows import read_rows
+from rljax.report.rows import Row, read_rows
 from rljax.run.config import Config
 from rljax.run.config_file import dotted, load_config
 
@@ -25,7 +25,7 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
     Raises:
       ConfigError: the run there may not, or cannot, be continued with these settings.
     """
-    recorded, saved = recorded_steps(run_dir), saved_steps(run_dir)
+    recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
     holds_run = bool(recorded or saved)
     resume = config.run.resume
     if resume == "never" and holds_run:
@@ -37,7 +37,7 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
     elif resume not in ("auto", "never"):
         check_same_run(config, Path(resume))
         copy_run(Path(resume), run_dir)
-        recorded, saved = recorded_steps(run_dir), saved_steps(run_dir)
+        recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     if not saved and recorded >= config.run.steps:
         raise ConfigError(f"{run_dir} holds {recorded} rows and no checkpoint to go on from; give another run.dir")
@@ -50,10 +50,10 @@ def recorded_config(run_dir: Path) -> Config:
     return load_config(Config, [str(run_dir / "config.yaml")], prog="config.yaml", description="")
 
 
-def recorded_steps(run_dir: Path) -> int:
-    """Rows in ``metrics.jsonl``."""
+def recorded_rows(run_dir: Path) -> list[Row]:
+    """The rows in ``metrics.jsonl``, where there is one."""
     path = run_dir / "metrics.jsonl"
-    return len(read_rows(path)) if path.exists() else 0
+    return read_rows(path) if path.exists() else []
 
 
 def saved_steps(run_dir: Path) -> list[int]:

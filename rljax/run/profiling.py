@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
 
 
-class StepProfiler:
+class StepProfiler(ExitStack):
     """Profiles the steps ``first`` to ``last`` into a directory that TensorBoard and XProf read.
 
     A context manager: the profile is also written when the run ends earlier.
@@ -22,6 +22,7 @@ class StepProfiler:
           steps: (first, last), 1-based; empty: never.
           directory: made when the first step is profiled.
         """
+        super().__init__()
         self._first, self._last = steps or (0, -1)
         self._directory = directory
         self.running = False
@@ -30,20 +31,10 @@ class StepProfiler:
     def step(self, number: int) -> Iterator[None]:
         """The context of step ``number``: profiling starts before the first step and stops after the last."""
         if not self.running and self._first <= number <= self._last:
-            jax.profiler.start_trace(self._directory)
+            self.enter_context(jax.profiler.trace(self._directory))
             self.running = True
         with jax.profiler.StepTraceAnnotation("step", step_num=number):
             yield
         if number >= self._last:
-            self._stop()
-
-    def _stop(self) -> None:
-        if self.running:
+            self.close()
             self.running = False
-            jax.profiler.stop_trace()
-
-    def __enter__(self) -> StepProfiler:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop()

@@ -54,26 +54,22 @@ class ScheduledRate:
 
     def __init__(self, schedule: optax.Schedule, decay_period: int | None, surge: SurgeConfig):
         self._schedule = schedule
-        self._count = 0
         self.decay_period = decay_period
         self.tracker = SurgeTracker(surge)
 
     def step(self, length: float, truncated_fraction: float | None = None) -> float:
         """See LengthTriggeredLR."""
         self.tracker.update(length, truncated_fraction)
-        rate = float(np.float32(self._schedule(self._count)))
-        self._count += 1
-        return rate
+        return float(np.float32(self._schedule(self.tracker.step - 1)))
 
     def state_dict(self) -> dict[str, Any]:
         """See LengthTriggeredLR."""
-        return {"count": self._count, "tracker": self.tracker.state_dict()}
+        return {"count": self.tracker.step, "tracker": self.tracker.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See LengthTriggeredLR."""
         if set(state) != {"count", "tracker"}:
             raise ValueError(f"not the state of a scheduled rate: {sorted(state)}")
-        self._count = int(state["count"])
         self.tracker.load_state_dict(state["tracker"])
 
 

@@ -66,7 +66,7 @@ class Recorder:
         _keep_steps_before(path, first_step)
         self._next_step = first_step
         self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = _make_tensorboard(directory / "tb", first_step) if tensorboard else None
+        self._tensorboard = _TensorBoard(directory / "tb", first_step) if tensorboard else None
         self._console = _Console(total_steps, first_step) if progress else None
 
     def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
@@ -86,11 +86,7 @@ class Recorder:
         self._file.flush()
         self._next_step += 1
         if self._tensorboard is not None:
-            for key, value in values.items():
-                if isinstance(value, (bool, int, float)) and key != "step":
-                    self._tensorboard.add_scalar(key, value, values["step"])
-            for name, counts in (histograms or {}).items():
-                _add_histogram(self._tensorboard, name, counts, values["step"])
+            self._tensorboard.show(values, histograms or {})
         if self._console is not None:
             self._console.show(values)
 
@@ -103,11 +99,29 @@ class Recorder:
             self._console.close()
 
 
-def _make_tensorboard(directory: Path, first_step: int) -> SummaryWriter:
-    # Event files are named by the second: without the suffix, a resume within it would overwrite the file before.
-    from tensorboardX import SummaryWriter  # imports torch where there is one: seconds
+class _TensorBoard:
+    """Event files, which are opened at the first row: the import takes more than a second."""
 
-    return SummaryWriter(str(directory), purge_step=first_step, filename_suffix=f".{first_step:08d}")
+    def __init__(self, directory: Path, first_step: int) -> None:
+        self._directory, self._first_step = directory, first_step
+        self._writer: SummaryWriter | None = None
+
+    def show(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
+        if self._writer is None:
+            from tensorboardX import SummaryWriter  # imports torch where there is one
+
+            # Event files are named by the second: without the suffix, a resume within it would overwrite the last.
+            suffix = f".{self._first_step:08d}"
+            self._writer = SummaryWriter(str(self._directory), purge_step=self._first_step, filename_suffix=suffix)
+        for key, value in row.items():
+            if isinstance(value, (bool, int, float)) and key != "step":
+                self._writer.add_scalar(key, value, row["step"])
+        for name, counts in histograms.items():
+            _add_histogram(self._writer, name, counts, row["step"])
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 def _add_histogram(writer: SummaryWriter, name: str, counts: np.ndarray, step: int) -> None:

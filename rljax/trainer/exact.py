@@ -27,7 +27,7 @@ from rljax.policy.score import matmul_precision
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import PackedBatch, TrainSequence, pack, unpack
+from rljax.trainer.packing import PackedBatch, TrainSequence, fill, pack, unpack
 from rljax.trainer.state import TrainState, abstract_state
 from rljax.trainer.step import (
     Controls,
@@ -125,40 +125,33 @@ class ExactPass:
                 return ExactOutput(*found)
 
         self.rows, self.row_tokens, self.objective, self.mesh = rows, row_tokens, objective, mesh
-        self._run = run
-        self._empty = micro_of(empty_rows(rows, row_tokens, reference=objective.loss.kl != "none"), 0)
-        self._abstract_params = abstract_params(config)
-        self._by_param = param_shardings(config, mesh)
-        self._by_rows = named_sharding(mesh, ("rows", "tokens"), (rows, row_tokens))
-        self._everywhere = replicated(mesh)
-        self._one = jax.device_put(np.float32(1.0), self._everywhere)
+        nothing = pack([], row_tokens=row_tokens, rows_per_micro_batch=rows, micro_batches=1)
+        if objective.loss.kl != "none":
+            nothing = nothing._replace(reference_logprobs=nothing.rollout_logprobs)
+        self.empty = micro_of(nothing, 0)
+        by_param: Any = param_shardings(config, mesh)
+        everywhere: Any = replicated(mesh)
+        by_rows = named_sharding(mesh, ("rows", "tokens"), (rows, row_tokens))
+        by_vocabulary = named_sharding(mesh, ("rows", "tokens", "vocab"), (rows, row_tokens, config.vocab_size))
+        shardings: Any = (by_vocabulary, by_rows, by_rows, everywhere)
+        self._jitted = jax.jit(
+            run,
+            in_shardings=(by_param, by_rows, everywhere, everywhere, everywhere),
+            out_shardings=ExactOutput(by_param, everywhere, FullScores(*shardings)),
+        )
+        self._by_rows, self._everywhere, self._one = by_rows, everywhere, jax.device_put(np.float32(1.0), everywhere)
+        self._arguments = (abstract_params(config), self.empty, self._one, self._one, self._one)
 
     @functools.cached_property
     def output_shapes(self) -> ExactOutput:
         """``jax.ShapeDtypeStruct`` of what a call returns."""
         with jax.set_mesh(self.mesh):
-            return jax.eval_shape(self._run, *self.argument_shapes())
+            return self._jitted.eval_shape(*self._arguments)
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        by_micro = jax.tree.map(lambda _: self._by_rows, self._empty)
-        vocabulary = self.output_shapes.scores.log_softmax.shape
-        by_vocabulary = named_sharding(self.mesh, ("rows", "tokens", "vocab"), vocabulary)
-        out = jax.tree.map(lambda _: self._everywhere, self.output_shapes)
-        scores: Any = (by_vocabulary, self._by_rows, self._by_rows, self._everywhere)
-        jitted = jax.jit(
-            self._run,
-            in_shardings=(self._by_param, by_micro, *[self._everywhere] * 3),
-            out_shardings=out._replace(grads=self._by_param, scores=FullScores(*scores)),
-        )
         with jax.set_mesh(self.mesh):
-            return jitted.lower(*self.argument_shapes()).compile()
-
-    def argument_shapes(self) -> tuple[Any, ...]:
-        """``jax.ShapeDtypeStruct`` of what a call takes."""
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        micro = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), self._empty)
-        return self._abstract_params, micro, scalar, scalar, scalar
+            return self._jitted.lower(*self._arguments).compile()
 
     def place(self, micro: PackedBatch) -> PackedBatch:
         """A micro-batch [b, t] on the devices, rows over the mesh."""
@@ -196,16 +189,10 @@ class ExactPass:
         """
         index = np.arange(self.row_tokens, dtype=np.int32)[None]
         known = index < lengths[:, None]
-        micro = self._empty._replace(
+        micro = self.empty._replace(
             tokens=tokens, segment_ids=known.astype(np.int32), positions=np.where(known, index, 0).astype(np.int32)
         )
         return self(params, self.place(micro), self._one, self._one, self.scalar(temperature)).scores.log_softmax
-
-
-def empty_rows(rows: int, row_tokens: int, *, reference: bool) -> PackedBatch:
-    """One micro-batch [1, b, t] of padding."""
-    nothing = pack([], row_tokens=row_tokens, rows_per_micro_batch=rows, micro_batches=1)
-    return nothing._replace(reference_logprobs=np.zeros((1, rows, row_tokens), np.float32) if reference else None)
 
 
 def micro_of(batch: PackedBatch, index: int) -> PackedBatch:
@@ -219,19 +206,11 @@ def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> P
     Raises:
       ValueError: a sequence does not fit a row, or only some of them have reference log-probabilities.
     """
+    longest = max(len(s.prompt) + len(s.response) for s in sequences)
+    if longest > row_tokens:
+        raise ValueError(f"a sequence of {longest} tokens does not fit a row of {row_tokens}")
     count = -(-len(sequences) // rows)
-    # Each goes through ``pack`` alone and then to its place.
-    single = [pack([s], row_tokens=row_tokens, rows_per_micro_batch=1, micro_batches=1) for s in sequences]
-    used = np.asarray(count, np.int32)
-
-    def join(*parts: np.ndarray) -> np.ndarray:
-        joined = np.zeros((count * rows, row_tokens), parts[0].dtype)
-        joined[: len(parts)] = np.concatenate([part[0] for part in parts])
-        return joined.reshape(count, rows, row_tokens)
-
-    batch = jax.tree.map(join, *(part._replace(used=None) for part in single))
-    index = np.arange(count * rows, dtype=np.int32).reshape(count, rows, 1)
-    return batch._replace(sequence_ids=np.where(batch.segment_ids > 0, index, 0).astype(np.int32), used=used)
+    return fill(sequences, {divmod(i, rows): [i] for i in range(len(sequences))}, (count, rows, row_tokens))
 
 
 class ExactUpdate:
@@ -274,7 +253,7 @@ class ExactUpdate:
 
         def start() -> Totals:
             output = exact.output_shapes
-            return zero_totals(output.grads, output.loss, jax.eval_shape(measured, output, exact.argument_shapes()[1]))
+            return zero_totals(output.grads, output.loss, jax.eval_shape(measured, output, exact.empty))
 
         def add(totals: Totals, output: ExactOutput, micro: PackedBatch, measure_noise: jax.Array) -> Totals:
             return add_micro_batch(totals, output.grads, output.loss, measured(output, micro), measure_noise)

@@ -5,8 +5,6 @@ They are ``old_logprobs`` before the first of several updates, and those of a fr
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -16,9 +14,9 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import Params, cast_params
 from rljax.policy.score import matmul_precision
 from rljax.sharding import named_sharding, replicated
-from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure, micro_batch, micro_shapes
+from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.packing import PackedBatch
-from rljax.trainer.step import PrecisionConfig, make_score, place_batch
+from rljax.trainer.step import PrecisionConfig, make_score, over_micro_batches, place_batch
 
 
 class ForwardPass:
@@ -46,25 +44,14 @@ class ForwardPass:
                 scores = score(compute, micro)
                 return measure(scores, micro, num_sequences, diagnosis), scores.logprobs
 
-            def body(i: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-                measured, logprobs = each(micro_batch(batch, i))
-                return merge(carry[0], measured), jax.lax.dynamic_update_index_in_dim(carry[1], logprobs, i, 0)
-
             with jax.default_matmul_precision(matmul_precision(dtype)):
-                start = zeros(jax.eval_shape(each, micro_shapes(batch))[0])
-                no_logprobs = jnp.zeros(batch.tokens.shape, jnp.float32)
-                measured, logprobs = jax.lax.fori_loop(0, batch.used, body, (start, no_logprobs))
+                measured, logprobs = over_micro_batches(batch, each, zeros, merge)
             return finalize_measured(measured, diagnosis), logprobs
 
         self._mesh = mesh
         self._everywhere = replicated(mesh)
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
         self._jitted = jax.jit(forward, out_shardings=(self._everywhere, self._by_rows))
-
-    @property
-    def compilations(self) -> int:
-        """How often it was compiled; 1 after the first call."""
-        return self._jitted._cache_size()  # type: ignore[attr-defined]
 
     def __call__(self, params: Params, batch: PackedBatch) -> tuple[dict[str, jax.Array], jax.Array]:
         """The mismatch of the batch under ``params`` (float32 masters), and their log-probabilities [m, b, t]."""

@@ -92,18 +92,6 @@ def measure(
     }
 
 
-def micro_shapes(batch: PackedBatch) -> PackedBatch:
-    """``jax.ShapeDtypeStruct`` of one micro-batch of a batch [m, b, t]."""
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), batch._replace(used=None))
-
-
-def micro_batch(batch: PackedBatch, index: jax.Array) -> PackedBatch:
-    """Micro-batch ``index`` of a batch [m, b, t]."""
-    return jax.tree.map(
-        lambda array: jax.lax.dynamic_index_in_dim(array, index, 0, keepdims=False), batch._replace(used=None)
-    )
-
-
 def finalize_measured(measured: dict[str, Statistics], config: DiagnosisConfig | None) -> dict[str, jax.Array]:
     """The row's metrics (scalars), and under ``HISTOGRAM`` the counts of abs(log_ratio) [bins]."""
     forward = measured["forward"]

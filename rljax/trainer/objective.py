@@ -69,7 +69,7 @@ class Objective:
         weights, kept, correction = correct(self.correction, before, micro.rollout_logprobs, micro.loss_mask, **where)
         old = micro.rollout_logprobs if self.loss.old_logprobs == "rollout" else before
         losses, clipped = policy_loss(self.loss, logprobs, old, micro.advantages, kept, **where)
-        constant = self.loss.sequence_divisor(self.max_response_tokens)
+        constant = self.loss.sequence_constant or self.max_response_tokens
         share, denominator = aggregation_weights(self.loss.aggregation, kept, constant=constant, **where)
         policy = jnp.sum(jnp.where(kept, share * weights * losses, 0.0)) / provisional
         kl = jnp.float32(0.0)

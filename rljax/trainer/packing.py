@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,14 +114,25 @@ def pack(
     if len(rows) > micro_batches * rows_per_micro_batch:
         raise ValueError(f"{len(rows)} rows do not fit {micro_batches} micro-batches of {rows_per_micro_batch}")
     used = -(-len(rows) // rows_per_micro_batch)
-    shape = (micro_batches, rows_per_micro_batch, row_tokens)
+    places = {(row % used, row // used): members for row, members in enumerate(rows)}
+    return fill(sequences, places, (micro_batches, rows_per_micro_batch, row_tokens))
+
+
+def fill(
+    sequences: Sequence[TrainSequence], rows: Mapping[tuple[int, int], Sequence[int]], shape: tuple[int, int, int]
+) -> PackedBatch:
+    """The batch [m, b, t] whose row (micro-batch, row) holds these ``sequences`` one after another; they must fit.
+
+    Raises:
+      ValueError: only some of them have old or reference log-probabilities.
+    """
     given = [name for name in ("old_logprobs", "reference_logprobs") if _have(sequences, name)]
     ints = ("tokens", "segment_ids", "positions", "sequence_ids", "staleness")
     floats = ("rollout_logprobs", "advantages", *given)
     arrays = {name: np.zeros(shape, np.int32) for name in ints} | {name: np.zeros(shape, np.float32) for name in floats}
     arrays |= {name: np.zeros(shape, np.bool_) for name in ("response_mask", "loss_mask")}
-    for row, members in enumerate(rows):
-        place = {name: array[row % used, row // used] for name, array in arrays.items()}
+    for row, members in rows.items():
+        place = {name: array[row] for name, array in arrays.items()}
         start = 0
         for segment, index in enumerate(members, 1):
             s = sequences[index]
@@ -139,6 +150,7 @@ def pack(
             for name in ("rollout_logprobs", *given):
                 place[name][middle:end] = getattr(s, name)
             start = end
+    used = 1 + max((micro for micro, _ in rows), default=-1)
     return PackedBatch(**arrays, used=np.asarray(used, np.int32))
 
 

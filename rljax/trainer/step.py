@@ -9,6 +9,7 @@ mismatch measurement. ``jax.jit`` with in- and out-shardings is pjit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +25,7 @@ from rljax.policy.qwen3 import Params, cast_params
 from rljax.policy.score import Scores, matmul_precision, packed_logprobs
 from rljax.schedule import get_learning_rate, set_learning_rate
 from rljax.sharding import constrain, named_sharding, replicated
-from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure, micro_batch, micro_shapes
+from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective, loss_row
 from rljax.trainer.packing import PackedBatch
 from rljax.trainer.state import TrainState, abstract_state, adjust_loss_scale
@@ -48,6 +49,10 @@ class PrecisionConfig:
     def head_dtype(self) -> Any:
         """The dtype to score with, or None for that of the hidden states."""
         return jnp.float32 if self.lm_head_dtype == "float32" else None
+
+
+# Of one micro-batch: gradients, the statistics of ``Objective.micro_loss`` and those of ``measure``.
+Found = tuple[Params, Statistics, dict[str, Statistics]]
 
 
 class Totals(NamedTuple):
@@ -126,6 +131,36 @@ def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: fl
     return score
 
 
+def over_micro_batches(
+    batch: PackedBatch,
+    each: Callable[[PackedBatch], tuple[Any, jax.Array]],
+    zero: Callable[[Any], Any],
+    add: Callable[[Any, Any], Any],
+) -> tuple[Any, jax.Array]:
+    """Adds up the used micro-batches of a batch [m, b, t].
+
+    Args:
+      batch: arrays on the devices.
+      each: what a micro-batch [b, t] gives: numbers to add, and its log-probabilities [b, t].
+      zero: the total of none, from ``jax.ShapeDtypeStruct`` of those numbers.
+      add: a total with the numbers of one more.
+
+    Returns:
+      The total, and the log-probabilities float32 [m, b, t].
+    """
+
+    def of_index(index: jax.Array | int) -> tuple[Any, jax.Array]:
+        arrays = batch._replace(used=None)
+        return each(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), arrays))
+
+    def body(index: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        found, logprobs = of_index(index)
+        return add(carry[0], found), jax.lax.dynamic_update_index_in_dim(carry[1], logprobs, index, 0)
+
+    start = zero(jax.eval_shape(of_index, 0)[0])
+    return jax.lax.fori_loop(0, batch.used, body, (start, jnp.zeros(batch.tokens.shape, jnp.float32)))
+
+
 def square_norm(grads: Params) -> jax.Array:
     """Squared global norm, in float32."""
     return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)), start=jnp.float32(0.0))
@@ -195,22 +230,17 @@ class TrainStep:
         def train_step(
             state: TrainState, batch: PackedBatch, controls: Controls
         ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-            def each(micro: PackedBatch) -> tuple[Params, Statistics, dict[str, Statistics], jax.Array]:
+            def each(micro: PackedBatch) -> tuple[Found, jax.Array]:
                 grads, loss, scores = micro_gradients(compute, micro, objective, score, scale, provisional, mean_weight)
-                return grads, loss, measure(scores, micro, objective.num_sequences, diagnosis), scores.logprobs
+                return (grads, loss, measure(scores, micro, objective.num_sequences, diagnosis)), scores.logprobs
 
-            def body(i: jax.Array, carry: tuple[Totals, jax.Array]) -> tuple[Totals, jax.Array]:
-                totals, all_logprobs = carry
-                grads, loss, measured, logprobs = each(micro_batch(batch, i))
-                totals = add_micro_batch(totals, grads, loss, measured, controls.measure_noise)
-                return totals, jax.lax.dynamic_update_index_in_dim(all_logprobs, logprobs, i, 0)
+            def add(totals: Totals, found: Found) -> Totals:
+                return add_micro_batch(totals, *found, controls.measure_noise)
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 compute, scale = cast_params(state.params, dtype), state.loss_scale.scale
                 provisional, mean_weight = objective.provisional(batch), objective.mean_weight(batch)
-                *shapes, _ = jax.eval_shape(each, micro_shapes(batch))
-                start = (zero_totals(*shapes), jnp.zeros(batch.tokens.shape, jnp.float32))
-                totals, logprobs = jax.lax.fori_loop(0, batch.used, body, start)
+                totals, logprobs = over_micro_batches(batch, each, lambda shapes: zero_totals(*shapes), add)
             state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
             return state, row | finalize_measured(totals.measured, diagnosis), logprobs
 

@@ -19,6 +19,7 @@ from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
 
 Pack = Callable[[Sequence[TrainSequence]], PackedBatch]
+Reference = Callable[[PackedBatch], np.ndarray]  # ``reference_logprobs`` of the frozen policy of a KL penalty
 
 # Metrics of a mini-batch whose last value is the step's; of the others it is the mean.
 LAST_VALUES = ("optimizer/skipped_updates", "precision/", "schedule/")
@@ -63,16 +64,9 @@ class Update(Protocol):
         ...
 
 
-class Reference:
-    """The frozen policy of a KL penalty."""
-
-    def __init__(self, forward: ForwardPass, params: Params):
-        """``params``: masters of the frozen policy, kept on the devices."""
-        self._forward, self._params = forward, params
-
-    def logprobs(self, batch: PackedBatch) -> np.ndarray:
-        """float32 [m, b, t]: of the response tokens of ``batch``, 0 elsewhere."""
-        return np.where(batch.response_mask, jax.device_get(self._forward(self._params, batch)[1]), np.float32(0.0))
+def reference_logprobs(forward: ForwardPass, params: Params, batch: PackedBatch) -> np.ndarray:
+    """Float32 [m, b, t]: what the frozen ``params`` give the response tokens of ``batch``, 0 elsewhere."""
+    return np.where(batch.response_mask, jax.device_get(forward(params, batch)[1]), np.float32(0.0))
 
 
 class SingleUpdate:
@@ -87,7 +81,7 @@ class SingleUpdate:
     ) -> Updated:
         """See ``Update``."""
         if self._reference is not None:
-            batch = batch._replace(reference_logprobs=self._reference.logprobs(batch))
+            batch = batch._replace(reference_logprobs=self._reference(batch))
         noise = options.noise and int(batch.used) > 1
         has_loss = any(s.in_loss for s in sequences)
         state, metrics, logprobs = self._step(state, batch, options.learning_rate, has_loss, noise)
@@ -123,7 +117,7 @@ class MultipleUpdates:
         old = unpack(jax.device_get(logprobs), batch, sequences)
         known = [s._replace(old_logprobs=values) for s, values in zip(sequences, old, strict=True)]
         if self._reference is not None:
-            of_reference = unpack(self._reference.logprobs(batch), batch, sequences)
+            of_reference = unpack(self._reference(batch), batch, sequences)
             known = [s._replace(reference_logprobs=values) for s, values in zip(known, of_reference, strict=True)]
         taken: list[tuple[dict[str, jax.Array], bool]] = []
         for mini in self._split(known, options.seed):

@@ -28,7 +28,7 @@ from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackingConfig, TrainSequence, max_micro_batches, pack
 from rljax.trainer.state import create_state
 from rljax.trainer.step import PrecisionConfig, TrainStep
-from rljax.trainer.update import MultipleUpdates, Reference, SingleUpdate, UpdateOptions
+from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions, reference_logprobs
 
 pytestmark = pytest.mark.slow
 
@@ -315,10 +315,10 @@ def test_a_kl_penalty_pulls_towards_the_frozen_reference():
     silent = [s._replace(advantage=0.0) for s in sequences()]
     step = make_step(loss, CorrectionConfig(), 240, 1)
     pack_all = packer(240, 1)[0]
-    here = SingleUpdate(step, pack_all, Reference(make_forward(240, 1), init_params(CONFIG, 0)))
+    here = SingleUpdate(step, pack_all, functools.partial(reference_logprobs, make_forward(240, 1), init_params(CONFIG, 0)))
     assert train(here, fresh_state(), silent, 0.1, seed=0, noise=False).row["optimizer/grad_norm"] < 1e-6
     reference = init_params(CONFIG, 1)
-    there = SingleUpdate(step, pack_all, Reference(make_forward(240, 1), reference))
+    there = SingleUpdate(step, pack_all, functools.partial(reference_logprobs, make_forward(240, 1), reference))
     updated = train(there, fresh_state(), silent, 0.1, seed=0, noise=False)
     score = make_logprob_function()
     in_loss = [s for s in silent if s.in_loss]
