@@ -1,13 +1,11 @@
 """Training-inference mismatch: how far two engines' log-probabilities of the same tokens lie apart, and remedies.
 
 Needs only jax and numpy. Every function takes numpy arrays (float64 on the host) or jax arrays (under jit as well).
-Other parts of rljax use these names and the modules metrics, importance, correction, diagnosis and names.
+Other parts of rljax use these names and the modules accurate, metrics, histogram, importance, correction, diagnosis and
+names.
 """
 
-from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x
 from rljax.mismatch.correction import importance_weights, rejection_mask
-from rljax.mismatch.diagnosis import split_sum_rise
-from rljax.mismatch.histogram import bin_edges
 from rljax.mismatch.metrics import mismatch_metrics, mismatch_statistics
 from rljax.mismatch.names import framework_metrics
 from rljax.mismatch.sequences import read_sequences
@@ -15,10 +13,7 @@ from rljax.mismatch.statistics import Statistics, merge, zeros
 from rljax.mismatch.tokens import read_tokens
 
 __all__ = [
-    "RATIO_BOUND",
     "Statistics",
-    "bin_edges",
-    "exp_minus_one_minus_x",
     "framework_metrics",
     "importance_weights",
     "merge",
@@ -27,6 +22,5 @@ __all__ = [
     "read_sequences",
     "read_tokens",
     "rejection_mask",
-    "split_sum_rise",
     "zeros",
 ]

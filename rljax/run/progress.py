@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.mismatch import split_sum_rise
+from rljax.mismatch.diagnosis import split_sum_rise
 from rljax.policy.config import PolicyConfig
 from rljax.report.rows import Row
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from rljax.mismatch import bin_edges
+from rljax.mismatch.histogram import bin_edges
 from rljax.report.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Recorder:
     def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Records the row of the next step; its values are None, strings, bools or numbers (also of numpy and jax).
 
-        ``histograms``: name -> counts in the bins of ``rljax.mismatch.bin_edges``, for TensorBoard alone.
+        ``histograms``: name -> counts in the bins of ``rljax.mismatch.histogram.bin_edges``, for TensorBoard alone.
 
         Raises:
           ValueError: ``row["step"]`` is not the next step.

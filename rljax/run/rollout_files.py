@@ -12,6 +12,7 @@ import numpy as np
 
 from rljax.compare.dump import ColumnSource, dump_of_responses, write_dump
 from rljax.data.tokenizer import Tokenizer
+from rljax.rollout.types import InjectConfig
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts
 from rljax.trainer.packing import TrainSequence
@@ -58,10 +59,18 @@ def write_tokens(
     sequences: Sequence[TrainSequence],
     trainer_logprobs: Sequence[np.ndarray],
 ) -> None:
-    """Writes ``rollouts/step_<step>.parquet`` (see ``compare.dump``) with the columns ``rollout`` and ``trainer``."""
+    """Writes ``rollouts/step_<step>.parquet`` (see ``compare.dump``) with the columns ``rollout`` and ``trainer``.
+
+    Under ``sampling`` the header says in ``inject`` which settings of ``rollout.inject`` are on. Weights that these
+    change have a name of their own; those of several versions, or of an older one, have none.
+    """
     stale = any(s.staleness is not None and s.staleness.any() for s in sequences)
     # A name in place of a hash: equal names are equal weights.
     weights = f"{config.run.dir} version {policy_version}"
+    defaults = vars(InjectConfig())
+    injected = {name: value for name, value in vars(config.rollout.inject).items() if value != defaults[name]}
+    changes = [f"{name} {injected[name]}" for name in ("weight_noise", "quantize", "dtype") if name in injected]
+    rollout_weights = "" if stale else ", ".join([weights, *changes])
     temperature = config.rollout.temperature
     engine = {"jax": f"jax {jax.__version__} decode"}.get(config.rollout.engine, config.rollout.engine)
     dump = dump_of_responses(
@@ -70,10 +79,11 @@ def write_tokens(
         [s.response for s in sequences],
         {ROLLOUT: [s.rollout_logprobs for s in sequences], TRAINER: trainer_logprobs},
         {
-            ROLLOUT: ColumnSource(engine, config.rollout.dtype, "" if stale else weights, temperature),
+            ROLLOUT: ColumnSource(engine, config.rollout.dtype, rollout_weights, temperature),
             TRAINER: ColumnSource(f"jax {jax.__version__}", config.precision.compute_dtype, weights, temperature),
         },
-        {"temperature": temperature, "max_response_tokens": config.rollout.max_response_tokens},
+        {"temperature": temperature, "max_response_tokens": config.rollout.max_response_tokens}
+        | ({"inject": injected} if injected else {}),
     )
     write_dump(_path(config, step, "parquet"), dump)
 

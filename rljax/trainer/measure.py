@@ -30,7 +30,7 @@ from rljax.mismatch.metrics import finalize_mismatch
 from rljax.trainer.packing import PackedBatch
 
 HISTOGRAM = "mismatch/logprob_abs_diff"
-"""Name of the histogram among a step's metrics; its bins are those of ``rljax.mismatch.bin_edges``."""
+"""Name of the histogram among a step's metrics; its bins are those of ``rljax.mismatch.histogram.bin_edges``."""
 
 
 @dataclass(frozen=True)

@@ -251,8 +251,3 @@ def test_kl_is_masked_and_bounded():
 def test_mistakes_are_quoted(fields, message):
     with pytest.raises(ValueError, match=message):
         LossConfig(**fields)
-
-
-def test_sequence_divisor():
-    assert LossConfig(aggregation="sequence_sum").sequence_divisor(512) == 512
-    assert LossConfig(aggregation="sequence_sum", sequence_constant=100).sequence_divisor(512) == 100

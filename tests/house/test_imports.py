@@ -37,7 +37,7 @@ DOORS = {
 LATE = {"transformers", "torch", "grain", "orbax", "matplotlib", "tensorboardX", "huggingface_hub", "math_verify"}
 LEVEL_0 = ("errors", "schedule", "mismatch")
 # What other rooms may use of rljax.mismatch beside the names of its __init__.
-MISMATCH_MODULES = {"metrics", "importance", "correction", "diagnosis", "names"}
+MISMATCH_MODULES = {"accurate", "metrics", "histogram", "importance", "correction", "diagnosis", "names"}
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 
 # Loaded where there may be no jax: the plugin inside vLLM's worker processes, and the weights beside it.

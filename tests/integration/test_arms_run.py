@@ -78,7 +78,8 @@ def test_the_dump_holds_what_the_row_was_measured_from(several):
         assert rows[1][f"mismatch/{name}"] == pytest.approx(expected[name], rel=1e-3), name
     source = dump.sources["trainer"]
     assert (source.dtype, source.temperature) == ("bfloat16", 1.0)
-    assert source.weights_hash == dump.sources["rollout"].weights_hash
+    assert dump.sources["rollout"].weights_hash == f"{source.weights_hash}, weight_noise 0.05"
+    assert dump.sampling["inject"] == {"weight_noise": 0.05}
 
 
 def test_the_transcript_can_be_read(several):

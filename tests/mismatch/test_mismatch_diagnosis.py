@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.mismatch import merge, mismatch_metrics, read_tokens, split_sum_rise
+from rljax.mismatch import merge, mismatch_metrics, read_tokens
 from rljax.mismatch.diagnosis import (
     bucket_labels,
     finalize_buckets,
@@ -16,6 +16,7 @@ from rljax.mismatch.diagnosis import (
     mismatch_by_position,
     mismatch_by_staleness,
     sign_skew,
+    split_sum_rise,
 )
 
 LR = np.array([[0.1, -0.2, 0.3, 0.6], [0.0, 0.4, -0.7, 9.0]])

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.mismatch import bin_edges, merge, mismatch_metrics, zeros
+from rljax.mismatch import merge, mismatch_metrics, zeros
+from rljax.mismatch.histogram import bin_edges
 from rljax.policy.score import Scores
 from rljax.trainer.measure import HISTOGRAM, DiagnosisConfig, finalize_measured, measure, without_empty_buckets
 from rljax.trainer.packing import TrainSequence, pack

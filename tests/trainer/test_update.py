@@ -315,7 +315,9 @@ def test_a_kl_penalty_pulls_towards_the_frozen_reference():
     silent = [s._replace(advantage=0.0) for s in sequences()]
     step = make_step(loss, CorrectionConfig(), 240, 1)
     pack_all = packer(240, 1)[0]
-    here = SingleUpdate(step, pack_all, functools.partial(reference_logprobs, make_forward(240, 1), init_params(CONFIG, 0)))
+    here = SingleUpdate(
+        step, pack_all, functools.partial(reference_logprobs, make_forward(240, 1), init_params(CONFIG, 0))
+    )
     assert train(here, fresh_state(), silent, 0.1, seed=0, noise=False).row["optimizer/grad_norm"] < 1e-6
     reference = init_params(CONFIG, 1)
     there = SingleUpdate(step, pack_all, functools.partial(reference_logprobs, make_forward(240, 1), reference))
@@ -357,3 +359,16 @@ def test_one_update_a_batch_normalises_beside_a_penalty_by_a_forward_of_its_own(
     assert rows[1]["correction/weight_mean"] < 0.97
     assert rows[0]["policy/reference_kl"] > 0.01
     assert rows[1]["policy/reference_kl"] == pytest.approx(rows[0]["policy/reference_kl"], rel=1.2e-7)
+
+
+def test_a_sequences_sum_is_divided_by_the_length_limit_unless_told():
+    batch = packer(240, 1)[0](sequences())
+    micro = jax.tree.map(lambda array: array[0], batch._replace(used=None))
+
+    def loss(constant):
+        chosen = LossConfig(kind="policy_gradient", aggregation="sequence_sum", sequence_constant=constant)
+        objective = Objective(chosen, CorrectionConfig(), COUNT, max_response_tokens=512)
+        return float(objective.micro_loss(-jnp.ones(micro.tokens.shape), micro, jnp.float32(1.0))[0])
+
+    assert loss(100) != 0.0
+    assert loss(0) == pytest.approx(loss(100) * 100 / 512, rel=1e-6)

@@ -1,0 +1,42 @@
+"""What the header of a run's token dump says of the weights of its two columns."""
+
+import numpy as np
+import pytest
+
+from rljax.compare.dump import read_dump
+from rljax.rollout.types import InjectConfig, RolloutConfig
+from rljax.run.config import Config, RunConfig
+from rljax.run.rollout_files import write_tokens
+from rljax.trainer.packing import TrainSequence
+
+
+@pytest.mark.parametrize(
+    ("inject", "staleness", "expected", "said"),
+    [
+        ({}, 0, "{trainer}", None),
+        ({"seed": 3}, 0, "{trainer}", {"seed": 3}),
+        ({"logit_noise": 0.5}, 0, "{trainer}", {"logit_noise": 0.5}),
+        ({"weight_noise": 0.1}, 0, "{trainer}, weight_noise 0.1", {"weight_noise": 0.1}),
+        (
+            {"weight_noise": 0.1, "quantize": "int8", "dtype": "float16"},
+            0,
+            "{trainer}, weight_noise 0.1, quantize int8, dtype float16",
+            {"weight_noise": 0.1, "quantize": "int8", "dtype": "float16"},
+        ),
+        # The first steps of such a run sample with the oldest weights that there are: those of the trainer.
+        ({"staleness": 2}, 0, "{trainer}", {"staleness": 2}),
+        ({"staleness": 2}, 2, "", {"staleness": 2}),
+        ({}, 1, "", None),
+    ],
+)
+def test_a_dump_names_the_weights_that_sampled(tmp_path, inject, staleness, expected, said):
+    config = Config(run=RunConfig(dir=str(tmp_path)), rollout=RolloutConfig(inject=InjectConfig(**inject)))
+    logprobs = -np.ones(3, np.float32)
+    ids = np.arange(3, dtype=np.int32)
+    sequence = TrainSequence(ids, ids, logprobs, 0.5, True, np.full(3, staleness, np.int32))
+    write_tokens(config, 4, 3, [sequence], [logprobs])
+    dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
+    trainer = dump.sources["trainer"].weights_hash
+    assert trainer == f"{tmp_path} version 3"
+    assert dump.sources["rollout"].weights_hash == expected.format(trainer=trainer)
+    assert dump.sampling.get("inject") == said
