@@ -15,11 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax.sharding import Mesh
-
-from rljax.data.tokenizer import Tokenizer, load_tokenizer
-from rljax.errors import caller_errors, run_cli
-from rljax.policy.config import PolicyConfig, read_config
+from rljax.data.tokenizer import load_tokenizer
+from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.policy.config import read_config
 from rljax.policy.hub import model_directory
 from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rollout.build import check_engine
@@ -54,7 +52,10 @@ def main(argv: Sequence[str]) -> int:
         policy = read_config(config.model.path)
         tokenizer = load_tokenizer(config.model.path)
         mesh = make_mesh(config.mesh)
-        check_fit(config, policy, tokenizer, mesh)
+        if len(tokenizer) > policy.vocab_size:
+            sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
+            raise ConfigError(f"{config.model.path}: {sizes}")
+        check_shapes(config, policy, mesh)
         problems = load_problems(config, tokenizer)
         prepare_directory(config, run_dir)
         stop = StopRequest()
@@ -84,15 +85,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"{done}; the same command goes on from there", file=sys.stderr)
         return 128 + stop.signal
     return 0
-
-
-def check_fit(config: Config, policy: PolicyConfig, tokenizer: Tokenizer, mesh: Mesh) -> None:
-    """Raises ValueError for settings that only together make no sense."""
-    if len(tokenizer) > policy.vocab_size:
-        raise ValueError(
-            f"{config.model.path}: the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
-        )
-    check_shapes(config, policy, mesh)
 
 
 def finish(run_dir: Path) -> None:

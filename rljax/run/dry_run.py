@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
-from rljax.run.build import batch_shape, make_update
+from rljax.run.build import batch_shape
 from rljax.run.config import Config
 from rljax.sharding import MESH_AXES, MeshConfig
 from rljax.trainer.state import abstract_state, make_optimizer
@@ -25,7 +24,7 @@ Lines = dict[str, str]
 
 
 def dry_run(config: Config) -> str:
-    """Builds the parts of a run from shapes and describes them, a line each.
+    """Describes the parts of a run from shapes, a line each.
 
     Raises:
       ValueError: settings that do not fit one another or the model, or a model whose shape cannot be known here.
@@ -34,21 +33,10 @@ def dry_run(config: Config) -> str:
     mesh = shape_mesh(config.mesh)
     check_shapes(config, policy, mesh)
     sizes = state_bytes(config, policy, mesh)
-    build_update(config, policy, mesh)
     lines = describe_batch(config) | describe_model(config, policy, mesh) | describe_recipe(config)
     width = max(map(len, lines))
     head = f"dry run of {config.run.dir}: no weights read, no server asked, no run directory made"
     return "\n".join([head, *(f"{key:<{width}}  {text}" for key, text in lines.items()), *byte_table(sizes)])
-
-
-def build_update(config: Config, policy: PolicyConfig, mesh: Any) -> None:
-    """Builds the update, so that settings that it refuses are refused here."""
-    if config.rollout.engine == "exact":  # its executable is made on real devices only
-        config.packing.resolve_row_tokens(config.max_engine_tokens)
-        return
-    # With a KL penalty, make_update would read the weights of the reference policy.
-    loss = dataclasses.replace(config.loss, kl="none", kl_coefficient=0.0)
-    make_update(dataclasses.replace(config, loss=loss), policy, make_optimizer(config.optimizer), mesh)
 
 
 def shape_mesh(config: MeshConfig) -> AbstractMesh:
@@ -71,6 +59,8 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
             f"{mesh.shape['fsdp']} ways that the mesh splits rows (mesh.fsdp)"
         )
     batch_shape(config)
+    if config.rollout.engine == "exact":  # it also takes what is sampled in evaluations
+        config.packing.resolve_row_tokens(config.max_engine_tokens)
 
 
 def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:

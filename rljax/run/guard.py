@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_RULE = re.compile(r"\s*(?P<metric>\S+)\s*(?P<sign>[<>])\s*(?P<bound>\S+?)(\s+for\s+(?P<steps>[1-9]\d*))?\s*")
+_NUMBER = r"[-+]?((\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf)"
+_RULE = re.compile(rf"\s*(?P<metric>\S+)\s*(?P<sign>[<>])\s*(?P<bound>{_NUMBER})(\s+for\s+(?P<steps>[1-9]\d*))?\s*")
 
 # Metrics that only some rows have: those of evaluations, and of buckets that may be empty.
 OCCASIONAL = ("eval/", "mismatch_position/", "mismatch_entropy/", "mismatch_staleness/", "optimizer/grad_noise")
@@ -33,15 +34,9 @@ def parse_rule(text: str) -> Rule:
       ValueError: it is neither.
     """
     match = _RULE.fullmatch(text)
-    try:
-        if match is None:
-            raise ValueError
-        bound = float(match["bound"])
-        if math.isnan(bound):
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"a guard reads 'METRIC > NUMBER' or 'METRIC > NUMBER for STEPS', got {text!r}") from None
-    return Rule(text, match["metric"], match["sign"] == ">", bound, int(match["steps"] or 1))
+    if match is None:
+        raise ValueError(f"a guard reads 'METRIC > NUMBER' or 'METRIC > NUMBER for STEPS', got {text!r}")
+    return Rule(text, match["metric"], match["sign"] == ">", float(match["bound"]), int(match["steps"] or 1))
 
 
 @dataclass(frozen=True)

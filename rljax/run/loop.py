@@ -94,7 +94,6 @@ class Timers:
 
     def __init__(self) -> None:
         self.row: Row = {}
-        self._start = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -103,16 +102,12 @@ class Timers:
         yield
         self.row[f"time/{name}_s"] = time.perf_counter() - start
 
-    def total(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self._start
-
 
 def one_step(
     run: Components, state: TrainState, progress: Progress, last_row: Row
 ) -> tuple[TrainState, Row, dict[str, np.ndarray]]:
     """Points 1 to 8 of step ``progress.step + 1``; advances ``progress``. Returns state, row and histograms."""
-    config, timers = run.config, Timers()
+    config, timers, start = run.config, Timers(), time.perf_counter()
     step, version = progress.step + 1, progress.policy_version
     seed = step_seed(config.run.seed, step)
     row: Row = {"step": step}
@@ -155,7 +150,7 @@ def one_step(
     if is_published and (is_due(config.eval.every, step) or (config.eval.every > 0 and step == config.run.steps)):
         with contextlib.suppress(StoppedWaitingError):
             row |= evaluate(run, timers, "eval")
-    row |= timers.row | {"time/step_s": timers.total()}
+    row |= timers.row | {"time/step_s": time.perf_counter() - start}
     response_tokens = sum(response.length for response in rollouts.all())
     row["perf/response_tokens_per_s"] = response_tokens / timers.row["time/rollout_s"]
     return state, row, updated.histograms

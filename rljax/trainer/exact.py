@@ -128,7 +128,7 @@ class ExactPass:
         nothing = pack([], row_tokens=row_tokens, rows_per_micro_batch=rows, micro_batches=1)
         if objective.loss.kl != "none":
             nothing = nothing._replace(reference_logprobs=nothing.rollout_logprobs)
-        self.empty = micro_of(nothing, 0)
+        self._empty = micro_of(nothing, 0)
         by_param: Any = param_shardings(config, mesh)
         everywhere: Any = replicated(mesh)
         by_rows = named_sharding(mesh, ("rows", "tokens"), (rows, row_tokens))
@@ -140,13 +140,7 @@ class ExactPass:
             out_shardings=ExactOutput(by_param, everywhere, FullScores(*shardings)),
         )
         self._by_rows, self._everywhere, self._one = by_rows, everywhere, jax.device_put(np.float32(1.0), everywhere)
-        self._arguments = (abstract_params(config), self.empty, self._one, self._one, self._one)
-
-    @functools.cached_property
-    def output_shapes(self) -> ExactOutput:
-        """``jax.ShapeDtypeStruct`` of what a call returns."""
-        with jax.set_mesh(self.mesh):
-            return self._jitted.eval_shape(*self._arguments)
+        self._arguments = (abstract_params(config), self._empty, self._one, self._one, self._one)
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -189,7 +183,7 @@ class ExactPass:
         """
         index = np.arange(self.row_tokens, dtype=np.int32)[None]
         known = index < lengths[:, None]
-        micro = self.empty._replace(
+        micro = self._empty._replace(
             tokens=tokens, segment_ids=known.astype(np.int32), positions=np.where(known, index, 0).astype(np.int32)
         )
         return self(params, self.place(micro), self._one, self._one, self.scalar(temperature)).scores.log_softmax
@@ -251,9 +245,8 @@ class ExactUpdate:
         def measured(output: ExactOutput, micro: PackedBatch) -> dict[str, Statistics]:
             return measure(output.scores, micro, objective.num_sequences, diagnosis)
 
-        def start() -> Totals:
-            output = exact.output_shapes
-            return zero_totals(output.grads, output.loss, jax.eval_shape(measured, output, exact.empty))
+        def start(output: ExactOutput, micro: PackedBatch) -> Totals:
+            return zero_totals(output.grads, output.loss, measured(output, micro))
 
         def add(totals: Totals, output: ExactOutput, micro: PackedBatch, measure_noise: jax.Array) -> Totals:
             return add_micro_batch(totals, output.grads, output.loss, measured(output, micro), measure_noise)
@@ -283,13 +276,14 @@ class ExactUpdate:
         scale, provisional = exact.scalar(state.loss_scale.scale), exact.scalar(exact.objective.provisional(batch))
         has_loss = any(s.in_loss for s in sequences)
         controls = place_controls(options.learning_rate, has_loss, noise, self._everywhere)
-        logprobs = []
+        logprobs, totals = [], None
         with jax.set_mesh(exact.mesh):
-            totals = self._start()
             for index in range(int(batch.used)):
                 micro = exact.place(micro_of(batch, index))
                 output = exact(state.params, micro, scale, provisional, self._temperature)
                 logprobs.append(output.scores.logprobs)
+                if totals is None:
+                    totals = self._start(output, micro)
                 totals = self._add(totals, output, micro, controls.measure_noise)
             state, metrics = self._finish(state, totals, batch, controls)
         row, histograms = fetch(metrics, noise=noise)

@@ -119,8 +119,7 @@ def finalize_measured(measured: dict[str, Statistics], config: DiagnosisConfig |
 
 def without_empty_buckets(row: dict[str, Any]) -> dict[str, Any]:
     """A row on the host without the keys of buckets that have no token: their zeros would look like agreement."""
-    count = "/token_count"
-    empty = [key.removesuffix(count) + "/" for key, value in row.items() if key.endswith(count) and not value]
-    bucketed = ("mismatch_position/", "mismatch_entropy/", "mismatch_staleness/")
-    gone = tuple(prefix for prefix in empty if prefix.startswith(bucketed))
-    return {key: value for key, value in row.items() if not gone or not key.startswith(gone)}
+    bucketed, count = ("mismatch_position/", "mismatch_entropy/", "mismatch_staleness/"), "/token_count"
+    counts = {key: value for key, value in row.items() if key.startswith(bucketed) and key.endswith(count)}
+    empty = tuple(key.removesuffix("token_count") for key, value in counts.items() if not value)
+    return {key: value for key, value in row.items() if not key.startswith(empty)}

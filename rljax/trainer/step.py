@@ -167,7 +167,7 @@ def square_norm(grads: Params) -> jax.Array:
 
 
 def zero_totals(grads: Params, loss: Statistics, measured: dict[str, Statistics]) -> Totals:
-    """The totals of no micro-batch, from ``jax.ShapeDtypeStruct`` of what one micro-batch gives."""
+    """The totals of no micro-batch, in the shapes and dtypes of what one micro-batch gives."""
     no_grads = jax.tree.map(lambda shape: jnp.zeros(shape.shape, jnp.float32), grads)
     return Totals(no_grads, jnp.float32(0.0), zeros(loss), zeros(measured))
 
