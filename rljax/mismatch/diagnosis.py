@@ -93,9 +93,14 @@ def bucket_labels(edges: Sequence[float]) -> tuple[str, ...]:
     return (f"lt_{edges[0]:g}", *middle, f"ge_{edges[-1]:g}")
 
 
+def check_edges(name: str, edges: Sequence[float]) -> None:
+    """Raises ValueError unless the edges increase and are at least one."""
+    if not edges or any(low >= high for low, high in itertools.pairwise(edges)):
+        raise ValueError(f"{name} must be increasing and at least one, got {list(edges)}")
+
+
 def _digitize(values: Any, edges: Sequence[float]) -> Any:
-    if len(edges) < 1 or any(low >= high for low, high in itertools.pairwise(edges)):
-        raise ValueError(f"edges must be increasing and at least one, got {tuple(edges)}")
+    check_edges("edges", edges)
     return sum((values >= edge).astype(np.int32) for edge in edges)
 
 

@@ -28,7 +28,6 @@ from rljax.run.loop import Components
 from rljax.run.progress import Progress
 from rljax.run.rate import make_rate_controller
 from rljax.trainer.exact import ExactPass, ExactUpdate
-from rljax.trainer.forward import ForwardPass
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import max_micro_batches, pack
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
@@ -178,15 +177,7 @@ def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransfor
         temperature=temperature,
         diagnosis=None if several else config.diagnosis,
     )
-    forward = ForwardPass(
-        policy,
-        mesh,
-        precision=config.precision,
-        batch_shape=batch_shape(config),
-        num_sequences=config.num_sequences,
-        temperature=temperature,
-        diagnosis=config.diagnosis,
-    )
+    forward = functools.partial(step.forward, diagnosis=config.diagnosis)
     reference = None if frozen is None else functools.partial(reference_logprobs, forward, frozen)
     pack_all = make_pack(config, config.num_sequences)
     if not several:

@@ -85,9 +85,8 @@ def _bytes(tree: Any) -> tuple[int, int]:
 def byte_table(sizes: dict[str, tuple[int, int]]) -> list[str]:
     """Lines of a table."""
     in_all, per_device = map(sum, zip(*sizes.values(), strict=True))
-    rows = {name: (in_units(all_bytes), in_units(part)) for name, (all_bytes, part) in sizes.items()}
-    rows = {"bytes": ("in all", "per device"), **rows}
-    rows["sum, without activations"] = (in_units(in_all), in_units(per_device))
+    every = sizes | {"sum, without activations": (in_all, per_device)}
+    rows = {"bytes": ("in all", "per device")} | {name: (in_units(a), in_units(b)) for name, (a, b) in every.items()}
     width = max(map(len, rows))
     return [f"{name:<{width}}  {all_bytes:>12}  {part:>12}" for name, (all_bytes, part) in rows.items()]
 

@@ -182,15 +182,6 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def check_guard(guard: Guard, row: Row) -> list[str]:
-    """Prints what the guard warns of and returns what it stops at. Raises ConfigError for an unknown metric."""
-    with caller_errors():
-        warnings, stops = guard.check(row)
-    for line in warnings:
-        print(f"\nwarning: guard: {line}", file=sys.stderr)
-    return stops
-
-
 def train(
     run: Components,
     state: TrainState,
@@ -213,6 +204,9 @@ def train(
 
     Returns:
       The device state after the last step done.
+
+    Raises:
+      ConfigError: a rule of the guard names a metric that no row has.
     """
     config, checkpointer = run.config, run.checkpointer
     row = last_row or {}
@@ -231,7 +225,10 @@ def train(
                     checkpointer.save(progress.step, state, run.state_dict(progress))
                 break
             record(row, histograms)
-            progress.stopped_by = check_guard(run.guard, row)
+            with caller_errors():
+                warnings, progress.stopped_by = run.guard.check(row)
+            for line in warnings:
+                print(f"\nwarning: guard: {line}", file=sys.stderr)
             stopping = should_stop() or bool(progress.stopped_by)
             if stopping or progress.step == config.run.steps or is_due(config.checkpoint.every, progress.step):
                 checkpointer.save(progress.step, state, run.state_dict(progress))

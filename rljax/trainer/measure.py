@@ -5,7 +5,6 @@ Statistics are taken micro-batch by micro-batch and merged, so that cutting, pac
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from rljax.mismatch.diagnosis import (
     ENTROPY_EDGES,
     POSITION_EDGES,
     bucket_labels,
+    check_edges,
     finalize_buckets,
     finalize_sign_skew,
     mismatch_by_entropy,
@@ -52,9 +52,7 @@ class DiagnosisConfig:
 
     def __post_init__(self) -> None:
         for name in ("position_edges", "entropy_edges"):
-            edges = getattr(self, name)
-            if not edges or any(low >= high for low, high in itertools.pairwise(edges)):
-                raise ValueError(f"{name} must be increasing and at least one, got {list(edges)}")
+            check_edges(name, getattr(self, name))
         check_at_least(self, 1, "staleness_buckets", "reference_steps", "is_threshold")
         check_at_least(self, 0, "grad_noise_every")
 

@@ -197,7 +197,7 @@ def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSha
 
 
 class TrainStep:
-    """The compiled step: ``step(state, batch, learning_rate, apply_update)``."""
+    """The compiled step, ``step(state, batch, learning_rate, apply_update)``, and a forward without a gradient."""
 
     def __init__(
         self,
@@ -244,6 +244,20 @@ class TrainStep:
             state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
             return state, row | finalize_measured(totals.measured, diagnosis), logprobs
 
+        def forward(
+            params: Params, batch: PackedBatch, *, diagnosis: DiagnosisConfig
+        ) -> tuple[dict[str, jax.Array], jax.Array]:
+            compute = cast_params(params, dtype)
+
+            def each(micro: PackedBatch) -> tuple[dict[str, Statistics], jax.Array]:
+                scores = score(compute, micro)
+                # A batch has no more sequences than places.
+                return measure(scores, micro, batch.tokens.size, diagnosis), scores.logprobs
+
+            with jax.default_matmul_precision(matmul_precision(dtype)):
+                measured, logprobs = over_micro_batches(batch, each, zeros, merge)
+            return finalize_measured(measured, diagnosis), logprobs
+
         abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic)
         self._mesh = mesh
         self._everywhere = replicated(mesh)
@@ -254,6 +268,8 @@ class TrainStep:
             out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._everywhere, self._by_rows),
             donate_argnums=(0,),
         )
+        out = (self._everywhere, self._by_rows)
+        self._jitted_forward = jax.jit(forward, static_argnames="diagnosis", out_shardings=out)
 
     @property
     def compilations(self) -> int:
@@ -285,6 +301,17 @@ class TrainStep:
         controls = place_controls(learning_rate, apply_update, measure_noise, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._jitted(state, placed, controls)
+
+    def forward(
+        self, params: Params, batch: PackedBatch, *, diagnosis: DiagnosisConfig
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        """The mismatch of a batch under ``params`` (float32 masters), and their log-probabilities [m, b, t].
+
+        The number of micro-batches need not be that of the steps.
+        """
+        placed = place_batch(batch, self._by_rows, self._everywhere)
+        with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
+            return self._jitted_forward(params, placed, diagnosis=diagnosis)
 
 
 def update_state(

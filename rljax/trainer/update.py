@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 from rljax.policy.qwen3 import Params
-from rljax.trainer.forward import ForwardPass
 from rljax.trainer.packing import PackedBatch, TrainSequence, unpack
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
 
 Pack = Callable[[Sequence[TrainSequence]], PackedBatch]
+Forward = Callable[[Params, PackedBatch], tuple[dict[str, jax.Array], jax.Array]]  # ``TrainStep.forward``
 Reference = Callable[[PackedBatch], np.ndarray]  # ``reference_logprobs`` of the frozen policy of a KL penalty
 
 # Metrics of a mini-batch whose last value is the step's; of the others it is the mean.
@@ -64,7 +64,7 @@ class Update(Protocol):
         ...
 
 
-def reference_logprobs(forward: ForwardPass, params: Params, batch: PackedBatch) -> np.ndarray:
+def reference_logprobs(forward: Forward, params: Params, batch: PackedBatch) -> np.ndarray:
     """Float32 [m, b, t]: what the frozen ``params`` give the response tokens of ``batch``, 0 elsewhere."""
     return np.where(batch.response_mask, jax.device_get(forward(params, batch)[1]), np.float32(0.0))
 
@@ -95,7 +95,7 @@ class MultipleUpdates:
     def __init__(
         self,
         step: TrainStep,
-        forward: ForwardPass,
+        forward: Forward,
         pack: Pack,
         pack_mini: Pack,
         *,

@@ -22,7 +22,6 @@ from rljax.run.build import make_update
 from rljax.run.config import Config, ModelConfig
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.forward import ForwardPass
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackingConfig, TrainSequence, max_micro_batches, pack
@@ -228,15 +227,8 @@ def train(update, state, given, rate, **options):
 
 
 def make_forward(row, rows):
-    return ForwardPass(
-        CONFIG,
-        MESH,
-        precision=PRECISION,
-        batch_shape=packer(row, rows)[1],
-        num_sequences=COUNT,
-        temperature=1.0,
-        diagnosis=DiagnosisConfig(),
-    )
+    step = make_step(LossConfig(), CorrectionConfig(), row, rows)
+    return functools.partial(step.forward, diagnosis=DiagnosisConfig())
 
 
 def test_one_mini_batch_is_the_fused_step():
