@@ -151,9 +151,7 @@ def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransfor
         be read.
     """
     loss, temperature = config.loss, config.rollout.temperature
-    frozen = None
-    if loss.kl != "none":
-        frozen = load_params(config.model.path, policy, param_shardings(policy, mesh))
+    frozen = load_params(config.model.path, policy, param_shardings(policy, mesh)) if loss.kl != "none" else None
     if config.rollout.engine == "exact":
         return ExactUpdate(
             make_exact_pass(config, policy, mesh),

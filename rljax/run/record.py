@@ -197,10 +197,9 @@ class _Console:
     def __init__(self, total_steps: int, first_step: int) -> None:
         self._total_steps, self._first_step = total_steps, first_step
         self._last_time, self._last_step = time.monotonic(), first_step - 1
-        done = first_step - 1
         # disable=None: there is a bar on a terminal only, and elsewhere its methods do nothing.
         self._bar = tqdm(
-            total=total_steps, initial=done, unit="step", file=sys.stderr, dynamic_ncols=True, disable=None
+            total=total_steps, initial=first_step - 1, unit="step", file=sys.stderr, dynamic_ncols=True, disable=None
         )
 
     def show(self, row: Row) -> None:
