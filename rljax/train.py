@@ -71,7 +71,6 @@ def main(argv: Sequence[str]) -> int:
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)
         stack.callback(recorder.close)
         (run_dir / "config.yaml").write_text(config_to_yaml(config))
-        print(f"training {config.model.path} for {config.run.steps} steps into {run_dir}", file=sys.stderr)
         with stop:
             last_row = next(reversed(recorded_rows(run_dir)), None)
             train(components, state, progress, recorder.write, stop.requested, last_row)

@@ -51,8 +51,6 @@ from rljax.trainer.packing import useful_fraction
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, UpdateOptions
 
-Record = Callable[[Row, dict[str, np.ndarray]], None]
-
 
 @dataclass
 class Components:
@@ -186,7 +184,7 @@ def train(
     run: Components,
     state: TrainState,
     progress: Progress,
-    record: Record,
+    record: Callable[[Row, dict[str, np.ndarray]], None],
     should_stop: Callable[[], bool] = lambda: False,
     last_row: Row | None = None,
 ) -> TrainState:

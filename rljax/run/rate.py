@@ -13,14 +13,12 @@ from rljax.report.rows import Row
 from rljax.run.guard import unknown_metric
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, length_decay_schedule
 
-ScheduleKind = Literal["constant", "linear", "cosine", "length_decay", "length_triggered"]
-
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """How the learning rate moves."""
 
-    kind: ScheduleKind = "length_triggered"
+    kind: Literal["constant", "linear", "cosine", "length_decay", "length_triggered"] = "length_triggered"
     """constant. linear or cosine: from the initial rate down to ``floor_ratio`` of it at the last step. length_decay:
     Algorithm 1 of arXiv 2602.01826 with a known period. length_triggered: the same, with the period set by the surge of
     the response length. Every kind watches for the surge and records it."""

@@ -157,7 +157,10 @@ def test_a_guard_warns_and_stops_saved(go, capsys):
     (line,) = run.progress.stopped_by
     assert "(response_length/mean > 1 for 2)" in line
     # A warning is said once, when the rule begins to hold.
-    assert capsys.readouterr().err == "\nwarning: guard: step 1: reward/mean = 0.5 (reward/mean < 0.6)\n"
+    assert capsys.readouterr().err == (
+        f"training {TOY_BASE} for 4 steps into {run.directory}\n"
+        "\nwarning: guard: step 1: reward/mean = 0.5 (reward/mean < 0.6)\n"
+    )
 
 
 def test_a_guards_unknown_metric_is_the_callers_mistake(go):
