@@ -49,6 +49,10 @@ def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
         return 130
 
 
+class OwnedError(ValueError):
+    """Another living process owns what was to be claimed; the message names it."""
+
+
 class StoppedWaitingError(RuntimeError):
     """The run was asked to stop while the engine waited for servers that are gone."""
 
