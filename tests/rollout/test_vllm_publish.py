@@ -2,7 +2,12 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+import textwrap
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -66,19 +71,40 @@ def test_values_that_are_not_finite(files):
         files.write([("x", np.array([1.0, np.nan], np.float16))], 0)
 
 
+KEEPS_WEIGHTS = """
+    import sys, time
+    from rljax.rollout.weights.files import WeightFiles
+    print(WeightFiles(sys.argv[1]).root, flush=True)
+    time.sleep(60)
+"""
+
+
 def test_directories_of_the_dead_are_removed_and_those_of_the_living_kept(tmp_path):
-    living, dead = WeightFiles(tmp_path), WeightFiles(tmp_path)
-    dead._lock.close()
-    long_ago = time.time() - 3600
-    for files in (living, dead):
-        os.utime(files.root / "owner.lock", (long_ago, long_ago))
-    newcomer = WeightFiles(tmp_path)
-    assert living.root.exists()
-    assert not dead.root.exists()
-    for files in (living, newcomer):
-        files.close()
-        files.close()
-    assert list(tmp_path.iterdir()) == []
+    """However old they are; of an owner on another machine the heartbeat decides, and what nobody owns stays."""
+    command = [sys.executable, "-c", textwrap.dedent(KEEPS_WEIGHTS), str(tmp_path)]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    living, dead = (Path(child.stdout.readline().strip()) for child in children)
+    silent, beating, nobodys = (tmp_path / f"rljax-weights-{name}" for name in ("silent", "beating", "nobodys"))
+    for root in (silent, beating):
+        shutil.copytree(living, root)
+        record = json.loads((root / "owner.json").read_text())
+        (root / "owner.json").write_text(json.dumps({**record, "host": "node7", "machine": "another boot"}))
+    nobodys.mkdir()
+    try:
+        children[1].kill()
+        children[1].wait()
+        long_ago = time.time() - 3600
+        for root in (living, dead, silent):
+            os.utime(root / "owner.json", (long_ago, long_ago))
+        newcomer = WeightFiles(tmp_path)
+        assert set(tmp_path.iterdir()) == {living, beating, nobodys, newcomer.root}
+        newcomer.close()
+        newcomer.close()
+        assert set(tmp_path.iterdir()) == {living, beating, nobodys}
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
 
 
 def test_a_place_that_cannot_be_written(tmp_path):

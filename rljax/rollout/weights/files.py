@@ -7,12 +7,10 @@ cached weights for a path it had seen, so each version has a new path.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +18,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from rljax.ownership import claim, provably_dead
+
 PROTOCOL = 1
 _MEMORY = Path("/dev/shm")
 _PREFIX = "rljax-weights-"
-_LOCK = "owner.lock"
-_ABANDONED_S = 60.0
+_OWNER = "owner.json"
 _SAMPLE = 65_536  # elements of a tensor compared between versions
 
 
@@ -54,7 +53,7 @@ class WeightFiles:
     def __init__(self, parent: str | os.PathLike[str] | None = None) -> None:
         """Makes the run's directory under ``parent`` (None: in memory where there is one, else temporary files).
 
-        Directories whose owner died without removing them are removed first.
+        Directories whose owner is provably dead (rljax.ownership) are removed first.
 
         Raises:
           RuntimeError: ``parent`` cannot be written.
@@ -65,9 +64,7 @@ class WeightFiles:
             self.parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(self.parent)
             self.root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self.parent))
-            # The lock says that the owner lives, across process-id namespaces too.
-            self._lock = (self.root / _LOCK).open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._owner = claim(self.root / _OWNER)
         except OSError as error:
             raise RuntimeError(f"cannot write weights under {self.parent}: {error}") from error
         self.root.chmod(0o755)  # the server may run as another user
@@ -134,7 +131,7 @@ class WeightFiles:
     def close(self) -> None:
         """Removes the run's directory; may be called twice."""
         shutil.rmtree(self.root, ignore_errors=True)
-        self._lock.close()
+        self._owner.release()
 
     def _changed(self, name: str, array: np.ndarray) -> float:
         """Share of ``array`` that differs from the last version, and remembers it for the next."""
@@ -151,11 +148,8 @@ class WeightFiles:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Removes run directories whose lock nobody holds."""
+    """Removes run directories whose owner is provably dead; one without a record of its owner stays."""
     for root in parent.glob(f"{_PREFIX}*"):
-        lock = root / _LOCK
-        with contextlib.suppress(OSError):  # somebody else's, in use, or gone in the meantime
-            if time.time() - lock.stat().st_mtime >= _ABANDONED_S:
-                with lock.open("r") as handle:
-                    fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    shutil.rmtree(root, ignore_errors=True)
+        with contextlib.suppress(OSError):  # somebody else's, or gone in the meantime
+            if provably_dead(root / _OWNER):
+                shutil.rmtree(root, ignore_errors=True)
