@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 
 from rljax.policy.config import PolicyConfig, config_to_hf
 from rljax.policy.qwen3 import Params, abstract_params
+from rljax.rollout.weights.checksum import Checksum, checksum, mixed
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -160,6 +161,38 @@ def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tup
         host = np.asarray(jnp.asarray(leaves[path]).astype(dtype))
         for name, array in zip(names, host.reshape(len(names), *shape), strict=True):
             yield name, np.ascontiguousarray(array.reshape(math.prod(shape[:inputs]), -1).T if inputs else array)
+
+
+def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, Checksum]:
+    """The checksum of each tensor that ``hf_tensors`` yields, taken on the devices.
+
+    Raises:
+      RuntimeError: a tensor holds a value that is not finite in ``dtype``; the message names it.
+    """
+    leaves, flat = list(_leaves(config)), flatten_dict(params)
+    stacked = tuple(path[0] == "layers" for path, *_ in leaves)
+    sums = jax.device_get(_leaf_sums([flat[path] for path, *_ in leaves], stacked, jnp.dtype(dtype)))
+    found = {}
+    for (_, names, shape, _), columns in zip(leaves, sums, strict=True):
+        for name, (first, second, finite) in zip(names, np.reshape(columns, (3, -1)).T.tolist(), strict=True):
+            if not finite:
+                raise RuntimeError(f"tensor {name!r} holds values that are not finite in {jnp.dtype(dtype).name}")
+            found[name] = checksum(math.prod(shape), first, second)
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _leaf_sums(leaves: list[jax.Array], stacked: tuple[bool, ...], dtype: Any) -> list[tuple[jax.Array, ...]]:
+    """Of each leaf, and of each layer of a stacked one: the checksum's two sums (int32), and whether all is finite."""
+
+    def sums(leaf: jax.Array, stack: bool) -> tuple[jax.Array, ...]:
+        cast = leaf.astype(dtype)
+        axes = tuple(range(int(stack), leaf.ndim))
+        words = jax.lax.bitcast_convert_type(cast, jnp.uint16 if dtype.itemsize == 2 else jnp.int32).astype(jnp.int32)
+        first, second = (jnp.sum(values, axes, dtype=jnp.int32) for values in mixed(words))
+        return first, second, jnp.isfinite(cast).all(axes)
+
+    return [sums(leaf, stack) for leaf, stack in zip(leaves, stacked, strict=True)]
 
 
 def _shard_plan(config: PolicyConfig, itemsize: int, max_shard_bytes: int) -> list[list[str]]:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from rljax.errors import ConfigError
 from rljax.policy.config import PolicyConfig, config_to_hf, read_config
-from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.hf import hf_checksums, hf_tensors, load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.exact_engine import ExactEngine, Executable
@@ -72,6 +72,7 @@ def make_engine(
                 hf_config=config_to_hf(policy, config.dtype),
                 max_tokens=max_tokens,
                 tensors=functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(config.dtype)),
+                checksums=functools.partial(hf_checksums, config=policy, dtype=jnp.dtype(config.dtype)),
                 score=make_scorer(policy, config.dtype),
                 should_stop=should_stop,
             )

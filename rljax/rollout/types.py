@@ -90,7 +90,8 @@ class VerifyCeilings:
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """How a publish is proven: the server generates from probe prompts, and the trainer scores the same tokens."""
+    """How the use of published weights is verified: the server generates from probe prompts, and the trainer scores the
+    same tokens. The bits of the weights are verified at every publish, too, and have no settings."""
 
     prompts: int = 4
     """Number of probe prompts."""
@@ -140,7 +141,7 @@ class RolloutConfig:
     limits: ClientLimits = field(default_factory=ClientLimits)
     """Limits of the client that talks to vLLM servers."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
-    """How each publish to a vLLM server is proven."""
+    """How the use of published weights is verified on each vLLM server."""
     dump_every: int = 0
     """Steps between token dumps (``rollouts/step_*.parquet``, which tools/compare_mismatch.py reads). 0: no dumps."""
     transcript_every: int = 0

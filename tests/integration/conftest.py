@@ -14,7 +14,7 @@ import pytest
 from toy_runs import ROOT
 
 from rljax.policy.config import PolicyConfig, read_config
-from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.hf import hf_checksums, hf_tensors, load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.types import RolloutConfig
@@ -68,6 +68,9 @@ class Model:
     def tensors(self, dtype: str) -> Callable:
         return functools.partial(hf_tensors, config=self.config, dtype=jnp.dtype(dtype))
 
+    def checksums(self, dtype: str) -> Callable:
+        return functools.partial(hf_checksums, config=self.config, dtype=jnp.dtype(dtype))
+
     def moved(self, seed: int, scale: float = 0.3) -> dict:
         """The parameters after a big step: each tensor moved by ``scale`` of its own spread."""
         keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(self.params)))
@@ -110,6 +113,7 @@ class Served:
             hf_config=hf_config or self.model.hf_config,
             max_tokens=max_tokens,
             tensors=tensors or self.model.tensors(self.dtype),
+            checksums=self.model.checksums(self.dtype),
             score=self.score,
             should_stop=lambda: not self.server.alive(),
         )

@@ -86,8 +86,8 @@ def test_directory_that_the_server_does_not_see(float32):
 
 
 def test_protocol(float32, monkeypatch):
-    monkeypatch.setattr("rljax.rollout.vllm.handshake.PROTOCOL", 2)
-    assert refused(float32) == "the plugin speaks protocol 1, the trainer 2"
+    monkeypatch.setattr("rljax.rollout.vllm.handshake.PROTOCOL", 3)
+    assert refused(float32) == "the plugin speaks protocol 2, the trainer 3"
 
 
 def test_nobody_there():
@@ -99,5 +99,6 @@ def test_nobody_there():
             hf_config={},
             max_tokens=1,
             tensors=dict.items,
+            checksums=dict,
             score=lambda params, sequences: [],
         )

@@ -63,6 +63,7 @@ def test_killed_in_mid_rollout_and_restarted(make_model, start_server, float32, 
         hf_config=model.hf_config,
         max_tokens=512,
         tensors=model.tensors("float32"),
+        checksums=model.checksums("float32"),
         score=float32.score,
         should_stop=lambda: not thread.is_alive() and not servers[-1].alive(),
     )
@@ -168,7 +169,10 @@ def test_plugin_loads_without_jax(vllm_interpreter):
         assert "rljax_file" in WeightTransferEngineFactory._registry
         ours = sorted(name for name in sys.modules if name.split(".")[0] == "rljax")
         print(ours)
-        assert ours == ["rljax", "rljax.rollout", "rljax.rollout.vllm", "rljax.rollout.vllm.plugin"], ours
+        assert ours == [
+            "rljax", "rljax.rollout", "rljax.rollout.vllm", "rljax.rollout.vllm.plugin",
+            "rljax.rollout.weights", "rljax.rollout.weights.checksum",
+        ], ours
     """
     done = subprocess.run([vllm_interpreter, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,9 +1,15 @@
-"""Each way an update can fail silently must fail verification against a real server."""
+"""Each way an update can fail silently must fail verification against a real server: by its bits, or by its use.
+
+A large step that goes wrong fails both halves of the verification. A step at the paper's rate moves log-probabilities
+less than the band of a 16-bit dtype, and its failure is seen by the bits alone.
+"""
 
 import math
 
+import jax
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
 from rljax.errors import VerificationError
@@ -12,6 +18,7 @@ from rljax.rollout.types import SamplingParams
 from rljax.rollout.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
+OTHER_BITS = "does not hold the trainer's weights"
 OUT_OF_BAND = "does not sample from the trainer's weights"
 
 
@@ -31,20 +38,69 @@ def calibrated(request):
         engine.close()
 
 
-def rpc(served, method: str, argument: str) -> None:
+def rpc(served, method: str, *arguments: str) -> None:
     client = ServerClient([served.url], VllmBackend())
     try:
-        client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": [argument]})
+        client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})
     finally:
         client.close()
+
+
+def publish_fails_both_halves(engine, params, version: int, said: str) -> None:
+    with pytest.raises(VerificationError, match=f"{OTHER_BITS}: {said}"):
+        engine.publish(params, version)
+    with pytest.raises(VerificationError, match=OUT_OF_BAND):
+        engine._verifier.check(engine._client, engine._client.urls[0], params)
+
+
+def adamw_step(params, seed: int):
+    """One step of the paper's optimizer at its rate, 1e-6, in float32."""
+    optimizer = optax.adamw(1e-6)
+    keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params)))
+    leaves, tree = jax.tree.flatten(params)
+    gradients = [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    updates, _ = optimizer.update(jax.tree.unflatten(tree, gradients), optimizer.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+@pytest.mark.parametrize(
+    ("how", "of", "said"),
+    [
+        ("skip", "model.layers.1.mlp.down_proj.weight", r"1 tensor differs: \S+down_proj.weight \(not loaded\)$"),
+        ("skip", "model.layers.0.self_attn.k_proj.weight", r"1 tensor differs: \S+k_proj.weight \(other bits\)$"),
+        ("skip", "all", r"\d\d tensors differ"),
+        ("previous", "", r"\d\d tensors differ"),
+        ("through", "float16", r"\d+ tensors differ"),
+    ],
+)
+def test_one_step_at_the_papers_rate_that_goes_wrong_in_the_worker(bfloat16, calibrated, how, of, said):
+    """The bits see it and name what differs; the band passes. The same step loaded as it should be passes both."""
+    rpc(bfloat16, "sabotage_load", "off", "")
+    engine = calibrated(bfloat16)
+    stepped = adamw_step(bfloat16.model.params, seed=11)
+    rpc(bfloat16, "sabotage_load", how, of)
+    try:
+        with pytest.raises(VerificationError, match=f"{OTHER_BITS}: {said}"):
+            engine.publish(stepped, 1)
+        assert 0.001 < engine._version.changed_fraction < 0.05
+    finally:
+        rpc(bfloat16, "sabotage_load", "off", "")
+    if "k_proj" not in of:  # a part of a fused tensor that is left out is whatever memory held
+        assert engine._verifier.check(engine._client, bfloat16.url, stepped).mean < engine._verifier.band
+    with pytest.raises(RuntimeError, match="hold no verified policy"):
+        engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(1), seed=0)
+    VllmBackend().push(engine._client, bfloat16.url, engine._version)  # no probe is sent to what memory held
+    engine.publish(stepped, 2)
+    metrics = engine.pop_metrics()
+    assert metrics["publish/verified_tensors"] == 24
+    assert metrics["time/server_checksums_s"] > 0
 
 
 def test_tied_head_not_repacked(bfloat16, calibrated):
     engine = calibrated(bfloat16)
     rpc(bfloat16, "sabotage_tied_head", "on")
     try:
-        with pytest.raises(VerificationError, match=OUT_OF_BAND):
-            engine.publish(bfloat16.model.moved(1), 1)
+        publish_fails_both_halves(engine, bfloat16.model.moved(1), 1, r".*: lm_head.weight \(not loaded\)")
     finally:
         rpc(bfloat16, "sabotage_tied_head", "off")
     engine.publish(bfloat16.model.moved(1), 2)
@@ -69,8 +125,14 @@ def test_prefix_cache_not_reset(float32, calibrated):
     engine.publish(float32.model.moved(2), 2)
 
 
-@pytest.mark.parametrize("left_out", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"])
-def test_one_tensor_left_out(float16, calibrated, left_out):
+@pytest.mark.parametrize(
+    ("left_out", "how"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", "not loaded"),  # a layer that packs its weight
+        ("model.layers.0.input_layernorm.weight", "other bits"),  # one that does not
+    ],
+)
+def test_one_tensor_left_out(float16, calibrated, left_out, how):
     tensors = float16.model.tensors("float16")
     omit = []
 
@@ -79,8 +141,7 @@ def test_one_tensor_left_out(float16, calibrated, left_out):
 
     engine = calibrated(float16, tensors=some)
     omit.append(left_out)
-    with pytest.raises(VerificationError, match=OUT_OF_BAND):
-        engine.publish(float16.model.moved(3), 1)
+    publish_fails_both_halves(engine, float16.model.moved(3), 1, rf"1 tensor differs: {left_out} \({how}\)")
     omit.clear()
     engine.publish(float16.model.moved(3), 2)
 
@@ -90,10 +151,8 @@ def test_weights_of_the_previous_version(bfloat16, calibrated):
     stale = []
     engine = calibrated(bfloat16, tensors=lambda params: tensors(stale[0] if stale else params))
     stale.append(bfloat16.model.params)
-    with pytest.raises(VerificationError, match=OUT_OF_BAND):
-        engine.publish(bfloat16.model.moved(4), 1)
-    with pytest.raises(VerificationError, match=OUT_OF_BAND):
-        engine.publish(bfloat16.model.moved(4, scale=0.05), 2)
+    publish_fails_both_halves(engine, bfloat16.model.moved(4), 1, "25 tensors differ")
+    publish_fails_both_halves(engine, bfloat16.model.moved(4, scale=0.05), 2, "25 tensors differ")
 
 
 def test_bfloat16_published_to_a_float16_server(float16, calibrated):
@@ -118,8 +177,10 @@ def test_calibration_has_a_hard_ceiling(bfloat16):
     tensors = bfloat16.model.tensors("bfloat16")
     engine = bfloat16.engine(tensors=lambda params: tensors(bfloat16.model.moved(6)))
     try:
-        with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.08"):
+        with pytest.raises(VerificationError, match=OTHER_BITS):
             engine.publish(bfloat16.model.params, 0)
+        with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.08"):
+            engine._verifier.check(engine._client, bfloat16.url, bfloat16.model.params)
     finally:
         engine.close()
 
@@ -139,7 +200,8 @@ def test_no_rollout_after_a_failed_verification(float32, calibrated):
 def test_nan_weights_do_not_reach_the_server(float32, calibrated):
     """They would stay in its key-value cache, and spoil the sound weights that follow."""
     engine = calibrated(float32)
-    broken = {**float32.model.params, "embed": float32.model.params["embed"] * math.nan}
+    embedding = float32.model.params["embed"]
+    broken = {**float32.model.params, "embed": embedding.at[200, 17].set(math.nan)}
     with pytest.raises(RuntimeError, match=r"'model.embed_tokens.weight' holds values that are not finite"):
         engine.publish(broken, 1)
     engine.publish(float32.model.params, 2)

@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pytest
 from glossary import glossary
+from numpy_checksum import numpy_checksum
 from vllm_fake import SHAPE, FakeVllm
 
-from rljax.errors import HandshakeError, StoppedWaitingError, VerificationError
+from rljax.errors import HandshakeError, ReplyError, StoppedWaitingError, VerificationError
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams, VersionSpan
 from rljax.rollout.vllm.backend import VllmBackend
@@ -47,6 +48,7 @@ def make(
         hf_config=SHAPE,
         max_tokens=100,
         tensors=tensors,
+        checksums=lambda params: {name: numpy_checksum(array) for name, array in params.items()},
         score=score,
         should_stop=should_stop,
     )
@@ -268,6 +270,46 @@ def test_seeds_differ_by_place_and_repeat_by_call(fake):
     assert len(set(seeds)) == 16
 
 
+def test_bits_that_differ_stop_the_run_and_are_named(fake):
+    """Though every log-probability is right: a tensor that was not loaded, then one whose values are others."""
+    engine = make(fake.url, tensors=lambda params: [(name, sent.get(name, array)) for name, array in params.items()])
+    sent = {}
+    try:
+        engine.publish(PARAMS, 0)
+        metrics = engine.pop_metrics()
+        assert (metrics["publish/verified_tensors"], metrics["time/server_checksums_s"]) == (2, 0.25)
+        fake.not_loaded = {"b"}
+        with pytest.raises(
+            VerificationError, match=r"not hold the trainer's weights: 1 tensor differs: b \(not loaded"
+        ):
+            engine.publish(PARAMS, 1)
+        with pytest.raises(RuntimeError, match="publish first"):
+            engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)
+        assert engine._client.opened() == []
+        fake.not_loaded = set()
+        sent["a"] = np.nextafter(PARAMS["a"], np.float32(9))
+        with pytest.raises(VerificationError, match=r"1 tensor differs: a \(other bits\)"):
+            engine.publish(PARAMS, 2)
+        sent.clear()
+        engine.publish(PARAMS, 3)
+    finally:
+        engine.close()
+
+
+def test_checksums_of_another_update_prove_nothing(fake):
+    sound = fake._checksums
+    engine = make(fake.url)
+    try:
+        fake._checksums = lambda: {**sound(), "tag": "older"}
+        with pytest.raises(VerificationError, match=r"was last given the weights \['older'\], not '.*0'"):
+            engine.publish(PARAMS, 0)
+        fake._checksums = lambda: {"tag": fake.version}
+        with pytest.raises(ReplyError, match="answered without 'tensors'"):
+            engine.publish(PARAMS, 0)
+    finally:
+        engine.close()
+
+
 def test_wrong_dtypes(fake):
     engine = make(fake.url, tensors=lambda params: [("a", np.ones(2, np.float16))])
     try:
@@ -327,5 +369,5 @@ def test_the_metrics_are_those_that_the_glossary_explains(fake):
         engine.close()
         again.stop()
     explained = {key for key in glossary() if SERVED_METRICS.fullmatch(key)}
-    assert len(explained) == 10
+    assert len(explained) == 11
     assert {key for key in metrics if not key.startswith("time/")} == explained

@@ -3,12 +3,17 @@
 The token at place t of a prompt has -t / 8. Top log-probabilities are processed ones unless ``raw``.
 """
 
+import dataclasses
 import json
 import threading
 import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlparse
+
+from numpy_checksum import numpy_checksum
+from safetensors.numpy import load_file
 
 SHAPE = {
     "vocab_size": 64,
@@ -38,6 +43,7 @@ class FakeVllm:
         self.finish = "length"
         self.unhealthy = False
         self.refuse: dict[str, int] = {}  # status by path
+        self.not_loaded: set[str] = set()  # tensors that its next updates leave out
         self.seen: Counter[str] = Counter()
         self.events: list[str] = []
         self.running, self.most_running = 0, 0
@@ -68,7 +74,8 @@ class FakeVllm:
         if path == "/weight_info":
             return 200, {"weight_version": self.version}
         if path == "/collective_rpc":
-            return 200, {"results": [self._describe()]}
+            method = {"rljax_describe": self._describe, "rljax_checksums": self._checksums}[body["method"]]
+            return 200, {"results": [method()]}
         if path == "/finish_weight_update":
             self.version = body["weight_version"]
         if path == "/update_weights":
@@ -80,7 +87,7 @@ class FakeVllm:
 
     def _describe(self) -> dict:
         return {
-            "protocol": 1,
+            "protocol": 2,
             "vllm": "fake",
             "dtype": self.dtype,
             "quantization": None,
@@ -91,6 +98,13 @@ class FakeVllm:
             "backend": "rljax_file",
             "shape": SHAPE,
         }
+
+    def _checksums(self) -> dict:
+        tensors = {}
+        for file in Path(self.weights_path).glob("*.safetensors"):
+            tensors |= {name: dataclasses.astuple(numpy_checksum(array)) for name, array in load_file(file).items()}
+        left_out = dict.fromkeys(self.not_loaded)
+        return {"tag": self.version, "tensors": {**tensors, **left_out}, "seconds": 0.25}
 
     def _sample(self, path: str, body: dict) -> tuple[int, dict]:
         with self._lock:

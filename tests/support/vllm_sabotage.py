@@ -2,6 +2,8 @@
 
 import json
 
+import torch
+
 from rljax.rollout.vllm import plugin as vllm_plugin
 
 _REPAIR = vllm_plugin.repair_tied_head
@@ -10,6 +12,30 @@ _REPAIR = vllm_plugin.repair_tied_head
 class Sabotage(vllm_plugin.WorkerExtension):
     def sabotage_tied_head(self, state: str) -> None:
         vllm_plugin.repair_tied_head = _REPAIR if state == "off" else (lambda model: None)
+
+    def sabotage_load(self, how: str, of: str) -> None:
+        """From now on the model loads other tensors than it is given.
+
+        ``skip``: all but the one named ``of``, or none at all; ``previous``: those of the version before (the one that
+        is loaded while this is "off"); ``through``: those that come out of the dtype ``of``.
+        """
+        model = self.weight_transfer_engine.model
+        load = type(model).load_weights.__get__(model)
+
+        def load_others(weights):
+            weights = dict(weights)
+            if how == "skip":
+                weights = {name: tensor for name, tensor in weights.items() if of not in (name, "all")}
+            elif how == "through":
+                other = getattr(torch, of)
+                weights = {name: tensor.to(other).to(tensor.dtype) for name, tensor in weights.items()}
+            elif how == "previous":
+                weights = self.previous
+            else:
+                self.previous = {name: tensor.clone() for name, tensor in weights.items()}
+            return load(weights.items())
+
+        model.load_weights = load_others
 
     def sabotage_logprobs_mode(self, mode: str) -> None:
         sampler = self.model_runner.sampler

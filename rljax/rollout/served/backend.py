@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.wire import ServerInfo, Wire
 from rljax.rollout.types import VerifyConfig
+from rljax.rollout.weights.checksum import Checksum
 from rljax.rollout.weights.files import WeightFiles, WeightVersion
 
 
@@ -20,13 +21,26 @@ class Expectation:
       dtype: "bfloat16", "float16" or "float32": of the published weights, so of the server.
       hf_config: the policy's ``config.json`` as a mapping.
       max_tokens: longest prompt plus longest response the run will ask for (tokens).
-      verify: how publishes are proven; the server must have room for its probes.
+      verify: how the use of weights is verified; the server must have room for its probes.
     """
 
     dtype: str
     hf_config: Mapping[str, Any]
     max_tokens: int
     verify: VerifyConfig
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What one worker of a server was given by the last update.
+
+    Attributes:
+      tensors: the checksum of each tensor, or of the worker's part of it, as it stood loaded; None: it was not loaded.
+      seconds: that the checksums took (seconds).
+    """
+
+    tensors: Mapping[str, Checksum | None]
+    seconds: float
 
 
 class Backend(Wire, Protocol):
@@ -67,4 +81,12 @@ class Backend(Wire, Protocol):
 
         Raises:
           ServerGoneError: it does not answer.
+        """
+
+    def loaded(self, client: ServerClient, url: str, version: WeightVersion) -> Sequence[Loaded]:
+        """What each worker of the server holds of ``version``, by its own account.
+
+        Raises:
+          ServerGoneError: it does not answer.
+          VerificationError: the last update of a worker was another version.
         """

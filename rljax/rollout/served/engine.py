@@ -1,9 +1,10 @@
 """The RolloutEngine over HTTP servers: client, weight files, handshake and verification put together.
 
-A server samples rollouts only between a verified publish and the next one. The engine waits for a server that died or
-was restarted, repeats the handshake, publishes the current weights to it and verifies it before it samples another
-token. Every reply names the weights it was sampled under, so replies of a server that was restarted unnoticed are
-refused.
+A server samples rollouts only between a verified publish and the next one: the checksums of what its workers loaded are
+the trainer's, and what it generates from probes has the trainer's log-probabilities. The engine waits for a server that
+died or was restarted, repeats the handshake, publishes the current weights to it and verifies it before it samples
+another token. Every reply names the weights it was sampled under, so replies of a server that was restarted unnoticed
+are refused.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from rljax.errors import HandshakeError, ServerGoneError
+from rljax.errors import HandshakeError, ServerGoneError, VerificationError
 from rljax.rollout.served.backend import Backend, Expectation
 from rljax.rollout.served.base import ServedBase, shortest
 from rljax.rollout.served.verify import Score, Verifier
 from rljax.rollout.served.wire import Request, ServerInfo, check_prompts, make_requests
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
+from rljax.rollout.weights.checksum import Checksum, described, differences
 from rljax.rollout.weights.files import WeightFiles, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class ServedEngine(ServedBase):
         hf_config: Mapping[str, Any],
         max_tokens: int,
         tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]],
+        checksums: Callable[[Any], Mapping[str, Checksum]],
         score: Score,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -53,6 +56,8 @@ class ServedEngine(ServedBase):
           hf_config: the policy's ``config.json`` as a mapping.
           max_tokens: longest prompt plus longest response that will be asked for (tokens).
           tensors: the policy's pytree to (Hugging Face name, array of the rollout dtype).
+          checksums: the policy's pytree to the checksum of each of those tensors; raises RuntimeError where one holds a
+            value that is not finite in the rollout dtype.
           score: (the policy's pytree, token sequences) to the log-probability of each token, computed in the rollout
             dtype at temperature 1; used by verification alone.
           should_stop: asked while no server answers; true ends the wait.
@@ -62,10 +67,11 @@ class ServedEngine(ServedBase):
           RuntimeError: a server did not answer within ``server_wait_s``.
         """
         super().__init__(config.urls, backend, config.limits, wait_s=config.server_wait_s, should_stop=should_stop)
-        self._config, self._tensors = config, tensors
+        self._config, self._tensors, self._checksums = config, tensors, checksums
         self._expected = Expectation(config.dtype, hf_config, max_tokens, config.verify)
         self._current: WeightVersion | None = None
         self._params: Any = None  # of the current version
+        self._sums: Mapping[str, Checksum] = {}  # likewise
         self._verified = False
         self._metrics: defaultdict[str, float] = defaultdict(float)
         self._files = WeightFiles(config.transfer_dir)
@@ -81,6 +87,9 @@ class ServedEngine(ServedBase):
     def publish(self, params: Any, policy_version: int) -> None:
         """See RolloutEngine. Rollouts are paused from before the update until a server is verified."""
         began = time.monotonic()
+        # A server that computed one token with weights that are not finite keeps NaN in its key-value cache.
+        sums = self._checksums(params)
+        self._metrics["time/checksums_s"] += time.monotonic() - began
         version = self._files.write(self._tensors(params), policy_version)
         if version.dtype != self._config.dtype:
             raise ValueError(f"published tensors are {version.dtype}, the rollout dtype is {self._config.dtype}")
@@ -88,7 +97,7 @@ class ServedEngine(ServedBase):
         for url in self._client.opened():
             self._client.pause(url)
         self._verified = False
-        self._current, self._params = version, params
+        self._current, self._params, self._sums = version, params, sums
         with ThreadPoolExecutor(len(self._client.urls)) as pool:
             list(pool.map(functools.partial(self._attempt, self._update), self._answering()))
         for url in self._answering():
@@ -175,9 +184,20 @@ class ServedEngine(ServedBase):
         if not self._backend.serves(self._client, url, self._version):
             raise ServerGoneError(f"{url} does not hold {self._version.tag}: it was restarted or updated by others")
 
+    def _check_bits(self, url: str) -> None:
+        """Raises VerificationError when what a worker loaded differs from the trainer's tensors."""
+        workers = self._backend.loaded(self._client, url, self._version)
+        found = differences(self._sums, [worker.tensors for worker in workers])
+        if found:
+            raise VerificationError(f"{url} does not hold the trainer's weights: {described(found)}")
+        self._metrics["publish/verified_tensors"] = len(self._sums)
+        slowest = max(worker.seconds for worker in workers)
+        self._metrics["time/server_checksums_s"] = max(self._metrics["time/server_checksums_s"], slowest)
+
     def _verify(self, url: str) -> None:
-        """Proves that the server samples from the current weights, and opens it to rollouts."""
+        """Proves that the server holds the current weights and samples from them, and opens it to rollouts."""
         self._check_version(url)
+        self._check_bits(url)
         difference = self._verifier.check(self._client, url, self._params)
         assert self._verifier.band is not None
         self._metrics["publish/verify_abs_diff_mean"] = difference.mean

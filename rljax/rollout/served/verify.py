@@ -1,9 +1,10 @@
-"""Proof that a server samples from the trainer's weights: generate, score the same tokens, compare.
+"""Whether a server samples from the trainer's weights: generate, score the same tokens, compare.
 
 A fixed set of probe prompts, each longer than two blocks of the server's prefix cache, is sent before an update so that
 its blocks are cached. After the update the server *generates* from them (``prompt_logprobs`` would pass the cache by)
 and the log-probabilities of what it sampled are compared with the trainer's. Keys and values left over from old
-weights, a head that was not repacked, a tensor left out and a wrong dtype all show here and hardly elsewhere.
+weights, a head that was not repacked and a broken kernel show here and hardly elsewhere; weights that differ by less
+than the band are found by their checksums (rljax.rollout.weights.checksum).
 """
 
 from __future__ import annotations

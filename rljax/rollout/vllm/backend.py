@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from rljax.errors import ServerGoneError, ServerRefusedError
-from rljax.rollout.served.backend import Expectation
+from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError, VerificationError
+from rljax.rollout.served.backend import Expectation, Loaded
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.wire import ServerInfo
 from rljax.rollout.vllm.handshake import server_info, shake_hands
 from rljax.rollout.vllm.wire import VllmWire
+from rljax.rollout.weights.checksum import Checksum
 from rljax.rollout.weights.files import WeightFiles, WeightVersion
 
 _UPDATE_S = 600.0  # longest that one step of an update may take
@@ -70,6 +72,20 @@ class VllmBackend(VllmWire):
                 return True
             raise ServerGoneError(str(error)) from error
         return answer.get("weight_version") == version.tag
+
+    def loaded(self, client: ServerClient, url: str, version: WeightVersion) -> Sequence[Loaded]:
+        """See Backend."""
+        answer = client.call(url, "POST", "/collective_rpc", json={"method": "rljax_checksums"})
+        try:
+            tags = {worker["tag"] for worker in answer["results"]}
+            if tags != {version.tag}:
+                raise VerificationError(f"{url} was last given the weights {sorted(tags)}, not {version.tag!r}")
+            return [
+                Loaded({name: sums and Checksum(*sums) for name, sums in each["tensors"].items()}, each["seconds"])
+                for each in answer["results"]
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ReplyError(f"{url} answered without {error}: {str(answer)[:300]}") from error
 
 
 def _optional(client: ServerClient, url: str, method: str, path: str, **content: Any) -> dict[str, Any]:

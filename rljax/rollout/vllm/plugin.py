@@ -2,15 +2,18 @@
 
 vLLM calls :func:`register` in each of its processes through the entry-point group ``vllm.general_plugins``. It makes
 the weight-transfer backend ``rljax_file`` known, which reads safetensors from a directory that trainer and server both
-see. :class:`WorkerExtension` (``--worker-extension-cls``) answers what the handshake asks.
+see. :class:`WorkerExtension` (``--worker-extension-cls``) answers what the handshake asks, and which bits were loaded.
 
-Imports only the standard library, torch, safetensors and vllm: there is no jax in vLLM's environment.
+Imports only the standard library, torch, safetensors, vllm and what of rljax needs no more: there is no jax in vLLM's
+environment.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +30,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from rljax.rollout.weights.checksum import Checksum, checksum, mixed
+
 BACKEND = "rljax_file"
-PROTOCOL = 1
+PROTOCOL = 2
+_CHUNK = 2**20  # elements whose checksum is taken at a time
 
 
 def register() -> None:
@@ -72,6 +78,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
+    loaded: LoadedWeights | None = None  # by the last update, once it is finished
+    _loading: LoadedWeights | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Checks protocol and probe file.
@@ -86,8 +94,11 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             raise ValueError(f"this server does not see the trainer's file {probe}: one shared directory is needed")
 
     def start_weight_update(self) -> None:
-        """Prepares every layer to be loaded again."""
+        """Prepares every layer to be loaded again, and the checksums of what will be."""
+        self.shutdown()
+        self.loaded = None
         initialize_layerwise_reload(self.model)
+        self._loading = LoadedWeights(self.model)
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Loads one version.
@@ -99,16 +110,102 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         manifest = json.loads((directory / "manifest.json").read_text())
         if manifest["tag"] != update_info.tag:
             raise ValueError(f"{directory} holds {manifest['tag']}, the update is for {update_info.tag}")
-        self.model.load_weights(read_tensors(directory, manifest["files"]))
+        assert self._loading is not None
+        try:
+            self.model.load_weights(read_tensors(directory, manifest["files"]))
+            self._loading.tag = update_info.tag
+        except BaseException:
+            self.shutdown()
+            raise
 
     def finish_weight_update(self) -> None:
-        """Puts the layers back into service, the tied head included."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            repair_tied_head(self.model)
+        """Puts the layers back into service, the tied head included, and takes the checksums that are missing."""
+        assert self._loading is not None
+        try:
+            finalize_layerwise_reload(self.model, self.model_config)
+            if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+                repair_tied_head(self.model)
+            self._loading.finish()
+            self.loaded = self._loading
+        finally:
+            self.shutdown()
 
     def shutdown(self) -> None:
-        """Holds nothing between updates."""
+        """Leaves the layers as vLLM made them."""
+        if self._loading is not None:
+            self._loading.detach()
+            self._loading = None
+
+
+class LoadedWeights:
+    """The checksum of every parameter as it was loaded, just before its layer packed it.
+
+    vLLM loads a layer, lets its quantization method pack it and copies the result to where it was; a layer that was
+    sent nothing gets its old values back. So the checksums are taken by the quantization methods themselves, from
+    parameters that are as they were loaded; a layer without one packs nothing and is read at the end.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Puts a step before each layer's packing; :meth:`detach` takes it out again."""
+        self._names = {layer: name for name, layer in model.named_modules()}
+        self._fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+        self._unpacked = {layer: getattr(layer, "quant_method", None) for layer in self._names}
+        self._methods = {id(method): method for method in self._unpacked.values() if method is not None}
+        for method in self._methods.values():
+            method.process_weights_after_loading = self._before(method.process_weights_after_loading)
+        self.tag = ""
+        self.tensors: dict[str, Checksum | None] = {}
+        self.seconds = 0.0  # that the checksums took
+
+    def detach(self) -> None:
+        """Takes the steps out; may be called twice."""
+        for method in self._methods.values():
+            vars(method).pop("process_weights_after_loading", None)
+        self._methods = {}
+
+    def finish(self) -> None:
+        """Reads the layers that pack nothing; those that should have been packed and were not have no checksum."""
+        for layer, method in dict(self._unpacked).items():
+            if method is None:
+                self._record(layer)
+            else:
+                names = (self._tensor_names(layer, name) for name, _ in layer.named_parameters(recurse=False))
+                self.tensors.update((name, None) for each in names for name in each)
+
+    def _before(self, process: Callable[..., None]) -> Callable[..., None]:
+        def record_and_process(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            self._record(layer)
+            process(layer, *args, **kwargs)
+
+        return record_and_process
+
+    def _record(self, layer: torch.nn.Module) -> None:
+        """The checksums of a layer's parameters; those of one fused tensor one by one, without padding rows."""
+        began = time.monotonic()
+        self._unpacked.pop(layer, None)
+        rows = getattr(layer, "shard_indices", None)  # of a vocabulary
+        for name, parameter in layer.named_parameters(recurse=False):
+            names = self._tensor_names(layer, name)
+            whole = parameter if rows is None else parameter[: rows.num_org_elements]
+            parts = whole.split(layer.output_partition_sizes) if len(names) > 1 else [whole]
+            self.tensors.update((name, tensor_checksum(part)) for name, part in zip(names, parts, strict=True))
+        self.seconds += time.monotonic() - began
+
+    def _tensor_names(self, layer: torch.nn.Module, parameter: str) -> list[str]:
+        """The Hugging Face names of what one parameter holds: of qkv_proj three, of most layers one."""
+        above, dot, last = self._names[layer].rpartition(".")
+        return [f"{above}{dot}{part}.{parameter}" for part in self._fused.get(last, [last])]
+
+
+def tensor_checksum(tensor: torch.Tensor) -> Checksum:
+    """Of any tensor of 16 or 32 bits, wherever it lies; needs memory for a small part of it only."""
+    narrow = tensor.element_size() == 2
+    bits = tensor.detach().reshape(-1).view(torch.int16 if narrow else torch.int32)
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for part in bits.split(_CHUNK):
+        words = part.to(torch.int32) & 0xFFFF if narrow else part
+        sums += torch.stack([values.sum(dtype=torch.int64) for values in mixed(words)])
+    return checksum(tensor.numel(), *sums.tolist())
 
 
 def read_tensors(directory: Path, files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,6 +235,7 @@ class WorkerExtension:
 
     vllm_config: Any
     model_runner: Any
+    weight_transfer_engine: Any
 
     def rljax_describe(self) -> dict[str, Any]:
         """What the trainer compares with its own at the handshake; plain JSON."""
@@ -167,6 +265,17 @@ class WorkerExtension:
             "head_sizes": supported_head_sizes(),
             "shape": shape,
         }
+
+    def rljax_checksums(self) -> dict[str, Any]:
+        """What this worker was given last: the tag, each tensor's checksum, and the seconds that they took; plain JSON.
+
+        A tensor whose layer was not loaded has null for its checksum. The tag is empty when no update was finished.
+        """
+        loaded: LoadedWeights | None = self.weight_transfer_engine.loaded
+        if loaded is None:
+            return {"tag": "", "tensors": {}, "seconds": 0.0}
+        tensors = {name: sums and dataclasses.astuple(sums) for name, sums in loaded.tensors.items()}
+        return {"tag": loaded.tag, "tensors": tensors, "seconds": loaded.seconds}
 
 
 def supported_head_sizes() -> list[int] | None:
