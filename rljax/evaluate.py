@@ -70,6 +70,8 @@ class Arguments:
     and the weights of a run are published to them first."""
     urls: tuple[str, ...] = ()
     """Base URLs of the vLLM servers."""
+    api_key_file: str | None = None
+    """As ``rollout.api_key_file``."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the embedded engine and of the published weights."""
     batch_size: int = 256
@@ -170,7 +172,7 @@ def open_engine(
     made: RolloutEngine
     with caller_errors():
         if rollout.engine == "vllm" and policy.run is None:
-            made = connect(rollout.urls)
+            made = connect(rollout.urls, api_key_file=rollout.api_key_file)
         else:
             mesh = make_mesh(MeshConfig(), jax.devices()[:1] if rollout.engine == "vllm" else None)
             params = policy.load(mesh)
@@ -218,7 +220,9 @@ def main(argv: Sequence[str]) -> int:
         pool = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
     stops = policy.config.stop_token_ids or (tokenizer.eos_token_id,)
     sampling = SamplingParams(limit, arguments.temperature, stops)
-    rollout = RolloutConfig(engine=arguments.engine, urls=arguments.urls, dtype=arguments.dtype)
+    rollout = RolloutConfig(
+        engine=arguments.engine, urls=arguments.urls, api_key_file=arguments.api_key_file, dtype=arguments.dtype
+    )
     at_once = arguments.batch_size if arguments.engine == "jax" else len(problems)
     scored: list[Scored] = []
     total = len(problems) * arguments.n

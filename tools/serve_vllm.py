@@ -28,14 +28,19 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     """The options that were given, and the defaults of those that are no field of ``ServerConfig``."""
     parser = argparse.ArgumentParser(
         prog="vllm_server",
-        description="Serve a model on loopback for rljax.",
+        description="Serve a model for rljax, on loopback unless told otherwise.",
         epilog="further vLLM arguments come last, after --",
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("model", help="model directory, or a hub name")
     parser.add_argument("--python", help="interpreter of vLLM's environment")
     parser.add_argument("--dtype", choices=get_args(Dtype))
-    parser.add_argument("--host")
+    parser.add_argument("--host", help="address to bind: of loopback (default), or a private one with a key")
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        help="file with the key that every route asks for (default: $RLJAX_API_KEY_FILE; needed beyond loopback)",
+    )
     parser.add_argument("--port", type=int, help="0 takes a free one")
     parser.add_argument("--max-model-len", type=int, help="prompt plus response, in tokens")
     parser.add_argument("--max-num-seqs", type=int)
@@ -64,7 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if follow_parent:
         # Ctrl-C reaches the whole terminal group; the caller may want the server until it has saved.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config = ServerConfig(**options)
+    try:
+        config = ServerConfig(**options)
+    except ValueError as error:
+        log.error("%s", error)
+        return 2
     try:
         with start(config, timeout_s) as server:
             log.info("healthy, %s, log %s", config.dtype, server.log_path)

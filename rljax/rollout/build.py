@@ -95,11 +95,11 @@ def load_jax_engine(model: str | Path, dtype: Any, max_prompt_tokens: int) -> Ja
     return engine
 
 
-def connect(urls: Sequence[str], limits: ClientLimits | None = None) -> ServedModel:
-    """The model that vLLM servers hold as they stand.
+def connect(urls: Sequence[str], limits: ClientLimits | None = None, *, api_key_file: str | None = None) -> ServedModel:
+    """The model that vLLM servers hold as they stand; their key comes as that of ``RolloutConfig.api_key_file``.
 
     Raises:
       ServerError: a server does not answer.
       ValueError: a server is no vLLM server of one model, or the servers hold different ones.
     """
-    return ServedModel(urls, VllmBackend(), limits=limits)
+    return ServedModel(urls, VllmBackend(), limits=limits, api_key_file=api_key_file)

@@ -138,6 +138,9 @@ class RolloutConfig:
     seeded: bool = True
     """Whether a seed is sent with each response to a vLLM server, so that equal weights sample alike as far as the
     server can."""
+    api_key_file: str | None = None
+    """File with the key that the vLLM servers ask for, readable by its owner alone. None: the file that
+    ``$RLJAX_API_KEY_FILE`` names, and no key where it names none."""
     limits: ClientLimits = field(default_factory=ClientLimits)
     """Limits of the client that talks to vLLM servers."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)

@@ -15,7 +15,14 @@ from rljax.run.config_file import dotted, load_config
 MAY_DIFFER = (
     *("run.steps", "run.dir", "run.resume", "run.profile_steps", "mesh.", "packing.", "eval.every", "eval.at_start"),
     *("checkpoint.", "model.path", "data.reward_workers", "guard.", "rollout.urls", "rollout.transfer_dir"),
-    *("rollout.server_wait_s", "rollout.limits.", "rollout.verify.", "rollout.dump_every", "rollout.transcript_every"),
+    *(
+        "rollout.api_key_file",
+        "rollout.server_wait_s",
+        "rollout.limits.",
+        "rollout.verify.",
+        "rollout.dump_every",
+        "rollout.transcript_every",
+    ),
 )
 
 

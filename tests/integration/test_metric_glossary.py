@@ -11,7 +11,9 @@ pytestmark = pytest.mark.slow
 
 # What the toy's run on the embedded engine cannot show: tests/rollout/test_vllm_engine.py and
 # test_exact_run.py show it.
-ELSEWHERE = re.compile(r"publish/.*|rollout/(requests|retries|server_losses|servers_brought_back|executable_runs)")
+ELSEWHERE = re.compile(
+    r"publish/.*|rollout/(requests|retries|server_losses|servers_brought_back|responses_without_version|executable_runs)"
+)
 SMALL = [
     *("--data.batch-size", "6", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "4"),
     *("--packing.row-tokens", "44", "--run.steps", "2", "--eval.every", "2", "--eval.at-start", "true"),

@@ -27,7 +27,7 @@ def fake():
 @pytest.fixture
 def client(fake):
     made = ServerClient([fake.url], WIRE, FAST)
-    made.open(fake.url, "")
+    made.open(fake.url, None)
     yield made
     made.close()
     made.close()
@@ -145,7 +145,7 @@ def test_the_idler_server_samples_more():
     client = ServerClient([slow.url, fast.url], WIRE, ClientLimits(max_outstanding=4))
     try:
         for fake in (slow, fast):
-            client.open(fake.url, "")
+            client.open(fake.url, None)
         sampled(client, [Request(PROMPT, SamplingParams(1)) for _ in range(80)])
     finally:
         client.close()
@@ -160,7 +160,7 @@ def test_the_work_of_a_server_that_is_down_goes_to_the_others():
     client = ServerClient([good.url, bad.url], WIRE, FAST)
     try:
         for fake in (good, bad):
-            client.open(fake.url, "")
+            client.open(fake.url, None)
         bad.stop()
         assert len(sampled(client, [Request(PROMPT, SamplingParams(1)) for _ in range(20)])) == 20
         assert list(client.down()) == [bad.url]
@@ -173,12 +173,12 @@ def test_the_work_of_a_server_that_is_down_goes_to_the_others():
 def test_replies_of_other_weights_are_not_handed_on(fake):
     client = ServerClient([fake.url], WIRE, FAST)
     try:
-        client.open(fake.url, "run.")
+        client.open(fake.url, "run.1")
         stream = client.stream([Request(PROMPT, SamplingParams(1))])
         assert next(stream) is None
         assert "samples from weights 'default'" in client.down()[fake.url]
         fake.version = "run.1"
-        client.open(fake.url, "run.")
+        client.open(fake.url, "run.1")
         (item,) = [item for item in stream if item is not None]
         assert item[1].spans == (("run.1", 0, 1),)
     finally:
@@ -191,7 +191,7 @@ def test_nothing_is_sent_until_a_server_is_opened(fake):
         stream = client.stream([Request(PROMPT, SamplingParams(1))])
         assert next(stream) is None
         assert fake.seen[GENERATE] == 0
-        client.open(fake.url, "")
+        client.open(fake.url, None)
         assert [item for item in stream if item is not None]
     finally:
         client.close()

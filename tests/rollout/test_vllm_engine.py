@@ -17,7 +17,9 @@ from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams, Ver
 from rljax.rollout.vllm.backend import VllmBackend
 from rljax.rollout.vllm.wire import COMPLETIONS
 
-SERVED_METRICS = re.compile(r"publish/.*|rollout/(requests|retries|server_losses|servers_brought_back)")
+SERVED_METRICS = re.compile(
+    r"publish/.*|rollout/(requests|retries|server_losses|servers_brought_back|responses_without_version)"
+)
 PROMPTS = [np.array([1, 2], np.int32), np.array([9], np.int32)]
 PARAMS = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
 
@@ -236,16 +238,66 @@ def test_a_publish_goes_on_with_the_others_and_recovers_the_one_that_was_gone(fa
     assert metrics["rollout/server_losses"] == metrics["rollout/servers_brought_back"] == 1
 
 
-def test_older_servers_are_served_by_the_fallback(fake):
-    fake.routes -= {"/inference/v1/generate", "/weight_info"}
+def test_a_server_that_comes_back_is_used_though_another_never_falls_silent(fake):
+    """600 responses, one every few milliseconds: the recovered server answers a good share of them."""
+    other = FakeVllm()
+    engine = make(fake.url, other.url, limits=ClientLimits(max_outstanding=2, backoff_s=0.01, max_backoff_s=0.02))
+    again = None
+    try:
+        engine.publish(PARAMS, 0)
+        port = other.port
+        other.stop()
+        fake.delay_s = 0.02
+        places = []
+        for response in engine.generate(PROMPTS, 300, SamplingParams(2), seed=0):
+            places.append((response.prompt_index, response.sample_index))
+            if len(places) == 50:
+                again = FakeVllm(port)
+        assert sorted(places) == [(i, j) for i in range(2) for j in range(300)]
+        assert again.version == engine._files.tag(0)
+        assert again.seen["/inference/v1/generate"] > 100
+    finally:
+        engine.close()
+        again.stop()
+
+
+def test_replies_of_another_version_of_this_run_are_refused(fake):
+    """Version 1 must not be taken for version 10, nor the other way round."""
+    engine = make(fake.url)
+    try:
+        engine.publish(PARAMS, 10)
+        answer, wrong = fake.answer, [engine._files.tag(1), engine._files.tag(11)]
+
+        def stale(method, path, body):
+            status, reply = answer(method, path, body)
+            if path.endswith("/generate") and body["sampling_params"]["max_tokens"] == 5 and wrong:
+                reply["choices"][0]["weight_versions"][0]["version"] = wrong.pop()
+            return status, reply
+
+        fake.answer = stale
+        responses = list(engine.generate(PROMPTS, 3, SamplingParams(5), seed=0))
+        assert len(responses) == 6
+        assert not wrong
+        assert all(r.versions == (VersionSpan(10, 0, 5),) for r in responses)
+        assert engine.pop_metrics()["rollout/server_losses"] >= 1
+    finally:
+        engine.close()
+
+
+def test_replies_of_the_fallback_name_no_version_and_are_counted(fake, caplog):
+    fake.routes -= {"/inference/v1/generate"}
     engine = make(fake.url)
     try:
         engine.publish(PARAMS, 6)
-        responses = list(engine.generate(PROMPTS, 1, SamplingParams(2), seed=0))
+        responses = list(engine.generate(PROMPTS, 3, SamplingParams(2), seed=0))
         assert fake.seen[COMPLETIONS] > 0
         assert all(r.versions == (VersionSpan(6, 0, 2),) for r in responses)
+        assert engine.pop_metrics()["rollout/responses_without_version"] == 6
+        list(engine.generate(PROMPTS, 1, SamplingParams(2), seed=0))
+        assert engine.pop_metrics()["rollout/responses_without_version"] == 2
     finally:
         engine.close()
+    assert caplog.text.count("do not name the weights that sampled them; they are taken for version 6") == 1
 
 
 def test_seeds_differ_by_place_and_repeat_by_call(fake):
@@ -331,8 +383,11 @@ def test_servers_without_what_is_needed(fake):
     fake.refuse = {"/init_weight_transfer_engine": 500}
     with pytest.raises(HandshakeError, match="set transfer_dir to one that both see"):
         make(fake.url)
+    fake.refuse = {"/weight_info": 404}
+    with pytest.raises(HandshakeError, match="does not say which weights it holds: no /weight_info"):
+        make(fake.url)
     fake.refuse = {}
-    fake.routes.clear()
+    fake.routes = {"/weight_info"}
     with pytest.raises(HandshakeError, match="not there: /inference/v1/generate, /v1/completions"):
         make(fake.url)
 

@@ -77,7 +77,7 @@ class Backend(Wire, Protocol):
         """
 
     def serves(self, client: ServerClient, url: str, version: WeightVersion) -> bool:
-        """Whether the server says that it holds ``version``; True of a server that cannot say.
+        """Whether the server says that it holds ``version``.
 
         Raises:
           ServerGoneError: it does not answer.

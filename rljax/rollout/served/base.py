@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 
-from rljax.errors import ServerGoneError, StoppedWaitingError
+from rljax.errors import ReplyError, ServerGoneError, StoppedWaitingError
 from rljax.rollout.served.backend import Backend
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.wire import Completion, Request, ServerInfo
@@ -30,6 +30,7 @@ class ServedBase:
         limits: ClientLimits | None,
         *,
         wait_s: float,
+        api_key_file: str | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Sends nothing yet.
@@ -39,11 +40,16 @@ class ServedBase:
           backend: of their kind.
           limits: of the client.
           wait_s: longest to wait while no server is open (seconds).
+          api_key_file: as ``RolloutConfig.api_key_file``.
           should_stop: asked while no server is open; true ends the wait.
+
+        Raises:
+          ValueError: ``urls`` or ``api_key_file`` are not such.
         """
-        self._client, self._backend = ServerClient(urls, backend, limits), backend
+        self._client, self._backend = ServerClient(urls, backend, limits, api_key_file=api_key_file), backend
         self._wait_s, self._should_stop = wait_s, should_stop
         self._last_open, self._last_said = time.monotonic(), -math.inf
+        self._next_look: dict[str, float] = {}  # at a server that is down, by URL
 
     def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
@@ -58,11 +64,14 @@ class ServedBase:
 
         Raises:
           ServerGoneError: it is gone again.
+          ReplyError: it answers with what cannot be read.
         """
-        self._client.open(url, prefix="")
+        self._client.open(url, version=None)
 
     def _recover_all(self) -> None:
         """Recovers the servers that are down and answer again; waits a moment only while none is open.
+
+        While one is open, the others are looked at so rarely that this takes at most a fifth of the time.
 
         Raises:
           RuntimeError: none has been open for ``wait_s``.
@@ -71,19 +80,29 @@ class ServedBase:
         if self._client.opened():
             self._last_open = time.monotonic()
         for url, reason in self._client.down().items():
+            began = time.monotonic()
+            if self._client.opened() and began < self._next_look.get(url, began):
+                continue
             try:
                 if self._client.answers(url):
                     self._recover(url)
                     continue
-            except ServerGoneError as error:
+            except (ServerGoneError, ReplyError) as error:
                 reason = str(error)
+            finally:
+                now = time.monotonic()
+                self._next_look[url] = now + 4.0 * (now - began)
             if not self._client.opened():
                 self._wait(time.monotonic() - self._last_open, reason)
 
-    def _sample(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
-        """Yields (index, completion) of all ``requests`` as they complete. Raises as :meth:`_recover_all`."""
+    def _sample(self, requests: Sequence[Request], vocab_size: int | None) -> Generator[tuple[int, Completion]]:
+        """Yields (index, completion) of all ``requests`` as they complete; token ids are below ``vocab_size``.
+
+        Raises:
+          ServerError: a response failed too often, or was refused. Otherwise as :meth:`_recover_all`.
+        """
         self._last_open = time.monotonic()
-        with contextlib.closing(self._client.stream(requests)) as stream:
+        with contextlib.closing(self._client.stream(requests, vocab_size)) as stream:
             for item in stream:
                 if item is None:
                     self._recover_all()

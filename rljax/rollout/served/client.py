@@ -3,6 +3,9 @@
 Requests go to the open server with the least outstanding work and come back as they complete. A server is *paused*
 until its weights are verified, *open* while it may sample rollouts, and *down* from a failure until somebody proves it
 current again, at the start too; the requests of a server that is down are sent again to another, or wait.
+
+Every exchange has a deadline, from the connection to the last byte; whoever waits for the event loop's thread looks
+whether it still runs. A wait for a server to open is the caller's to bound: :meth:`ServerClient.stream` yields to it.
 """
 
 from __future__ import annotations
@@ -10,19 +13,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import random
 import threading
+import time
 from collections.abc import Coroutine, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import httpx
 import numpy as np
 
-from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError
-from rljax.rollout.served.wire import Completion, Request, Wire
+from rljax.errors import HandshakeError, ReplyError, ServerError, ServerGoneError, ServerRefusedError
+from rljax.rollout.api_key import find_key_file, read_api_key
+from rljax.rollout.served.descriptors import room_for
+from rljax.rollout.served.wire import Completion, Request, Wire, check_completion
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -30,6 +37,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = Literal["paused", "open", "down"]
 _TICK_S = 0.25
+_ALIVE_S = 5.0  # how often a wait looks whether the event loop still runs (seconds)
+_CLOSE_S = 10.0  # that closing connections may take (seconds)
+_PROBE_S = 600.0  # that a probe may take: a few tokens, and what the server compiles for them (seconds)
 
 
 @dataclass
@@ -40,26 +50,41 @@ class _Server:
     reason: str
     state: State = "down"
     outstanding: int = 0
-    prefix: str = ""
+    version: str | None = None
 
 
 class ServerClient:
     """Thread-safe facade; every method blocks its caller, never the loop."""
 
-    def __init__(self, urls: Sequence[str], wire: Wire, limits: ClientLimits | None = None) -> None:
-        """Sends nothing yet; every server is down until it is opened.
+    def __init__(
+        self, urls: Sequence[str], wire: Wire, limits: ClientLimits | None = None, *, api_key_file: str | None = None
+    ) -> None:
+        """Sends nothing yet; every server is down until it is opened. Raises the soft limit of file descriptors.
 
         Args:
           urls: of the servers, all of one kind, as ``http://host:port``.
           wire: how that kind is spoken to.
           limits: how long to wait, and how much to send.
+          api_key_file: as ``RolloutConfig.api_key_file``.
 
         Raises:
-          ValueError: ``urls`` are none, or one stands twice.
+          ValueError: ``urls`` are none, one stands twice, is no URL, or holds a password; or the key file is not one.
         """
+        key_file = find_key_file(api_key_file)
+        headers = {} if key_file is None else {"Authorization": f"Bearer {read_api_key(key_file)}"}
+        for url in urls:
+            _check_url(url)
         if not urls or len(set(urls)) != len(urls):
             raise ValueError(f"urls must be distinct and at least one, got {list(urls)}")
         self.limits = limits or ClientLimits()
+        self._most = max(1, room_for(len(urls) * self.limits.max_outstanding) // len(urls))  # requests at one server
+        if self._most < self.limits.max_outstanding:
+            log.warning(
+                "at most %d requests at a time go to each server, not %d: the hard limit of file descriptors "
+                "(ulimit -Hn) allows no more",
+                self._most,
+                self.limits.max_outstanding,
+            )
         self._wire = wire
         self._servers = {
             url: _Server(url, wire.routes[0], wire.model, reason=f"{url}: /health does not answer 200")
@@ -75,6 +100,7 @@ class ServerClient:
             # and a response takes so long that opening a connection costs nothing beside it.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
+            headers=headers,
         )
 
     @property
@@ -130,16 +156,23 @@ class ServerClient:
 
     def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
         """Samples from one server, in whatever state; for probes. Raises as :meth:`call`."""
-        sampled = [self._start(self._sample(self._servers[url], request)) for request in requests]
-        return [future.result() for future in sampled]
+        sampled = [self._start(self._probe(self._servers[url], request)) for request in requests]
+        try:
+            return [self._result(future) for future in sampled]
+        finally:
+            for future in sampled:
+                future.cancel()
 
     def pause(self, url: str) -> None:
         """Sends no further rollout to ``url`` until :meth:`open`; those under way go on."""
         self._await(self._set(self._servers[url], "paused"))
 
-    def open(self, url: str, prefix: str) -> None:
-        """Admits rollouts to ``url``; a reply sampled under a weight version without ``prefix`` marks it down."""
-        self._servers[url].prefix = prefix
+    def open(self, url: str, version: str | None) -> None:
+        """Admits rollouts to ``url``; a reply sampled under another weight ``version`` marks it down (None: under any).
+
+        A reply that does not name its version is handed on.
+        """
+        self._servers[url].version = version
         self._await(self._set(self._servers[url], "open"))
 
     def mark_down(self, url: str, reason: str) -> None:
@@ -154,29 +187,39 @@ class ServerClient:
         """The servers that rollouts may go to."""
         return [s.url for s in self._servers.values() if s.state == "open"]
 
-    def stream(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion] | None]:
+    def stream(
+        self, requests: Sequence[Request], vocab_size: int | None = None
+    ) -> Generator[tuple[int, Completion] | None]:
         """Samples all ``requests`` from open servers and yields (index, completion) as they complete.
 
-        Yields None every quarter of a second while nothing completes, so that the caller can recover servers. Closing
-        the iterator gives up what has not completed.
+        Yields None every quarter of a second, whatever completes, so that the caller can recover servers. Closing the
+        iterator gives up what has not completed.
+
+        Args:
+          requests: what to sample; each is answered once.
+          vocab_size: token ids of a reply are below it; None: not known.
 
         Raises:
-          RuntimeError: a response failed ``max_attempts`` times, or was refused.
+          ServerError: a response failed ``max_attempts`` times, or was refused; one line, with the server's URL.
         """
         completed: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
-        index = {self._start(self._complete(i, request)): i for i, request in enumerate(requests)}
+        index = {self._start(self._complete(i, request, vocab_size)): i for i, request in enumerate(requests)}
         for future in index:
             future.add_done_callback(completed.put)
         remaining = len(requests)
+        look = time.monotonic() + _TICK_S
         try:
             while remaining:
                 try:
-                    future = completed.get(timeout=_TICK_S)
+                    future = completed.get(timeout=max(look - time.monotonic(), 0.0))
                 except queue.Empty:
-                    yield None
+                    self._check_loop()
                 else:
                     remaining -= 1
                     yield index[future], future.result()
+                if time.monotonic() >= look:
+                    yield None
+                    look = time.monotonic() + _TICK_S
         finally:
             for future in index:
                 future.cancel()
@@ -193,76 +236,121 @@ class ServerClient:
             await asyncio.gather(*others, return_exceptions=True)
             await self._http.aclose()
 
-        self._await(finish())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if self._thread.is_alive():
+            wait([self._start(finish())], timeout=_CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._start(work).result()
+        return self._result(self._start(work))
+
+    def _result(self, future: Future[T]) -> T:
+        """The result of work that ends by itself, as long as the event loop runs."""
+        while not wait([future], timeout=_ALIVE_S).done:
+            self._check_loop()
+        return future.result()
+
+    def _check_loop(self) -> None:
+        if not self._thread.is_alive():
+            raise ServerError("the event loop of the HTTP client has ended")
 
     async def _call(self, server: _Server, method: str, path: str, timeout_s: float, **content: Any) -> dict[str, Any]:
-        timeout = httpx.Timeout(timeout_s, connect=self.limits.connect_timeout_s, pool=None)
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self.limits.connect_timeout_s), pool=None)
         try:
-            reply = await self._http.request(method, server.url + path, timeout=timeout, **content)
-        except httpx.TransportError as error:
+            # httpx's timeouts are of each read: a server that sends a byte now and then never exceeds them.
+            async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
+                reply = await self._http.request(method, server.url + path, timeout=timeout, **content)
+        except (httpx.TransportError, TimeoutError) as error:
             said = f"{type(error).__name__} {error}".rstrip()
-            raise ServerGoneError(f"no answer from {server.url}{path}: {said}") from error
+            late = f" within {timeout_s:g} s" if isinstance(error, TimeoutError) else ""
+            raise ServerGoneError(f"no answer from {server.url}{path}{late}: {said}") from error
+        except httpx.RequestError as error:  # a body that cannot be decoded
+            raise ReplyError(f"{server.url}{path} answered what is no HTTP reply: {error}") from error
         if reply.status_code == 200:
-            return _object(reply) if reply.content else {}
+            return _object(reply) if reply.content and path != "/health" else {}
         if path == "/health":
             raise ServerGoneError(f"{server.url} is not healthy: {_reason(reply)}")
         if reply.status_code >= 500:
             await self._call(server, "GET", "/health", 10.0)  # raises where the server is gone
-        raise ServerRefusedError(f"{server.url}{path} answered {_reason(reply)}", reply.status_code)
+        hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
+        wanted = hint if reply.status_code == 401 else ""
+        raise ServerRefusedError(f"{server.url}{path} answered {_reason(reply)}{wanted}", reply.status_code)
 
-    async def _sample(self, server: _Server, request: Request) -> Completion:
+    async def _sample(self, server: _Server, request: Request, timeout_s: float) -> Completion:
         """One completion. Raises ServerGoneError, ServerRefusedError or ReplyError."""
         body = self._wire.body(server.route, request, server.model)
-        reply = await self._call(server, "POST", server.route, self.limits.request_timeout_s, json=body)
-        return self._wire.completion(server.route, reply)
+        reply = await self._call(server, "POST", server.route, timeout_s, json=body)
+        try:
+            return self._wire.completion(server.route, reply)
+        except ReplyError as error:
+            raise ReplyError(f"{server.url}{error}") from error
 
-    async def _complete(self, index: int, request: Request) -> Completion:
-        """The completion of request ``index``. Raises RuntimeError when it is refused, or all attempts have failed."""
+    async def _probe(self, server: _Server, request: Request) -> Completion:
+        """As :meth:`_sample`; a reply that is no completion is asked for again."""
+        for attempt in range(1, self.limits.max_attempts):
+            with contextlib.suppress(ReplyError):
+                return await self._sample(server, request, _PROBE_S)
+            await self._back_off(attempt)
+        return await self._sample(server, request, _PROBE_S)
+
+    async def _rollout(self, server: _Server, request: Request, vocab_size: int | None) -> Completion:
+        """As :meth:`_sample`, and what it gave may be trained on."""
+        completion = await self._sample(server, request, self.limits.request_timeout_s)
+        try:
+            check_completion(completion, request, vocab_size)
+        except ReplyError as error:
+            raise ReplyError(f"{server.url} {error}") from error
+        foreign = [tag for tag, _, _ in completion.spans or () if server.version not in (None, tag)]
+        if foreign:
+            raise ServerGoneError(f"{server.url} samples from weights {foreign[0]!r}, not from {server.version!r}")
+        return completion
+
+    async def _complete(self, index: int, request: Request, vocab_size: int | None) -> Completion:
+        """The completion of request ``index``.
+
+        Raises:
+          ServerError: it is refused, all attempts have failed, or something went wrong that nobody thought of.
+        """
         failure = ""
         for attempt in range(self.limits.max_attempts):
             if attempt:
                 self._counts["retries"] += 1
-                longest = min(self.limits.max_backoff_s, self.limits.backoff_s * 2.0 ** (attempt - 1))
-                await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # so that retries do not come in step
+                await self._back_off(attempt)
             server = await self._acquire()
             self._counts["requests"] += 1
             try:
-                completion = await self._sample(server, request)
+                return await self._rollout(server, request, vocab_size)
             except ServerGoneError as error:
                 failure = str(error)
                 await self._set(server, "down", failure)
-                continue
+            except ReplyError as error:
+                failure = str(error)
             except ServerRefusedError as error:
                 if error.status < 500 and error.status not in (408, 429):
                     raise
                 failure = str(error)
-                continue
+            except Exception as error:
+                said = " ".join(f"{type(error).__name__} {error}".split())
+                raise ServerError(f"response {index} from {server.url} failed: {said}") from error
             finally:
                 await self._release(server)
-            foreign = [tag for tag, _, _ in completion.spans or () if not tag.startswith(server.prefix)]
-            if foreign:
-                failure = f"{server.url} samples from weights {foreign[0]!r}, not from this run's"
-                await self._set(server, "down", failure)
-            elif completion.finish_reason not in ("stop", "length"):
-                failure = f"{server.url} ended a response with {completion.finish_reason!r}"
-            else:
-                return completion
-        raise RuntimeError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}")
+        raise ServerError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}")
+
+    async def _back_off(self, attempt: int) -> None:
+        """Waits before retry number ``attempt``, which is at least 1."""
+        longest = min(self.limits.max_backoff_s, self.limits.backoff_s * 2.0 ** (attempt - 1))
+        await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # so that retries do not come in step
 
     def _idlest(self) -> _Server | None:
         """The open server with the least outstanding work that has room."""
         open_servers = [server for server in self._servers.values() if server.state == "open"]
         idlest = min(open_servers, key=lambda server: server.outstanding, default=None)
-        return idlest if idlest and idlest.outstanding < self.limits.max_outstanding else None
+        return idlest if idlest and idlest.outstanding < self._most else None
 
     async def _acquire(self) -> _Server:
         async with self._changed:
@@ -285,10 +373,22 @@ class ServerClient:
             self._changed.notify_all()
 
 
+def _check_url(url: str) -> None:
+    """Raises ValueError unless ``url`` is a server's, and fit to be logged."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"expected URLs such as http://host:port, got {url!r}: {error}") from error
+    if parsed.userinfo:
+        raise ValueError(f"a URL of {parsed.host} holds a user or a password; URLs are logged")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"expected URLs such as http://host:port, got {url!r}")
+
+
 def _object(reply: httpx.Response) -> dict[str, Any]:
     try:
         value = reply.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReplyError(f"{reply.url} answered no JSON: {reply.text[:200]!r}") from error
     return value if isinstance(value, dict) else {"value": value}
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from rljax.errors import HandshakeError, ServerGoneError, VerificationError
+from rljax.errors import HandshakeError, ReplyError, ServerGoneError, VerificationError
 from rljax.rollout.served.backend import Backend, Expectation
 from rljax.rollout.served.base import ServedBase, shortest
 from rljax.rollout.served.verify import Score, Verifier
-from rljax.rollout.served.wire import Request, ServerInfo, check_prompts, make_requests
+from rljax.rollout.served.wire import Completion, Request, ServerInfo, check_prompts, make_requests
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.rollout.weights.checksum import Checksum, described, differences
 from rljax.rollout.weights.files import WeightFiles, WeightVersion
@@ -65,14 +65,22 @@ class ServedEngine(ServedBase):
         Raises:
           HandshakeError: a server does not fit; one line for each thing that differs.
           RuntimeError: a server did not answer within ``server_wait_s``.
+          ValueError: ``urls`` or ``api_key_file`` are not such.
         """
-        super().__init__(config.urls, backend, config.limits, wait_s=config.server_wait_s, should_stop=should_stop)
+        super().__init__(
+            config.urls,
+            backend,
+            config.limits,
+            wait_s=config.server_wait_s,
+            api_key_file=config.api_key_file,
+            should_stop=should_stop,
+        )
         self._config, self._tensors, self._checksums = config, tensors, checksums
         self._expected = Expectation(config.dtype, hf_config, max_tokens, config.verify)
         self._current: WeightVersion | None = None
         self._params: Any = None  # of the current version
         self._sums: Mapping[str, Checksum] = {}  # likewise
-        self._verified = False
+        self._verified = self._warned = False
         self._metrics: defaultdict[str, float] = defaultdict(float)
         self._files = WeightFiles(config.transfer_dir)
         self._infos: dict[str, ServerInfo] = {}
@@ -144,14 +152,27 @@ class ServedEngine(ServedBase):
         for url in self._client.opened():
             self._attempt(self._check_version, url)
         try:
-            with contextlib.closing(self._sample(requests)) as stream:
+            vocab_size = shortest(self._infos.values()).vocab_size
+            with contextlib.closing(self._sample(requests, vocab_size)) as stream:
                 for index, reply in stream:
+                    self._count_version(reply)
                     spans = reply.spans or ((self._version.tag, 0, len(reply.token_ids)),)
                     versions = (VersionSpan(self._files.policy_version(tag), *span) for tag, *span in spans)
                     truncated = reply.finish_reason == "length"
                     yield Response(*divmod(index, n), reply.token_ids, reply.logprobs, truncated, tuple(versions))
         finally:
             self._metrics["time/generate_s"] += time.monotonic() - began
+
+    def _count_version(self, reply: Completion) -> None:
+        """Counts a reply that does not say which weights sampled it, and warns of the first."""
+        self._metrics["rollout/responses_without_version"] += reply.spans is None
+        if reply.spans is None and not self._warned:
+            self._warned = True
+            log.warning(
+                "replies do not name the weights that sampled them; they are taken for version %d and counted in "
+                "rollout/responses_without_version",
+                self._files.policy_version(self._version.tag),
+            )
 
     @property
     def _version(self) -> WeightVersion:
@@ -164,10 +185,10 @@ class ServedEngine(ServedBase):
         return [url for url in self._client.urls if url not in self._client.down()]
 
     def _attempt(self, act: Callable[[str], None], url: str) -> None:
-        """``act(url)``; a server that is gone is marked down."""
+        """``act(url)``; a server that is gone, or answers with what cannot be read, is marked down."""
         try:
             act(url)
-        except ServerGoneError as error:
+        except (ServerGoneError, ReplyError) as error:
             self._client.mark_down(url, str(error))
 
     def _handshake(self, url: str) -> None:
@@ -202,7 +223,7 @@ class ServedEngine(ServedBase):
         assert self._verifier.band is not None
         self._metrics["publish/verify_abs_diff_mean"] = difference.mean
         self._metrics["publish/verify_band"] = self._verifier.band
-        self._client.open(url, self._files.run_tag)
+        self._client.open(url, self._version.tag)
 
     def _recover(self, url: str) -> None:
         """Makes a server that answers again fit for use.

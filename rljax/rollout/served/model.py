@@ -11,10 +11,9 @@ from rljax.errors import ReplyError, ServerGoneError
 from rljax.rollout.served.backend import Backend
 from rljax.rollout.served.base import ServedBase, shortest
 from rljax.rollout.served.verify import sharpening
-from rljax.rollout.served.wire import Completion, Request, check_prompts, make_requests
+from rljax.rollout.served.wire import Completion, Request, check_completion, check_prompts, make_requests
 from rljax.rollout.types import ClientLimits, Response, SamplingParams
 
-_ROUNDING = 1e-3  # nats above 0 that a log-probability may have
 _FITS = 0.25  # of |log temperature|: how far a probe may be from what it is taken for
 
 
@@ -22,7 +21,13 @@ class ServedModel(ServedBase):
     """RolloutEngine over servers that already hold the policy; ``publish`` is refused. It also scores given tokens."""
 
     def __init__(
-        self, urls: Sequence[str], backend: Backend, *, wait_s: float = 60.0, limits: ClientLimits | None = None
+        self,
+        urls: Sequence[str],
+        backend: Backend,
+        *,
+        wait_s: float = 60.0,
+        limits: ClientLimits | None = None,
+        api_key_file: str | None = None,
     ) -> None:
         """Asks each server what it is.
 
@@ -31,12 +36,13 @@ class ServedModel(ServedBase):
           backend: of their kind.
           wait_s: longest to wait while no server answers (seconds).
           limits: of the client.
+          api_key_file: as ``RolloutConfig.api_key_file``.
 
         Raises:
           ServerError: a server does not answer.
           ValueError: a server serves another number of models than one, is paused, or holds another model.
         """
-        super().__init__(urls, backend, limits, wait_s=wait_s)
+        super().__init__(urls, backend, limits, wait_s=wait_s, api_key_file=api_key_file)
         try:
             infos = [backend.describe(self._client, url) for url in self._client.urls]
             models = list(dict.fromkeys(info.root or info.model for info in infos))
@@ -63,8 +69,7 @@ class ServedModel(ServedBase):
     def _responses(self, requests: Sequence[Request], n: int, at_once: int | None) -> Iterator[Response]:
         size = at_once or len(requests)
         for start in range(0, len(requests), size):
-            for place, reply in self._sample(requests[start : start + size]):
-                self._refuse_logits(reply)
+            for place, reply in self._sample(requests[start : start + size], self.info.vocab_size):
                 i, j = divmod(start + place, n)
                 yield Response(i, j, reply.token_ids, reply.logprobs, reply.finish_reason == "length", ())
 
@@ -86,11 +91,14 @@ class ServedModel(ServedBase):
         for start in range(0, len(sequences), at_once):
             batch = sequences[start : start + at_once]
             requests = [Request(ids, SamplingParams(1), prompt_logprobs=True) for ids in batch]
-            for ids, reply in zip(batch, self._client.sample(self.info.url, requests), strict=True):
+            for request, reply in zip(requests, self._client.sample(self.info.url, requests), strict=True):
                 if reply.finish_reason not in ("stop", "length"):
                     raise ServerGoneError(f"{self.info.url} ended a response with {reply.finish_reason!r}")
-                self._refuse_logits(reply)
-                yield self._logprobs_of(ids, reply)
+                try:
+                    check_completion(reply, request, self.info.vocab_size)
+                except ReplyError as error:
+                    raise ReplyError(f"{self.info.url} {error}") from error
+                yield self._logprobs_of(request.prompt, reply)
 
     def logprobs_temperature(self, temperature: float) -> float | None:
         """Of which temperature the log-probabilities are that come with responses sampled at ``temperature``.
@@ -110,14 +118,6 @@ class ServedModel(ServedBase):
     def publish(self, params: Any, policy_version: int) -> None:
         """Raises RuntimeError: these servers keep the model they have."""
         raise RuntimeError("weights cannot be published to a served model")
-
-    def _refuse_logits(self, reply: Completion) -> None:
-        reported = [*reply.logprobs.tolist(), *(value for top in reply.prompt_logprobs for value in top.values())]
-        if max(reported, default=0.0) > _ROUNDING:
-            raise ReplyError(
-                f"{self.info.url} gives logits: it must give log-probabilities of the distribution sampled from "
-                "(vLLM: --logprobs-mode processed_logprobs)"
-            )
 
     def _logprobs_of(self, ids: np.ndarray, reply: Completion) -> np.ndarray:
         """The log-probability of each token among those reported at its place."""

@@ -68,8 +68,6 @@ class VllmBackend(VllmWire):
         try:
             answer = client.call(url, "GET", "/weight_info", timeout_s=10.0)
         except ServerRefusedError as error:
-            if error.status == 404:
-                return True
             raise ServerGoneError(str(error)) from error
         return answer.get("weight_version") == version.tag
 

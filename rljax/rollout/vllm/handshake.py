@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.errors import HandshakeError, ServerRefusedError
+from rljax.errors import HandshakeError, ReplyError, ServerRefusedError
 from rljax.rollout.served.backend import Expectation
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.verify import TOP, probe_length, sharpening
@@ -25,6 +25,7 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
     Raises:
       HandshakeError: something differs.
       ServerGoneError: it stopped answering.
+      ReplyError: it answers with what cannot be read.
     """
     development = "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1 (launch/vllm_server.sh)"
     if _ask(client, url, "GET", "/is_paused", development).get("is_paused"):
@@ -34,12 +35,20 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
         "rljax's plugin is not in this server: install rljax beside vLLM and start it with "
         "--worker-extension-cls rljax.rollout.vllm.plugin.WorkerExtension"
     )
-    described = _ask(client, url, "POST", "/collective_rpc", plugin, {"method": "rljax_describe"})["results"][0]
-    if described.get("protocol") != PROTOCOL:
-        raise HandshakeError(f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}")
-    differing = _differences(described, expected)
+    reply = _ask(client, url, "POST", "/collective_rpc", plugin, {"method": "rljax_describe"})
+    try:
+        described = reply["results"][0]
+        if described.get("protocol") != PROTOCOL:
+            raise HandshakeError(
+                f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}"
+            )
+        differing = _differences(described, expected)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ReplyError(f"{url}: /collective_rpc answered without {error}: {str(reply)[:300]}") from error
     if differing:
         raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
+    unnamed = "it does not say which weights it holds: no /weight_info (launch/install_vllm.sh has a vLLM with it)"
+    _ask(client, url, "GET", "/weight_info", unnamed)
     client.find_route(url)
     info = server_info(url, described)
     _check_logprobs(client, url, info)
@@ -55,7 +64,7 @@ def _ask(client: ServerClient, url: str, method: str, path: str, refusal: str, j
     try:
         return client.call(url, method, path, json=json)
     except ServerRefusedError as error:
-        raise HandshakeError(f"{url}: {refusal} ({error})") from error
+        raise HandshakeError(str(error) if error.status == 401 else f"{url}: {refusal} ({error})") from error
 
 
 def server_info(url: str, described: Mapping[str, Any]) -> ServerInfo:

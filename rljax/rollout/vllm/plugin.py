@@ -104,12 +104,15 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         """Loads one version.
 
         Raises:
-          ValueError: the directory bears another tag than the update asks for.
+          ValueError: the directory bears another tag than the update asks for, or names a file outside itself.
         """
         directory = Path(update_info.path)
         manifest = json.loads((directory / "manifest.json").read_text())
         if manifest["tag"] != update_info.tag:
             raise ValueError(f"{directory} holds {manifest['tag']}, the update is for {update_info.tag}")
+        outside = [file for file in manifest["files"] if Path(file).name != file or file == ".."]
+        if outside:
+            raise ValueError(f"{directory} names files outside itself: {outside[:3]}")
         assert self._loading is not None
         try:
             self.model.load_weights(read_tensors(directory, manifest["files"]))

@@ -11,6 +11,7 @@ whether by :meth:`VllmServer.stop` or because the caller died in any way, the gu
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import select
@@ -31,14 +32,22 @@ from typing import Literal
 
 from rljax.checks import check_choices
 from rljax.errors import ServerFailedError
+from rljax.rollout.api_key import KEY_FILE, find_key_file, read_api_key
 
 log = logging.getLogger(__name__)
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 BACKEND = "rljax_file"
 WORKER_EXTENSION = "rljax.rollout.vllm.plugin.WorkerExtension"
+MIDDLEWARE = "rljax.rollout.vllm.middleware.RequireKey"
+_REFUSED_ARGS = {  # arguments of vLLM that would undo what is checked here
+    "--host": "give the address as host (vllm_server.sh --host), where it is checked",
+    "--api-key": "ps shows it, and some routes stay open; give api_key_file (vllm_server.sh --api-key-file)",
+    "--trust-remote-code": "it runs whatever code the model's directory holds",
+}
 _HEALTH_S = 2.0  # seconds that /health has to answer
 _ENGINE_DIED = 503  # /health of a server whose engine or worker ended while its API process goes on
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
 _GRACE_S = 15.0  # seconds between asking vLLM to end and going on without its answer
 _CLEANUP_S = 5.0  # seconds its helper processes then have
 _CPU_ENV = {
@@ -56,10 +65,12 @@ class ServerConfig:
       model: directory with ``config.json`` and safetensors, or a hub name.
       python: interpreter of the environment that holds vLLM and rljax's plugin.
       dtype: "bfloat16", "float16" or "float32"; must equal the dtype the trainer publishes.
-      host: address to bind. The weight-update endpoints have no password: a loopback or private address only.
+      host: address to bind: of loopback, or a private one with a key; whoever reaches it may replace the weights.
       port: 0 takes a free one.
       max_model_len: prompt plus response (tokens); None takes the model's own.
       max_num_seqs: most sequences decoded at once.
+      api_key_file: file with the key that every route but /health then asks for; None takes ``$RLJAX_API_KEY_FILE``,
+        and where that is not set either there is no key.
       log_path: where the server's output goes; None takes a temporary file.
       extra_args: further vLLM arguments; they come last, so they win.
       extra_env: further environment variables.
@@ -72,6 +83,7 @@ class ServerConfig:
     port: int = 0
     max_model_len: int | None = None
     max_num_seqs: int = 256
+    api_key_file: Path | None = None
     log_path: Path | None = None
     extra_args: tuple[str, ...] = ()
     extra_env: dict[str, str] = field(default_factory=dict)
@@ -80,6 +92,32 @@ class ServerConfig:
         check_choices(self)
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be in 0..65535, got {self.port}")
+        object.__setattr__(self, "api_key_file", find_key_file(self.api_key_file))
+        address = _address(self.host)
+        if self.api_key_file is not None:
+            read_api_key(self.api_key_file)
+        elif not address.is_loopback:
+            raise ValueError(f"host {self.host} is not loopback: others reach it, so it needs an api_key_file")
+        for argument in self.extra_args:
+            name = argument.partition("=")[0].replace("_", "-")
+            if name in _REFUSED_ARGS:
+                raise ValueError(f"{name} is not passed to vLLM: {_REFUSED_ARGS[name]}")
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address to bind.
+
+    Raises:
+      ValueError: it is no address, or one that more than a private network may reach.
+    """
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        raise ValueError(f"host must be an IP address of this machine, got {host!r}") from None
+    address = getattr(address, "ipv4_mapped", None) or address
+    if not address.is_private or address.is_unspecified or address.is_reserved:
+        raise ValueError(f"host must be a loopback or private address, got {host}: the server can be given any weights")
+    return address
 
 
 def vllm_python(venv: str | os.PathLike[str] | None = None) -> Path:
@@ -113,7 +151,7 @@ def command(config: ServerConfig, port: int, *, gpu: bool) -> list[str]:
     """The vLLM command line for ``config`` on ``port``."""
     args = [config.python, "-m", "vllm.entrypoints.openai.api_server"]
     args += ["--model", config.model, "--served-model-name", "policy"]
-    args += ["--host", config.host, "--port", str(port), "--dtype", config.dtype]
+    args += ["--port", str(port), "--dtype", config.dtype]
     args += ["--max-num-seqs", str(config.max_num_seqs), "--max-logprobs", "20", "--seed", "0"]
     args += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     args += ["--enable-scale-out", "--skip-tokenizer-init", "--enable-prefix-caching"]
@@ -123,7 +161,9 @@ def command(config: ServerConfig, port: int, *, gpu: bool) -> list[str]:
         args += ["--max-model-len", str(config.max_model_len)]
     if not gpu:
         args.append("--enforce-eager")
-    return [*args, *config.extra_args]
+    if config.api_key_file is not None:
+        args += ["--middleware", MIDDLEWARE]
+    return [*args, *config.extra_args, "--host", config.host]
 
 
 def environment(config: ServerConfig, *, gpu: bool) -> dict[str, str]:
@@ -133,6 +173,8 @@ def environment(config: ServerConfig, *, gpu: bool) -> dict[str, str]:
     env["PYTHONUNBUFFERED"] = "1"
     if Path(config.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
+    if config.api_key_file is not None:
+        env[KEY_FILE] = str(config.api_key_file)
     return {**env, **config.extra_env}
 
 
@@ -173,7 +215,7 @@ class VllmServer:
     def _health(self) -> int | None:
         """Status of ``/health``; None when nothing answers."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=_HEALTH_S) as reply:
+            with _DIRECT.open(f"{self.url}/health", timeout=_HEALTH_S) as reply:
                 return int(reply.status)
         except urllib.error.HTTPError as error:
             return error.code

@@ -58,12 +58,12 @@ class VllmWire:
         """See Wire.
 
         Raises:
-          ReplyError: a field is missing, or tokens and log-probabilities do not match.
+          ReplyError: a field is missing or of another type, there is not one choice, or tokens and log-probabilities
+            do not match.
         """
         try:
-            choice = reply["choices"][0]
-            tokens: Sequence[int] = choice["token_ids"]
-            spans = choice.get("weight_versions")
+            (choice,) = reply["choices"]
+            tokens = choice["token_ids"]
             if route == GENERATE:
                 content = (choice["logprobs"] or {"content": []})["content"]
                 logprobs = [item["logprob"] for item in content]
@@ -75,24 +75,45 @@ class VllmWire:
                 named = [_token_id(name) for name in content["tokens"]]
                 tops = tuple({_token_id(name): value for name, value in top.items()} for top in content["top_logprobs"])
             prompt = (reply if route == GENERATE else choice).get("prompt_logprobs") or ()
-            scored = tuple(
-                {int(token): float(item["logprob"]) for token, item in (top or {}).items()} for top in prompt
+            completion = Completion(
+                token_ids=np.array([_whole(token) for token in tokens], np.int32),
+                logprobs=np.array([_number(value) for value in logprobs], np.float32),
+                finish_reason=str(choice["finish_reason"]),
+                spans=_spans(choice.get("weight_versions")),
+                top_logprobs=tuple({_whole(token): _number(value) for token, value in top.items()} for top in tops),
+                prompt_logprobs=tuple(
+                    {int(token): _number(item["logprob"]) for token, item in (top or {}).items()} for top in prompt
+                ),
             )
-            finish = str(choice["finish_reason"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ReplyError(f"{route} answered without {error}: {str(reply)[:300]}") from error
-        if list(named) != list(tokens) and finish != "abort":
+            others = list(named) != list(tokens) or len(logprobs) != len(tokens)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            said = f"{type(error).__name__} {error}"
+            raise ReplyError(f"{route} answered with no completion, {said}: {str(reply)[:300]}") from error
+        if others and completion.finish_reason != "abort":
             raise ReplyError(f"{route} gave {len(tokens)} tokens and log-probabilities of {len(named)} others")
-        return Completion(
-            token_ids=np.asarray(tokens, np.int32),
-            logprobs=np.asarray(logprobs, np.float32),
-            finish_reason=finish,
-            spans=None if spans is None else tuple((str(s["version"]), int(s["start"]), int(s["end"])) for s in spans),
-            top_logprobs=tops,
-            prompt_logprobs=scored,
-        )
+        return completion
+
+
+def _spans(given: Any) -> tuple[tuple[str, int, int], ...] | None:
+    """(version, start, end) of each; none at all is the same as not reported."""
+    spans = tuple((str(span["version"]), _whole(span["start"]), _whole(span["end"])) for span in given or ())
+    return spans or None
 
 
 def _token_id(name: str) -> int:
     """442 from ``token_id:442``."""
     return int(name.removeprefix("token_id:"))
+
+
+def _whole(value: Any) -> int:
+    """``value``, which JSON gave as a whole number: no boolean, no text, no 5.0."""
+    if type(value) is not int:
+        raise TypeError(f"expected a whole number, got {value!r}")
+    return value
+
+
+def _number(value: Any) -> float:
+    """``value``, which JSON gave as a number; NaN and infinity are numbers to Python's JSON."""
+    if type(value) not in (int, float):
+        raise TypeError(f"expected a number, got {value!r}")
+    return float(value)

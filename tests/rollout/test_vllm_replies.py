@@ -1,0 +1,278 @@
+"""Whatever a server answers: the response is sampled again within bounds, or one line ends the run; nothing hangs."""
+
+import contextlib
+import copy
+import math
+import resource
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from vllm_fake import FakeVllm
+
+from rljax.errors import ServerError
+from rljax.rollout.served import descriptors
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.wire import Request
+from rljax.rollout.types import ClientLimits, SamplingParams
+from rljax.rollout.vllm.wire import COMPLETIONS, GENERATE, VllmWire
+
+pytestmark = pytest.mark.timeout(60)
+REQUEST = Request(np.array([3, 4, 5], np.int32), SamplingParams(3, stop_token_ids=(50,)))
+FAST = ClientLimits(backoff_s=0.001, max_backoff_s=0.002, max_attempts=3)
+
+
+@pytest.fixture
+def fake():
+    server = FakeVllm()
+    yield server
+    server.stop()
+
+
+@contextlib.contextmanager
+def opened(*urls, limits=FAST, version="default"):
+    client = ServerClient(urls, VllmWire(), limits)
+    try:
+        for url in urls:
+            client.open(url, version)
+        yield client
+    finally:
+        client.close()
+
+
+def sampled(client, requests, vocab_size=64):
+    return [item for item in client.stream(requests, vocab_size) if item is not None]
+
+
+def logprob(value):
+    return lambda choice: choice["logprobs"]["content"][1].update(logprob=value)
+
+
+def tokens(*ids, finish="length"):
+    def change(choice):
+        content = [{"token_id": i, "logprob": -1.0, "top_logprobs": []} for i in ids]
+        spans = [{"version": "default", "start": 0, "end": len(ids)}]
+        choice.update(token_ids=list(ids), finish_reason=finish, logprobs={"content": content}, weight_versions=spans)
+
+    return change
+
+
+def spans(*given):
+    named = [dict(zip(("version", "start", "end"), span, strict=True)) for span in given]
+    return lambda choice: choice.update(weight_versions=named)
+
+
+BAD = {
+    "text": (logprob("-1.0"), "expected a number, got '-1.0'"),
+    "none": (logprob(None), "expected a number, got None"),
+    "NaN": (logprob(math.nan), "gave a log-probability of nan"),
+    "infinity": (logprob(math.inf), "gave a log-probability of inf"),
+    "minus infinity": (logprob(-math.inf), "gave a log-probability of -inf"),
+    "positive": (logprob(0.01), "gives logits"),
+    "boolean": (logprob(True), "expected a number, got True"),
+    "no log-probabilities": (lambda choice: choice.update(logprobs=None), "gave 3 tokens and log-probabilities of 0"),
+    "a field less": (lambda choice: choice["logprobs"]["content"][0].pop("token_id"), "KeyError 'token_id'"),
+    "fraction of a token": (tokens(5.0, 6, 7), "expected a whole number, got 5.0"),
+    "token as text": (tokens("5", 6, 7), "expected a whole number, got '5'"),
+    "huge token": (tokens(2**40, 6, 7), "OverflowError"),
+    "negative token": (tokens(-1, 6, 7), "gave token ids from -1 to 7, outside the vocabulary"),
+    "token beyond": (tokens(5, 6, 64), "gave token ids from 5 to 64, outside the vocabulary"),
+    "no tokens": (tokens(), "gave 0 tokens and 0 log-probabilities, asked for 1 to 3"),
+    "too many": (tokens(5, 6, 7, 8), "gave 4 tokens and 4 log-probabilities, asked for 1 to 3"),
+    "cut short": (tokens(5, 6), "ended a response at 2 tokens, its limit was 3"),
+    "stopped at nothing": (tokens(5, 6, finish="stop"), "not at its first stop token"),
+    "went on after its end": (tokens(5, 50, 7), "not at its first stop token"),
+    "counts differ": (lambda choice: choice["token_ids"].append(8), "gave 4 tokens and log-probabilities of 3 others"),
+    "given up": (lambda choice: choice.update(finish_reason=None), "ended a response with 'None'"),
+    "gap": (spans(("default", 0, 1), ("default", 2, 3)), "gave weight versions of other tokens"),
+    "too short a span": (spans(("default", 0, 2)), "gave weight versions of other tokens"),
+    "overlap": (spans(("default", 0, 2), ("default", 1, 3)), "gave weight versions of other tokens"),
+    "spans of text": (lambda choice: choice.update(weight_versions="abc"), "TypeError"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), BAD.values(), ids=BAD.keys())
+def test_a_bad_reply_is_sampled_again_and_then_ends_in_one_line(fake, change, said):
+    plain, bad = fake.answer, [2]
+
+    def answer(method, path, body):
+        status, reply = plain(method, path, body)
+        if path == GENERATE and bad[0]:
+            bad[0] -= 1
+            reply = copy.deepcopy(reply)
+            change(reply["choices"][0])
+        return status, reply
+
+    fake.answer = answer
+    with opened(fake.url) as client:
+        ((_, reply),) = sampled(client, [REQUEST])
+        assert reply.token_ids.tolist() == [5, 6, 7]
+        assert client.pop_counts() == {"requests": 3, "retries": 2, "server_losses": 0}
+        bad[0] = 99
+        with pytest.raises(ServerError) as ended:
+            sampled(client, [REQUEST])
+    line = str(ended.value)
+    assert line.startswith(f"response 0 failed 3 times; the last: {fake.url}")
+    assert said in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"[[[" * 50_000,
+        b'{"choices": [{"tok',
+        b'{"choices": []}',
+        b'{"choices": 3}',
+        b"\xff",
+    ],
+)
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_whatever_bytes_come_back(route, body):
+    with scripted(lambda path: (body, len(body))) as url, opened(url) as client:
+        client.set_route(url, route)
+        with pytest.raises(ServerError, match="response 0 failed 3 times; the last: http") as ended:
+            sampled(client, [REQUEST])
+        assert "\n" not in str(ended.value)
+
+
+def test_two_choices_for_one_request_are_none(fake):
+    with opened(fake.url) as client:
+        plain = fake.answer
+        fake.answer = lambda *call: (200, {"choices": 2 * plain(*call)[1].get("choices", [])})
+        with pytest.raises(ServerError, match="too many values to unpack"):
+            sampled(client, [REQUEST])
+
+
+def test_an_error_that_nobody_thought_of_is_one_line(fake, monkeypatch):
+    monkeypatch.setattr(VllmWire, "completion", lambda *_: 1 // 0)
+    with (
+        opened(fake.url) as client,
+        pytest.raises(ServerError, match=r"response 0 from http.* failed: ZeroDivisionError"),
+    ):
+        sampled(client, [REQUEST])
+
+
+def test_an_exchange_has_a_deadline_though_bytes_keep_coming():
+    """Each read is quick, so httpx's own timeouts never fire."""
+
+    def drip(path):
+        return (b" " * 1000, 1000) if path != "/health" else (b"", 0)
+
+    limits = ClientLimits(request_timeout_s=0.5, backoff_s=0.001, max_backoff_s=0.002, max_attempts=1)
+    with scripted(drip, pause_s=0.1) as url, opened(url, limits=limits) as client:
+        began = time.monotonic()
+        with pytest.raises(ServerError, match=r"within 0\.5 s: TimeoutError"):
+            sampled(client, [REQUEST])
+        assert time.monotonic() - began < 5
+
+
+def test_a_server_is_looked_after_while_another_answers(fake):
+    """Replies come all the time; the iterator yields None at its interval all the same."""
+    fake.delay_s = 0.05
+    with opened(fake.url, limits=ClientLimits(max_outstanding=1)) as client:
+        items = list(client.stream([REQUEST] * 30))
+    assert sum(item is not None for item in items) == 30
+    assert sum(item is None for item in items) >= 4
+
+
+def test_a_client_whose_thread_has_ended_says_so(fake):
+    with opened(fake.url) as client:
+        fake.delay_s = 5.0
+        threading.Timer(0.5, lambda: client._loop.call_soon_threadsafe(client._loop.stop)).start()
+        with pytest.raises(ServerError, match="the event loop of the HTTP client has ended"):
+            sampled(client, [REQUEST])
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1:8000", "such as http://host:port"),
+        ("http://", "such as http://host:port"),
+        ("http://a:b", "such as http://host:port"),
+        ("http://me:secret-word@a:1", "URL of a holds a user or a password"),
+    ],
+)
+def test_what_is_no_url_is_refused(url, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        ServerClient([url], VllmWire())
+    assert "secret-word" not in str(refused.value)
+
+
+class TestDescriptors:
+    @pytest.fixture
+    def limit(self, monkeypatch):
+        """Sets the limits that the process seems to have; 40 descriptors are open."""
+        monkeypatch.setattr(descriptors, "_open_now", lambda: 40)
+        state = {}
+
+        def make(soft, hard):
+            state["now"] = soft, hard
+            monkeypatch.setattr(resource, "getrlimit", lambda which: state["now"])
+            monkeypatch.setattr(resource, "setrlimit", lambda which, limits: state.update(now=limits))
+            return state
+
+        return make
+
+    @pytest.mark.parametrize(
+        ("soft", "hard", "room", "then"),
+        [
+            (1024, 4096, 1024, 1024 + 40 + 256),
+            (1024, resource.RLIM_INFINITY, 1024, 1024 + 40 + 256),
+            (1024, 1024, 1024 - 40 - 256, 1024),
+            (4096, 4096, 1024, 4096),
+            (64, 64, 1, 64),
+        ],
+    )
+    def test_the_soft_limit_is_raised_as_far_as_the_hard_one_allows(self, limit, soft, hard, room, then):
+        state = limit(soft, hard)
+        assert descriptors.room_for(1024) == room
+        assert state["now"] == (then, hard)
+
+    def test_fewer_requests_go_out_where_it_cannot_be_raised(self, limit, caplog):
+        limit(320, 320)  # room for 24
+        servers = [FakeVllm(), FakeVllm()]
+        try:
+            with opened(*(server.url for server in servers)) as client:
+                for server in servers:
+                    server.delay_s = 0.2
+                assert len(sampled(client, [REQUEST] * 60)) == 60
+        finally:
+            for server in servers:
+                server.stop()
+        assert all(server.most_running == 12 for server in servers)
+        assert caplog.text.count("at most 12 requests at a time go to each server, not 512") == 1
+
+
+@contextlib.contextmanager
+def scripted(body, pause_s=0.0):
+    """A server that answers 200 with ``body(path)``: bytes and the length it claims; byte by byte if it pauses."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer(connection):
+        with connection, contextlib.suppress(OSError):
+            path = connection.recv(65536).split()[1].decode()
+            content, length = body(path)
+            connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode())
+            for byte in content if pause_s else ():
+                connection.sendall(bytes([byte]))
+                time.sleep(pause_s)
+            if not pause_s:
+                connection.sendall(content)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(65536)
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
