@@ -17,7 +17,8 @@
 #   --help                        this text
 #
 # Without GPU options one server starts where vLLM puts it: on a machine without GPUs, on the CPU. The model, the dtype
-# and the lengths are those of the configuration. The same command goes on with a run that was stopped (run.resume auto).
+# and the lengths are those of the configuration, and so is the key that the servers ask for (rollout.api_key_file). The
+# same command goes on with a run that was stopped (run.resume auto).
 # Ctrl-C or SIGTERM lets the trainer finish its step and save; a second one ends it at once. When the last server has
 # ended, the trainer saves its last finished step and this script ends with status 1. Servers write their logs beside the
 # run, in RUN-servers. The trainer's environment is made on the first start, with CUDA where nvidia-smi finds a GPU
@@ -111,12 +112,14 @@ prepare_trainer_environment
 python="$RLJAX_BIN/python"
 given=("$config" "$@" --rollout.engine vllm)
 pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and vllm wants a URL
-settings="$("$python" "$here/tools/show_config.py" model.path,rollout.dtype,run.dir,max_engine_tokens "${pending[@]}")" || exit 2
-{ read -r model && read -r dtype && read -r run_dir && read -r longest; } <<<"$settings"
+keys=model.path,rollout.dtype,run.dir,max_engine_tokens,rollout.api_key_file
+settings="$("$python" "$here/tools/show_config.py" "$keys" "${pending[@]}")" || exit 2
+{ read -r model && read -r dtype && read -r run_dir && read -r longest && read -r key_file; } <<<"$settings"
 ((longest >= 512)) || longest=512
 logs="$run_dir-servers"
 
 server_command=(bash "$here/launch/vllm_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --follow-parent)
+[[ "$key_file" == None ]] || server_command+=(--api-key-file "$key_file")
 vllm_args=()
 ((tensor_parallel == 1)) || vllm_args+=(--tensor-parallel-size "$tensor_parallel")
 [[ -z "$memory" ]] || vllm_args+=(--gpu-memory-utilization "$memory")

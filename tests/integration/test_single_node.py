@@ -170,6 +170,14 @@ def test_a_dry_run_shows_a_server_for_each_group_of_gpus(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_key_file_of_the_configuration_reaches_the_servers():
+    code, out, err = outcome(CONFIG, "--dry-run", "--", "--rollout.api-key-file", "/secrets/key")
+    assert code == 0, err
+    server, trainer = (line for line in out.splitlines() if line.startswith(("server", "trainer")))
+    assert "--follow-parent --api-key-file /secrets/key " in server
+    assert "--rollout.api-key-file /secrets/key " in trainer
+
+
 def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path):
     done = subprocess.run(
         ["bash", str(ROOT / "launch/dapo.sh"), "--dry-run", "--", "--run.dir", str(tmp_path / "run")],

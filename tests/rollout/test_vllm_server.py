@@ -136,7 +136,7 @@ def test_command_line():
     assert args[args.index("--host") + 1] == "127.0.0.1"
     assert args[args.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert "--enforce-eager" in args
-    assert args[-1] == "--x"
+    assert args[-3:] == ["--x", "--host", "127.0.0.1"]
     assert "--enforce-eager" not in command(config, 7, gpu=True)
 
 

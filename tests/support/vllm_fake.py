@@ -42,6 +42,7 @@ class FakeVllm:
         self.raw, self.paused = False, False
         self.finish = "length"
         self.unhealthy = False
+        self.key = ""  # asked for on every route but /health
         self.refuse: dict[str, int] = {}  # status by path
         self.not_loaded: set[str] = set()  # tensors that its next updates leave out
         self.seen: Counter[str] = Counter()
@@ -170,7 +171,11 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
         def _answer(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else {}
-            status, reply = fake.answer(self.command, urlparse(self.path).path, body)
+            path = urlparse(self.path).path
+            if fake.key and path != "/health" and self.headers["Authorization"] != f"Bearer {fake.key}":
+                status, reply = 401, {"error": "this server wants a key"}
+            else:
+                status, reply = fake.answer(self.command, path, body)
             data = json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

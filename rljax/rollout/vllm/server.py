@@ -72,7 +72,7 @@ class ServerConfig:
       api_key_file: file with the key that every route but /health then asks for; None takes ``$RLJAX_API_KEY_FILE``,
         and where that is not set either there is no key.
       log_path: where the server's output goes; None takes a temporary file.
-      extra_args: further vLLM arguments; they come last, so they win.
+      extra_args: further vLLM arguments; they win over all but the address.
       extra_env: further environment variables.
     """
 
@@ -115,7 +115,8 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     except ValueError:
         raise ValueError(f"host must be an IP address of this machine, got {host!r}") from None
     address = getattr(address, "ipv4_mapped", None) or address
-    if not address.is_private or address.is_unspecified or address.is_reserved:
+    private = address.is_private and not (address.is_unspecified or address.is_reserved)
+    if not (address.is_loopback or private):
         raise ValueError(f"host must be a loopback or private address, got {host}: the server can be given any weights")
     return address
 
