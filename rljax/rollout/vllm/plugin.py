@@ -80,6 +80,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     update_info_cls = FileUpdateInfo
     loaded: LoadedWeights | None = None  # by the last update, once it is finished
     _loading: LoadedWeights | None = None
+    _roots: frozenset[Path] = frozenset()  # the directories that trainers have shown
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Checks protocol and probe file.
@@ -92,6 +93,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         probe = Path(init_info.probe_path)
         if not probe.is_file() or probe.read_text() != init_info.probe_text:
             raise ValueError(f"this server does not see the trainer's file {probe}: one shared directory is needed")
+        self._roots |= {probe.resolve().parent}
 
     def start_weight_update(self) -> None:
         """Prepares every layer to be loaded again, and the checksums of what will be."""
@@ -104,9 +106,12 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         """Loads one version.
 
         Raises:
-          ValueError: the directory bears another tag than the update asks for, or names a file outside itself.
+          ValueError: the directory bears another tag than the update asks for, names a file outside itself, or lies in
+            no directory that a trainer has shown.
         """
-        directory = Path(update_info.path)
+        directory = Path(update_info.path).resolve()
+        if directory.parent not in self._roots:
+            raise ValueError(f"{directory} lies in no directory that a trainer has shown at its handshake")
         manifest = json.loads((directory / "manifest.json").read_text())
         if manifest["tag"] != update_info.tag:
             raise ValueError(f"{directory} holds {manifest['tag']}, the update is for {update_info.tag}")
