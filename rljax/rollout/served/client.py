@@ -291,12 +291,18 @@ class ServerClient:
             raise ReplyError(f"{server.url}{error}") from error
 
     async def _probe(self, server: _Server, request: Request) -> Completion:
-        """As :meth:`_sample`; a reply that is no completion is asked for again."""
+        """As :meth:`_sample`; what is no completion, or fails by itself, is asked for again."""
+        timeout_s = min(_PROBE_S, self.limits.request_timeout_s)
         for attempt in range(1, self.limits.max_attempts):
-            with contextlib.suppress(ReplyError):
-                return await self._sample(server, request, _PROBE_S)
+            try:
+                return await self._sample(server, request, timeout_s)
+            except ReplyError:
+                pass
+            except ServerRefusedError as error:
+                if not _may_pass(error):
+                    raise
             await self._back_off(attempt)
-        return await self._sample(server, request, _PROBE_S)
+        return await self._sample(server, request, timeout_s)
 
     async def _rollout(self, server: _Server, request: Request, vocab_size: int | None) -> Completion:
         """As :meth:`_sample`, and what it gave may be trained on."""
@@ -331,7 +337,7 @@ class ServerClient:
             except ReplyError as error:
                 failure = str(error)
             except ServerRefusedError as error:
-                if error.status < 500 and error.status not in (408, 429):
+                if not _may_pass(error):
                     raise
                 failure = str(error)
             except Exception as error:
@@ -383,6 +389,11 @@ def _check_url(url: str) -> None:
         raise ValueError(f"a URL of {parsed.host} holds a user or a password; URLs are logged")
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"expected URLs such as http://host:port, got {url!r}")
+
+
+def _may_pass(refusal: ServerRefusedError) -> bool:
+    """Whether the same request may be answered later."""
+    return refusal.status >= 500 or refusal.status in (408, 429)
 
 
 def _object(reply: httpx.Response) -> dict[str, Any]:

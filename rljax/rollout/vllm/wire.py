@@ -63,6 +63,8 @@ class VllmWire:
         """
         try:
             (choice,) = reply["choices"]
+            if choice.get("index", 0) != 0:
+                raise ValueError(f"the choice of another place, {choice['index']}")
             tokens = choice["token_ids"]
             if route == GENERATE:
                 content = (choice["logprobs"] or {"content": []})["content"]

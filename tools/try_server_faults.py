@@ -1,0 +1,385 @@
+"""Plants faults between rljax and a rollout server, one kind after the other, and says how a rollout ended.
+
+    python tools/try_server_faults.py --out benchmarks/server_faults
+    python tools/try_server_faults.py --scripted --stall 1 --out /tmp/faults
+
+A proxy stands before a vLLM server that this program starts on MODEL (--url: one that runs; --scripted: the stand-in of
+the tests, for a quick look). Each fault is planted twice: in the first PLANT replies of a rollout, which should survive
+it, and in every reply, which should end in one line unless the fault only costs time. Every response that is handed on
+is checked: each place at most once (exactly once in a rollout that survives), sound log-probabilities, the published
+version. OUT.md and OUT.json get the table. Status 1: a rollout hung, lost or doubled a response, or ended otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import functools
+import json
+import logging
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import jax
+import numpy as np
+
+from rljax.errors import ServerError
+from rljax.policy.config import read_config
+from rljax.policy.hf import load_params
+from rljax.rollout.build import make_engine
+from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
+from rljax.rollout.vllm.backend import VllmBackend
+from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
+from rljax.sharding import MeshConfig, make_mesh
+
+ROOT = Path(__file__).parents[1]
+VERSION = 3
+TOKENS = 12
+DOWN_S = 1.5  # seconds for which the proxy refuses connections
+SCRIPTED_VOCAB = 64
+Choice = dict[str, Any]
+
+
+def first_logprob(value: Any) -> Callable[[Choice], None]:
+    return lambda choice: choice["logprobs"]["content"][0].update(logprob=value)
+
+
+def first_version(value: str) -> Callable[[Choice], None]:
+    return lambda choice: choice["weight_versions"][0].update(version=value)
+
+
+def replace_token(choice: Choice) -> None:
+    """A token id that no vocabulary holds, in both places that name it."""
+    choice["token_ids"][0] = choice["logprobs"]["content"][0]["token_id"] = 2**30
+
+
+def repeat_token(choice: Choice) -> None:
+    """One token more than was asked for, with all that belongs to it."""
+    for part in (choice["token_ids"], choice["logprobs"]["content"]):
+        part.append(part[-1])
+    choice["weight_versions"][-1]["end"] += 1
+
+
+CHOICES: dict[str, Callable[[Choice], object]] = {
+    "log-probabilities missing": lambda choice: choice.update(logprobs=None),
+    "a log-probability NaN": first_logprob(float("nan")),
+    "a log-probability positive": first_logprob(0.5),
+    "a log-probability as text": first_logprob("-0.5"),
+    "a log-probability less": lambda choice: choice["logprobs"]["content"].pop(),
+    "a token more than asked for": repeat_token,
+    "a token id outside the vocabulary": replace_token,
+    "tokens in another order": lambda choice: choice["token_ids"].insert(0, choice["token_ids"].pop() ^ 1),
+    "weights of another run": first_version("default"),
+    "spans that end too early": lambda choice: choice["weight_versions"][-1].update(end=1),
+}
+REPLIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    **{name: lambda reply, act=act: act(reply["choices"][0]) for name, act in CHOICES.items()},
+    "a choice twice": lambda reply: reply["choices"].append(reply["choices"][0]),
+    "the second choice alone": lambda reply: reply["choices"][0].update(index=1),
+    "no choice": lambda reply: reply["choices"].clear(),
+}
+STATUSES = {"500": 500, "503": 503}
+COST_TIME = ("1 MB/s",)
+CONNECTIONS = ("refused", "reset mid-body", "truncated JSON", "stall", "a byte now and then", *COST_TIME)
+FAULTS = (*CONNECTIONS, *STATUSES, *REPLIES)
+
+
+class Proxy:
+    """Forwards HTTP to one server, on a thread of its own, and plants the armed fault in replies of samples."""
+
+    def __init__(self, upstream: str, stall_s: float) -> None:
+        self._host, self._port = urlparse(upstream).hostname, urlparse(upstream).port
+        self._stall_s = stall_s
+        self._fault, self._left, self.planted = "", 0, 0
+        self._exchanges: set[asyncio.Task[None] | None] = set()  # the event loop holds its tasks weakly
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._listener = self._run(self._listen(0))
+        self.port = self._listener.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def arm(self, fault: str, times: int) -> None:
+        """Plants ``fault`` in the next ``times`` replies of samples."""
+        self._fault, self._left, self.planted = fault, times, 0
+
+    def close(self) -> None:
+        """Accepts no further connection."""
+        self._loop.call_soon_threadsafe(self._listener.close)
+
+    def _run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30.0)
+
+    async def _listen(self, port: int) -> asyncio.Server:
+        return await asyncio.start_server(self._serve, "127.0.0.1", port, backlog=1024)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._exchanges.add(asyncio.current_task())
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            try:
+                head, body = await read_message(reader)
+                path = head.split(b" ")[1].decode()
+                fault = ""
+                if self._left and path.endswith(("/generate", "/completions")):
+                    self._left, self.planted, fault = self._left - 1, self.planted + 1, self._fault
+                await self._answer(fault, head, body, writer)
+            finally:
+                self._exchanges.discard(asyncio.current_task())
+                writer.close()
+
+    async def _answer(self, fault: str, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if fault == "refused":
+            writer.transport.abort()
+            await self._refuse()
+            return
+        if fault in STATUSES:
+            writer.write(message(STATUSES[fault], b'{"error": {"message": "planted"}}'))
+            return
+        status, content = await self._forward(head, body)
+        if fault in REPLIES:
+            reply = json.loads(content)
+            REPLIES[fault](reply)
+            content = json.dumps(reply).encode()
+        if fault == "truncated JSON":
+            content = content[: len(content) // 2]
+        if fault == "stall":
+            await asyncio.sleep(self._stall_s)
+        sent = message(status, content)
+        if fault == "reset mid-body":
+            writer.write(sent[: -len(content) // 2])
+            await writer.drain()
+            writer.transport.abort()
+        elif fault in ("1 MB/s", "a byte now and then"):
+            size, pause_s = (1000, 0.001) if fault == "1 MB/s" else (1, self._stall_s / 50)
+            for start in range(0, len(sent), size):
+                writer.write(sent[start : start + size])
+                await writer.drain()
+                await asyncio.sleep(pause_s)
+        else:
+            writer.write(sent)
+            await writer.drain()
+
+    async def _refuse(self) -> None:
+        """Nobody listens for a moment; all at once count as one fault."""
+        if self._listener.is_serving():
+            self._listener.close()
+            await asyncio.sleep(DOWN_S if self._left < 1000 else 60.0)
+            self._listener = await self._listen(self.port)
+
+    async def _forward(self, head: bytes, body: bytes) -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        writer.write(re.sub(rb"(?i)\r\nconnection:[^\r]*", b"\r\nConnection: close", head) + body)
+        try:
+            head, content = await read_message(reader)
+        finally:
+            writer.close()
+        return int(head.split(b" ")[1]), content
+
+
+async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Head, with its empty line, and body of an HTTP message that says its length."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+    return head, await reader.readexactly(int(length[1])) if length else b""
+
+
+def message(status: int, content: bytes) -> bytes:
+    head = f"HTTP/1.1 {status} Planted\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    return head.encode() + b"Connection: close\r\n\r\n" + content
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+def limits_of(stall_s: float) -> ClientLimits:
+    """A response may take half a stall, so that a stalled one is given up and sampled again."""
+    return ClientLimits(request_timeout_s=stall_s / 2, max_attempts=4, backoff_s=0.05, max_backoff_s=0.5)
+
+
+MakeEngine = Callable[[str], RolloutEngine]
+
+
+@contextlib.contextmanager
+def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
+    """The tests' stand-in: its URL, what makes an engine with the published policy over a URL, and its vocabulary."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    import vllm_fake
+
+    fake = vllm_fake.FakeVllm()
+
+    def make(url: str) -> RolloutEngine:
+        engine = ServedEngine(
+            config_of(url, "float32", stall_s),
+            VllmBackend(),
+            hf_config=vllm_fake.SHAPE,
+            max_tokens=64,
+            tensors=dict.items,
+            score=lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
+        )
+        engine.publish({"a": np.ones(4, np.float32)}, VERSION)
+        return engine
+
+    yield fake.url, make, SCRIPTED_VOCAB
+    fake.stop()
+
+
+@contextlib.contextmanager
+def real_server(url: str | None, model: Path, dtype: Any, stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
+    """As :func:`scripted_server`, of vLLM: the server at ``url``, or one that is started on ``model`` and ended."""
+    policy = read_config(model)
+    params = load_params(model, policy)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+
+    def make(proxied: str) -> RolloutEngine:
+        config = config_of(proxied, dtype, stall_s)
+        engine = make_engine(config, policy, mesh, max_prompt_tokens=16, max_tokens=64)
+        engine.publish(params, VERSION)
+        return engine
+
+    with contextlib.ExitStack() as stack:
+        if url is None:
+            log_path = Path(tempfile.mkdtemp(prefix="rljax-faults-")) / "server.log"
+            server = ServerConfig(str(model), str(vllm_python()), dtype, max_model_len=512, log_path=log_path)
+            url = stack.enter_context(start(server)).url
+        yield url, make, policy.vocab_size
+
+
+def config_of(url: str, dtype: Any, stall_s: float) -> RolloutConfig:
+    return RolloutConfig(engine="vllm", urls=(url,), dtype=dtype, server_wait_s=4 * DOWN_S, limits=limits_of(stall_s))
+
+
+def rollout(make: MakeEngine, proxy: Proxy, fault: str, times: int, prompts: int, n: int, vocab: int) -> dict[str, Any]:
+    """One rollout of ``prompts * n`` responses with the fault planted ``times`` times."""
+    engine = make(proxy.url)
+    engine.pop_metrics()
+    responses: list[Response] = []
+    ended = ""
+    try:
+        proxy.arm(fault, times)
+        asked = [np.arange(1, 4 + i, dtype=np.int32) for i in range(prompts)]
+        responses.extend(engine.generate(asked, n, SamplingParams(TOKENS), seed=0))
+    except (ServerError, RuntimeError) as error:
+        ended = str(error)
+    finally:
+        planted = proxy.planted
+        proxy.arm("", 0)
+        counts = engine.pop_metrics()
+        engine.close()
+    places = [(response.prompt_index, response.sample_index) for response in responses]
+    expected = [(i, j) for i in range(prompts) for j in range(n)]
+    sound = all(is_sound(response, vocab) for response in responses) and "\n" not in ended
+    once = sorted(places) == expected if not ended else len(set(places)) == len(places)
+    counted = {key: int(counts.get(f"rollout/{key}", 0)) for key in ("retries", "server_losses")}
+    return {"planted": planted, "ended": ended, "good": sound and once, "responses": len(places), **counted}
+
+
+def is_sound(response: Response, vocab: int) -> bool:
+    (span,) = response.versions
+    return bool(
+        span.version == VERSION
+        and (span.start, span.end) == (0, TOKENS)
+        and len(response.token_ids) == TOKENS
+        and 0 <= response.token_ids.min() <= response.token_ids.max() < vocab
+        and np.isfinite(response.logprobs).all()
+        and response.logprobs.max() <= 1e-3
+    )
+
+
+def within(limit_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``work`` returns; a row that says so when it takes longer, or fails in a way that is no one line."""
+    done: dict[str, Any] = {"planted": 0, "ended": f"HUNG for {limit_s:g} s", "good": False, "responses": 0}
+
+    def run() -> None:
+        try:
+            done.update(work())
+        except Exception as error:
+            logging.exception("not one line")
+            done.update(ended=f"NOT ONE LINE: {type(error).__name__} {error}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return dict(done)
+
+
+def said(row: dict[str, Any], asked: int) -> str:
+    if row["ended"]:
+        text = re.sub(r"http://127\.0\.0\.1:\d+", "URL", row["ended"])
+        return "ended in one line: " + (text if len(text) <= 150 else text[:147] + "...")
+    return f"survived, {row['retries']} retries, {row['server_losses']} losses of the server, {asked} responses"
+
+
+def table(rows: Sequence[dict[str, Any]], asked: int) -> str:
+    lines = ["| fault | planted | some replies | every reply | each response once |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = [row["fault"], str(row["some"]["planted"]), said(row["some"], asked), said(row["every"], asked)]
+        cells.append("yes" if row["good"] else "**NO**")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python tools/try_server_faults.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
+    parser.add_argument("--scripted", action="store_true", help="the tests' stand-in server, not vLLM")
+    parser.add_argument("--url", help="a vLLM server of MODEL that runs; it is given MODEL's weights again")
+    parser.add_argument("--model", type=Path, default=ROOT / "configs" / "toy-base", help="Hugging Face directory")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--prompts", type=int, default=4, help="of a rollout (default: 4)")
+    parser.add_argument("--responses", type=int, default=8, help="to each prompt (default: 8)")
+    parser.add_argument("--plant", type=int, default=3, help="replies that get the fault (default: 3)")
+    parser.add_argument(
+        "--stall", type=float, default=60.0, metavar="S", help="seconds that a stall lasts (default: 60)"
+    )
+    parser.add_argument("--fault", action="append", choices=FAULTS, help="this fault alone; may be repeated")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.ERROR)
+    asked = options.prompts * options.responses
+    rows = []
+    opened = (
+        scripted_server(options.stall)
+        if options.scripted
+        else real_server(options.url, options.model, options.dtype, options.stall)
+    )
+    with opened as (url, make, vocab):
+        for fault in options.fault or FAULTS:
+            row: dict[str, Any] = {"fault": fault}
+            for name, times in (("some", options.plant), ("every", sys.maxsize)):
+                proxy = Proxy(url, options.stall)
+                work = functools.partial(rollout, make, proxy, fault, times, options.prompts, options.responses, vocab)
+                row[name] = within(120.0 + 6 * options.stall, work)
+                proxy.close()
+            fitting = not row["some"]["ended"] and bool(row["every"]["ended"]) != (fault in COST_TIME)
+            row["good"] = fitting and row["some"]["good"] and row["every"]["good"]
+            print(f"{fault}: {row['some']['planted']} planted: {said(row['some'], asked)}", end="; ")
+            print(f"every reply: {said(row['every'], asked)}; {'each response once' if row['good'] else 'NOT GOOD'}")
+            sys.stdout.flush()
+            rows.append(row)
+    bad = collections.Counter(row["good"] for row in rows)[False]
+    print(f"{len(rows)} faults, {bad} not good")
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".md").write_text(table(rows, asked))
+        options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
