@@ -1,13 +1,14 @@
 """Plants faults between rljax and a rollout server, one kind after the other, and says how a rollout ended.
 
-    python tools/try_server_faults.py --out benchmarks/server_faults
-    python tools/try_server_faults.py --scripted --stall 1 --out /tmp/faults
+    python tools/try_server_faults.py --out benchmarks/server_faults.md
+    python tools/try_server_faults.py --scripted --stall 3 --out /tmp/faults.md
 
 A proxy stands before a vLLM server that this program starts on MODEL (--url: one that runs; --scripted: the stand-in of
 the tests, for a quick look). Each fault is planted twice: in the first PLANT replies of a rollout, which should survive
 it, and in every reply, which should end in one line unless the fault only costs time. Every response that is handed on
 is checked: each place at most once (exactly once in a rollout that survives), sound log-probabilities, the published
-version. OUT.md and OUT.json get the table. Status 1: a rollout hung, lost or doubled a response, or ended otherwise.
+version. FILE.md gets the table, FILE.json beside it what it was made of. Status 1: a rollout hung, lost or doubled a
+response, or ended otherwise.
 """
 
 from __future__ import annotations
@@ -333,7 +334,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
+    parser.add_argument("--out", metavar="FILE.md", type=Path, help="write the table there, and FILE.json beside it")
     parser.add_argument("--scripted", action="store_true", help="the tests' stand-in server, not vLLM")
     parser.add_argument("--url", help="a vLLM server of MODEL that runs; it is given MODEL's weights again")
     parser.add_argument("--model", type=Path, default=ROOT / "configs" / "toy-base", help="Hugging Face directory")

@@ -10,7 +10,17 @@ SOME = ["stall", "1 MB/s", "500", "a log-probability NaN", "weights of another r
 
 @pytest.mark.timeout(120)
 def test_each_fault_is_survived_or_ends_in_one_line(tmp_path, capsys):
-    arguments = ["--scripted", "--stall", "3", "--prompts", "2", "--responses", "4", "--out", str(tmp_path / "faults")]
+    arguments = [
+        "--scripted",
+        "--stall",
+        "3",
+        "--prompts",
+        "2",
+        "--responses",
+        "4",
+        "--out",
+        str(tmp_path / "faults.md"),
+    ]
     for fault in SOME:
         arguments += ["--fault", fault]
     assert try_server_faults.main(arguments) == 0, capsys.readouterr().out

@@ -383,6 +383,9 @@ def test_servers_without_what_is_needed(fake):
     fake.refuse = {"/init_weight_transfer_engine": 500}
     with pytest.raises(HandshakeError, match="set transfer_dir to one that both see"):
         make(fake.url)
+    fake.refuse = {"/collective_rpc": 200}
+    with pytest.raises(HandshakeError, match="/collective_rpc answered without 'results'"):
+        make(fake.url)
     fake.refuse = {"/weight_info": 404}
     with pytest.raises(HandshakeError, match="does not say which weights it holds: no /weight_info"):
         make(fake.url)

@@ -232,7 +232,10 @@ class ServedEngine(ServedBase):
         connection broke) is verified; another passes the handshake, is updated and is verified.
         """
         if self._current is None:
-            self._handshake(url)
+            try:
+                self._handshake(url)
+            except ReplyError as error:  # no server of this kind: waiting would not make it one
+                raise HandshakeError(error) from error
             self._client.pause(url)
         elif self._backend.serves(self._client, url, self._current):
             self._verify(url)
