@@ -118,7 +118,7 @@ def build(
 
 
 def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
-    """The newest checkpoint's state, the components put where it was taken; or the model's at step 0.
+    """The newest whole checkpoint's state, the components put where it was taken; or the model's at step 0.
 
     Once that has been read, a line on stderr says what is trained where.
 
@@ -127,16 +127,17 @@ def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
     """
     config, policy = run.config, run.policy
     tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
-    latest = run.checkpointer.latest_step()
     line = f"training {config.model.path} for {config.run.steps} steps into {config.run.dir}"
-    if latest is None:
+    with caller_errors(RuntimeError):
+        wanted = abstract_state(policy, tx, mesh, dynamic_scale=dynamic)
+        found = run.checkpointer.restore_newest(wanted, run.check_host)
+        progress = run.load_state_dict(found[1]) if found else Progress()
+    if found:
+        state = found[0]
+    else:
         with caller_errors():
             params = load_params(config.model.path, policy, param_shardings(policy, mesh))
-        print(line, file=sys.stderr)
-        return create_state(params, policy, tx, mesh, dynamic_scale=dynamic), Progress()
-    with caller_errors(RuntimeError):
-        state, host = run.checkpointer.restore(latest, abstract_state(policy, tx, mesh, dynamic_scale=dynamic))
-        progress = run.load_state_dict(host)
+        state = create_state(params, policy, tx, mesh, dynamic_scale=dynamic)
     print(line, file=sys.stderr)
     return state, progress
 

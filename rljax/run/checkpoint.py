@@ -1,8 +1,17 @@
-"""Checkpoints of a run: asynchronous, atomic, restored onto any mesh (orbax)."""
+"""Checkpoints of a run: asynchronous, atomic, checked when read, restored onto any mesh (orbax).
+
+Each holds a checksum of every array and of its host state. One that does not read back as it was saved is damaged: the
+one before it is used, and it is kept aside, never deleted.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
 import shutil
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +20,19 @@ import jax
 import jax.numpy as jnp
 
 from rljax.checks import check_at_least
+from rljax.run.checksum import array_checksums, array_forms, json_checksum
 
 BEST = "best"  # folder of the run directory
-ACCURACY = "best_accuracy"  # in the host state of what is there
+DAMAGED = "damaged"  # likewise
+ACCURACY = "best_accuracy"  # in the host state of what is in BEST
+ARRAYS, SELF = "array_checksums", "sha256"  # in a host state on disk: of the arrays, and of all of it but this
+
+# What an error says when a whole checkpoint cannot be read just now.
+NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE")
+
+
+class DamagedCheckpointError(RuntimeError):
+    """A checkpoint does not read back as it was saved."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +64,9 @@ class Checkpointer:
 
         self._ocp, self._directory = ocp, Path(directory).absolute()
         self._best: Checkpointer | None = None
-        if not read_only and jax.process_index() == 0:
+        if not read_only:
             # Orbax would do so in a thread that its close() does not wait for, and that fails when the process ends.
-            for cut_short in ocp.utils.tmp_checkpoints(self._directory):
-                shutil.rmtree(cut_short.get())
+            self._clear_incomplete()
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
@@ -59,25 +77,34 @@ class Checkpointer:
         )
 
     def latest_step(self) -> int | None:
-        """Step of the newest complete checkpoint, or None."""
+        """Step of the newest checkpoint, or None. One that is being saved counts."""
         return self._manager.latest_step()
 
     def all_steps(self) -> list[int]:
-        """Steps of all complete checkpoints, oldest first."""
+        """Steps of all checkpoints, oldest first. One that is being saved counts."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Starts saving and returns; the run goes on, and may donate ``state``, while files are written.
 
+        Older checkpoints are deleted once this one is complete.
+
         Args:
           step: last step done.
           state: pytree of arrays on the devices.
           host: JSON-serialisable.
+
+        Raises:
+          RuntimeError: the one before this could not be written.
         """
+        self.wait()
         # A copy, because the next step gets the originals donated while orbax may still read the buffers.
         frozen = jax.tree.map(jnp.copy, state)
+        content = host | {ARRAYS: array_checksums(frozen)}
+        content[SELF] = json_checksum(content)
         args = self._ocp.args
-        self._manager.save(step, args=args.Composite(state=args.StandardSave(frozen), host=args.JsonSave(host)))
+        with self._written(step):
+            self._manager.save(step, args=args.Composite(state=args.StandardSave(frozen), host=args.JsonSave(content)))
 
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
         """Saves into ``best/`` beside this directory if no accuracy there is as high; returns whether it did.
@@ -92,41 +119,168 @@ class Checkpointer:
             self._best = Checkpointer(self._directory.with_name(BEST), keep=1)
         best = self._best
         best.wait()
-        kept = best.all_steps()
-        if kept and best.restore_host(kept[-1])[ACCURACY] >= accuracy:
-            return False
-        for later in [taken for taken in kept if taken >= step]:
+        for taken in best.all_steps():
+            try:
+                if best.restore_host(taken)[ACCURACY] >= accuracy:
+                    return False
+            except DamagedCheckpointError as error:
+                best._set_aside(taken, error)
+        for later in [taken for taken in best.all_steps() if taken >= step]:
             best._manager.delete(later)
         best.save(step, state, host | {ACCURACY: accuracy})
         return True
 
     def restore_host(self, step: int) -> dict[str, Any]:
-        """The host state alone."""
-        wanted = self._ocp.args.Composite(host=self._ocp.args.JsonRestore())
-        return dict(self._manager.restore(step, args=wanted)["host"])
+        """The host state alone. Raises DamagedCheckpointError."""
+        return self._read_host(step)[0]
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
-        """Reads a checkpoint onto the shardings of ``abstract_state``.
+    def restore(
+        self, step: int, abstract_state: Any, check_host: Callable[[dict[str, Any]], None] = lambda host: None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reads a checkpoint onto the shardings of ``abstract_state`` and compares every checksum.
+
+        A checkpoint of an older rljax has none: a line on stderr says that it was not checked.
+
+        Args:
+          step: of a checkpoint there is.
+          abstract_state: ``jax.ShapeDtypeStruct`` with a sharding at each leaf.
+          check_host: called with the host state before the arrays are read; what it raises is not caught.
 
         Raises:
-          RuntimeError: it cannot be read as a state of this form; the message says which step.
+          DamagedCheckpointError: it does not read back as it was saved; the message says which step and what differs.
+          RuntimeError: it is whole, but a state of another form.
         """
-        args = self._ocp.args
-        wanted = args.Composite(state=args.StandardRestore(abstract_state), host=args.JsonRestore())
-        try:
-            restored = self._manager.restore(step, args=wanted)
-        except (ValueError, KeyError, FileNotFoundError) as error:
-            place = f"checkpoint {step} in {self._manager.directory}"
-            raise RuntimeError(f"{place} does not fit this run: {error}") from error
-        return restored["state"], restored["host"]
+        host, saved = self._read_host(step)
+        check_host(host)
+        here = array_forms(abstract_state)
+        there = {path: text.rpartition(" ")[0] for path, text in saved.items()}
+        if saved and there != here:
+            path = next(path for path in {**there, **here} if there.get(path) != here.get(path))
+            forms = f"{path} is {there.get(path, 'missing')} there, {here.get(path, 'missing')} here"
+            raise RuntimeError(f"{self._place(step)} does not fit this run: {forms}")
+        state = self._read(step, "state", self._ocp.args.StandardRestore(abstract_state))
+        if not saved:
+            print(f"warning: {self._place(step)} has no checksums to check: an older rljax saved it", file=sys.stderr)
+            return state, host
+        differing = [path for path, text in array_checksums(state).items() if text != saved[path]]
+        if differing:
+            more = f" and {len(differing) - 3} more arrays" if len(differing) > 3 else ""
+            raise self._damaged(step, f"other values than were saved in {', '.join(differing[:3])}{more}")
+        return state, host
+
+    def restore_newest(
+        self, abstract_state: Any, check_host: Callable[[dict[str, Any]], None] = lambda host: None
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Reads the newest checkpoint that is whole; None where there is no checkpoint.
+
+        Each damaged one after it is named in a line on stderr and moved to ``damaged/<step>`` of the run directory.
+
+        Args:
+          abstract_state, check_host: as for ``restore``.
+
+        Raises:
+          RuntimeError: as ``restore``, or all are damaged; then nothing is moved.
+        """
+        damaged: dict[int, DamagedCheckpointError] = {}
+        for step in reversed(self.all_steps()):
+            try:
+                found = self.restore(step, abstract_state, check_host)
+            except DamagedCheckpointError as error:
+                damaged[step] = error
+                continue
+            for other, error in damaged.items():
+                self._set_aside(other, error)
+            return found
+        if damaged:
+            raise RuntimeError(f"no checkpoint is whole: {'; '.join(map(str, damaged.values()))}")
+        return None
 
     def wait(self) -> None:
-        """Returns when the files of what is being saved are complete."""
-        self._manager.wait_until_finished()
+        """Returns when the files of what is being saved are complete. Raises RuntimeError when they will not be."""
+        with self._written(self.latest_step()):
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits for the files to be complete and releases the directory."""
-        if self._best is not None:
-            self._best.close()
-        self.wait()
-        self._manager.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._manager.close)
+            stack.callback(self.wait)
+            if self._best is not None:
+                stack.callback(self._best.close)
+
+    def _place(self, step: int | None) -> str:
+        return f"checkpoint {step} in {self._directory}"
+
+    def _damaged(self, step: int, what: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{self._place(step)} is damaged: {what}")
+
+    def _read(self, step: int, item: str, wanted: Any) -> Any:
+        """One item of a checkpoint. Whatever orbax raises on damaged files becomes a DamagedCheckpointError."""
+        try:
+            with _quiet():
+                return self._manager.restore(step, args=self._ocp.args.Composite(**{item: wanted}))[item]
+        except Exception as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            about_machine = isinstance(cause, (MemoryError, PermissionError, jax.errors.JaxRuntimeError))
+            if about_machine or any(word in str(cause) for word in NOT_DAMAGE):
+                raise
+            what = f"its {item} cannot be read: {' '.join(str(cause).split())[:160]}"
+            raise self._damaged(step, what) from None
+
+    def _read_host(self, step: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """The host state, checked, and the checksums of the arrays; {} in a checkpoint without."""
+        host = self._read(step, "host", self._ocp.args.JsonRestore())
+        if not isinstance(host, dict):
+            raise self._damaged(step, "its host state is no object")
+        if SELF not in host and ARRAYS not in host:
+            return host, {}
+        recorded = host.pop(SELF, None)
+        if recorded != json_checksum(host):
+            raise self._damaged(step, "another host state than was saved")
+        return host, host.pop(ARRAYS)
+
+    def _set_aside(self, step: int, error: DamagedCheckpointError) -> None:
+        """Moves a damaged checkpoint out of the way and says so."""
+        folder = self._directory.with_name(DAMAGED)
+        name = f"{step}" if self._directory.name != BEST else f"{BEST}-{step}"
+        names = [name, *(f"{name}.{again}" for again in range(1, 1000))]
+        target = next(folder / each for each in names if not (folder / each).exists())
+        print(f"warning: {error}; moved to {target}", file=sys.stderr)
+        if jax.process_index() == 0:
+            folder.mkdir(exist_ok=True)
+            (self._directory / str(step)).rename(target)
+        self._manager.reload()
+
+    def _clear_incomplete(self) -> None:
+        if jax.process_index() == 0:
+            for cut_short in self._ocp.utils.tmp_checkpoints(self._directory):
+                shutil.rmtree(cut_short.get())
+
+    @contextlib.contextmanager
+    def _written(self, step: int | None) -> Iterator[None]:
+        """What cannot be written is said in one line, and takes no room."""
+        try:
+            with _quiet():
+                yield
+        except Exception as error:
+            self._clear_incomplete()
+            why = " ".join(str(error).split())[:200]
+            raise RuntimeError(f"{self._place(step)} could not be written, those before it are kept: {why}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps off stderr what orbax logs of an error that it also raises, and its reads that are given up with it."""
+    hook, level = sys.unraisablehook, logging.root.manager.disable
+    sys.unraisablehook = lambda unraisable: None
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    except BaseException:
+        gc.collect()  # the reads that are given up say so when they are collected
+        raise
+    finally:
+        logging.disable(level)
+        sys.unraisablehook = hook

@@ -78,9 +78,12 @@ class Components:
             "policy": policy_record(self.policy),
         }
 
-    def load_state_dict(self, host: dict[str, Any]) -> Progress:
-        """Puts the components where the checkpoint was taken. Raises ValueError when it is of another policy."""
+    def check_host(self, host: dict[str, Any]) -> None:
+        """Raises ValueError when the JSON part of a checkpoint is of another policy."""
         check_policy(host["policy"], self.policy, self.config.model.path)
+
+    def load_state_dict(self, host: dict[str, Any]) -> Progress:
+        """Puts the components where the checkpoint was taken."""
         self.stream.load_state_dict(host["data"])
         self.controller.load_state_dict(host["schedule"])
         self.guard.load_state_dict(host["guard"])

@@ -11,6 +11,7 @@ import pytest
 from pictures import coloured_share
 from toy_runs import TIMEOUT, command, comparable, complete, outcome, start, wait_for_rows
 
+from rljax import evaluate
 from rljax.data.toy import policy_config
 from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
@@ -186,3 +187,17 @@ def test_missing_checkpoint_is_named(uninterrupted, tmp_path):
     code, _, err = outcome(convert_checkpoint.main, [uninterrupted, tmp_path / "x", "--step", "77"])
     assert code == 2
     assert err.startswith("error: no checkpoint of step 77")
+
+
+@pytest.mark.parametrize("main", [convert_checkpoint.main, evaluate.main])
+def test_a_damaged_checkpoint_is_one_line(main, uninterrupted, tmp_path):
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    newest = run / "checkpoints" / str(STEPS)
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:1000])
+    words = [run, tmp_path / "out"] if main is convert_checkpoint.main else ["--path", newest]
+    code, out, err = outcome(main, words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: checkpoint {STEPS} in {run}/checkpoints is damaged: ")
+    assert len(err.splitlines()) == 1
+    assert newest.exists()

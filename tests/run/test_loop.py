@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -239,3 +240,29 @@ def test_the_best_evaluated_step_is_kept_beside_the_newest(go):
     assert [run.rows[i]["eval/toy/accuracy"] for i in (1, 3)] == [1.0, 0.0]
     with contextlib.closing(Checkpointer(run.directory / "best", read_only=True)) as best:
         assert best.all_steps() == [2]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_its_steps_run_again(go, capsys):
+    whole = go("whole", checkpoint={"every": 2})
+    shutil.copytree(whole.directory, whole.directory.with_name("run"))
+    newest = whole.directory.with_name("run") / "checkpoints" / "4"
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    capsys.readouterr()
+    again = go(last_row=whole.rows[1], checkpoint={"every": 2})
+    assert capsys.readouterr().err.startswith(
+        f"warning: checkpoint 4 in {newest.parent} is damaged: its state cannot be"
+    )
+    assert [path.name for path in (again.directory / "damaged").iterdir()] == ["4"]
+    assert (again.engine.published, again.saved) == ([2, 3, 4], [2, 4])
+    assert without_clock(whole.rows[2:]) == without_clock(again.rows)
+    jax.tree.map(np.testing.assert_array_equal, again.after, whole.after)
+
+
+def test_with_no_whole_checkpoint_the_run_ends_in_one_line(go):
+    run = go()
+    for host in (run.directory / "checkpoints").glob("*/host/metadata"):
+        host.unlink()
+    with pytest.raises(ConfigError, match="no checkpoint is whole: checkpoint 4 in"):
+        go()
+    assert not (run.directory / "damaged").exists()

@@ -1,0 +1,64 @@
+"""Checksums of what a checkpoint holds: of each array, where it lies on the devices, and of the host's JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def array_checksums(tree: Any) -> dict[str, str]:
+    """Tree path -> dtype, shape and checksum, as ``float32[2, 3] 0123456789abcdef``.
+
+    The 64 bits are two sums over all elements, each mixed with its position: the same for any sharding. One changed
+    element always changes them. Arrays are summed where they lie, one after the other in the order of the tree, so that
+    devices that share one never wait for each other in two.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    sums = {path: np.asarray(_sums(leaf)) for path, leaf in leaves}
+    return {tree_path(path): f"{array_form(leaf)} {sums[path][0]:08x}{sums[path][1]:08x}" for path, leaf in leaves}
+
+
+def array_forms(tree: Any) -> dict[str, str]:
+    """Tree path -> dtype and shape, as ``array_checksums`` begins; ``jax.ShapeDtypeStruct`` are enough."""
+    return {tree_path(path): array_form(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def tree_path(path: tuple[Any, ...]) -> str:
+    """``params/layers/mlp/gate``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def array_form(leaf: Any) -> str:
+    """``float32[2, 3]``."""
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def json_checksum(value: Any) -> str:
+    """The SHA-256 of a JSON value in its canonical form: sorted keys, no spaces."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+@jax.jit
+def _sums(x: jax.Array) -> jax.Array:
+    """Uint32 [2] of an array of any shape, of elements of 1, 2 or 4 bytes."""
+    unsigned = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+    word = jax.lax.bitcast_convert_type(unsigned, f"uint{8 * unsigned.dtype.itemsize}").astype(jnp.uint32)
+    position = jnp.zeros(x.shape, jnp.uint32)
+    for axis in range(x.ndim):
+        stride = np.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
+        position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
+    mixed = _mix(word ^ position * np.uint32(0x9E3779B1))
+    return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in (mixed, mixed << 16 | mixed >> 16)])
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Uint32 to uint32, one to one: the last steps of MurmurHash3."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

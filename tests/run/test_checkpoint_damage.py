@@ -1,0 +1,237 @@
+"""Files of a checkpoint damaged in every way: that is found, named and kept aside, and the one before is used."""
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy_runs import environment
+
+from rljax.run.checkpoint import BEST, Checkpointer, DamagedCheckpointError
+from rljax.run.checksum import array_checksums
+
+DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+STEPS = (2, 4)
+HARMLESS = {"commit_success.txt", "_CHECKPOINT_METADATA", "_sharding"}  # nothing of the state is read from these
+
+
+def state(step):
+    """Random bits do not compress: they are stored as they are, where a flipped one is not seen by the format."""
+    draw = np.random.default_rng(step)
+    noise = jnp.asarray(draw.standard_normal((64, 300)), jnp.float32)
+    return {"noise": noise, "half": noise[:5].astype(jnp.bfloat16), "count": jnp.int32(step), "flag": jnp.array(True)}
+
+
+WANTED = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=DEVICE), jax.eval_shape(lambda: state(0))
+)
+
+
+def save(run, steps=STEPS, host=None):
+    with contextlib.closing(Checkpointer(run / "checkpoints", keep=9)) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state(step), host or {"step": step, "mean": 0.1})
+    return run
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def newest(run):
+    with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
+        found = checkpointer.restore_newest(WANTED)
+        return None if found is None else found[1]["step"], found and found[0], checkpointer.all_steps()
+
+
+def flip(path, seed):
+    """400 bytes of the file, each to another value; all of a shorter one."""
+    content = bytearray(path.read_bytes())
+    draw = np.random.default_rng(seed)
+    for place in draw.permutation(len(content))[:400]:
+        content[place] ^= int(draw.integers(1, 256))
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped": lambda path: flip(path, 0),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "removed": lambda path: path.unlink(),
+    "emptied": lambda path: path.write_bytes(b""),
+}
+
+
+def files_of(run, step):
+    folder = run / "checkpoints" / str(step)
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_no_damage_to_any_file_goes_unnoticed(damage, saved, tmp_path, capfd):
+    """Restored are the values of step 4, or those of step 2 with one line; never others, and no traceback."""
+    noticed = set()
+    for number, name in enumerate(files_of(saved, 4)):
+        run = shutil.copytree(saved, tmp_path / f"{number}")
+        DAMAGES[damage](run / "checkpoints" / "4" / name)
+        before = [path.read_bytes() for path in sorted(run.rglob("4/**/*")) if path.is_file()]
+        step, values, steps = newest(run)
+        jax.tree.map(np.testing.assert_array_equal, values, state(step))
+        err = capfd.readouterr().err
+        if step == 4:
+            assert (err, steps) == ("", [2, 4])
+            continue
+        noticed.add(name)
+        assert steps == [2]
+        (line,) = err.splitlines()
+        assert line.startswith(f"warning: checkpoint 4 in {run}/checkpoints is damaged: ")
+        assert line.endswith(f"; moved to {run}/damaged/4")
+        kept = [path.read_bytes() for path in sorted((run / "damaged").rglob("4/**/*")) if path.is_file()]
+        assert kept == before
+    largest = max(files_of(saved, 4), key=lambda name: (saved / "checkpoints/4" / name).stat().st_size)
+    assert {largest, next(name for name in files_of(saved, 4) if name.parts == ("host", "metadata"))} <= noticed
+    assert not any(name.name in HARMLESS for name in noticed)
+
+
+def test_bits_flipped_in_an_array_are_named(run, capfd):
+    """The array's file has no checksum of its own for what does not compress."""
+    largest = max(files_of(run, 4), key=lambda name: (run / "checkpoints/4" / name).stat().st_size)
+    path = run / "checkpoints/4" / largest
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert newest(run)[0] == 2
+    assert "is damaged: other values than were saved in noise; moved to" in capfd.readouterr().err
+
+
+def test_a_host_state_with_another_number_is_damaged(run, capfd):
+    path = run / "checkpoints/4/host/metadata"
+    path.write_text(path.read_text().replace('"mean": 0.1', '"mean": 0.2'))
+    assert newest(run)[0] == 2
+    assert "is damaged: another host state than was saved; moved to" in capfd.readouterr().err
+
+
+def test_an_empty_folder_is_damaged(run):
+    shutil.rmtree(run / "checkpoints/4")
+    (run / "checkpoints/4").mkdir()
+    assert newest(run)[0] == 2
+
+
+def test_what_was_set_aside_is_not_overwritten(run):
+    for _ in range(2):
+        (run / "checkpoints/4/host/metadata").write_text("")
+        assert newest(run)[0] == 2
+        save(run, steps=(4,))
+    assert sorted(path.name for path in (run / "damaged").iterdir()) == ["4", "4.1"]
+    assert newest(run)[0] == 4
+
+
+def test_when_all_are_damaged_nothing_is_moved(run):
+    for step in STEPS:
+        (run / f"checkpoints/{step}/host/metadata").unlink()
+    with pytest.raises(
+        RuntimeError, match=r"no checkpoint is whole: checkpoint 4 in .* is damaged: .*; checkpoint 2 in"
+    ):
+        newest(run)
+    assert not (run / "damaged").exists()
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["2", "4"]
+
+
+def test_a_state_of_another_form_is_not_damaged(run):
+    other = WANTED | {"count": jax.ShapeDtypeStruct((3,), jnp.int32, sharding=DEVICE)}
+    with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
+        with pytest.raises(RuntimeError, match=r"does not fit this run: count is int32\[\] there, int32\[3\] here"):
+            checkpointer.restore_newest(other)
+        assert checkpointer.all_steps() == [2, 4]
+
+
+def test_what_the_caller_refuses_is_not_damaged(run):
+    def refuse(host):
+        raise ValueError(f"not step {host['step']}")
+
+    with (
+        contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer,
+        pytest.raises(ValueError, match="not step 4"),
+    ):
+        checkpointer.restore_newest(WANTED, refuse)
+
+
+def test_a_checkpoint_of_before_checksums_is_restored_with_a_warning(run, capfd):
+    path = run / "checkpoints/4/host/metadata"
+    host = json.loads(path.read_text())
+    path.write_text(json.dumps({key: host[key] for key in ("step", "mean")}))
+    step, values, _ = newest(run)
+    assert step == 4
+    jax.tree.map(np.testing.assert_array_equal, values, state(4))
+    assert capfd.readouterr().err == (
+        f"warning: checkpoint 4 in {run}/checkpoints has no checksums to check: an older rljax saved it\n"
+    )
+
+
+def test_one_checkpoint_read_alone_says_what_is_damaged(run):
+    (run / "checkpoints/2/host/metadata").unlink()
+    with contextlib.closing(Checkpointer(run / "checkpoints", read_only=True)) as checkpointer:
+        with pytest.raises(DamagedCheckpointError, match="checkpoint 2 in"):
+            checkpointer.restore(2, WANTED)
+        assert checkpointer.all_steps() == [2, 4]
+
+
+def test_a_damaged_best_is_set_aside_for_the_next(tmp_path):
+    with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
+        checkpointer.save_best(1, 0.9, state(1), {})
+    (tmp_path / BEST / "1/host/metadata").write_text("{")
+    with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
+        assert checkpointer.save_best(2, 0.1, state(2), {})
+    assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["best-1"]
+    with contextlib.closing(Checkpointer(tmp_path / BEST, read_only=True)) as best:
+        assert best.all_steps() == [2]
+
+
+def test_a_killed_save_leaves_the_one_before(tmp_path):
+    """A process that is killed at once after a save began; the next start has step 1, or both, and always whole."""
+    words = f"""
+import jax.numpy as jnp, os, signal, sys, pathlib
+sys.path.insert(0, {str(__file__.rpartition("/")[0])!r})
+from test_checkpoint_damage import state
+from rljax.run.checkpoint import Checkpointer
+checkpointer = Checkpointer(pathlib.Path({str(tmp_path)!r}) / "checkpoints", keep=1)
+checkpointer.save(2, state(2), {{"step": 2}})
+checkpointer.wait()
+checkpointer.save(4, state(4), {{"step": 4}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path = f"{__file__.rpartition('/tests/')[0]}/tests/support"
+    killed = subprocess.run(
+        [sys.executable, "-c", words], env=environment(PYTHONPATH=f"{environment()['PYTHONPATH']}:{path}")
+    )
+    assert killed.returncode == -signal.SIGKILL
+    step, values, _ = newest(tmp_path)
+    assert step in STEPS
+    jax.tree.map(np.testing.assert_array_equal, values, state(step))
+    assert not list((tmp_path / "checkpoints").glob("*tmp*"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "int8", "bool"])
+def test_every_single_bit_of_an_array_counts(dtype):
+    values = np.arange(6).reshape(2, 3) % 2
+    array = jnp.asarray(values, dtype)
+    whole = array_checksums({"x": array})["x"]
+    assert whole.startswith(f"{dtype}[2, 3] ")
+    assert array_checksums({"x": array.reshape(3, 2)})["x"][-16:] == whole[-16:]
+    assert array_checksums({"x": array[::-1]})["x"] != whole
+    raw = np.asarray(array).view(np.uint8)
+    for place in np.ndindex(raw.shape):
+        changed = raw.copy()
+        changed[place] ^= 1
+        assert array_checksums({"x": jnp.asarray(changed.view(array.dtype))})["x"] != whole
