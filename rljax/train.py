@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         (run_dir / "config.yaml").write_text(config_to_yaml(config))
         with stop:
             last_row = next(reversed(recorded_rows(run_dir)), None)
-            train(components, state, progress, recorder.write, stop.requested, last_row)
+            train(components, state, progress, recorder.write, stop.requested, last_row, recorder.sync)
     finish(run_dir)
     for line in progress.stopped_by:
         print(f"guard: {line}; stopped, saved", file=sys.stderr)

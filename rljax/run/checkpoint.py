@@ -188,8 +188,8 @@ class Checkpointer:
             except DamagedCheckpointError as error:
                 damaged[step] = error
                 continue
-            for other, error in damaged.items():
-                self._set_aside(other, error)
+            for other, why in damaged.items():
+                self._set_aside(other, why)
             return found
         if damaged:
             raise RuntimeError(f"no checkpoint is whole: {'; '.join(map(str, damaged.values()))}")

@@ -12,26 +12,29 @@ Step t (1-based) is one rollout batch and at most one update:
 8. evaluate when due, then record one row
 9. check the guard; checkpoint when due
 
-Everything random derives from (seed, step), so a resumed run repeats what an uninterrupted one would have done. The
-loop knows neither which engine it talks to nor where its metrics go.
+A step is finished when point 6 is done: whatever fails after that, its state and row are saved; whatever fails before,
+those of the step before are. Everything random derives from (seed, step), so a resumed run repeats what an
+uninterrupted one would have done. The loop knows neither which engine it talks to nor where its metrics go.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from rljax.data.prompts import PromptStream
 from rljax.data.tokenizer import Tokenizer
-from rljax.errors import StoppedWaitingError, caller_errors
+from rljax.errors import ConfigError, StoppedWaitingError, caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.report.rows import Row
 from rljax.rewards.pool import RewardPool
@@ -50,6 +53,8 @@ from rljax.trainer.measure import without_empty_buckets
 from rljax.trainer.packing import useful_fraction
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, UpdateOptions
+
+Record = Callable[[Row, dict[str, np.ndarray]], None]
 
 
 @dataclass
@@ -70,13 +75,16 @@ class Components:
     checkpointer: Checkpointer
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
-        """The JSON part of a checkpoint."""
-        return progress.state_dict() | {
-            "guard": self.guard.state_dict(),
-            "data": self.stream.state_dict(),
-            "schedule": self.controller.state_dict(),
-            "policy": policy_record(self.policy),
-        }
+        """The JSON part of a checkpoint; later changes of the components do not show in it."""
+        return copy.deepcopy(
+            progress.state_dict()
+            | {
+                "guard": self.guard.state_dict(),
+                "data": self.stream.state_dict(),
+                "schedule": self.controller.state_dict(),
+                "policy": policy_record(self.policy),
+            }
+        )
 
     def check_host(self, host: dict[str, Any]) -> None:
         """Raises ValueError when the JSON part of a checkpoint is of another policy."""
@@ -104,11 +112,39 @@ class Timers:
         self.row[f"time/{name}_s"] = time.perf_counter() - start
 
 
-def one_step(
-    run: Components, state: TrainState, progress: Progress, last_row: Row
-) -> tuple[TrainState, Row, dict[str, np.ndarray]]:
-    """Points 1 to 8 of step ``progress.step + 1``; advances ``progress``. Returns state, row and histograms."""
+@dataclass
+class Standing:
+    """Where a run stands: its newest finished step, which is saved when the run ends, whatever ends it.
+
+    A step is finished when its update is done; what follows may still fail, and its row then lacks it.
+
+    Attributes:
+      state: device state after that step; donated to the next.
+      progress: advanced in place.
+      host: JSON part of a checkpoint of the newest recorded step.
+      row: of that step.
+      histograms: likewise.
+      is_recorded: whether the row is in the record, and ``host`` of that step.
+    """
+
+    state: TrainState
+    progress: Progress
+    host: dict[str, Any]
+    row: Row
+    histograms: dict[str, np.ndarray] = field(default_factory=dict)
+    is_recorded: bool = True
+
+    def finish(self, state: TrainState, row: Row, histograms: dict[str, np.ndarray]) -> None:
+        """The update of the next step is done, which made the next policy version."""
+        self.state, self.row, self.histograms, self.is_recorded = state, row, histograms, False
+        self.progress.step += 1
+        self.progress.policy_version += 1
+
+
+def one_step(run: Components, at: Standing) -> None:
+    """Points 1 to 8 of the next step, but for the record; ``at`` is advanced after point 6."""
     config, timers, start = run.config, Timers(), time.perf_counter()
+    progress, last_row = at.progress, at.row
     step, version = progress.step + 1, progress.policy_version
     seed = step_seed(config.run.seed, step)
     row: Row = {"step": step}
@@ -132,29 +168,34 @@ def one_step(
         batch = run.update.pack(sequences)
     with timers.phase("train"):
         measure_noise = is_due(config.diagnosis.grad_noise_every, step)
-        updated = run.update(state, batch, sequences, UpdateOptions(rate, seed, measure_noise))
-    state = updated.state
+        updated = run.update(at.state, batch, sequences, UpdateOptions(rate, seed, measure_noise))
+    at.finish(updated.state, row, updated.histograms)
 
-    with timers.phase("publish"):
-        progress.policy_version += 1
-        is_published = publish(run.engine, state, progress.policy_version)
-    progress.step = step
     if any(sequence.in_loss for sequence in sequences):
         progress.observe_grad_norm(updated.row["optimizer/grad_norm"])
-
     row |= without_empty_buckets(updated.row) | schedule_row(run.controller)
     row |= progress.sum_rise(row, config.diagnosis.reference_steps)
     row["optimizer/grad_norm_ema"] = progress.grad_norm_ema
     row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
-    row |= run.engine.pop_metrics()
-    write_rollouts(config, step, version, rollouts, sequences, updated.trainer_logprobs, run.tokenizer)
-    if is_published and (is_due(config.eval.every, step) or (config.eval.every > 0 and step == config.run.steps)):
-        with contextlib.suppress(StoppedWaitingError):
-            row |= evaluate(run, timers, "eval")
-    row |= timers.row | {"time/step_s": time.perf_counter() - start}
-    response_tokens = sum(response.length for response in rollouts.all())
-    row["perf/response_tokens_per_s"] = response_tokens / timers.row["time/rollout_s"]
-    return state, row, updated.histograms
+    try:
+        try:
+            with timers.phase("publish"):
+                is_published = publish(run.engine, at.state, progress.policy_version)
+        finally:
+            row |= run.engine.pop_metrics()
+        write_rollouts(config, step, version, rollouts, sequences, updated.trainer_logprobs, run.tokenizer)
+        if is_published and is_evaluated(config, step):
+            with contextlib.suppress(StoppedWaitingError):
+                row |= evaluate(run, timers, "eval")
+    finally:
+        row |= timers.row | {"time/step_s": time.perf_counter() - start}
+        response_tokens = sum(response.length for response in rollouts.all())
+        row["perf/response_tokens_per_s"] = response_tokens / timers.row["time/rollout_s"]
+
+
+def is_evaluated(config: Config, step: int) -> bool:
+    """Whether the policy is evaluated after this step."""
+    return is_due(config.eval.every, step) or (config.eval.every > 0 and step == config.run.steps)
 
 
 def evaluate(run: Components, timers: Timers, phase: str) -> Row:
@@ -183,58 +224,112 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def record_step(run: Components, at: Standing, record: Record) -> list[str]:
+    """Records the newest finished step and shows its row to the guard. Returns the guard's warnings.
+
+    Raises:
+      ConfigError: a rule of the guard names a metric that no row has; the row is recorded then.
+    """
+    record(at.row, at.histograms)
+    at.is_recorded = True
+    try:
+        with caller_errors():
+            warnings, at.progress.stopped_by = run.guard.check(at.row)
+    finally:
+        at.host = run.state_dict(at.progress)
+    return warnings
+
+
+def save(run: Components, at: Standing, sync: Callable[[], None]) -> None:
+    """Saves the newest step, once the rows that a resume from it needs are on the disk."""
+    sync()
+    run.checkpointer.save(at.progress.step, at.state, at.host)
+
+
+def save_newest(run: Components, at: Standing, record: Record, sync: Callable[[], None]) -> str:
+    """Records and saves the newest finished step where that was not done, and waits for it. Returns what to say."""
+    checkpointer, step = run.checkpointer, at.progress.step
+    with contextlib.suppress(RuntimeError):  # an older save that failed
+        checkpointer.wait()
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(at.state)):
+        return f"the update that failed had already taken the state of step {step}; {what_remains(checkpointer)}"
+    if not at.is_recorded:
+        with contextlib.suppress(ConfigError):
+            record_step(run, at, record)
+    if not step:
+        return "no step was finished"
+    if checkpointer.latest_step() != step:
+        save(run, at, sync)
+        checkpointer.wait()
+    lacks = is_evaluated(run.config, step) and run.evaluate and not any(key.startswith("eval/") for key in at.row)
+    without = ", its row without the evaluation that was due" if lacks else ""
+    return f"step {step} is saved{without}; the same command goes on from there"
+
+
+def what_remains(checkpointer: Checkpointer) -> str:
+    """Where a run can go on from."""
+    step = checkpointer.latest_step()
+    return "there is no checkpoint" if step is None else f"what remains is the checkpoint of step {step}"
+
+
 def train(
     run: Components,
     state: TrainState,
     progress: Progress,
-    record: Callable[[Row, dict[str, np.ndarray]], None],
+    record: Record,
     should_stop: Callable[[], bool] = lambda: False,
     last_row: Row | None = None,
+    sync: Callable[[], None] = lambda: None,
 ) -> TrainState:
     """Runs to the last step, or until ``should_stop`` or the guard says so after a step; then the step is saved.
 
-    When the engine stops waiting for servers, the step it waits in is given up and the last one saved.
+    When the engine stops waiting for servers, the step it waits in is given up and the last one saved. Any other
+    error, and an interrupt, is raised again once the newest finished step is recorded and saved, which a line on stderr
+    says: of a step whose update is done the new state, else the one before.
 
     Args:
       run: what the run is made of.
       state: device state at ``progress``; donated.
       progress: where the run stands; advanced in place.
-      record: takes each step's row and histograms, in order.
+      record: takes each step's row and histograms, in order; when it raises, the row is not recorded.
       should_stop: asked after each step.
       last_row: the row of step ``progress.step``, for a schedule that watches a metric of the step before.
+      sync: called before each save; returns when the recorded rows are on the disk.
 
     Returns:
-      The device state after the last step done.
+      The device state after the last step done; its files are complete.
 
     Raises:
       ConfigError: a rule of the guard names a metric that no row has.
     """
     config, checkpointer = run.config, run.checkpointer
-    row = last_row or {}
+    at = Standing(state, progress, run.state_dict(progress), last_row or {})
     if not publish(run.engine, state, progress.policy_version):
         return state
     run.engine.pop_metrics()
-    with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
-        while progress.step < config.run.steps:
-            data_before = run.stream.state_dict()
-            try:
+    try:
+        with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
+            while progress.step < config.run.steps:
                 with profiler.step(progress.step + 1):
-                    state, row, histograms = one_step(run, state, progress, row)
-            except StoppedWaitingError:
-                run.stream.load_state_dict(data_before)
-                if progress.step and checkpointer.latest_step() != progress.step:
-                    checkpointer.save(progress.step, state, run.state_dict(progress))
-                break
-            record(row, histograms)
-            with caller_errors():
-                warnings, progress.stopped_by = run.guard.check(row)
-            for line in warnings:
-                print(f"\nwarning: guard: {line}", file=sys.stderr)
-            stopping = should_stop() or bool(progress.stopped_by)
-            if stopping or progress.step == config.run.steps or is_due(config.checkpoint.every, progress.step):
-                checkpointer.save(progress.step, state, run.state_dict(progress))
-            if config.checkpoint.keep_best and (accuracy := mean_accuracy(row)) is not None:
-                checkpointer.save_best(progress.step, accuracy, state, run.state_dict(progress))
-            if stopping:
-                break
-    return state
+                    one_step(run, at)
+                for line in record_step(run, at, record):
+                    print(f"\nwarning: guard: {line}", file=sys.stderr)
+                stopping = should_stop() or bool(progress.stopped_by)
+                if stopping or progress.step == config.run.steps or is_due(config.checkpoint.every, progress.step):
+                    save(run, at, sync)
+                if config.checkpoint.keep_best and (accuracy := mean_accuracy(at.row)) is not None:
+                    checkpointer.save_best(progress.step, accuracy, at.state, at.host)
+                if stopping:
+                    break
+        checkpointer.wait()
+    except StoppedWaitingError:
+        save_newest(run, at, record, sync)
+    except BaseException:
+        try:
+            said = save_newest(run, at, record, sync)
+        except Exception as second:
+            why = " ".join(str(second).split())
+            said = f"step {progress.step} could not be saved: {why}; {what_remains(checkpointer)}"
+        print(f"\n{said}", file=sys.stderr)
+        raise
+    return at.state

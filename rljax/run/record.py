@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -65,7 +66,7 @@ class Recorder:
         path = directory / "metrics.jsonl"
         _keep_steps_before(path, first_step)
         self._next_step = first_step
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
         self._tensorboard = _TensorBoard(directory / "tb", first_step) if tensorboard else None
         self._console = _Console(total_steps, first_step) if progress else None
 
@@ -77,18 +78,31 @@ class Recorder:
         Raises:
           ValueError: ``row["step"]`` is not the next step.
           TypeError: a value that is none of the above.
+          OSError: the row could not be written; nothing of it is left in the file, and it may be tried again.
         """
         values = {key: _to_python(key, value) for key, value in row.items()}
         if values.get("step") != self._next_step:
             raise ValueError(f"expected the row of step {self._next_step}, got step {values.get('step')}")
-        # Written at once: a process that is killed leaves at most one incomplete line, the last.
-        self._file.write(_encode(values) + "\n")
-        self._file.flush()
+        self._append(f"{_encode(values)}\n".encode())
         self._next_step += 1
         if self._tensorboard is not None:
             self._tensorboard.show(values, histograms or {})
         if self._console is not None:
             self._console.show(values)
+
+    def sync(self) -> None:
+        """Returns when every row is on the disk, so that a checkpoint may count on it."""
+        os.fsync(self._file.fileno())
+
+    def _append(self, line: bytes) -> None:
+        """Written at once: a process that is killed leaves at most one incomplete line, the last."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+        except OSError:
+            self._file.truncate(size)
+            raise
 
     def close(self) -> None:
         """Flushes and closes everything; a second call does nothing."""

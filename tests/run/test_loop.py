@@ -12,6 +12,7 @@ import pytest
 from scripted_engine import ScriptedEngine
 from toy_runs import TOY_BASE
 
+import rljax.trainer.update
 from rljax.compare.dump import read_dump
 from rljax.data.prompts import DataConfig
 from rljax.data.toy import build_tokenizer, policy_config
@@ -84,10 +85,10 @@ class Finished:
 def go(update, tmp_path):
     """Runs ``train`` from where a directory stands."""
 
-    def run(name="run", *, engine=None, stop_after=None, last_row=None, **changes):
+    def run(name="run", *, engine=None, stop_after=None, last_row=None, rows=None, record=None, **changes):
         config = settings(tmp_path / name, **changes)
         engine = engine or ScriptedEngine(TOKENIZER, half_right)
-        rows = []
+        rows = [] if rows is None else rows
         with contextlib.ExitStack() as stack:
             checkpointer = stack.enter_context(
                 contextlib.closing(Checkpointer(tmp_path / name / "checkpoints", keep=9))
@@ -102,7 +103,7 @@ def go(update, tmp_path):
                 components,
                 state,
                 progress,
-                lambda row, histograms: rows.append(row),
+                record or (lambda row, histograms: rows.append(row)),
                 lambda: engine.is_gone or len(rows) == stop_after,
                 last_row,
             )
@@ -266,3 +267,157 @@ def test_with_no_whole_checkpoint_the_run_ends_in_one_line(go):
     with pytest.raises(ConfigError, match="no checkpoint is whole: checkpoint 4 in"):
         go()
     assert not (run.directory / "damaged").exists()
+
+
+class Failing(ScriptedEngine):
+    """Raises ``error`` at the publish of a version, at a call of ``generate``, or once ``answers`` were given."""
+
+    def __init__(self, error, *, version=None, call=None, answers=0):
+        super().__init__(TOKENIZER, half_right)
+        self.error, self.version, self.call, self.answers = error, version, call, answers
+
+    def generate(self, prompts, n, sampling, *, seed):
+        for count, response in enumerate(super().generate(prompts, n, sampling, seed=seed)):
+            if len(self.asked) == self.call and count == self.answers:
+                raise self.error
+            yield response
+
+    def publish(self, params, policy_version):
+        if policy_version == self.version:
+            raise self.error
+        super().publish(params, policy_version)
+
+
+def resumed_rows(go, rows):
+    """The rows that were recorded and those of a run that goes on after them, with what that one published."""
+    second = go(last_row=rows[-1] if rows else None)
+    return without_clock(rows + second.rows), second
+
+
+def without_evaluation(rows):
+    return [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in rows]
+
+
+# Calls of ``generate``: steps 1 and 2, the evaluation of step 2, steps 3 and 4, the evaluation of step 4.
+@pytest.mark.parametrize(
+    "error", [RuntimeError("it failed 6 times"), KeyboardInterrupt(), OSError(28, "No space left")]
+)
+@pytest.mark.parametrize("answers", [0, 3])
+def test_a_failed_rollout_saves_the_step_before(error, answers, go, capsys):
+    whole, rows = go("whole"), []
+    with pytest.raises(type(error)) as raised:
+        go(engine=Failing(error, call=2, answers=answers), rows=rows)
+    assert raised.value is error
+    assert capsys.readouterr().err.endswith("\nstep 1 is saved; the same command goes on from there\n")
+    assert len(rows) == 1
+    got, second = resumed_rows(go, rows)
+    assert second.engine.published == [1, 2, 3, 4]
+    assert got == without_clock(whole.rows)
+    jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
+
+
+def test_a_failed_publish_records_and_saves_the_new_state_and_is_made_up_for(go, capsys):
+    whole, rows = go("whole"), []
+    with pytest.raises(TimeoutError, match="900 s"):
+        go(engine=Failing(TimeoutError("no server took it in 900 s"), version=1), rows=rows)
+    assert capsys.readouterr().err.endswith("\nstep 1 is saved; the same command goes on from there\n")
+    got, second = resumed_rows(go, rows)
+    assert second.engine.published == [1, 2, 3, 4]
+    assert got == without_clock(whole.rows)
+    jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
+
+
+@pytest.mark.parametrize("engine", [{"version": 2}, {"call": 3, "answers": 7}])
+def test_an_evaluation_that_fails_is_all_that_its_row_lacks(engine, go, capsys):
+    whole, rows = go("whole"), []
+    with pytest.raises(RuntimeError, match="broken"):
+        go(engine=Failing(RuntimeError("broken"), **engine), rows=rows)
+    said = "step 2 is saved, its row without the evaluation that was due; the same command goes on from there"
+    assert capsys.readouterr().err.endswith(f"\n{said}\n")
+    got, second = resumed_rows(go, rows)
+    expected = without_clock(whole.rows)
+    assert got == [expected[0], *without_evaluation(expected[1:2]), *expected[2:]]
+    jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
+
+
+def test_a_dump_that_fails_loses_no_row(go, tmp_path):
+    whole, rows = go("whole"), []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rollouts").write_text("a file where the folder should be")
+    with pytest.raises(OSError, match="rollouts"):
+        go(rows=rows, rollout={"dump_every": 3})
+    got, second = resumed_rows(go, rows)
+    assert second.engine.published == [3, 4]
+    assert got == without_clock(whole.rows)
+
+
+def test_a_row_that_fails_is_tried_again(go):
+    """The first write of row 2 fails; what ends the run then records and saves it."""
+    whole, rows, failures = go("whole"), [], [OSError(28, "No space left on device")]
+
+    def record(row, histograms):
+        if row["step"] == 2 and failures:
+            raise failures.pop()
+        rows.append(row)
+
+    with pytest.raises(OSError, match="No space left"):
+        go(record=record, rows=rows)
+    assert resumed_rows(go, rows)[0] == without_clock(whole.rows)
+
+
+def test_a_row_that_cannot_be_recorded_keeps_the_last_checkpoint(go, capsys):
+    whole, rows = go("whole"), []
+
+    def record(row, histograms):
+        if row["step"] == 2:
+            raise OSError(28, "No space left on device")
+        rows.append(row)
+
+    with pytest.raises(OSError, match="No space left"):
+        go(record=record, rows=rows, checkpoint={"every": 1})
+    said = "step 2 could not be saved: [Errno 28] No space left on device; what remains is the checkpoint of step 1"
+    assert capsys.readouterr().err.endswith(f"\n{said}\n")
+    assert resumed_rows(go, rows)[0] == without_clock(whole.rows)
+
+
+def test_an_update_that_fails_says_what_remains(go, update, monkeypatch, capsys):
+    """The compiled step has taken its state when the numbers it gives are fetched."""
+    whole, rows, calls = go("whole"), [], []
+
+    def fetch(metrics, *, noise):
+        calls.append(noise)
+        if len(calls) == 3:
+            raise RuntimeError("the device is lost")
+        return real(metrics, noise=noise)
+
+    real = rljax.trainer.update.fetch
+    monkeypatch.setattr(rljax.trainer.update, "fetch", fetch)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        go(rows=rows, checkpoint={"every": 1})
+    monkeypatch.undo()
+    said = "the update that failed had already taken the state of step 2; what remains is the checkpoint of step 2"
+    assert capsys.readouterr().err.endswith(f"\n{said}\n")
+    assert resumed_rows(go, rows)[0] == without_clock(whole.rows)
+
+
+def test_rows_are_synced_before_each_save(update, tmp_path):
+    """At each save the rows on the disk reach to its step."""
+    config, engine, events = settings(tmp_path / "run", eval={"every": 0}), ScriptedEngine(TOKENIZER, half_right), []
+
+    class Watched(Checkpointer):
+        def save(self, step, state, host):
+            events.append(("save", step))
+            super().save(step, state, host)
+
+    with contextlib.closing(Watched(tmp_path / "run" / "checkpoints")) as checkpointer:
+        components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, load_problems(config, TOKENIZER))
+        components = dataclasses.replace(components, update=update)
+        with contextlib.closing(components.rewards):
+            train(
+                components,
+                *starting_point(components, MESH),
+                lambda row, histograms: events.append(("row", row["step"])),
+                sync=lambda: events.append(("sync",)),
+            )
+    rows = [("row", step) for step in range(1, 5)]
+    assert events == [*rows[:3], ("sync",), ("save", 3), rows[3], ("sync",), ("save", 4)]

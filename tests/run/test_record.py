@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import resource
+import signal
 
 import jax.numpy as jnp
 import numpy as np
@@ -223,3 +225,24 @@ def test_close_twice(tmp_path):
 def test_reading_a_missing_record(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_rows(tmp_path / "metrics.jsonl")
+
+
+def test_a_row_that_finds_no_room_leaves_nothing_and_may_be_tried_again(tmp_path):
+    """A limit of the process in the middle of the second row stands for a full disk."""
+    recorder = Recorder(tmp_path, 3, tensorboard=False, progress=False)
+    recorder.write({"step": 1})
+    first = (tmp_path / "metrics.jsonl").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) + 5, hard))
+    try:
+        with pytest.raises(OSError, match=r"No space left on device|File too large"):
+            recorder.write({"step": 2, "x": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == first
+    recorder.write({"step": 2, "x": 0.5})
+    recorder.sync()
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "x": 0.5}]
+    recorder.close()
