@@ -15,12 +15,13 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
-from rljax.policy.qwen3 import param_shardings
+from rljax.policy.qwen3 import Params, param_shardings
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
+from rljax.run.checksum import array_checksums, json_checksum
 from rljax.run.config import Config
 from rljax.run.evaluation import evaluate_datasets
 from rljax.run.guard import Guard
@@ -37,9 +38,16 @@ from rljax.trainer.update import MultipleUpdates, Pack, SingleUpdate, Update, re
 
 @dataclass(frozen=True)
 class Problems:
-    """What is trained on, in its order, and what is evaluated on by name."""
+    """What is trained on, in its order, and what is evaluated on by name.
+
+    Attributes:
+      stream: of the training problems.
+      fingerprint: of their prompts and answers, in the order of the data.
+      evaluation: problems by name.
+    """
 
     stream: PromptStream
+    fingerprint: str
     evaluation: dict[str, Sequence[Problem]]
 
 
@@ -55,14 +63,15 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     training = training_problems(data, tokenizer)
     check_lengths(training, tokenizer, limit, remedy)
     stream = PromptStream(training, data.batch_size, config.run.seed)
+    fingerprint = json_checksum([[problem["prompt"], problem["answer"]] for problem in training])
     if not config.eval.is_wanted:
-        return Problems(stream, {})
+        return Problems(stream, fingerprint, {})
     datasets = evaluation_datasets(config.eval.datasets, data, tokenizer)
     for name, problems in datasets.items():
         check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
     if not datasets:
         print("warning: nothing is evaluated: eval.datasets is empty", file=sys.stderr)
-    return Problems(stream, datasets)
+    return Problems(stream, fingerprint, datasets)
 
 
 def make_run_engine(config: Config, policy: PolicyConfig, mesh: Mesh, should_stop: Callable[[], bool]) -> RolloutEngine:
@@ -91,6 +100,7 @@ def build(
 
     Raises:
       ConfigError: the reward cannot be used.
+      OSError, ValueError: as ``load_reference``.
     """
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
     with caller_errors():
@@ -101,6 +111,10 @@ def build(
         sampling = SamplingParams(limit, wanted.temperature, stops)
         run = (engine, tokenizer, problems.evaluation, rewards, sampling)
         evaluate = functools.partial(evaluate_datasets, *run, n=wanted.n, pass_k=wanted.pass_k, seed=wanted.seed)
+    reference = load_reference(config, policy, mesh)
+    fingerprints = {"problems": problems.fingerprint}
+    if reference is not None:
+        fingerprints["reference"] = json_checksum(array_checksums(reference))
     return Components(
         config=config,
         policy=policy,
@@ -110,10 +124,11 @@ def build(
         rewards=rewards,
         sampling=SamplingParams(config.rollout.max_response_tokens, config.rollout.temperature, stops),
         evaluate=evaluate,
-        update=make_update(config, policy, make_optimizer(config.optimizer), mesh),
+        update=make_update(config, policy, make_optimizer(config.optimizer), mesh, reference),
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
         guard=Guard(config.guard),
         checkpointer=checkpointer,
+        fingerprints=fingerprints,
     )
 
 
@@ -150,15 +165,29 @@ def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, 
     return max_micro_batches(count, config.max_sequence_tokens, tokens, rows), rows, tokens
 
 
-def make_update(config: Config, policy: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh) -> Update:
-    """One fused update a step, mini-batches and epochs as ``loss`` says, or one through the exact engine's executable.
+def load_reference(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params | None:
+    """The frozen policy of a KL penalty, the model that the run starts from (float32); None without a penalty.
 
     Raises:
-      OSError, ValueError: a KL penalty is wanted and the reference policy, the model that the run starts from, cannot
-        be read.
+      OSError, ValueError: it cannot be read.
+    """
+    if config.loss.kl == "none":
+        return None
+    return load_params(config.model.path, policy, param_shardings(policy, mesh))
+
+
+def make_update(
+    config: Config,
+    policy: PolicyConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    frozen: Params | None = None,
+) -> Update:
+    """One fused update a step, mini-batches and epochs as ``loss`` says, or one through the exact engine's executable.
+
+    ``frozen``: from ``load_reference``.
     """
     loss, temperature = config.loss, config.rollout.temperature
-    frozen = load_params(config.model.path, policy, param_shardings(policy, mesh)) if loss.kl != "none" else None
     if config.rollout.engine == "exact":
         return ExactUpdate(
             make_exact_pass(config, policy, mesh),

@@ -45,7 +45,7 @@ from rljax.run.config import Config
 from rljax.run.evaluation import mean_accuracy
 from rljax.run.guard import Guard
 from rljax.run.profiling import StepProfiler
-from rljax.run.progress import Progress, check_policy, policy_record
+from rljax.run.progress import Progress, check_fingerprints, check_policy, policy_record
 from rljax.run.rate import RateController, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import collect_rollouts, rollout_row, score_responses, step_seed, training_sequences
@@ -73,6 +73,7 @@ class Components:
     controller: RateController
     guard: Guard
     checkpointer: Checkpointer
+    fingerprints: dict[str, str]
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
         """The JSON part of a checkpoint; later changes of the components do not show in it."""
@@ -83,12 +84,15 @@ class Components:
                 "data": self.stream.state_dict(),
                 "schedule": self.controller.state_dict(),
                 "policy": policy_record(self.policy),
+                "fingerprints": self.fingerprints,
             }
         )
 
     def check_host(self, host: dict[str, Any]) -> None:
-        """Raises ValueError when the JSON part of a checkpoint is of another policy."""
+        """Raises ValueError when the JSON part of a checkpoint is of another policy, reference or training data."""
         check_policy(host["policy"], self.policy, self.config.model.path)
+        names = {"reference": self.config.model.path, "problems": self.config.data.path or self.config.data.task}
+        check_fingerprints(host.get("fingerprints", {}), self.fingerprints, names)
 
     def load_state_dict(self, host: dict[str, Any]) -> Progress:
         """Puts the components where the checkpoint was taken."""

@@ -79,3 +79,22 @@ def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> N
     differing = [f"{key} ({recorded.get(key)} there, {now[key]} now)" for key in now if recorded.get(key) != now[key]]
     if differing:
         raise ValueError(f"the checkpoint is of another model than {path}: {', '.join(differing)}")
+
+
+def check_fingerprints(recorded: dict[str, str], now: dict[str, str], names: dict[str, str]) -> None:
+    """Raises ValueError when the reference policy or the training problems are not those of the checkpoint.
+
+    Args:
+      recorded: in the checkpoint; {} in one of an older rljax, which is not checked.
+      now: of this run, under ``reference`` and ``problems``.
+      names: what each of them was read from.
+    """
+    remedies = {
+        "reference": "the reference policy of loss.kl has other weights than before: give the model that the run began "
+        "with as model.path",
+        "problems": "the training problems or their order are not those before: put back the data that the run began "
+        "with",
+    }
+    for kind, remedy in remedies.items():
+        if kind in recorded and kind in now and recorded[kind] != now[kind]:
+            raise ValueError(f"{names[kind]}: {remedy}, or give another run.dir")

@@ -17,12 +17,13 @@ from rljax.compare.dump import read_dump
 from rljax.data.prompts import DataConfig
 from rljax.data.toy import build_tokenizer, policy_config
 from rljax.errors import ConfigError
+from rljax.policy.hf import load_params, save_params
 from rljax.rollout.types import RolloutConfig
 from rljax.run.build import build, load_problems, make_update, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.loop import train
-from rljax.run.progress import Progress
+from rljax.run.progress import Progress, check_fingerprints
 from rljax.run.rate import ScheduleConfig
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
@@ -421,3 +422,44 @@ def test_rows_are_synced_before_each_save(update, tmp_path):
             )
     rows = [("row", step) for step in range(1, 5)]
     assert events == [*rows[:3], ("sync",), ("save", 3), rows[3], ("sync",), ("save", 4)]
+
+
+def data_file(tmp_path, order):
+    problems = [{"prompt": f"{100 + i}+{200 + i}=", "answer": str(300 + 2 * i)} for i in range(8)]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(problems[i]) + "\n" for i in order))
+    return {"data": {"task": "file", "path": str(path), "reward": "addition"}, "eval": {"every": 0}}
+
+
+def test_problems_in_another_order_are_refused_at_a_resume(go, tmp_path):
+    order = list(range(8))
+    first = go(stop_after=2, **data_file(tmp_path, order))
+    with pytest.raises(ConfigError, match=r"problems.jsonl: the training problems or their order are not those before"):
+        go(last_row=first.rows[-1], **data_file(tmp_path, [1, 0, *order[2:]]))
+    assert len(go(last_row=first.rows[-1], **data_file(tmp_path, order)).rows) == 2
+
+
+def test_a_checkpoint_of_before_fingerprints_is_not_checked():
+    check_fingerprints({}, {"problems": "a", "reference": "b"}, {})
+    check_fingerprints({"problems": "a"}, {"problems": "a", "reference": "b"}, {})
+    with pytest.raises(ValueError, match=r"^m: the reference policy .* as model.path, or give another run.dir$"):
+        check_fingerprints({"reference": "a"}, {"problems": "a", "reference": "b"}, {"reference": "m"})
+
+
+def test_the_reference_is_fingerprinted_by_its_weights(tmp_path):
+    """A KL penalty's reference of one changed weight has another fingerprint; without a penalty there is none."""
+    found = []
+    for change in (0.0, 0.0, 1e-3):
+        path = shutil.copytree(TOY_BASE, tmp_path / f"base{len(found)}")
+        params = load_params(path, POLICY)
+        params["embed"] = params["embed"].at[3, 5].add(change)
+        save_params(path, params, POLICY)
+        config = settings(tmp_path / "run", model={"path": str(path)}, loss={"kl": "k3", "kl_coefficient": 0.1})
+        engine, problems = ScriptedEngine(TOKENIZER, half_right), load_problems(config, TOKENIZER)
+        with contextlib.closing(Checkpointer(tmp_path / "run" / "checkpoints")) as checkpointer:
+            components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems)
+        components.rewards.close()
+        found.append(components.fingerprints)
+    assert found[0] == found[1]
+    assert found[0]["problems"] == found[2]["problems"]
+    assert found[0]["reference"] != found[2]["reference"]

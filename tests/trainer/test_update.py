@@ -18,7 +18,7 @@ from rljax.policy.hf import save_params
 from rljax.policy.qwen3 import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.types import RolloutConfig
-from rljax.run.build import make_update
+from rljax.run.build import load_reference, make_update
 from rljax.run.config import Config, ModelConfig
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
@@ -345,7 +345,7 @@ def test_one_update_a_batch_normalises_beside_a_penalty_by_a_forward_of_its_own(
     normalised = dataclasses.replace(fused, correction=CorrectionConfig(level="token", threshold=1.2, normalize=True))
     rows = []
     for config, kind in ((fused, SingleUpdate), (normalised, MultipleUpdates)):
-        update = make_update(config, CONFIG, keep_gradient(), MESH)
+        update = make_update(config, CONFIG, keep_gradient(), MESH, load_reference(config, CONFIG, MESH))
         assert isinstance(update, kind)
         rows.append(train(update, fresh_state(), sequences(), 0.1, seed=0, noise=False).row)
     assert rows[1]["correction/weight_mean"] < 0.97
