@@ -44,6 +44,7 @@ class Record:
       pid: process id.
       started: when the process started, in the kernel's ticks since boot; 0 where that cannot be told.
       token: unique to this claim.
+      since: when the claim was made, by the owner's clock.
     """
 
     host: str
@@ -51,6 +52,7 @@ class Record:
     pid: int
     started: int
     token: str
+    since: str = "an unknown time"
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -117,7 +119,8 @@ def claim(path: str | os.PathLike[str], *, stale_s: float = STALE_S, heartbeat_s
       OSError: the directory cannot be written.
     """
     path = Path(path)
-    record = Record(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or 0, uuid.uuid4().hex)
+    pid, now = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    record = Record(socket.gethostname(), _machine(), pid, _started(pid) or 0, uuid.uuid4().hex, now)
     taken_over = False
     while True:
         if _create(path, record):
@@ -128,7 +131,7 @@ def claim(path: str | os.PathLike[str], *, stale_s: float = STALE_S, heartbeat_s
         other = read(path)
         if other is not None:
             if not provably_dead(path) and not _stands_still(path, other, stale_s):
-                raise OwnedError(f"{path} is held by {other}, which is alive")
+                raise OwnedError(f"{path} is held by {other}, which is alive, since {other.since}")
             taken_over = _take_away(path, other)
 
 
@@ -245,6 +248,7 @@ def _parse(content: bytes) -> Record:
             int(fields["pid"]),
             int(fields["started"]),
             str(fields["token"]),
+            str(fields["since"]),
         )
     except (ValueError, KeyError, TypeError):
         return _UNREADABLE

@@ -15,17 +15,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.ownership import Ownership
 from rljax.policy.config import read_config
 from rljax.policy.hub import model_directory
+from rljax.report.rows import Row
 from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rollout.build import check_engine
 from rljax.run.build import build, load_problems, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, load_config
-from rljax.run.directory import prepare_directory, recorded_rows
+from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
 from rljax.run.dry_run import check_shapes, dry_run
 from rljax.run.loop import train
 from rljax.run.record import Recorder
@@ -47,6 +51,16 @@ def main(argv: Sequence[str]) -> int:
         if DRY_RUN in argv:
             print(dry_run(config))
             return 0
+    with contextlib.ExitStack() as stack:
+        with caller_errors():
+            owner = stack.enter_context(own_directory(run_dir))
+        return run(config, owner)
+
+
+def run(config: Config, owner: Ownership) -> int:
+    """Trains in the run directory, which is this process's; returns the exit status."""
+    run_dir = Path(config.run.dir)
+    with caller_errors():
         model = dataclasses.replace(config.model, path=model_directory(config.model.path))
         config = dataclasses.replace(config, model=model)
         policy = read_config(config.model.path)
@@ -71,9 +85,15 @@ def main(argv: Sequence[str]) -> int:
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)
         stack.callback(recorder.close)
         (run_dir / "config.yaml").write_text(config_to_yaml(config))
+
+        def record(row: Row, histograms: dict[str, np.ndarray]) -> None:
+            with caller_errors():
+                check_owner(owner)
+            recorder.write(row, histograms)
+
         with stop:
             last_row = next(reversed(recorded_rows(run_dir)), None)
-            train(components, state, progress, recorder.write, stop.requested, last_row, recorder.sync)
+            train(components, state, progress, record, stop.requested, last_row, recorder.sync)
     finish(run_dir)
     for line in progress.stopped_by:
         print(f"guard: {line}; stopped, saved", file=sys.stderr)

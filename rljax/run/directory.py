@@ -1,15 +1,21 @@
-"""What is in a run directory before a run starts, and whether this run may continue from it."""
+"""What is in a run directory before a run starts, who trains there, and whether this run may continue from it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from rljax.errors import ConfigError
+from rljax.errors import ConfigError, OwnedError
+from rljax.ownership import Ownership, claim, read
 from rljax.report.rows import Row, read_rows
 from rljax.run.config import Config
 from rljax.run.config_file import dotted, load_config
+
+OWNER = "owner.json"  # of the run directory: the process that trains there
 
 # Settings that may be changed when a run is continued: they do not change the meaning of a row.
 MAY_DIFFER = (
@@ -26,8 +32,41 @@ MAY_DIFFER = (
 )
 
 
+@contextlib.contextmanager
+def own_directory(run_dir: Path) -> Iterator[Ownership]:
+    """Makes the run directory, and this process the one that trains there; removes it if it is empty at the end.
+
+    The owner before it that is dead is named on stderr.
+
+    Raises:
+      OwnedError: another process trains there; the message names it.
+      OSError: the directory cannot be written.
+    """
+    is_new = not run_dir.exists()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    before = read(run_dir / OWNER)
+    with claim(run_dir / OWNER) as owner:
+        if before is not None:
+            print(f"{run_dir}: taken over from {before}, which is gone", file=sys.stderr)
+        try:
+            yield owner
+        finally:
+            owner.release()
+            if is_new:
+                with contextlib.suppress(OSError):
+                    run_dir.rmdir()
+
+
+def check_owner(owner: Ownership) -> None:
+    """Raises OwnedError when another process took over, as it may from one whose heartbeat stood still for long."""
+    with contextlib.suppress(OSError):
+        other = read(owner.path)
+        if other not in (None, owner.record):
+            raise OwnedError(f"{owner.path} was taken over by {other}; this process leaves the run to it")
+
+
 def prepare_directory(config: Config, run_dir: Path) -> None:
-    """Makes the run directory, prints from which step the run continues, and copies the run that ``run.resume`` names.
+    """Prints from which step the run continues, and copies the run that ``run.resume`` names.
 
     Raises:
       ConfigError: the run there may not, or cannot, be continued with these settings.
@@ -45,7 +84,6 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
         check_same_run(config, Path(resume))
         copy_run(Path(resume), run_dir)
         recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
     if not saved and recorded >= config.run.steps:
         raise ConfigError(f"{run_dir} holds {recorded} rows and no checkpoint to go on from; give another run.dir")
     if recorded > max(saved, default=0):

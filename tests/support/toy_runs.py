@@ -29,6 +29,14 @@ def command(base, run_dir, *options):
     return [str(ROOT / "configs/quickstart.yaml"), "--model.path", str(base), "--run.dir", str(run_dir), *options]
 
 
+def tiny(base, run_dir, steps, *options):
+    """As ``command``, for a run whose steps take a few hundredths of a second; a save every two steps."""
+    size = ("--data.batch-size", "2", "--rollout.group-size", "4", "--rollout.max-response-tokens", "12")
+    rows = ("--packing.row-tokens", "64", "--packing.rows-per-micro-batch", "2", "--diagnosis.grad-noise-every", "0")
+    when = ("--run.steps", str(steps), "--eval.every", "0", "--checkpoint.every", "2")
+    return command(base, run_dir, *size, *rows, *when, *options)
+
+
 def start(words, **settings):
     """The run as a process of its own, with environment variables ``settings``."""
     return subprocess.Popen(

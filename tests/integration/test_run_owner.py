@@ -1,0 +1,77 @@
+"""One trainer a run directory, with processes as a person or a scheduler starts them."""
+
+import dataclasses
+import json
+import os
+import signal
+import time
+
+import pytest
+from toy_runs import TIMEOUT, comparable, complete, start, tiny, wait_for_rows
+
+from rljax.ownership import claim, read
+
+pytestmark = pytest.mark.slow
+
+
+def test_of_two_started_at_once_one_trains_and_what_is_killed_is_restarted_at_once(toy_base, tmp_path):
+    run_dir = tmp_path / "run"
+    words = tiny(toy_base, run_dir, 40)
+    children = [start(words), start(words)]
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while all(child.poll() is None for child in children):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        refused, trains = sorted(children, key=lambda child: child.returncode is None)
+        output = refused.communicate()[0]
+        assert refused.returncode == 2, output
+        (line,) = output.strip().splitlines()
+        owner = f"error: {run_dir / 'owner.json'} is held by process {trains.pid} on {os.uname().nodename}, which is"
+        assert line.startswith(f"{owner} alive, since 20")
+        wait_for_rows(trains, run_dir, 3)
+        trains.send_signal(signal.SIGKILL)
+        trains.wait()
+        assert read(run_dir / "owner.json").pid == trains.pid
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    status, output = complete(words)
+    assert status == 0, output
+    assert f"{run_dir}: taken over from process {trains.pid} on {os.uname().nodename}, which is gone" in output
+    assert "waiting" not in output
+    assert [row["step"] for row in comparable(run_dir)] == list(range(1, 41))
+    assert not (run_dir / "owner.json").exists()
+
+
+def test_the_record_of_another_machine(toy_base, tmp_path):
+    """Its heartbeat stopped long ago: taken over. Taken over by it, while this process stood still: left to it."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with claim(run_dir / "owner.json") as owner:
+        record = dataclasses.asdict(dataclasses.replace(owner.record, host="node7", machine="another boot", pid=12))
+    (run_dir / "owner.json").write_text(json.dumps(record))
+    os.utime(run_dir / "owner.json", (time.time() - 3600,) * 2)
+    child = start(tiny(toy_base, run_dir, 400))
+    try:
+        wait_for_rows(child, run_dir, 2)
+        (run_dir / "owner.json").write_text(json.dumps(record))
+        output = child.communicate(timeout=TIMEOUT)[0]
+    finally:
+        child.kill()
+    assert child.returncode == 2, output
+    assert f"{run_dir}: taken over from process 12 on node7, which is gone" in output
+    assert "owner.json was taken over by process 12 on node7; this process leaves the run to it" in output
+    assert read(run_dir / "owner.json").host == "node7"
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_refused_run_leaves_the_directory_as_it_was(is_new, tmp_path):
+    run_dir = tmp_path / "run"
+    if not is_new:
+        run_dir.mkdir()
+    status, output = complete(tiny("nowhere", run_dir, 1))
+    assert (status, len(output.splitlines())) == (2, 1)
+    assert run_dir.exists() != is_new
+    assert is_new or list(run_dir.iterdir()) == []
