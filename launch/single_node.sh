@@ -19,7 +19,8 @@
 # Without GPU options one server starts where vLLM puts it: on a machine without GPUs, on the CPU. The model, the dtype
 # and the lengths are those of the configuration, and so is the key that the servers ask for (rollout.api_key_file). The
 # same command goes on with a run that was stopped (run.resume auto).
-# Ctrl-C or SIGTERM lets the trainer finish its step and save; a second one ends it at once. When the last server has
+# Ctrl-C or SIGTERM lets the trainer finish its step, or give it up where run.grace_s is too short, and save; a second
+# one ends it at once. When the last server has
 # ended, the trainer saves its last finished step and this script ends with status 1. Servers write their logs beside the
 # run, in RUN-servers. The trainer's environment is made on the first start, with CUDA where nvidia-smi finds a GPU
 # (.venv-gpu, else .venv); the servers' comes from launch/install_vllm.sh. RLJAX_VENV and RLJAX_VLLM_VENV name others,

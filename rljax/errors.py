@@ -54,7 +54,7 @@ class OwnedError(ValueError):
 
 
 class StoppedWaitingError(RuntimeError):
-    """The run was asked to stop while the engine waited for servers that are gone."""
+    """The run was asked to stop, and the engine would have to wait: for servers that are gone, or for responses."""
 
 
 class ServerError(RuntimeError):

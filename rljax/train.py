@@ -1,9 +1,9 @@
 """Trains a policy: ``python -m rljax.train CONFIG.yaml [--a.b value ...] [--dry-run]``.
 
 Builds the parts of a run from its configuration, goes on from a checkpoint when there is one, and calls the loop.
-SIGINT or SIGTERM ends the run after the step under way, saved, or at once where it waits for servers that are gone; the
-same command then goes on from there. A guard's stop rule does likewise, with exit status 3. ``--dry-run`` only tells
-what the run would take, from shapes alone.
+SIGINT or SIGTERM ends the run after the step under way, saved; or without it where it waits for servers that are gone,
+or samples and would not be done within ``run.grace_s``. The same command then goes on from there. A guard's stop rule
+does likewise, with exit status 3. ``--dry-run`` only tells what the run would take, from shapes alone.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def run(config: Config, owner: Ownership) -> int:
         check_shapes(config, policy, mesh)
         problems = load_problems(config, tokenizer)
         prepare_directory(config, run_dir)
-        stop = StopRequest()
-        engine = make_run_engine(config, policy, mesh, stop.requested)
+        stop = StopRequest(config.run.grace_s)
+        engine = make_run_engine(config, policy, mesh, stop)
     with contextlib.ExitStack() as stack:
         stack.callback(engine.close)
         checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
         stack.callback(checkpointer.close)
-        components = build(config, policy, tokenizer, mesh, engine, checkpointer, problems)
+        components = build(config, policy, tokenizer, mesh, engine, checkpointer, problems, stop.gives_up)
         stack.callback(components.rewards.close)
         state, progress = starting_point(components, mesh)
         with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
@@ -90,9 +90,11 @@ def run(config: Config, owner: Ownership) -> int:
             with caller_errors():
                 check_owner(owner)
             recorder.write(row, histograms)
+            stop.begin_step(row["time/step_s"], checkpointer.last_save_s)
 
         with stop:
             last_row = next(reversed(recorded_rows(run_dir)), None)
+            stop.begin_step(last_row["time/step_s"] if last_row else None, checkpointer.last_save_s)
             train(components, state, progress, record, stop.requested, last_row, recorder.sync)
     finish(run_dir)
     for line in progress.stopped_by:

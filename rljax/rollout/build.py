@@ -47,6 +47,7 @@ def make_engine(
     max_tokens: int,
     make_executable: Callable[[], Executable] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    gives_up: Callable[[], bool] = lambda: False,
 ) -> RolloutEngine:
     """The engine that ``config.engine`` names; it is given parameters of ``policy`` by ``publish``.
 
@@ -58,6 +59,7 @@ def make_engine(
       max_tokens: longest prompt plus longest response that will be asked for (tokens).
       make_executable: the trainer's executable; engine exact alone needs and makes it.
       should_stop: asked while no server answers; true ends the wait.
+      gives_up: asked while responses are sampled, at least four times a second; true ends it.
 
     Raises:
       ConfigError: no server answers in time, or weights cannot be written.
@@ -75,6 +77,7 @@ def make_engine(
                 checksums=functools.partial(hf_checksums, config=policy, dtype=jnp.dtype(config.dtype)),
                 score=make_scorer(policy, config.dtype),
                 should_stop=should_stop,
+                gives_up=gives_up,
             )
         except RuntimeError as error:
             raise ConfigError(error) from error

@@ -31,7 +31,7 @@ class RolloutEngine(Protocol):
         Raises:
           ValueError: a prompt, or the number of prompts, that this engine cannot take.
           RuntimeError: the engine is broken or gone for good.
-          StoppedWaitingError: the run was asked to stop and the engine would have to wait.
+          StoppedWaitingError: the run was asked to stop and the engine would have to wait for servers or responses.
         """
 
     def publish(self, params: Any, policy_version: int) -> None:

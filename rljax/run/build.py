@@ -28,6 +28,7 @@ from rljax.run.guard import Guard
 from rljax.run.loop import Components
 from rljax.run.progress import Progress
 from rljax.run.rate import make_rate_controller
+from rljax.run.stop import StopRequest
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import max_micro_batches, pack
@@ -74,7 +75,7 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     return Problems(stream, fingerprint, datasets)
 
 
-def make_run_engine(config: Config, policy: PolicyConfig, mesh: Mesh, should_stop: Callable[[], bool]) -> RolloutEngine:
+def make_run_engine(config: Config, policy: PolicyConfig, mesh: Mesh, stop: StopRequest) -> RolloutEngine:
     """The engine that ``rollout.engine`` names; the exact one gets the trainer's executable. Raises as make_engine."""
     return make_engine(
         config.rollout,
@@ -83,7 +84,8 @@ def make_run_engine(config: Config, policy: PolicyConfig, mesh: Mesh, should_sto
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_tokens=config.max_engine_tokens,
         make_executable=functools.partial(make_exact_pass, config, policy, mesh),
-        should_stop=should_stop,
+        should_stop=stop.requested,
+        gives_up=stop.gives_up,
     )
 
 
@@ -95,8 +97,9 @@ def build(
     engine: RolloutEngine,
     checkpointer: Checkpointer,
     problems: Problems,
+    gives_up: Callable[[], bool] = lambda: False,
 ) -> Components:
-    """The components of a run at its first step.
+    """The components of a run at its first step; ``gives_up`` ends what is sampled (``StopRequest.gives_up``).
 
     Raises:
       ConfigError: the reward cannot be used.
@@ -110,7 +113,9 @@ def build(
         limit = wanted.max_response_tokens or config.rollout.max_response_tokens
         sampling = SamplingParams(limit, wanted.temperature, stops)
         run = (engine, tokenizer, problems.evaluation, rewards, sampling)
-        evaluate = functools.partial(evaluate_datasets, *run, n=wanted.n, pass_k=wanted.pass_k, seed=wanted.seed)
+        evaluate = functools.partial(
+            evaluate_datasets, *run, n=wanted.n, pass_k=wanted.pass_k, seed=wanted.seed, gives_up=gives_up
+        )
     reference = load_reference(config, policy, mesh)
     fingerprints = {"problems": problems.fingerprint}
     if reference is not None:
@@ -129,6 +134,7 @@ def build(
         guard=Guard(config.guard),
         checkpointer=checkpointer,
         fingerprints=fingerprints,
+        gives_up=gives_up,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import shutil
 import sys
@@ -83,6 +84,15 @@ class Checkpointer:
     def all_steps(self) -> list[int]:
         """Steps of all checkpoints, oldest first. One that is being saved counts."""
         return sorted(self._manager.all_steps())
+
+    def last_save_s(self) -> float | None:
+        """Seconds from the start of the newest complete save to its last file; None where that is not known."""
+        for step in reversed(self.all_steps()):
+            # The newest may still be under way.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                times = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_text())
+                return (times["commit_timestamp_nsecs"] - times["init_timestamp_nsecs"]) / 1e9
+        return None
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Starts saving and returns; the run goes on, and may donate ``state``, while files are written.

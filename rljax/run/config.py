@@ -34,12 +34,16 @@ class RunConfig:
     resume: str = "auto"
     """auto: continue from the newest checkpoint in ``dir`` if there is one. never: refuse a ``dir`` that already holds
     a run. Otherwise the path of another run directory to continue from."""
+    grace_s: float = 30.0
+    """Longest time from a request to stop (SIGTERM or Ctrl-C) to the end of the run, saving included (seconds). Where
+    the step under way still samples and is not expected to be done and saved by then, judged by the last step and the
+    last save, it is given up and the step before it is saved; so it is while nothing is known of either."""
     profile_steps: tuple[int, ...] = ()
     """First and last step (counted from 1) of a JAX profile, which is written to ``dir``/profile. Empty: no profile."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "steps")
-        check_at_least(self, 0, "seed")
+        check_at_least(self, 0, "seed", "grace_s")
         if self.profile_steps and not (
             len(self.profile_steps) == 2 and 1 <= self.profile_steps[0] <= self.profile_steps[1]
         ):

@@ -19,7 +19,17 @@ OWNER = "owner.json"  # of the run directory: the process that trains there
 
 # Settings that may be changed when a run is continued: they do not change the meaning of a row.
 MAY_DIFFER = (
-    *("run.steps", "run.dir", "run.resume", "run.profile_steps", "mesh.", "packing.", "eval.every", "eval.at_start"),
+    *(
+        "run.steps",
+        "run.dir",
+        "run.resume",
+        "run.grace_s",
+        "run.profile_steps",
+        "mesh.",
+        "packing.",
+        "eval.every",
+        "eval.at_start",
+    ),
     *("checkpoint.", "model.path", "data.reward_workers", "guard.", "rollout.urls", "rollout.transfer_dir"),
     *(
         "rollout.api_key_file",

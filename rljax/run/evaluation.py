@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -60,6 +60,7 @@ def evaluate_datasets(
     n: int,
     pass_k: Sequence[int],
     seed: int,
+    gives_up: Callable[[], bool] = lambda: False,
 ) -> Row:
     """``eval/<dataset>/...`` of the engine's policy; the run's own random numbers do not change.
 
@@ -72,10 +73,12 @@ def evaluate_datasets(
       n: responses to each problem.
       pass_k: which pass@k.
       seed: of the sampling, the same each time, so that two evaluations differ only by the policy.
+      gives_up: true ends it, as in ``score_responses``.
     """
     row: Row = {}
     for name, problems in datasets.items():
-        scored = list(score_responses(engine, tokenizer, problems, rewards, sampling, n=n, seed=seed))
+        responses = score_responses(engine, tokenizer, problems, rewards, sampling, n=n, seed=seed, gives_up=gives_up)
+        scored = list(responses)
         result = summarize_scores(scored, n=n, pass_k=pass_k)
         result["reward_errors"] = rewards.pop_metrics()["reward/errors"]
         row |= {f"eval/{name}/{key}": value for key, value in result.items()}

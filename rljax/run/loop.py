@@ -74,6 +74,7 @@ class Components:
     guard: Guard
     checkpointer: Checkpointer
     fingerprints: dict[str, str]
+    gives_up: Callable[[], bool]
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
         """The JSON part of a checkpoint; later changes of the components do not show in it."""
@@ -159,7 +160,14 @@ def one_step(run: Components, at: Standing) -> None:
         problems = run.stream.next_batch()
         group_size = config.rollout.group_size
         scored = score_responses(
-            run.engine, run.tokenizer, problems, run.rewards, run.sampling, n=group_size, seed=seed
+            run.engine,
+            run.tokenizer,
+            problems,
+            run.rewards,
+            run.sampling,
+            n=group_size,
+            seed=seed,
+            gives_up=run.gives_up,
         )
         rollouts = collect_rollouts(scored, len(problems), group_size)
     row |= rollout_row(rollouts, version) | run.rewards.pop_metrics()
@@ -189,8 +197,10 @@ def one_step(run: Components, at: Standing) -> None:
             row |= run.engine.pop_metrics()
         write_rollouts(config, step, version, rollouts, sequences, updated.trainer_logprobs, run.tokenizer)
         if is_published and is_evaluated(config, step):
-            with contextlib.suppress(StoppedWaitingError):
+            try:
                 row |= evaluate(run, timers, "eval")
+            except StoppedWaitingError as error:
+                print(f"the evaluation of step {step} is given up: {error}", file=sys.stderr)
     finally:
         row |= timers.row | {"time/step_s": time.perf_counter() - start}
         response_tokens = sum(response.length for response in rollouts.all())
@@ -287,9 +297,10 @@ def train(
 ) -> TrainState:
     """Runs to the last step, or until ``should_stop`` or the guard says so after a step; then the step is saved.
 
-    When the engine stops waiting for servers, the step it waits in is given up and the last one saved. Any other
-    error, and an interrupt, is raised again once the newest finished step is recorded and saved, which a line on stderr
-    says: of a step whose update is done the new state, else the one before.
+    When the engine stops waiting for servers, or ``run.gives_up`` says so, the step that samples is given up and the
+    last one saved; an evaluation after the update is given up alone. Any other error, and an interrupt, is raised again
+    once the newest finished step is recorded and saved, which a line on stderr says: of a step whose update is done the
+    new state, else the one before.
 
     Args:
       run: what the run is made of.
@@ -326,7 +337,8 @@ def train(
                 if stopping:
                     break
         checkpointer.wait()
-    except StoppedWaitingError:
+    except StoppedWaitingError as error:
+        print(f"step {progress.step + 1} is given up: {error}", file=sys.stderr)
         save_newest(run, at, record, sync)
     except BaseException:
         try:

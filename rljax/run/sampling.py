@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,12 +13,15 @@ import numpy as np
 from rljax.algorithms.advantages import compute_advantages, groups_with_loss, groups_with_signal
 from rljax.data.prompts import Problem
 from rljax.data.tokenizer import Tokenizer
+from rljax.errors import StoppedWaitingError
 from rljax.report.rows import Row
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config
 from rljax.trainer.packing import TrainSequence
+
+_TICK_S = 0.25  # between two questions whether to give up
 
 
 class Scored(NamedTuple):
@@ -62,6 +65,7 @@ def score_responses(
     *,
     n: int = 1,
     seed: int = 0,
+    gives_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[Scored]:
     """Samples ``n`` responses to each problem and yields them scored; each goes to the pool as soon as it arrives.
 
@@ -73,15 +77,26 @@ def score_responses(
       sampling: temperature, length limit and stop tokens.
       n: responses to each problem.
       seed: of the sampling.
+      gives_up: asked with every response, and while rewards are waited for; true ends it.
+
+    Raises:
+      StoppedWaitingError: ``gives_up`` said so, or the engine.
     """
     prompts = [tokenizer.encode(problem["prompt"]) for problem in problems]
     waiting: deque[tuple[Response, str, Future[float]]] = deque()
 
+    def check() -> None:
+        if gives_up():
+            raise StoppedWaitingError("asked to stop while responses were sampled")
+
     def first_scored() -> Scored:
         response, text, reward = waiting.popleft()
+        while not wait([reward], _TICK_S).done:
+            check()
         return Scored(prompts[response.prompt_index], response, text, reward.result())
 
     for response in engine.generate(prompts, n, sampling, seed=seed):
+        check()
         text = tokenizer.decode(response.token_ids)
         waiting.append((response, text, rewards.submit(problems[response.prompt_index], text, response.truncated)))
         while waiting and waiting[0][2].done():

@@ -3,13 +3,14 @@
 import json
 import shutil
 import signal
+import time
 
 import convert_checkpoint
 import jax
 import numpy as np
 import pytest
 from pictures import coloured_share
-from toy_runs import TIMEOUT, command, comparable, complete, outcome, start, wait_for_rows
+from toy_runs import ROOT, TIMEOUT, command, comparable, complete, outcome, start, tiny, wait_for_rows
 
 from rljax import evaluate
 from rljax.data.toy import policy_config
@@ -106,6 +107,44 @@ def test_a_terminated_run_saves_its_step_and_goes_on(uninterrupted, toy_base, tm
     code, output = complete(small(toy_base, run_dir))
     assert code == 0, output
     assert comparable(run_dir) == comparable(uninterrupted)
+
+
+SLOW_REWARD = """
+import pathlib, time
+
+def reward(problem, response, truncated):
+    if pathlib.Path(__file__).with_name("slow").exists():
+        time.sleep(300)
+    return float(len(response) % 2)
+"""
+
+
+def test_terminated_while_rewards_are_waited_for_a_run_gives_the_step_up(toy_base, tmp_path, monkeypatch):
+    (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = ("--data.reward", "slow_reward:reward", "--data.reward-timeout-s", "400", "--run.grace-s", "4")
+    run_dir, size = tmp_path / "run", (*reward, "--checkpoint.every", "1")
+    process = start(tiny(toy_base, run_dir, 100, *size, "--data.reward-workers", "1"), PYTHONPATH=f"{ROOT}:{tmp_path}")
+    try:
+        wait_for_rows(process, run_dir, 3)
+        (tmp_path / "slow").touch()
+        time.sleep(2.0)
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        output, _ = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+    assert time.monotonic() - began < 30
+    done = len(comparable(run_dir))
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert f"step {done + 1} is given up: asked to stop while responses were sampled" in output
+    assert f"stopped after step {done}, saved" in output
+    assert max(int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit()) == done
+    (tmp_path / "slow").unlink()
+    for name in ("run", "whole"):
+        status, output = complete(tiny(toy_base, tmp_path / name, done + 2, *size))
+        assert status == 0, output
+    assert comparable(run_dir) == comparable(tmp_path / "whole")
 
 
 def test_another_run_is_continued_by_its_path(uninterrupted, toy_base, tmp_path):

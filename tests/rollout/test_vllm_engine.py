@@ -38,6 +38,7 @@ def make(
     tensors=dict.items,
     dtype="float32",
     should_stop=lambda: False,
+    gives_up=lambda: False,
     **config,
 ):
     def score(params, sequences):
@@ -53,6 +54,7 @@ def make(
         checksums=lambda params: {name: numpy_checksum(array) for name, array in params.items()},
         score=score,
         should_stop=should_stop,
+        gives_up=gives_up,
     )
 
 
@@ -156,6 +158,26 @@ def test_a_request_to_stop_ends_the_wait(fake, act):
         with pytest.raises(StoppedWaitingError, match="asked to stop, and no vLLM server answers"):
             act(engine)
         assert 0.9 < time.monotonic() - began < 8
+    finally:
+        timer.cancel()
+        engine.close()
+
+
+def test_responses_are_given_up_while_the_servers_sample(fake):
+    asked = threading.Event()
+    engine = make(fake.url, gives_up=asked.is_set, limits=ClientLimits(max_outstanding=1))
+    try:
+        engine.publish(PARAMS, 0)
+        probes = fake.seen.total()
+        fake.delay_s = 20.0
+        timer = threading.Timer(1.0, asked.set)
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(StoppedWaitingError, match="asked to stop while responses were sampled"):
+            list(engine.generate(PROMPTS, 2, SamplingParams(4), seed=0))
+        assert 0.9 < time.monotonic() - began < 8
+        engine.close()  # the requests that waited for a place were cancelled, too
+        assert fake.seen.total() <= probes + 2
     finally:
         timer.cancel()
         engine.close()

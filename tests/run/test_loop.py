@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import json
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import jax
@@ -25,6 +27,7 @@ from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.loop import train
 from rljax.run.progress import Progress, check_fingerprints
 from rljax.run.rate import ScheduleConfig
+from rljax.run.stop import StopRequest, remaining_s
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
 from rljax.trainer.state import OptimizerConfig, make_optimizer
@@ -86,28 +89,34 @@ class Finished:
 def go(update, tmp_path):
     """Runs ``train`` from where a directory stands."""
 
-    def run(name="run", *, engine=None, stop_after=None, last_row=None, rows=None, record=None, **changes):
+    def run(name="run", *, engine=None, stop_after=None, last_row=None, rows=None, record=None, grace_s=0.0, **changes):
         config = settings(tmp_path / name, **changes)
         engine = engine or ScriptedEngine(TOKENIZER, half_right)
-        rows = [] if rows is None else rows
+        rows, stop = [] if rows is None else rows, StopRequest(grace_s)
+
+        def record_and_time(row, histograms):
+            (record or (lambda row, histograms: rows.append(row)))(row, histograms)
+            stop.begin_step(row["time/step_s"], checkpointer.last_save_s)
+
         with contextlib.ExitStack() as stack:
             checkpointer = stack.enter_context(
                 contextlib.closing(Checkpointer(tmp_path / name / "checkpoints", keep=9))
             )
             problems = load_problems(config, TOKENIZER)
-            components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems)
+            components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems, stop.gives_up)
             stack.callback(components.rewards.close)
             components = dataclasses.replace(components, update=update)
             state, progress = starting_point(components, MESH)
             before = jax.device_get(state.params)
-            state = train(
-                components,
-                state,
-                progress,
-                record or (lambda row, histograms: rows.append(row)),
-                lambda: engine.is_gone or len(rows) == stop_after,
-                last_row,
-            )
+            with stop:
+                state = train(
+                    components,
+                    state,
+                    progress,
+                    record_and_time,
+                    lambda: stop.requested() or engine.is_gone or len(rows) == stop_after,
+                    last_row,
+                )
             saved = checkpointer.all_steps()
         return Finished(tmp_path / name, rows, engine, progress, saved, before, jax.device_get(state.params))
 
@@ -205,6 +214,81 @@ def test_servers_gone_in_a_rollout_give_the_step_up_and_save_the_one_before(go):
 def test_servers_gone_before_the_first_step_leave_nothing(go):
     run = go(engine=ScriptedEngine(TOKENIZER, half_right, gone_at_version=0))
     assert (run.rows, run.saved, run.engine.asked) == ([], [], [])
+
+
+def asked_to_stop(*, step, pause_s=0.0, evaluation=False, saved=None):
+    """``half_right``, with a SIGTERM at a step's first response (or its evaluation's), once ``saved`` is there."""
+    seeds = []
+
+    def script(prompt, sample, seed):
+        is_new = seed not in seeds
+        if is_new:
+            seeds.append(seed)
+        is_evaluation = seed == EvalConfig().seed
+        if is_new and is_evaluation == evaluation and len([s for s in seeds if s != EvalConfig().seed]) == step:
+            deadline = time.monotonic() + 60
+            while saved and not saved.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            signal.raise_signal(signal.SIGTERM)
+        if len(seeds) == step:
+            time.sleep(pause_s)
+        return half_right(prompt, sample, seed)
+
+    return ScriptedEngine(TOKENIZER, script)
+
+
+ALWAYS_SAVED = {"eval": {"every": 0}, "checkpoint": {"every": 1}}
+
+
+def test_asked_to_stop_in_a_rollout_with_time_to_spare_the_step_is_finished(go, capsys, tmp_path):
+    engine = asked_to_stop(step=3, saved=tmp_path / "run" / "checkpoints" / "1")
+    run = go(engine=engine, grace_s=600.0, **ALWAYS_SAVED)
+    assert (len(run.rows), run.saved) == (3, [1, 2, 3])
+    assert "\nstopping after this step (once more to stop at once)\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_asked_to_stop_in_a_rollout_without_time_the_step_is_given_up(go, capsys, every):
+    """No time because there is none; and because nothing is known of a save, where none was made yet."""
+    changes = {"eval": {"every": 0}, "checkpoint": {"every": every}}
+    whole = go("whole", **changes)
+    engine = asked_to_stop(step=3)
+    first = go(engine=engine, grace_s=0.0 if every else 600.0, **changes)
+    assert (len(first.rows), first.saved[-1], first.progress.step) == (2, 2, 2)
+    said = capsys.readouterr().err
+    assert "\nstopping without what is still sampled, which is not expected within run.grace_s = " in said
+    assert said.endswith("step 3 is given up: asked to stop while responses were sampled\n")
+    assert engine.metrics["rollout/requests"] == 1
+    second = go(last_row=first.rows[-1], **changes)
+    assert without_clock(first.rows + second.rows) == without_clock(whole.rows)
+    assert second.engine.asked == whole.engine.asked[2:]
+    jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
+
+
+def test_a_step_that_takes_longer_than_the_last_is_given_up_in_time(go, capsys):
+    run = go(engine=asked_to_stop(step=3, pause_s=1.0), grace_s=2.5, **ALWAYS_SAVED)
+    assert (len(run.rows), run.saved) == (2, [1, 2])
+    assert capsys.readouterr().err.endswith("step 3 is given up: asked to stop while responses were sampled\n")
+
+
+def test_asked_to_stop_in_the_first_step_nothing_is_known_and_it_is_given_up(go):
+    run = go(engine=asked_to_stop(step=1), grace_s=600.0)
+    assert (run.rows, run.saved) == ([], [])
+
+
+def test_an_evaluation_is_given_up_and_its_step_kept(go, capsys):
+    engine = asked_to_stop(step=2, evaluation=True)
+    run = go(engine=engine, checkpoint={"every": 1})
+    assert (len(run.rows), run.saved) == (2, [1, 2])
+    assert not any(key.startswith("eval/") for key in run.rows[1])
+    assert "the evaluation of step 2 is given up: asked to stop while responses" in capsys.readouterr().err
+
+
+def test_the_time_to_the_end_of_a_step():
+    assert remaining_s(10.0, elapsed_s=4.0, save_s=3.0) == 9.0
+    assert remaining_s(10.0, elapsed_s=12.0, save_s=3.0) == 3.0
+    assert remaining_s(None, elapsed_s=4.0, save_s=3.0) == float("inf")
+    assert remaining_s(10.0, elapsed_s=4.0, save_s=None) == float("inf")
 
 
 def test_dumps_and_transcripts_hold_what_was_said(go):

@@ -32,6 +32,7 @@ class ServedBase:
         wait_s: float,
         api_key_file: str | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        gives_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """Sends nothing yet.
 
@@ -42,12 +43,13 @@ class ServedBase:
           wait_s: longest to wait while no server is open (seconds).
           api_key_file: as ``RolloutConfig.api_key_file``.
           should_stop: asked while no server is open; true ends the wait.
+            gives_up: asked while responses are sampled, at least four times a second; true ends it.
 
         Raises:
           ValueError: ``urls`` or ``api_key_file`` are not such.
         """
         self._client, self._backend = ServerClient(urls, backend, limits, api_key_file=api_key_file), backend
-        self._wait_s, self._should_stop = wait_s, should_stop
+        self._wait_s, self._should_stop, self._gives_up = wait_s, should_stop, gives_up
         self._last_open, self._last_said = time.monotonic(), -math.inf
         self._next_look: dict[str, float] = {}  # at a server that is down, by URL
 
@@ -100,10 +102,13 @@ class ServedBase:
 
         Raises:
           ServerError: a response failed too often, or was refused. Otherwise as :meth:`_recover_all`.
+          StoppedWaitingError: likewise, or ``gives_up`` said so. What was asked of the servers is cancelled.
         """
         self._last_open = time.monotonic()
         with contextlib.closing(self._client.stream(requests, vocab_size)) as stream:
             for item in stream:
+                if self._gives_up():
+                    raise StoppedWaitingError("asked to stop while responses were sampled")
                 if item is None:
                     self._recover_all()
                 else:

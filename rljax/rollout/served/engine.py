@@ -47,6 +47,7 @@ class ServedEngine(ServedBase):
         checksums: Callable[[Any], Mapping[str, Checksum]],
         score: Score,
         should_stop: Callable[[], bool] = lambda: False,
+        gives_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """Waits for the servers and shakes hands with each; ``publish`` must be called before ``generate``.
 
@@ -61,6 +62,7 @@ class ServedEngine(ServedBase):
           score: (the policy's pytree, token sequences) to the log-probability of each token, computed in the rollout
             dtype at temperature 1; used by verification alone.
           should_stop: asked while no server answers; true ends the wait.
+          gives_up: asked while responses are sampled, at least four times a second; true ends it.
 
         Raises:
           HandshakeError: a server does not fit; one line for each thing that differs.
@@ -74,6 +76,7 @@ class ServedEngine(ServedBase):
             wait_s=config.server_wait_s,
             api_key_file=config.api_key_file,
             should_stop=should_stop,
+            gives_up=gives_up,
         )
         self._config, self._tensors, self._checksums = config, tensors, checksums
         self._expected = Expectation(config.dtype, hf_config, max_tokens, config.verify)
