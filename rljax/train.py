@@ -3,7 +3,8 @@
 Builds the parts of a run from its configuration, goes on from a checkpoint when there is one, and calls the loop.
 SIGINT or SIGTERM ends the run after the step under way, saved; or without it where it waits for servers that are gone,
 or samples and would not be done within ``run.grace_s``. The same command then goes on from there. A guard's stop rule
-does likewise, with exit status 3. ``--dry-run`` only tells what the run would take, from shapes alone.
+does likewise, with exit status 3, and so do updates that are skipped in a row because their gradients are not finite.
+``--dry-run`` only tells what the run would take, from shapes alone.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from rljax.run.checkpoint import Checkpointer
 from rljax.run.checksum import array_checksums, json_checksum
 from rljax.run.config import Config
 from rljax.run.evaluation import evaluate_datasets
-from rljax.run.guard import Guard
+from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.loop import Components
 from rljax.run.progress import Progress
 from rljax.run.rate import make_rate_controller
@@ -132,6 +132,7 @@ def build(
         update=make_update(config, policy, make_optimizer(config.optimizer), mesh, reference),
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
         guard=Guard(config.guard),
+        skipped=SkippedUpdates(config.guard.max_skipped_updates, config.loss.mini_batches * config.loss.epochs),
         checkpointer=checkpointer,
         fingerprints=fingerprints,
         gives_up=gives_up,

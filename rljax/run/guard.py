@@ -1,4 +1,4 @@
-"""Rules on a run's metrics that warn, or stop the run: ``mismatch/k3_kl > 0.1 for 3``."""
+"""What stops a run: rules on its metrics (``mismatch/k3_kl > 0.1 for 3``), and updates skipped in a row."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from rljax.checks import check_at_least
 
 _NUMBER = r"[-+]?((\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf)"
 _RULE = re.compile(rf"\s*(?P<metric>\S+)\s*(?P<sign>[<>])\s*(?P<bound>{_NUMBER})(\s+for\s+(?P<steps>[1-9]\d*))?\s*")
@@ -47,8 +49,12 @@ class GuardConfig:
     """Rules of the form "METRIC > NUMBER [for STEPS]" (or <). A line is printed when a rule begins to be true."""
     stop: tuple[str, ...] = ()
     """Rules that end the run after the step, with the state saved and exit status 3."""
+    max_skipped_updates: int = 10
+    """Number of updates in a row whose gradients are not finite that ends the run likewise, with the last checkpoint
+    from before them named. Updates without a response that carries loss do not count. 0: no limit."""
 
     def __post_init__(self) -> None:
+        check_at_least(self, 0, "max_skipped_updates")
         for rule in (*self.warn, *self.stop):
             parse_rule(rule)
 
@@ -96,6 +102,49 @@ class Guard:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continues from ``state_dict``; a rule that is not in it starts without history."""
         self._streaks = dict(state)
+
+
+class SkippedUpdates:
+    """Counts the updates that were skipped in a row because their gradients were not finite.
+
+    Attributes:
+      in_a_row: so many, the last step's included; 0 once a step has applied an update.
+      since_step: the step of the first of them.
+    """
+
+    def __init__(self, max_in_a_row: int, updates_per_step: int):
+        """``max_in_a_row``: as ``GuardConfig.max_skipped_updates``; a step makes ``updates_per_step``."""
+        self._max, self._per_step = max_in_a_row, updates_per_step
+        self.in_a_row = self.since_step = 0
+        self._skipped = self._overflows = 0
+
+    def start(self, skipped: int, overflows: int) -> None:
+        """Takes the counters of the state that the run goes on from, which a row has as well."""
+        self._skipped, self._overflows = skipped, overflows
+
+    def observe(self, row: Mapping[str, Any]) -> None:
+        """Takes the row of the next step."""
+        skipped = row["optimizer/skipped_updates"] - self._skipped
+        not_finite = row["precision/overflows"] - self._overflows
+        self.start(row["optimizer/skipped_updates"], row["precision/overflows"])
+        if skipped < self._per_step:
+            self.in_a_row = 0
+        elif not_finite:
+            self.since_step = self.since_step if self.in_a_row else row["step"]
+            self.in_a_row += not_finite
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether the run is to stop."""
+        return 0 < self._max <= self.in_a_row
+
+    def state_dict(self) -> dict[str, int]:
+        """JSON-serialisable."""
+        return {"in_a_row": self.in_a_row, "since_step": self.since_step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continues from ``state_dict``."""
+        self.in_a_row, self.since_step = state["in_a_row"], state["since_step"]
 
 
 def unknown_metric(metric: str, row: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import mean_accuracy
-from rljax.run.guard import Guard
+from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.profiling import StepProfiler
 from rljax.run.progress import Progress, check_fingerprints, check_policy, policy_record
 from rljax.run.rate import RateController, observed_value, schedule_row
@@ -72,6 +72,7 @@ class Components:
     update: Update
     controller: RateController
     guard: Guard
+    skipped: SkippedUpdates
     checkpointer: Checkpointer
     fingerprints: dict[str, str]
     gives_up: Callable[[], bool]
@@ -82,6 +83,7 @@ class Components:
             progress.state_dict()
             | {
                 "guard": self.guard.state_dict(),
+                "skipped_updates": self.skipped.state_dict(),
                 "data": self.stream.state_dict(),
                 "schedule": self.controller.state_dict(),
                 "policy": policy_record(self.policy),
@@ -100,6 +102,8 @@ class Components:
         self.stream.load_state_dict(host["data"])
         self.controller.load_state_dict(host["schedule"])
         self.guard.load_state_dict(host["guard"])
+        if "skipped_updates" in host:  # checkpoints of before it was counted have none
+            self.skipped.load_state_dict(host["skipped_updates"])
         return Progress.from_state_dict(host)
 
 
@@ -246,6 +250,7 @@ def record_step(run: Components, at: Standing, record: Record) -> list[str]:
     """
     record(at.row, at.histograms)
     at.is_recorded = True
+    run.skipped.observe(at.row)
     try:
         with caller_errors():
             warnings, at.progress.stopped_by = run.guard.check(at.row)
@@ -286,6 +291,19 @@ def what_remains(checkpointer: Checkpointer) -> str:
     return "there is no checkpoint" if step is None else f"what remains is the checkpoint of step {step}"
 
 
+def say_skipped(run: Components) -> str:
+    """The line that ends a run of too many skipped updates; it is asked for when the step has been saved."""
+    skipped, config = run.skipped, run.config
+    run.checkpointer.wait()
+    before = [step for step in run.checkpointer.all_steps() if step < skipped.since_step]
+    good = f"is {Path(config.run.dir, 'checkpoints', str(before[-1]))}" if before else "does not exist"
+    return (
+        f"{skipped.in_a_row} updates in a row, since step {skipped.since_step}, were skipped because their gradients "
+        f"are not finite (guard.max_skipped_updates = {config.guard.max_skipped_updates}); the last good checkpoint, "
+        f"from before them, {good}"
+    )
+
+
 def train(
     run: Components,
     state: TrainState,
@@ -318,7 +336,8 @@ def train(
       ConfigError: a rule of the guard names a metric that no row has.
     """
     config, checkpointer = run.config, run.checkpointer
-    at = Standing(state, progress, run.state_dict(progress), last_row or {})
+    at, is_save_due = Standing(state, progress, run.state_dict(progress), last_row or {}), False
+    run.skipped.start(int(state.skipped_updates), int(state.loss_scale.overflows))
     if not publish(run.engine, state, progress.policy_version):
         return state
     run.engine.pop_metrics()
@@ -329,9 +348,14 @@ def train(
                     one_step(run, at)
                 for line in record_step(run, at, record):
                     print(f"\nwarning: guard: {line}", file=sys.stderr)
-                stopping = should_stop() or bool(progress.stopped_by)
-                if stopping or progress.step == config.run.steps or is_due(config.checkpoint.every, progress.step):
+                stopping = should_stop() or bool(progress.stopped_by) or run.skipped.are_too_many
+                # While updates are skipped the weights stay as they are, and the checkpoint from before stays the last.
+                is_save_due |= is_due(config.checkpoint.every, progress.step)
+                if stopping or progress.step == config.run.steps or (is_save_due and not run.skipped.in_a_row):
                     save(run, at, sync)
+                    is_save_due = False
+                if run.skipped.are_too_many:
+                    progress.stopped_by.append(say_skipped(run))
                 if config.checkpoint.keep_best and (accuracy := mean_accuracy(at.row)) is not None:
                     checkpointer.save_best(progress.step, accuracy, at.state, at.host)
                 if stopping:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rljax.run.guard import Guard, GuardConfig, parse_rule
+from rljax.run.guard import Guard, GuardConfig, SkippedUpdates, parse_rule
 
 
 def rows(values, metric="mismatch/k3_kl"):
@@ -69,3 +69,37 @@ def test_a_metric_of_some_rows_keeps_its_streak_between_them():
     guard = Guard(GuardConfig(stop=("eval/toy/accuracy < 0.5 for 2",)))
     given = [{"step": 1, "eval/toy/accuracy": 0.1}, {"step": 2}, {"step": 3, "eval/toy/accuracy": 0.2}]
     assert [bool(guard.check(row)[1]) for row in given] == [False, False, True]
+
+
+def counts(skipped, totals, start=(0, 0)):
+    """``in_a_row`` after each row of (updates skipped so far, updates of them not finite so far)."""
+    skipped.start(*start)
+    seen = []
+    for step, (all_skipped, not_finite) in enumerate(totals, 1):
+        skipped.observe({"step": step, "optimizer/skipped_updates": all_skipped, "precision/overflows": not_finite})
+        seen.append(skipped.in_a_row)
+    return seen
+
+
+def test_updates_without_signal_neither_count_nor_end_a_run_of_skipped_ones():
+    """Not finite, no signal, not finite, applied, no signal, not finite."""
+    skipped = SkippedUpdates(3, 1)
+    assert counts(skipped, [(1, 1), (2, 1), (3, 2), (3, 2), (4, 2), (5, 3)]) == [1, 1, 2, 0, 0, 1]
+    assert skipped.since_step == 6
+    assert not skipped.are_too_many
+
+
+def test_an_update_that_is_applied_ends_the_run_of_skipped_ones_in_its_step():
+    """Four updates a step: all not finite; three of them; all without signal but one; and so on from a resume."""
+    skipped = SkippedUpdates(9, 4)
+    assert counts(skipped, [(104, 24), (107, 27), (111, 28)], start=(100, 20)) == [4, 0, 1]
+    resumed = SkippedUpdates(9, 4)
+    resumed.load_state_dict(skipped.state_dict())
+    assert counts(resumed, [(115, 32), (119, 36)], start=(111, 28)) == [5, 9]
+    assert resumed.are_too_many
+    assert resumed.since_step == 3
+
+
+def test_a_negative_limit_is_refused():
+    with pytest.raises(ValueError, match="max_skipped_updates must not be negative, got -1"):
+        GuardConfig(max_skipped_updates=-1)

@@ -85,11 +85,39 @@ class Finished:
     after: dict
 
 
+class NotFinite:
+    """An update whose gradients are not finite at some of its calls, counted from 1, as infinite advantages make it."""
+
+    def __init__(self, update, calls):
+        self.update, self.calls, self.called = update, calls, 0
+
+    def pack(self, sequences):
+        return self.update.pack(sequences)
+
+    def __call__(self, state, batch, sequences, options):
+        self.called += 1
+        if self.called in self.calls:
+            batch = batch._replace(advantages=np.full_like(batch.advantages, np.inf))
+        return self.update(state, batch, sequences, options)
+
+
 @pytest.fixture
 def go(update, tmp_path):
     """Runs ``train`` from where a directory stands."""
 
-    def run(name="run", *, engine=None, stop_after=None, last_row=None, rows=None, record=None, grace_s=0.0, **changes):
+    def run(
+        name="run",
+        *,
+        engine=None,
+        stop_after=None,
+        last_row=None,
+        rows=None,
+        record=None,
+        grace_s=0.0,
+        not_finite=(),
+        keep=9,
+        **changes,
+    ):
         config = settings(tmp_path / name, **changes)
         engine = engine or ScriptedEngine(TOKENIZER, half_right)
         rows, stop = [] if rows is None else rows, StopRequest(grace_s)
@@ -100,12 +128,12 @@ def go(update, tmp_path):
 
         with contextlib.ExitStack() as stack:
             checkpointer = stack.enter_context(
-                contextlib.closing(Checkpointer(tmp_path / name / "checkpoints", keep=9))
+                contextlib.closing(Checkpointer(tmp_path / name / "checkpoints", keep=keep))
             )
             problems = load_problems(config, TOKENIZER)
             components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems, stop.gives_up)
             stack.callback(components.rewards.close)
-            components = dataclasses.replace(components, update=update)
+            components = dataclasses.replace(components, update=NotFinite(update, not_finite))
             state, progress = starting_point(components, MESH)
             before = jax.device_get(state.params)
             with stop:
@@ -173,6 +201,38 @@ def test_a_guard_warns_and_stops_saved(go, capsys):
         f"training {TOY_BASE} for 4 steps into {run.directory}\n"
         "\nwarning: guard: step 1: reward/mean = 0.5 (reward/mean < 0.6)\n"
     )
+
+
+SKIPPING = {"run": {"steps": 8}, "guard": {"max_skipped_updates": 3}, "eval": {"every": 0}}
+
+
+def test_updates_skipped_in_a_row_stop_the_run_and_name_the_checkpoint_from_before(go):
+    """Skipped from step 3 to 5. Step 4 is not saved, so that with two kept the one of step 2 stays beside the last."""
+    run = go(not_finite=range(3, 99), keep=2, checkpoint={"every": 2}, **SKIPPING)
+    assert (len(run.rows), run.saved) == (5, [2, 5])
+    assert run.progress.stopped_by == [
+        "3 updates in a row, since step 3, were skipped because their gradients are not finite "
+        "(guard.max_skipped_updates = 3); the last good checkpoint, from before them, is "
+        f"{run.directory / 'checkpoints/2'}"
+    ]
+
+
+def test_skipped_updates_that_are_not_in_a_row_do_not_stop_the_run(go):
+    """The save that is due at step 3 is made at step 4, when an update was applied again."""
+    run = go(not_finite=(1, 3, 5, 6), **SKIPPING)
+    assert (len(run.rows), run.progress.stopped_by, run.saved) == (8, [], [4, 7, 8])
+    assert run.rows[-1]["precision/overflows"] == run.rows[-1]["optimizer/skipped_updates"] == 4
+
+
+def test_a_resume_goes_on_counting_and_0_sets_no_limit(go):
+    first = go(not_finite=range(1, 99), stop_after=2, **SKIPPING)
+    assert (first.progress.stopped_by, first.saved) == ([], [2])
+    second = go(not_finite=range(1, 99), last_row=first.rows[-1], **SKIPPING)
+    assert (len(second.rows), second.saved) == (1, [2, 3])
+    (line,) = second.progress.stopped_by
+    assert line.startswith("3 updates in a row, since step 1, were skipped")
+    assert line.endswith("the last good checkpoint, from before them, does not exist")
+    assert len(go("off", not_finite=range(1, 99), **SKIPPING | {"guard": {"max_skipped_updates": 0}}).rows) == 8
 
 
 def test_a_guards_unknown_metric_is_the_callers_mistake(go):
