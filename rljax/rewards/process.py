@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -38,22 +40,29 @@ class RewardProcess:
         self._wait_until_ready()
         try:
             self._connection.send((problem, response, truncated, timeout_s))
-            if self._connection.poll(timeout_s):
-                verdict: Verdict = self._connection.recv()
-                return verdict
+            verdict: Verdict | None = self._connection.recv() if self._connection.poll(timeout_s) else None
         except (EOFError, ConnectionError):
             return None, f"the worker died ({self._replace()})"
         except Exception as error:  # a problem that cannot be pickled
             return None, describe(error)
-        self._replace()
-        raise TimeoutError(f"no reward within {timeout_s:g} s")
+        # What has filled the memory may stay there, and would fail the next response.
+        if verdict is None or (verdict[1] or "").startswith(MemoryError.__name__):
+            self._replace()
+        if verdict is None:
+            raise TimeoutError(f"no reward within {timeout_s:g} s")
+        return verdict
 
     def stop(self) -> None:
         """Ends the process; no other is started."""
         with self._lock:
             self._stopped = True
-            self._process.kill()
+            self._kill()
             self._process.wait()
+
+    def _kill(self) -> None:
+        """Ends the process, if it still runs, with the processes that the reward has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _start(self) -> None:
         with self._lock:
@@ -68,6 +77,7 @@ class RewardProcess:
                     [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,  # a reward may print a gigabyte for each response
                     start_new_session=True,
                 )
         self._connection.send((sys.path, *self._setup))
@@ -97,7 +107,7 @@ class RewardProcess:
             # The exit status comes a moment after the closed connection.
             self._process.wait(0.2)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
         status = self._process.wait()
         self._start()
         return f"exit status {status}"

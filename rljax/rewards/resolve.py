@@ -67,15 +67,23 @@ def reward_path(reward: RewardFunction) -> str:
 
 
 def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, truncated: bool) -> Verdict:
-    """A finite reward, or one line that says why there is none; every exception of the reward is caught."""
+    """A finite reward, or one line that says why there is none.
+
+    Every exception of the reward is caught but KeyboardInterrupt, which may be that of a person.
+    """
     try:
         value = float(reward(problem, response, truncated))
-    except Exception as error:  # a user's reward may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's reward may raise anything, SystemExit included
         return None, describe(error)
     return (value, None) if math.isfinite(value) else (None, f"the reward is {value}")
 
 
 def describe(error: BaseException) -> str:
     """An exception in one line of at most 300 characters."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a user's exception may fail at this, too
+        text = ""
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__

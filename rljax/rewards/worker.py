@@ -32,6 +32,7 @@ def main() -> None:
         connection.send(str(error))
         return
     connection.send(None)
+    own = os.getpid()
     while True:
         try:
             problem, response, truncated, limit_s = connection.recv()
@@ -40,6 +41,8 @@ def main() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, limit_s + _GRACE_S)
         verdict = score(reward, problem, response, truncated)
+        if os.getpid() != own:
+            os._exit(1)  # a fork that the reward left behind; it must not answer in this process's place
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         connection.send(verdict)
 

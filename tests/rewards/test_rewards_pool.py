@@ -16,7 +16,20 @@ from rljax.rewards.pool import RewardPool
 
 # What a person's reward may do; the response says which.
 REWARDS = """
-import os, signal, sys, time
+import os, pathlib, signal, subprocess, sys, threading, time
+
+kept = []
+
+class Ending(BaseException):
+    pass
+
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+def hoard(where):
+    while True:
+        where.append(bytearray(1 << 20))
 
 def act(problem, response, truncated):
     if response == "hang":
@@ -37,6 +50,37 @@ def act(problem, response, truncated):
         return None
     if response == "memory":
         return float(len(bytearray(3 << 30)))
+    if response == "hoard":
+        hoard([])
+    if response == "hoard and keep":
+        hoard(kept)
+    if response == "hoard and go on":
+        while True:
+            try:
+                hoard(kept)
+            except MemoryError:
+                pass
+    if response == "SystemExit":
+        sys.exit(0)
+    if response == "KeyboardInterrupt":
+        raise KeyboardInterrupt
+    if response == "Ending":
+        raise Ending("of all")
+    if response == "Speechless":
+        raise Speechless
+    if response == "huge string":
+        return "x" * (1 << 28)
+    if response == "thread":
+        threading.Thread(target=time.sleep, args=(300,)).start()
+    if response == "gigabyte":
+        for _ in range(16):
+            print("x" * (1 << 26), flush=True)
+    if response == "fork" and os.fork() == 0:
+        return 0.25
+    if response == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        pathlib.Path(problem["note"]).write_text(str(child.pid))
+        child.wait()
     if response == "print":
         print("a reward may print")
     if response == "pid":
@@ -137,6 +181,59 @@ def test_memory_is_bounded():
         assert pool.submit(PROBLEM, "memory", False).result(timeout=60) == 0.0
         assert pool.submit(PROBLEM, "right", False).result(timeout=60) == 1.0
         assert pool.pop_metrics()["reward/errors"] == 1
+
+
+@pytest.mark.parametrize("response", ["hoard", "hoard and keep", "hoard and go on"])
+def test_a_reward_that_allocates_without_end_costs_only_itself(response):
+    """Also one that keeps what it got, which would leave no memory to the next response."""
+    timeout_s = 2.0 if response == "hoard and go on" else 20.0
+    with pool_of(1, timeout_s=timeout_s, memory_gib=0.125) as pool:
+        futures = [pool.submit(PROBLEM, text, False) for text in ("right", response, "right", "right")]
+        assert [future.result(timeout=60) for future in futures] == [1.0, 0.0, 1.0, 1.0]
+        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": int(response == "hoard and go on")}
+
+
+@pytest.mark.parametrize("response", ["SystemExit", "KeyboardInterrupt", "Ending", "Speechless", "huge string"])
+def test_whatever_a_reward_raises_or_returns_costs_only_itself(response):
+    with pool_of(1) as pool:
+        futures = [pool.submit(PROBLEM, text, False) for text in ("right", response, "right")]
+        assert [future.result(timeout=60) for future in futures] == [1.0, 0.0, 1.0]
+        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
+
+
+def test_in_this_process_a_reward_cannot_end_the_run_but_ctrl_c_can():
+    with pool_of(0) as pool:
+        for response in ("SystemExit", "Ending", "Speechless"):
+            assert pool.submit(PROBLEM, response, False).result() == 0.0
+        assert pool.pop_metrics()["reward/errors"] == 3
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(PROBLEM, "KeyboardInterrupt", False)
+
+
+@pytest.mark.parametrize("response", ["thread", "gigabyte", "fork"])
+def test_what_a_reward_leaves_behind_answers_for_no_other(response, capfd):
+    """A thread that never ends, output of a gigabyte, a second process that goes on as if it were the first."""
+    with pool_of(1) as pool:
+        texts = ("right", response, "right", "wrong", "right")
+        futures = [pool.submit(PROBLEM, text, False) for text in texts]
+        assert [future.result(timeout=60) for future in futures] == [1.0, 0.0, 1.0, 0.0, 1.0]
+        assert pool.pop_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
+        pid = int(pool.submit(PROBLEM, "pid", False).result(timeout=60))
+    assert gone(pid)
+    assert capfd.readouterr().out == ""
+
+
+def test_a_process_that_a_reward_has_started_ends_with_its_worker(tmp_path):
+    note = tmp_path / "child"
+    with pool_of(1, timeout_s=2.0) as pool:
+        assert pool.submit({"answer": "x", "note": str(note)}, "child", False).result(timeout=60) == 0.0
+        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
+    deadline = time.monotonic() + 10
+    # Nobody waits for an orphan in some containers: it then stays as a zombie.
+    stat = Path("/proc", note.read_text(), "stat")
+    while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not stat.exists() or ") Z " in stat.read_text()
 
 
 def test_a_problem_that_cannot_be_sent_is_an_error_of_its_own():
