@@ -16,7 +16,7 @@
 #   --dry-run                     print what would be started, and what the run would take
 #   --help                        this text
 #
-# Without GPU options one server starts where vLLM puts it: on a machine without GPUs, on the CPU. The model, the dtype
+# Without GPU options one server starts where vLLM puts it: on a machine without GPUs, on the CPU. The model, the dtypes
 # and the lengths are those of the configuration, and so is the key that the servers ask for (rollout.api_key_file). The
 # same command goes on with a run that was stopped (run.resume auto).
 # Ctrl-C or SIGTERM lets the trainer finish its step, or give it up where run.grace_s is too short, and save; a second
@@ -113,13 +113,14 @@ prepare_trainer_environment
 python="$RLJAX_BIN/python"
 given=("$config" "$@" --rollout.engine vllm)
 pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and vllm wants a URL
-keys=model.path,rollout.dtype,run.dir,max_engine_tokens,rollout.api_key_file
+keys=model.path,rollout.dtype,precision.lm_head_dtype,run.dir,max_engine_tokens,rollout.api_key_file
 settings="$("$python" "$here/tools/show_config.py" "$keys" "${pending[@]}")" || exit 2
-{ read -r model && read -r dtype && read -r run_dir && read -r longest && read -r key_file; } <<<"$settings"
+{ read -r model && read -r dtype && read -r head && read -r run_dir && read -r longest && read -r key_file; } <<<"$settings"
 ((longest >= 512)) || longest=512
 logs="$run_dir-servers"
 
 server_command=(bash "$here/launch/vllm_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --follow-parent)
+[[ "$head" != float32 ]] || server_command+=(--head-dtype float32)
 [[ "$key_file" == None ]] || server_command+=(--api-key-file "$key_file")
 vllm_args=()
 ((tensor_parallel == 1)) || vllm_args+=(--tensor-parallel-size "$tensor_parallel")

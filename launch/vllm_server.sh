@@ -3,8 +3,9 @@
 # address than loopback's must be a private one, and needs the file of a key (openssl rand -hex 32), which the trainer
 # finds by rollout.api_key_file.
 #
-#   bash launch/vllm_server.sh MODEL [--dtype bfloat16|float16|float32] [--port P] [--max-model-len N] [--log FILE]
-#                                    [--url-file FILE] [--follow-parent] [--host ADDRESS] [--api-key-file FILE]
+#   bash launch/vllm_server.sh MODEL [--dtype bfloat16|float16|float32] [--head-dtype model|float32] [--port P]
+#                                    [--max-model-len N] [--log FILE] [--url-file FILE] [--follow-parent]
+#                                    [--host ADDRESS] [--api-key-file FILE]
 #                                    [-- further vLLM arguments]
 #
 # The environment comes from RLJAX_VLLM_VENV, by default .venv-vllm in this checkout (launch/install_vllm.sh).

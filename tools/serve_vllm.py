@@ -35,6 +35,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("model", help="model directory, or a hub name")
     parser.add_argument("--python", help="interpreter of vLLM's environment")
     parser.add_argument("--dtype", choices=get_args(Dtype))
+    parser.add_argument("--head-dtype", choices=("model", "float32"), help="in which the LM head computes")
     parser.add_argument("--host", help="address to bind: of loopback (default), or a private one with a key")
     parser.add_argument(
         "--api-key-file",

@@ -27,8 +27,33 @@ def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
     return next((c for c in range(smallest, min(vocab_size, 4 * smallest) + 1) if vocab_size % c == 0), 1)
 
 
+def matmul_precision(dtype: Any) -> str | None:
+    """``highest`` for float32 (else accelerators round its products to fewer bits), the default otherwise."""
+    return "highest" if jnp.dtype(dtype) == jnp.float32 else None
+
+
+def head_operands(hidden: Array, table: Array, dtype: Any) -> tuple[Array, Array]:
+    """Both in ``dtype`` (None: as they are), with the values that they have in their own dtypes.
+
+    A pair of casts would not do: XLA may drop it (xla_allow_excess_precision), and the product would be of the float32
+    masters instead of the 16-bit values that were published.
+    """
+    if dtype is None:
+        return hidden, table
+
+    def upcast(x: Array) -> Array:
+        kept = jnp.finfo(x.dtype)
+        return jax.lax.reduce_precision(x.astype(dtype), kept.nexp, kept.nmant)
+
+    return upcast(hidden), upcast(table)
+
+
+def _product(spec: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(spec, a, b, precision=matmul_precision(b.dtype), preferred_element_type=jnp.float32)
+
+
 def _logits(hidden: Array, table: Array, temperature: float) -> Float[Array, "n c"]:
-    return jnp.einsum("nd,cd->nc", hidden, table, preferred_element_type=jnp.float32) / temperature
+    return _product("nd,cd->nc", hidden, table) / temperature
 
 
 def _split(table: Array, chunks: int, shards: int) -> tuple[Array, Array]:
@@ -96,8 +121,8 @@ def _token_logprobs_bwd(
         # d logp(target)/d logit = 1[target] - p;  d entropy/d logit = -p * (log p + entropy).
         d_logits = d_logprob[:, None] * (hit - p) - d_entropy[:, None] * p * (logp + entropy[:, None])
         d_logits = (d_logits / temperature).astype(rows.dtype)
-        d_hidden += jnp.einsum("nc,cd->nd", d_logits, rows, preferred_element_type=jnp.float32)
-        d_rows = jnp.einsum("nc,nd->cd", d_logits, hidden, preferred_element_type=jnp.float32)
+        d_hidden += _product("nc,cd->nd", d_logits, rows)
+        d_rows = _product("nc,nd->cd", d_logits, hidden)
         return d_hidden, d_rows.astype(rows.dtype)
 
     zeros = jnp.zeros(hidden.shape, jnp.float32)
@@ -125,8 +150,8 @@ def token_logprobs(
       table: LM head rows, one per vocabulary entry.
       targets: the tokens to score.
       temperature: logits are divided by it first; positive.
-      dtype: compute the products in this dtype (``lm_head_dtype``); None keeps that of the inputs. Accumulation is
-        float32 either way.
+      dtype: of the operands of the products, forward and backward (``precision.lm_head_dtype``), as ``head_operands``
+        makes them; None keeps that of the inputs. Sums and logits are float32 either way.
       max_chunk: most vocabulary rows whose logits exist at once, on each shard of the vocabulary.
 
     Raises:
@@ -134,12 +159,11 @@ def token_logprobs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive to score tokens, got {temperature}")
-    dtype = dtype or hidden.dtype
-    flat = hidden.reshape(-1, hidden.shape[-1]).astype(dtype)
+    flat, table = head_operands(hidden.reshape(-1, hidden.shape[-1]), table, dtype)
     shards = axis_size("vocab")
     if table.shape[0] % shards:  # then the table is not split
         shards = 1
     chunks = vocabulary_chunks(table.shape[0] // shards, max_chunk)
     static = (float(temperature), chunks, shards)
-    logprobs, entropy = _token_logprobs(flat, table.astype(dtype), targets.reshape(-1), *static)
+    logprobs, entropy = _token_logprobs(flat, table, targets.reshape(-1), *static)
     return logprobs.reshape(targets.shape), entropy.reshape(targets.shape)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.head import token_logprobs
+from rljax.policy.head import matmul_precision, token_logprobs
 from rljax.policy.qwen3 import Params, cast_params, hidden_states, lm_head_table
 
 
@@ -43,7 +43,7 @@ def packed_logprobs(
       segment_ids: 0 for padding, otherwise equal for the tokens of one sequence.
       positions: 0, 1, 2, ... inside each segment.
       temperature: of the scored distribution; positive.
-      lm_head_dtype: dtype of the LM head's products; None: that of the hidden states.
+      lm_head_dtype: dtype of the operands of the LM head's products; None: that of hidden states and table.
       remat: recompute blocks in the backward pass.
     """
     hidden, activation_max = hidden_states(params, config, tokens, segment_ids, positions, remat=remat)
@@ -55,11 +55,6 @@ def packed_logprobs(
     inside = (positions > 0) & (segment_ids > 0)
     logprobs, entropy = (jnp.where(inside, jnp.pad(values, front), 0.0) for values in (logprobs, entropy))
     return Scores(logprobs, entropy, activation_max)
-
-
-def matmul_precision(dtype: Any) -> str | None:
-    """``highest`` for float32 (else accelerators round its products to fewer bits), the default otherwise."""
-    return "highest" if jnp.dtype(dtype) == jnp.float32 else None
 
 
 def make_scorer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ def make_engine(
     *,
     max_prompt_tokens: int,
     max_tokens: int,
+    lm_head_dtype: Literal["compute", "float32"] | None = None,
     make_executable: Callable[[], Executable] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     gives_up: Callable[[], bool] = lambda: False,
@@ -57,6 +58,8 @@ def make_engine(
       mesh: the trainer's.
       max_prompt_tokens: longest prompt (tokens).
       max_tokens: longest prompt plus longest response that will be asked for (tokens).
+      lm_head_dtype: as ``PrecisionConfig`` has it; the exact engine has it in its executable. None: vLLM servers may
+        compute the LM head in any dtype, and the embedded engine does so in its own.
       make_executable: the trainer's executable; engine exact alone needs and makes it.
       should_stop: asked while no server answers; true ends the wait.
       gives_up: asked while responses are sampled, at least four times a second; true ends it.
@@ -76,6 +79,7 @@ def make_engine(
                 tensors=functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(config.dtype)),
                 checksums=functools.partial(hf_checksums, config=policy, dtype=jnp.dtype(config.dtype)),
                 score=make_scorer(policy, config.dtype),
+                head_dtype=config.dtype if lm_head_dtype == "compute" else lm_head_dtype,
                 should_stop=should_stop,
                 gives_up=gives_up,
             )
@@ -83,7 +87,8 @@ def make_engine(
             raise ConfigError(error) from error
     inject = config.inject
     if config.engine == "jax":
-        engine: RolloutEngine = JaxEngine(policy, config.dtype, max_prompt_tokens, mesh=mesh)
+        head = jnp.float32 if lm_head_dtype == "float32" else None
+        engine: RolloutEngine = JaxEngine(policy, config.dtype, max_prompt_tokens, mesh=mesh, lm_head_dtype=head)
     else:
         assert make_executable is not None
         engine = ExactEngine(make_executable(), inject=inject)

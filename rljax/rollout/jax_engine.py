@@ -1,9 +1,9 @@
 """The embedded engine: key-value-cache decoding of the policy in one compiled loop.
 
 It is a second engine in the sense that matters: its own dtype, its own graph, its own rounding. As in vLLM, logits
-leave the LM head in the rollout dtype and only then become float32; the trainer keeps them float32, so in 16 bits the
-two differ on every token as real engines do. Prompts are padded on the left, so that all rows decode at one cache
-index; a prompt is prefilled once and its cache repeated for its ``n`` responses.
+leave the LM head in the rollout dtype and only then become float32, unless the head computes in float32; the trainer
+keeps them float32, so in 16 bits the two differ on every token as real engines do. Prompts are padded on the left, so
+that all rows decode at one cache index; a prompt is prefilled once and its cache repeated for its ``n`` responses.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig
+from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.qwen3 import Params, cast_params, embed_tokens, lm_head_table, param_shardings, run_blocks
-from rljax.policy.score import matmul_precision
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
 from rljax.sharding import constrain, replicated
 
@@ -69,13 +69,15 @@ def _next_tokens(
     temperature: Array,
     greedy: bool,
     given: Int[Array, " b"] | None,
+    lm_head_dtype: Any,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
     """Next tokens and their log-probabilities under the distribution sampled from (temperature 1 when greedy).
 
     Where ``given`` are tokens, they are taken and none is sampled.
     """
-    table = lm_head_table(params)
-    logits = jnp.einsum("bd,vd->bv", hidden, table, preferred_element_type=jnp.float32)
+    hidden, table = head_operands(hidden, lm_head_table(params), lm_head_dtype)
+    exactness = matmul_precision(table.dtype)
+    logits = jnp.einsum("bd,vd->bv", hidden, table, precision=exactness, preferred_element_type=jnp.float32)
     # Not a pair of casts: XLA may drop those (xla_allow_excess_precision).
     kept = jnp.finfo(hidden.dtype)
     logits = jax.lax.reduce_precision(logits, kept.nexp, kept.nmant)
@@ -101,6 +103,7 @@ def _decode(
     n: int,
     limit: int,
     greedy: bool,
+    lm_head_dtype: Any,
 ) -> tuple[Int[Array, "b r"], Float[Array, "b r"], Int[Array, " b"], Bool[Array, " b"]]:
     """(tokens, log-probabilities, lengths, stopped) of b = p * n responses of at most r = ``limit`` tokens.
 
@@ -125,7 +128,7 @@ def _decode(
         step, done, tokens, logprobs, counts, hidden, cache = state
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
         given = None if forced is None else jax.lax.dynamic_index_in_dim(forced, step, 1, keepdims=False)
-        token, logprob = _next_tokens(params, hidden, keys, temperature, greedy, given)
+        token, logprob = _next_tokens(params, hidden, keys, temperature, greedy, given, lm_head_dtype)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, jnp.where(done, 0, token), step, 1)
         logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, jnp.where(done, 0.0, logprob), step, 1)
         counts = counts + jnp.where(done, 0, 1)
@@ -153,7 +156,9 @@ def _decode(
 class JaxEngine:
     """RolloutEngine over the policy in this process; the same seed, weights and prompts give the same bits."""
 
-    def __init__(self, config: PolicyConfig, dtype: Any, max_prompt_tokens: int, *, mesh: Mesh):
+    def __init__(
+        self, config: PolicyConfig, dtype: Any, max_prompt_tokens: int, *, mesh: Mesh, lm_head_dtype: Any = None
+    ):
         """Builds the engine; ``publish`` must be called before ``generate``.
 
         Args:
@@ -161,6 +166,7 @@ class JaxEngine:
           dtype: rollout dtype, of the weights and the cache.
           max_prompt_tokens: prompts are padded to it, so that the number of compilations stays small.
           mesh: the trainer's; weights stay sharded as they are there.
+          lm_head_dtype: dtype in which the LM head computes, and of the logits; None: ``dtype``.
         """
         self._mesh, self._width = mesh, max_prompt_tokens
         self._dtype = jnp.dtype(dtype)
@@ -173,7 +179,7 @@ class JaxEngine:
 
         def decode(params: Params, *args: Any, **static: Any) -> tuple[Array, ...]:
             with jax.default_matmul_precision(matmul_precision(self._dtype)):
-                return _decode(params, config, *args, **static)
+                return _decode(params, config, *args, lm_head_dtype=lm_head_dtype, **static)
 
         self._decode: Any = jax.jit(decode, static_argnames=("n", "limit", "greedy"), out_shardings=replicated(mesh))
         self._params: Params | None = None

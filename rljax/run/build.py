@@ -83,6 +83,7 @@ def make_run_engine(config: Config, policy: PolicyConfig, mesh: Mesh, stop: Stop
         mesh,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_tokens=config.max_engine_tokens,
+        lm_head_dtype=config.precision.lm_head_dtype,
         make_executable=functools.partial(make_exact_pass, config, policy, mesh),
         should_stop=stop.requested,
         gives_up=stop.gives_up,

@@ -154,12 +154,13 @@ def describe_recipe(config: Config) -> Lines:
     evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
     sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"
     servers = f" at {', '.join(config.rollout.urls)} (not asked)" if config.rollout.urls else ""
+    head = ", LM head float32" if config.precision.lm_head_dtype == "float32" else ""
     return {
         "loss": f"{config.advantage.estimator}, {loss.kind}, clip {loss.clip_low:g} / {loss.clip_high:g}, "
         f"{loss.aggregation}",
         "correction": weights,
         "schedule": rate,
-        "precision": f"{config.precision.compute_dtype}, masters and moments float32",
+        "precision": f"{config.precision.compute_dtype}{head}, masters and moments float32",
         "engine": f"{config.rollout.engine}{servers}, {config.rollout.dtype}, "
         f"temperature {config.rollout.temperature:g}",
         "evaluation": sampled,

@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 
 from rljax.mismatch import Statistics
 from rljax.policy.config import PolicyConfig
+from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.qwen3 import Params, abstract_params, cast_params, hidden_states, lm_head_table, param_shardings
-from rljax.policy.score import matmul_precision
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
@@ -74,9 +74,9 @@ def full_scores(
     hidden, activation_max = hidden_states(
         compute, config, micro.tokens, micro.segment_ids, micro.positions, remat=precision.remat
     )
-    dtype = precision.head_dtype or hidden.dtype
-    hidden, table = hidden.astype(dtype), lm_head_table(compute).astype(dtype)
-    logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
+    hidden, table = head_operands(hidden, lm_head_table(compute), precision.head_dtype)
+    exactness = matmul_precision(table.dtype)
+    logits = jnp.einsum("btd,vd->btv", hidden, table, precision=exactness, preferred_element_type=jnp.float32)
     logits = constrain(logits, "rows", "tokens", "vocab")
     # The barrier keeps the gather from a log-softmax of its own, fused and rounded otherwise than the one sampled from.
     log_softmax = jax.lax.optimization_barrier(jax.nn.log_softmax(logits / temperature))

@@ -21,8 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.config import PolicyConfig
+from rljax.policy.head import matmul_precision
 from rljax.policy.qwen3 import Params, cast_params
-from rljax.policy.score import Scores, matmul_precision, packed_logprobs
+from rljax.policy.score import Scores, packed_logprobs
 from rljax.schedule import get_learning_rate, set_learning_rate
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
@@ -41,7 +42,9 @@ class PrecisionConfig:
     """The weights are cast to this dtype once a step. float16 turns on dynamic loss scaling. float32 multiplies at the
     highest precision."""
     lm_head_dtype: Literal["compute", "float32"] = "compute"
-    """Dtype of the products of the LM head. compute: the same as ``compute_dtype``. Sums are in float32 either way."""
+    """Dtype in which the LM head multiplies. compute: ``compute_dtype`` in the trainer; an engine rounds its logits to
+    ``rollout.dtype``. float32: trainer and engine upcast hidden states and table from these dtypes first, and an engine
+    does not round its logits; a vLLM server must be started with ``--head-dtype float32``."""
     remat: bool = False
     """Recompute each block in the backward pass instead of storing its activations."""
 

@@ -104,6 +104,7 @@ class Served:
         tensors: Callable | None = None,
         hf_config: dict | None = None,
         max_tokens: int = MAX_LEN,
+        head_dtype: str | None = None,
         **config,
     ) -> ServedEngine:
         """``config`` are fields of RolloutConfig."""
@@ -115,6 +116,7 @@ class Served:
             tensors=tensors or self.model.tensors(self.dtype),
             checksums=self.model.checksums(self.dtype),
             score=self.score,
+            head_dtype=head_dtype,
             should_stop=lambda: not self.server.alive(),
         )
 

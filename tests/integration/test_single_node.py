@@ -163,6 +163,7 @@ def test_a_dry_run_shows_a_server_for_each_group_of_gpus(tmp_path):
     assert second.startswith("server 1: CUDA_VISIBLE_DEVICES=6,7 ")
     for line in (first, second):
         assert "vllm_server.sh Qwen/Qwen3-4B-Base --dtype float16 --max-model-len 9216 " in line
+        assert "--head-dtype" not in line
         assert line.rstrip().endswith("-- --tensor-parallel-size 2")
     assert "CUDA_VISIBLE_DEVICES=0,1,2,3 " in trainer
     assert "--run.steps 7 --rollout.engine vllm --rollout.urls <server 0> <server 1>" in trainer
@@ -176,6 +177,14 @@ def test_the_key_file_of_the_configuration_reaches_the_servers():
     server, trainer = (line for line in out.splitlines() if line.startswith(("server", "trainer")))
     assert "--follow-parent --api-key-file /secrets/key " in server
     assert "--rollout.api-key-file /secrets/key " in trainer
+
+
+def test_the_servers_head_is_that_of_the_configuration(tmp_path, fresh_base):
+    words = ("--dry-run", "--", "--run.dir", str(tmp_path / "run"), "--model.path", str(fresh_base))
+    code, out, err = outcome(CONFIG, *words, "--precision.lm-head-dtype", "float32")
+    assert code == 0, err
+    assert " --follow-parent --head-dtype float32 --log " in out
+    assert re.search(r"^precision +float32, LM head float32|^precision +bfloat16, LM head float32", out, re.M)
 
 
 def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path):

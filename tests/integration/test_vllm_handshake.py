@@ -2,27 +2,39 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from rljax.errors import HandshakeError
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.engine import ServedEngine
-from rljax.rollout.types import RolloutConfig
+from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.rollout.vllm.backend import VllmBackend
 from rljax.rollout.vllm.server import free_port
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture
-def rpc(float32):
-    client = ServerClient([float32.url], VllmBackend())
+def calls(url):
+    client = ServerClient([url], VllmBackend())
 
     def call(method: str, argument: str) -> None:
-        client.call(float32.url, "POST", "/collective_rpc", json={"method": method, "args": [argument]})
+        client.call(url, "POST", "/collective_rpc", json={"method": method, "args": [argument]})
 
     yield call
     client.close()
+
+
+@pytest.fixture
+def rpc(float32):
+    yield from calls(float32.url)
+
+
+@pytest.fixture
+def served_rpc(served):
+    yield from calls(served.url)
 
 
 def refused(served, **changes) -> str:
@@ -39,6 +51,40 @@ def refused(served, **changes) -> str:
 
 def test_dtype(float32):
     assert refused(float32, dtype="bfloat16") == "the dtype is float32, expected bfloat16 (rollout.dtype)"
+
+
+OPTION = '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\''
+
+
+@pytest.mark.parametrize("served", ["bfloat16", "float16"], indirect=True)
+def test_head_dtype(served, served_rpc, prompts):
+    """With blocks that add nothing only the heads can differ, and in float32 theirs is the trainer's."""
+    flat = {**served.model.params, "layers": jax.tree.map(jnp.zeros_like, served.model.params["layers"])}
+
+    def largest_gap(head_dtype):
+        engine = served.engine(head_dtype=head_dtype)
+        try:
+            engine.publish(flat, 0)
+            responses = list(engine.generate(prompts, 4, SamplingParams(24), seed=0))
+        finally:
+            engine.close()
+        scored = served.score(flat, [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses])
+        return max(np.abs(s[-r.length :] - r.logprobs).max() for r, s in zip(responses, scored, strict=True))
+
+    where = "(precision.lm_head_dtype): start"
+    line = f"the LM head computes in {served.dtype}, expected float32 {where} with {OPTION}"
+    assert refused(served, head_dtype="float32") == line
+    rounded = largest_gap(served.dtype)
+    served_rpc("sabotage_head_dtype", "float32")
+    try:
+        line = f"the LM head computes in float32, expected {served.dtype} {where} without {OPTION}"
+        assert refused(served, head_dtype=served.dtype) == line
+        upcast = largest_gap("float32")
+    finally:
+        served_rpc("sabotage_head_dtype", "model")
+    print(served.dtype, rounded, upcast)
+    assert upcast < 1e-5
+    assert rounded > {"bfloat16": 1e-3, "float16": 1e-4}[served.dtype]
 
 
 def test_vocabulary_and_shape(float32):

@@ -67,6 +67,45 @@ def test_sixteen_bit_inputs_are_not_rounded_per_token():
     np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("dtype", "lost"), [("bfloat16", 2.0**-9), ("float16", 2.0**-12)])
+def test_a_float32_head_multiplies_the_published_values_and_not_the_masters(dtype, lost):
+    """16 bits hold 1 and not 1 + lost. With the state 4 the logits are 4 and 0, so log p is -log(1 + exp(-4))."""
+
+    def logprob(master):
+        hidden, table = jnp.full((1, 1), 4.0 + 2 * lost).astype(dtype), master.astype(dtype)
+        return token_logprobs(hidden, table, jnp.zeros(1, int), dtype=jnp.float32)[0][0]
+
+    master = jnp.asarray([[1.0 + lost], [0.0]])
+    assert float(jax.jit(logprob)(master)) == pytest.approx(-np.log1p(np.exp(-4.0)), abs=2e-7)
+    assert abs(np.log1p(np.exp(-4.0)) - np.log1p(np.exp(-4.0 * (1.0 + lost)))) > 1e-5
+    # XLA for CPUs keeps a pair of casts; for other devices this alone does.
+    assert jax.jit(logprob).lower(master).as_text().count("reduce_precision") == 2
+
+
+@pytest.mark.parametrize("max_chunk", [60, 12])
+def test_gradients_of_a_float32_head_are_rounded_once(max_chunk):
+    """They come back in the dtype of the inputs, as the exact gradient at these inputs rounds to it."""
+    hidden, table, targets = example()
+    low = [jnp.asarray(x).astype(jnp.bfloat16) for x in (hidden, table)]
+
+    def summed(hidden, table, dtype):
+        logprobs, entropy = token_logprobs(
+            hidden, table, jnp.asarray(targets), temperature=0.8, dtype=dtype, max_chunk=max_chunk
+        )
+        return jnp.sum(logprobs) + 0.5 * jnp.sum(entropy)
+
+    exact = jax.grad(summed, (0, 1))(*(x.astype(jnp.float32) for x in low), None)
+    worst = {}
+    for name, dtype in (("float32", jnp.float32), ("compute", None)):
+        found = jax.grad(summed, (0, 1))(*low, dtype)
+        assert all(g.dtype == jnp.bfloat16 for g in found)
+        worst[name] = max(float(jnp.abs(g - e).max()) for g, e in zip(found, exact, strict=True))
+        if name == "float32":
+            for g, e in zip(found, exact, strict=True):
+                np.testing.assert_allclose(g.astype(jnp.float32), e, rtol=2.0**-8, atol=1e-6)
+    assert worst["float32"] < worst["compute"]
+
+
 def test_chunks_divide_the_vocabulary():
     assert vocabulary_chunks(151_936) == 16
     assert vocabulary_chunks(16) == 1

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.head import token_logprobs
 from rljax.policy.qwen3 import cast_params, init_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.jax_engine import JaxEngine, _next_tokens
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
@@ -75,6 +76,38 @@ def test_samples_follow_the_distribution():
     expected = np.exp([logprobs[-1] for logprobs in every]) * counts.sum()
     chi2 = np.sum((counts - expected) ** 2 / expected)
     assert chi2 < 49.7  # 99.9% quantile of chi-squared with 23 degrees of freedom
+
+
+def test_a_float32_head_does_not_round_the_logits():
+    """Logits 1 + 2^-8 and 0: bfloat16 holds the state and the table, and rounds the first logit to 1."""
+    table = jnp.asarray([[1.0, 1.0], [0.0, 0.0]], jnp.bfloat16)
+    hidden, token = jnp.asarray([[1.0, 2.0**-8]], jnp.bfloat16), jnp.zeros(1, jnp.int32)
+
+    def logprob(dtype):
+        return float(_next_tokens({"lm_head": table}, hidden, None, jnp.float32(1.0), False, token, dtype)[1][0])
+
+    assert logprob(None) == pytest.approx(-np.log1p(np.exp(-1.0)), abs=1e-7)
+    assert logprob(jnp.float32) == pytest.approx(-np.log1p(np.exp(-1.0 - 2.0**-8)), abs=1e-7)
+    trainer = float(token_logprobs(hidden, table, token, dtype=jnp.float32)[0][0])
+    assert logprob(jnp.float32) == pytest.approx(trainer, abs=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 1e-3), ("float16", 1e-4)])
+def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
+    """With blocks that add nothing, both have the same states: what differs is the head's."""
+    gaps = {}
+    params = init_params(CONFIG, 0)
+    params["layers"] = jax.tree.map(jnp.zeros_like, params["layers"])
+    for head in (None, jnp.float32):
+        engine = JaxEngine(CONFIG, dtype, 6, mesh=make_mesh(MeshConfig(1, 1)), lm_head_dtype=head)
+        engine.publish(params, 0)
+        responses = sample(engine)
+        full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses]
+        scored = make_scorer(CONFIG, dtype)(params, full)
+        differences = [r.logprobs - s[-r.length :] for r, s in zip(responses, scored, strict=True)]
+        gaps[head] = np.abs(np.concatenate(differences)).max()
+    assert gaps[jnp.float32] < 2e-6
+    assert gaps[None] > least
 
 
 def test_same_seed_same_bits_other_seed_other_draws():

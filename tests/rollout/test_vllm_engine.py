@@ -37,6 +37,7 @@ def make(
     tmp_path=None,
     tensors=dict.items,
     dtype="float32",
+    head_dtype=None,
     should_stop=lambda: False,
     gives_up=lambda: False,
     **config,
@@ -53,6 +54,7 @@ def make(
         tensors=tensors,
         checksums=lambda params: {name: numpy_checksum(array) for name, array in params.items()},
         score=score,
+        head_dtype=head_dtype,
         should_stop=should_stop,
         gives_up=gives_up,
     )
@@ -393,6 +395,18 @@ def test_wrong_dtypes(fake):
         engine.close()
     with pytest.raises(HandshakeError, match="the dtype is float32, expected float16"):
         make(fake.url, dtype="float16")
+
+
+def test_the_servers_head_must_compute_in_the_trainers_dtype(fake):
+    """A server that does not say has the head of its dtype, which is float32 here; None takes any."""
+    for head_dtype in ("float32", None):
+        make(fake.url, head_dtype=head_dtype).close()
+    with pytest.raises(HandshakeError) as caught:
+        make(fake.url, head_dtype="bfloat16")
+    assert str(caught.value) == (
+        f"{fake.url}: the LM head computes in float32, expected bfloat16 (precision.lm_head_dtype): start without "
+        '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\''
+    )
 
 
 def test_servers_without_what_is_needed(fake):

@@ -138,6 +138,11 @@ def test_command_line():
     assert "--enforce-eager" in args
     assert args[-3:] == ["--x", "--host", "127.0.0.1"]
     assert "--enforce-eager" not in command(config, 7, gpu=True)
+    assert "--hf-overrides" not in args
+    args = command(ServerConfig("m", head_dtype="float32"), 7, gpu=False)
+    assert args[args.index("--hf-overrides") + 1] == '{"head_dtype": "float32"}'
+    with pytest.raises(ValueError, match="head_dtype must be one of"):
+        ServerConfig("m", head_dtype="float16")
 
 
 def test_arguments_of_vllm_come_after_the_options():
@@ -148,6 +153,7 @@ def test_arguments_of_vllm_come_after_the_options():
     assert serve_vllm.parse(["m"]) == {"model": "m", **own, "extra_args": ()}
     assert serve_vllm.parse(options) == {**given, "extra_args": ()}
     assert serve_vllm.parse([*options, "--", "--x", "1"]) == {**given, "extra_args": ("--x", "1")}
+    assert serve_vllm.parse(["m", "--head-dtype", "float32"])["head_dtype"] == "float32"
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):

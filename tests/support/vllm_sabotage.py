@@ -42,5 +42,11 @@ class Sabotage(vllm_plugin.WorkerExtension):
         sampler.logprobs_mode = mode
         sampler.topk_topp_sampler.__init__(mode)
 
+    def sabotage_head_dtype(self, dtype: str) -> None:
+        """What ``--hf-overrides`` sets before the start: the description, and the dtype that the head computes in."""
+        config = self.vllm_config.model_config
+        config.hf_config.head_dtype = dtype
+        self.model_runner.model.logits_processor.head_dtype = config.head_dtype
+
     def sabotage_default_sampling(self, params: str) -> None:
         self.vllm_config.model_config.override_generation_config = json.loads(params)

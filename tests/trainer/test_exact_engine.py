@@ -48,9 +48,9 @@ class Recording:
         return said
 
 
-def make(dtype="bfloat16", *, mesh=(1, 1), loss=None, tx=None, temperature=0.8):
+def make(dtype="bfloat16", *, mesh=(1, 1), loss=None, tx=None, temperature=0.8, head="compute"):
     """(the pass, the update around it, a fresh state, the optimizer)."""
-    mesh, precision = make_mesh(MeshConfig(*mesh)), PrecisionConfig(compute_dtype=dtype)
+    mesh, precision = make_mesh(MeshConfig(*mesh)), PrecisionConfig(dtype, lm_head_dtype=head)
     objective = Objective(loss or LossConfig(), CorrectionConfig(), COUNT, LIMIT)
     rows = max(ROWS, mesh.shape["fsdp"])
     exact = ExactPass(CONFIG, mesh, precision=precision, objective=objective, rows=rows, row_tokens=ROW_TOKENS)
@@ -90,9 +90,9 @@ def not_exact(row):
     return wrong | ({} if names["ppl_ratio"] == 1.0 else {"ppl_ratio": names["ppl_ratio"]})
 
 
-def trained(dtype, steps, mesh=(1, 1), loss=None):
+def trained(dtype, steps, mesh=(1, 1), loss=None, head="compute"):
     """Rows of some steps of drawing and training."""
-    exact, update, state = make(dtype, mesh=mesh, loss=loss)
+    exact, update, state = make(dtype, mesh=mesh, loss=loss, head=head)
     engine, rows = ExactEngine(exact), []
     for step in range(steps):
         engine.publish(state.params, step)
@@ -115,6 +115,10 @@ def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype):
     assert len({row["mismatch/training_log_ppl"] for row in rows}) == 6
     assert rows[0]["optimizer/grad_noise"] > 0
     assert "optimizer/grad_noise" not in rows[1]
+
+
+def test_the_mismatch_is_exactly_zero_with_a_float32_head():
+    assert [not_exact(row) for row in trained("bfloat16", 2, head="float32")] == [{}, {}]
 
 
 @pytest.mark.mesh

@@ -40,12 +40,12 @@ def batch(advantage=1.0, seed=0):
     return pack(sequences, row_tokens=12, rows_per_micro_batch=2, micro_batches=2)
 
 
-def make_step(tx, dtype):
+def make_step(tx, dtype, lm_head_dtype="compute"):
     return TrainStep(
         CONFIG,
         tx,
         MESH,
-        precision=PrecisionConfig(compute_dtype=dtype),
+        precision=PrecisionConfig(compute_dtype=dtype, lm_head_dtype=lm_head_dtype),
         objective=Objective(LossConfig(kind="policy_gradient"), CorrectionConfig(), COUNT, 9),
         batch_shape=(2, 2, 12),
         diagnosis=None,
@@ -122,6 +122,27 @@ def test_unscaled_gradients_do_not_depend_on_the_scale():
         scaled, _ = gradient_with("float16", scale, 1.0)
         gap = optax.tree.norm(jax.tree.map(lambda a, b: a - b, scaled, exact))
         assert float(gap) / norm < 5e-3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_float32_head_scores_with_the_published_table_and_trains_the_master(dtype):
+    """The bits of a master that 16 bits cannot hold change nothing in the step's scores and gradients."""
+    tx = inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
+    step = make_step(tx, dtype, "float32")
+    published = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), init_params(CONFIG, 0))
+    # A quarter of the distance between two neighbours in that dtype, which rounds away.
+    quarter = 2.0 ** -(jnp.finfo(dtype).nmant + 2)
+    masters = jax.tree.map(
+        lambda leaf: leaf + jnp.exp2(jnp.floor(jnp.log2(jnp.abs(leaf) + 1e-30))) * quarter, published
+    )
+    found = []
+    for params in (masters, published):
+        state = create_state(jax.tree.map(jnp.copy, params), CONFIG, tx, MESH, dynamic_scale=dtype == "float16")
+        state, _, logprobs = step(state, batch(), 1.0, True)
+        found.append(jax.device_get((logprobs, state.opt_state.inner_state.trace)))
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (masters, published)), strict=True))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert np.abs(found[0][1]["embed"]).max() > 0
 
 
 def test_activation_max_is_that_of_the_residual_stream_and_the_mlps():

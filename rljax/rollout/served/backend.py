@@ -22,12 +22,14 @@ class Expectation:
       hf_config: the policy's ``config.json`` as a mapping.
       max_tokens: longest prompt plus longest response the run will ask for (tokens).
       verify: how the use of weights is verified; the server must have room for its probes.
+      head_dtype: in which the server's LM head must compute, as ``dtype``; None: any.
     """
 
     dtype: str
     hf_config: Mapping[str, Any]
     max_tokens: int
     verify: VerifyConfig
+    head_dtype: str | None = None
 
 
 @dataclass(frozen=True)

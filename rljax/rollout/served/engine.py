@@ -46,6 +46,7 @@ class ServedEngine(ServedBase):
         tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]],
         checksums: Callable[[Any], Mapping[str, Checksum]],
         score: Score,
+        head_dtype: str | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -61,6 +62,7 @@ class ServedEngine(ServedBase):
             value that is not finite in the rollout dtype.
           score: (the policy's pytree, token sequences) to the log-probability of each token, computed in the rollout
             dtype at temperature 1; used by verification alone.
+          head_dtype: in which the servers' LM heads must compute; None: any.
           should_stop: asked while no server answers; true ends the wait.
           gives_up: asked while responses are sampled, at least four times a second; true ends it.
 
@@ -79,7 +81,7 @@ class ServedEngine(ServedBase):
             gives_up=gives_up,
         )
         self._config, self._tensors, self._checksums = config, tensors, checksums
-        self._expected = Expectation(config.dtype, hf_config, max_tokens, config.verify)
+        self._expected = Expectation(config.dtype, hf_config, max_tokens, config.verify, head_dtype)
         self._current: WeightVersion | None = None
         self._params: Any = None  # of the current version
         self._sums: Mapping[str, Checksum] = {}  # likewise

@@ -88,6 +88,13 @@ def _differences(described: Mapping[str, Any], expected: Expectation) -> list[st
         )
     if described["dtype"] != expected.dtype:
         lines.append(f"the dtype is {described['dtype']}, expected {expected.dtype} (rollout.dtype)")
+    head = described.get("head_dtype", described["dtype"])
+    if expected.head_dtype not in (None, head):
+        option = "with" if expected.head_dtype == "float32" else "without"
+        lines.append(
+            f"the LM head computes in {head}, expected {expected.head_dtype} (precision.lm_head_dtype): start {option} "
+            '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\''
+        )
     if described["quantization"] is not None:
         lines.append(f"the weights are quantized ({described['quantization']}), expected none")
     shape = described["shape"]

@@ -264,6 +264,7 @@ class WorkerExtension:
             "protocol": PROTOCOL,
             "vllm": str(getattr(vllm, "__version__", "unknown")),
             "dtype": str(model.dtype).removeprefix("torch."),
+            "head_dtype": str(model.head_dtype).removeprefix("torch."),
             "quantization": model.quantization,
             "max_model_len": model.max_model_len,
             "max_logprobs": model.max_logprobs,

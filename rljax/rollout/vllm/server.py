@@ -65,6 +65,8 @@ class ServerConfig:
       model: directory with ``config.json`` and safetensors, or a hub name.
       python: interpreter of the environment that holds vLLM and rljax's plugin.
       dtype: "bfloat16", "float16" or "float32"; must equal the dtype the trainer publishes.
+      head_dtype: "float32" computes the LM head in float32, as ``precision.lm_head_dtype: float32`` wants; "model": in
+        ``dtype``.
       host: address to bind: of loopback, or a private one with a key; whoever reaches it may replace the weights.
       port: 0 takes a free one.
       max_model_len: prompt plus response (tokens); None takes the model's own.
@@ -79,6 +81,7 @@ class ServerConfig:
     model: str
     python: str = sys.executable
     dtype: Dtype = "bfloat16"
+    head_dtype: Literal["model", "float32"] = "model"
     host: str = "127.0.0.1"
     port: int = 0
     max_model_len: int | None = None
@@ -160,6 +163,8 @@ def command(config: ServerConfig, port: int, *, gpu: bool) -> list[str]:
     args += ["--worker-extension-cls", WORKER_EXTENSION, "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
     if config.max_model_len is not None:
         args += ["--max-model-len", str(config.max_model_len)]
+    if config.head_dtype != "model":
+        args += ["--hf-overrides", f'{{"head_dtype": "{config.head_dtype}"}}']
     if not gpu:
         args.append("--enforce-eager")
     if config.api_key_file is not None:
