@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
@@ -157,7 +158,10 @@ class LoadedWeights:
         """Puts a step before each layer's packing; :meth:`detach` takes it out again."""
         self._names = {layer: name for name, layer in model.named_modules()}
         self._fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-        self._unpacked = {layer: getattr(layer, "quant_method", None) for layer in self._names}
+        methods = {layer: getattr(layer, "quant_method", None) for layer in self._names}
+        self._unpacked = {
+            layer: method if isinstance(method, QuantizeMethodBase) else None for layer, method in methods.items()
+        }
         self._methods = {id(method): method for method in self._unpacked.values() if method is not None}
         for method in self._methods.values():
             method.process_weights_after_loading = self._before(method.process_weights_after_loading)
