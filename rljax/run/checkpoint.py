@@ -68,14 +68,12 @@ class Checkpointer:
         if not read_only:
             # Orbax would do so in a thread that its close() does not wait for, and that fails when the process ends.
             self._clear_incomplete()
-        self._manager = ocp.CheckpointManager(
-            self._directory,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=None if read_only else keep,
-                enable_async_checkpointing=not read_only,
-                create=not read_only,
-            ),
+        self._options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else keep,
+            enable_async_checkpointing=not read_only,
+            create=not read_only,
         )
+        self._manager = ocp.CheckpointManager(self._directory, options=self._options)
 
     def latest_step(self) -> int | None:
         """Step of the newest checkpoint, or None. One that is being saved counts."""
@@ -108,6 +106,7 @@ class Checkpointer:
           RuntimeError: the one before this could not be written.
         """
         self.wait()
+        self._clear_incomplete()  # what threads of a save that failed wrote after its error
         # A copy, because the next step gets the originals donated while orbax may still read the buffers.
         frozen = jax.tree.map(jnp.copy, state)
         content = host | {ARRAYS: array_checksums(frozen)}
@@ -266,16 +265,20 @@ class Checkpointer:
     def _clear_incomplete(self) -> None:
         if jax.process_index() == 0:
             for cut_short in self._ocp.utils.tmp_checkpoints(self._directory):
-                shutil.rmtree(cut_short.get())
+                shutil.rmtree(cut_short.get(), ignore_errors=True)
 
     @contextlib.contextmanager
     def _written(self, step: int | None) -> Iterator[None]:
-        """What cannot be written is said in one line, and takes no room."""
+        """What cannot be written is said in one line and takes no room; the next save starts afresh."""
         try:
             with _quiet():
                 yield
         except Exception as error:
+            # The manager has already struck off what the failed save would have replaced, and repeats its error.
+            with _quiet(), contextlib.suppress(Exception):
+                self._manager.close()
             self._clear_incomplete()
+            self._manager = self._ocp.CheckpointManager(self._directory, options=self._options)
             why = " ".join(str(error).split())[:200]
             raise RuntimeError(f"{self._place(step)} could not be written, those before it are kept: {why}") from error
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from rljax.mismatch.histogram import bin_edges
 from rljax.report.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
 
 if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
+    from tensorboardX.event_file_writer import EventsWriter
 
 PLAIN_EVERY_STEPS = 10
 PLAIN_EVERY_SECONDS = 30.0
@@ -114,50 +114,67 @@ class Recorder:
 
 
 class _TensorBoard:
-    """Event files, which are opened at the first row: the import takes more than a second."""
+    """An event file, which is opened at the first row: the import takes more than a second.
+
+    Written without the thread of a SummaryWriter: on a full disk that thread ends, and its queue then blocks the run.
+    """
 
     def __init__(self, directory: Path, first_step: int) -> None:
         self._directory, self._first_step = directory, first_step
-        self._writer: SummaryWriter | None = None
+        self._file: EventsWriter | None = None
+        self._failed = False
 
     def show(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
-        if self._writer is None:
-            from tensorboardX import SummaryWriter  # imports torch where there is one
+        """Writes the row; after an error, of which a line on stderr tells, nothing is written any more."""
+        if self._failed:
+            return
+        try:
+            self._write(row, histograms)
+        except OSError as error:
+            self._failed = True
+            print(f"\nwarning: {self._directory} is not written any more: {error}", file=sys.stderr)
 
+    def _write(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
+        from tensorboardX.event_file_writer import EventsWriter  # imports torch where there is one
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import histogram_raw, scalar
+
+        if self._file is None:
+            self._directory.mkdir(exist_ok=True)
             # Event files are named by the second: without the suffix, a resume within it would overwrite the last.
-            suffix = f".{self._first_step:08d}"
-            self._writer = SummaryWriter(str(self._directory), purge_step=self._first_step, filename_suffix=suffix)
-        for key, value in row.items():
-            if isinstance(value, (bool, int, float)) and key != "step":
-                self._writer.add_scalar(key, value, row["step"])
-        for name, counts in histograms.items():
-            _add_histogram(self._writer, name, counts, row["step"])
+            self._file = EventsWriter(str(self._directory / "events"), f".{self._first_step:08d}")
+            start = SessionLog(status=SessionLog.START)  # hides what an earlier process wrote from this step on
+            for event in (Event(file_version="brain.Event:2"), Event(session_log=start)):
+                event.step = self._first_step
+                self._file.write_event(event)
+        numbers = {k: v for k, v in row.items() if isinstance(v, (bool, int, float)) and k != "step"}
+        shapes = [_histogram(name, counts) for name, counts in histograms.items() if counts.any()]
+        for summary in (*itertools.starmap(scalar, numbers.items()), *(histogram_raw(**shape) for shape in shapes)):
+            self._file.write_event(Event(summary=summary, step=row["step"], wall_time=time.time()))
+        self._file.flush()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None and not self._failed:
+            self._file.close()
 
 
-def _add_histogram(writer: SummaryWriter, name: str, counts: np.ndarray, step: int) -> None:
+def _histogram(name: str, counts: np.ndarray) -> dict[str, Any]:
     """One histogram of log-spaced bins; its moments are those of the bins' middles, because only counts are known."""
     edges = bin_edges()
     uppers = np.append(edges, edges[-1] ** 2 / edges[-2])
     middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), edges[-1:]])
     filled = np.flatnonzero(counts)
-    if not len(filled):
-        return
     part = slice(filled[0], filled[-1] + 1)
-    writer.add_histogram_raw(
-        name,
-        min=float(middles[filled[0]]),
-        max=float(middles[filled[-1]]),
-        num=int(counts.sum()),
-        sum=float(counts @ middles),
-        sum_squares=float(counts @ middles**2),
-        bucket_limits=uppers[part].tolist(),
-        bucket_counts=counts[part].tolist(),
-        global_step=step,
-    )
+    return {
+        "name": name,
+        "min": float(middles[filled[0]]),
+        "max": float(middles[filled[-1]]),
+        "num": int(counts.sum()),
+        "sum": float(counts @ middles),
+        "sum_squares": float(counts @ middles**2),
+        "bucket_limits": uppers[part].tolist(),
+        "bucket_counts": counts[part].tolist(),
+    }
 
 
 def _encode(values: Row) -> str:
@@ -197,7 +214,7 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
 def _span(steps: Sequence[int]) -> str:
     if not steps:
         return "no rows"
-    breaks = [after for before, after in pairwise(steps) if after != before + 1]
+    breaks = [after for before, after in itertools.pairwise(steps) if after != before + 1]
     out_of_order = f" with a break before step {breaks[0]}" if breaks else ""
     return f"{len(steps)} rows from step {steps[0]} to {steps[-1]}{out_of_order}"
 

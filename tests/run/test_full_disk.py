@@ -1,0 +1,82 @@
+"""A disk that is full: nothing good is removed, nothing hangs, and with room again it goes on."""
+
+import contextlib
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.report.rows import read_rows
+from rljax.run.checkpoint import Checkpointer
+from rljax.run.record import Recorder
+
+DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+WANTED = {"noise": jax.ShapeDtypeStruct((400_000,), jnp.float32, sharding=DEVICE)}
+
+
+def state(step):
+    """1.6 MB that do not compress."""
+    return {"noise": jnp.asarray(np.random.default_rng(step).standard_normal(400_000), jnp.float32)}
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A file system of 4 MB."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("a small file system needs the right to mount one")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def fill(directory):
+    """Writes until nothing more fits."""
+    path = directory / "fill"
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return path
+
+
+def save(checkpointer, step):
+    checkpointer.save(step, state(step), {"step": step})
+    checkpointer.wait()
+
+
+def test_a_checkpoint_without_room_keeps_the_one_before_and_is_saved_when_there_is_room(small):
+    with contextlib.closing(Checkpointer(small / "checkpoints", keep=1)) as checkpointer:
+        save(checkpointer, 1)
+        filler = fill(small)
+        with pytest.raises(RuntimeError, match=r"checkpoint 2 in .* not be written, those before it are kept: .*pace"):
+            save(checkpointer, 2)
+        assert checkpointer.all_steps() == [1]
+        assert checkpointer.restore_newest(WANTED)[1] == {"step": 1}
+        filler.unlink()
+        save(checkpointer, 2)
+        assert [path.name for path in (small / "checkpoints").iterdir()] == ["2"]
+        restored, host = checkpointer.restore_newest(WANTED)
+        assert (checkpointer.all_steps(), host) == ([2], {"step": 2})
+        np.testing.assert_array_equal(restored["noise"], state(2)["noise"])
+
+
+def test_a_row_without_room_is_refused_whole_and_tensorboard_does_not_hold_the_run_up(small, capsys):
+    recorder = Recorder(small, 1000)
+    values = {f"group/{number}": 0.1 * number for number in range(40)}
+    recorder.write({"step": 1} | values)
+    filler = fill(small)
+    written = 1
+    with contextlib.suppress(OSError):
+        while written < 1000:
+            recorder.write({"step": written + 1} | values)
+            written += 1
+    assert written < 1000
+    assert [row["step"] for row in read_rows(small / "metrics.jsonl")] == list(range(1, written + 1))
+    filler.unlink()
+    recorder.write({"step": written + 1} | values)
+    recorder.sync()
+    recorder.close()
+    assert [row["step"] for row in read_rows(small / "metrics.jsonl")] == list(range(1, written + 2))
+    assert (small / "metrics.jsonl").read_bytes().count(b"\n") == written + 1
+    said = capsys.readouterr().err
+    assert said.count("tb is not written any more: [Errno 28] No space left on device") <= 1
