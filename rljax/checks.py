@@ -1,7 +1,8 @@
-"""Checks of settings. Each raises ValueError with one line that opens with the name of the field."""
+"""Checks of settings, each a ValueError of one line that opens with the name of the field; and JSON of a user."""
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -38,3 +39,15 @@ def check_finite(config: Any, *names: str) -> None:
     for name in names:
         if not 0.0 <= getattr(config, name) < float("inf"):
             raise ValueError(f"{name} must be finite and not negative, got {getattr(config, name)}")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that a JSON text stands for. Raises ValueError, in a user's words, for anything that is not one."""
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text, at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read (nested too deeply)") from error

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """A mistake in what the caller wrote. The message is one line."""
+    """A mistake in what the caller wrote. The message is one line; what does not print in it is escaped."""
 
     def __init__(self, message: object) -> None:
-        super().__init__(" ".join(str(message).split()))
+        line = " ".join(str(message).split())
+        super().__init__("".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line))
 
 
 @contextmanager

@@ -136,7 +136,7 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
       ValueError: it is none of these, or has no such checkpoint.
     """
     path = Path(path)
-    if path.name.isdigit() and (path.parents[1] / "config.yaml").is_file():
+    if path.name.isdecimal() and (path.parents[1] / "config.yaml").is_file():
         return find_policy(path.parents[1], step=int(path.name), best=path.parent.name == BEST)
     if not (path / "config.yaml").is_file():
         if step is not None or best:

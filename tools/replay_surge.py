@@ -12,17 +12,19 @@ log counts as a step without a length.
 import argparse
 import csv
 import dataclasses
-import json
 import math
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from google.protobuf.message import DecodeError
 from matplotlib.figure import Figure
 from tensorboardX.proto import event_pb2
 
+from rljax.checks import parse_json
+from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 
 # Name of the mean response length, and names of the share of truncated responses in the same log. A column matches
@@ -39,16 +41,13 @@ KNOWN_COLUMNS = (
     ("generate/avg_num_tokens", ()),  # SkyRL
 )
 STEP_COLUMNS = ("training/global_step", "trainer/global_step", "train/global_step", "step", "global_step", "Step")
+MAX_STEPS = 1_000_000
 NOT_TRAINING = {"eval", "val", "validation", "test"}
 SWEEP: dict[str, tuple[float, ...]] = {
     "ratio": (2.0, 2.5, 3.0, 3.5, 4.0),
     "window": (60, 80, 100, 150, 200),
     "persistence": (1, 3, 6, 9, 12),
 }
-
-
-class LogError(Exception):
-    """The log cannot be replayed; its message is one line for the user."""
 
 
 class Replay(NamedTuple):
@@ -67,16 +66,15 @@ def read_rows(path: Path) -> Rows:
     if path.is_dir():
         path = find_log(path)
     if not path.is_file():
-        raise LogError(f"{path}: no such file")
+        raise ConfigError(f"{path}: no such file")
     if "tfevents" in path.name:
         rows = list(tensorboard_rows(path))
     elif path.suffix == ".csv":
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = csv_rows(path)
     else:
         rows = jsonl_rows(path)
     if not rows:
-        raise LogError(f"{path}: the log is empty")
+        raise ConfigError(f"{path}: the log is empty")
     return rows
 
 
@@ -84,23 +82,34 @@ def find_log(directory: Path) -> Path:
     """The log in a run directory: metrics.jsonl if there is one, otherwise the largest event file."""
     if (directory / "metrics.jsonl").is_file():
         return directory / "metrics.jsonl"
-    events = sorted(directory.rglob("*tfevents*"), key=lambda path: path.stat().st_size)
+    events = sorted(filter(Path.is_file, directory.rglob("*tfevents*")), key=lambda path: path.stat().st_size)
     if not events:
-        raise LogError(f"{directory}: neither metrics.jsonl nor a TensorBoard event file in it")
+        raise ConfigError(f"{directory}: neither metrics.jsonl nor a TensorBoard event file in it")
     return events[-1]
+
+
+def csv_rows(path: Path) -> Rows:
+    """The rows of a CSV file; what stands to the right of its header is left out."""
+    with path.open(newline="", encoding="utf-8") as file:
+        try:
+            return [{name: cell for name, cell in row.items() if name} for row in csv.DictReader(file)]
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 text") from error
+        except csv.Error as error:
+            raise ConfigError(f"{path}: not CSV ({error})") from error
 
 
 def jsonl_rows(path: Path) -> Rows:
     """The rows of a JSONL file: each line is one JSON object."""
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise LogError(f"{path}: line {number} is not JSON ({error.msg})") from error
+                row = parse_json(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}: line {number} is {error}") from error
             if not isinstance(row, dict):
-                raise LogError(f"{path}: line {number} is not a JSON object")
+                raise ConfigError(f"{path}: line {number} is not a JSON object")
             rows.append(row)
     return rows
 
@@ -116,7 +125,10 @@ def tensorboard_rows(path: Path) -> Iterator[dict[str, Any]]:
         record = data[start + 12 : start + 12 + size]
         if len(record) < size:
             return  # the program that wrote the file ended inside the last record
-        event = event_pb2.Event.FromString(record)
+        try:
+            event = event_pb2.Event.FromString(record)
+        except DecodeError as error:
+            raise ConfigError(f"{path}: not a TensorBoard event file, or a damaged one") from error
         for value in event.summary.value:
             number = scalar_of(value)
             if number is not None:
@@ -157,7 +169,7 @@ def choose_columns(columns: list[str], column: str | None, truncated_column: str
     """The length column and, if the log has one, the column with the share of truncated responses."""
     for wanted in (column, truncated_column):
         if wanted is not None and wanted not in columns:
-            raise LogError(f"no column {wanted!r} in the log; it has: {', '.join(columns)}")
+            raise ConfigError(f"no column {wanted!r} in the log; it has: {', '.join(columns)}")
     if column is not None:
         return column, truncated_column
     for length_name, truncated_names in KNOWN_COLUMNS:
@@ -166,7 +178,9 @@ def choose_columns(columns: list[str], column: str | None, truncated_column: str
             prefix = lengths[0].removesuffix(length_name)
             truncated = [prefix + name for name in truncated_names if prefix + name in columns]
             return lengths[0], truncated_column or (truncated[0] if truncated else None)
-    raise LogError(f"no length column of a known name in the log; choose one with --column from: {', '.join(columns)}")
+    raise ConfigError(
+        f"no length column of a known name in the log; choose one with --column from: {', '.join(columns)}"
+    )
 
 
 def number_of(value: Any) -> float:
@@ -192,14 +206,16 @@ def series(rows: Rows, column: str, truncated_column: str | None) -> tuple[list[
             by_step.setdefault(int(step), {}).update(cells)
     by_step = {step: cells for step, cells in by_step.items() if column in cells}
     if not by_step:
-        raise LogError(f"column {column!r} has no row with a step")
+        raise ConfigError(f"column {column!r} has no row with a step")
+    if max(by_step) > MAX_STEPS:
+        raise ConfigError(f"column {step_column!r} has a step of {max(by_step):.3g}, beyond {MAX_STEPS:,}")
     first = 0 if min(by_step) == 0 else 1
     empty: dict[str, float] = {}
     ordered = [by_step.get(step, empty) for step in range(first, max(by_step) + 1)]
     lengths = [cells.get(column, math.nan) for cells in ordered]
     truncated = [cells.get(truncated_column or "", math.nan) for cells in ordered]
     if not any(math.isfinite(length) and length > 0 for length in lengths):
-        raise LogError(f"column {column!r} has no positive number in any of its {len(lengths)} steps")
+        raise ConfigError(f"column {column!r} has no positive number in any of its {len(lengths)} steps")
     return lengths, truncated
 
 
@@ -260,7 +276,7 @@ def plot(result: Replay, column: str, path: Path) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     steps = range(1, len(result.lengths) + 1)
     top.plot(steps, result.lengths, color="tab:blue", linewidth=1)
-    top.set_ylabel(column)
+    top.set_ylabel(column, parse_math=False)
     bottom.step(steps, result.rates, where="mid", color="tab:orange")
     bottom.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
     if result.controller.surge_step is not None:
@@ -271,9 +287,17 @@ def plot(result: Replay, column: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+class Parser(argparse.ArgumentParser):
+    """Leaves mistakes to ``run_cli``, which prints them in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError(message)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Reads the command line. Every field of SurgeConfig is an option."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", metavar="LOG", type=Path, help="log file of a run, or the directory that contains it")
     parser.add_argument("--column", help="the length column, if its name is not known")
     parser.add_argument("--truncated-column", help="the column with the share of truncated responses")
@@ -302,7 +326,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     rate = {
         "init_value": args.learning_rate,
@@ -310,20 +334,20 @@ def main(argv: list[str] | None = None) -> None:
         "decay_factor": args.decay_factor,
         "floor_ratio": args.floor_ratio,
     }
-    try:
+    with caller_errors():
         config = SurgeConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SurgeConfig)})
         rows = read_rows(args.log)
         column, truncated_column = choose_columns(columns_of(rows), args.column, args.truncated_column)
         lengths, truncated = series(rows, column, truncated_column)
         result = replay(lengths, truncated, config, rate)
-    except (LogError, ValueError) as error:
-        sys.exit(f"replay_surge: {error}")
     print("\n".join(report(result, column, truncated_column)))
     if args.sweep:
         print("\n".join(sweep(lengths, truncated, config, rate)))
-    plot(result, column, args.png)
+    with caller_errors():
+        plot(result, column, args.png)
     print(f"figure: {args.png}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_cli(main))

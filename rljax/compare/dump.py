@@ -23,6 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rljax.checks import parse_json
+
 FORMAT_VERSION = 1
 """Written into every file; a reader refuses any other."""
 
@@ -31,6 +33,7 @@ ROLES = ("trainer", "rollout")
 
 _KEY = b"rljax.dump"
 _PREFIX = "logprobs/"
+_SOURCE_TEXTS = ("engine", "dtype", "weights_hash", "role")
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,21 @@ class ColumnSource:
     role: str = ""
 
     def __post_init__(self) -> None:
+        if wrong := [name for name in _SOURCE_TEXTS if not isinstance(getattr(self, name), str)]:
+            raise ValueError(f"{wrong[0]} of a column must be text, got {getattr(self, wrong[0])!r:.60}")
         if self.role and self.role not in ROLES:
             raise ValueError(f"role of a column must be one of {', '.join(ROLES)} or empty, got {self.role!r}")
-        if self.temperature is not None and not 0.0 < self.temperature < math.inf:
-            raise ValueError(f"temperature of a column must be positive and finite, got {self.temperature}")
+        is_number = type(self.temperature) in (int, float)
+        if self.temperature is not None and not (is_number and 0.0 < self.temperature < 1e30):
+            raise ValueError(f"temperature of a column must be positive and finite, got {self.temperature!r:.60}")
+
+    @classmethod
+    def read(cls, document: Any) -> ColumnSource:
+        """A source as a file has it. Raises ValueError when it is not of that form."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(document, dict) or not set(document) <= set(known):
+            raise ValueError(f"the source of a column has the keys {', '.join(known)}, got {document!r:.80}")
+        return cls(**document)
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,10 @@ class TokenDump:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sampling, Mapping):
+            raise ValueError(f"sampling must be an object, got {self.sampling!r:.60}")
+        if not all(isinstance(name, str) for name in self.sequence_ids):
+            raise ValueError("a sequence has no id")
         twice = [name for name, count in Counter(self.sequence_ids).items() if count > 1]
         if twice:
             raise ValueError(f"sequence ids must be distinct, got {twice[:3]} more than once")
@@ -134,10 +152,16 @@ def make_dump(
     return TokenDump(
         sequence_ids=tuple(map(str, sequence_ids)),
         token_ids=tuple(_to_int32(name, ids) for name, ids in zip(sequence_ids, token_ids, strict=True)),
-        response_mask=tuple(np.asarray(mask, bool) for mask in response_mask),
-        logprobs={name: tuple(np.asarray(v, np.float32) for v in vectors) for name, vectors in logprobs.items()},
+        response_mask=tuple(map(_to_mask, sequence_ids, response_mask)),
+        logprobs={
+            column: tuple(
+                _to_float32(f"sequence {name!r}: column {column!r}", v)
+                for name, v in zip(sequence_ids, vectors, strict=True)
+            )
+            for column, vectors in logprobs.items()
+        },
         sources={name: ColumnSource() for name in logprobs} | dict(sources or {}),
-        sampling=dict(sampling or {}),
+        sampling={} if sampling is None else sampling,
     )
 
 
@@ -207,17 +231,22 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
       OSError: there is no such file.
       ValueError: it is no dump, is of another version, or its columns are not of the types above.
     """
-    try:
-        with Path(path).open("rb") as file:
+    with Path(path).open("rb") as file:
+        try:
             table = pq.read_table(file)
-    except pa.ArrowException as error:
-        raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
     metadata = table.schema.metadata or {}
     if _KEY not in metadata:
         raise ValueError(f"{path} is a Parquet file, but no token dump: its metadata has no {_KEY.decode()!r}")
-    note = json.loads(metadata[_KEY])
+    try:
+        note = parse_json(metadata[_KEY])
+    except ValueError as error:
+        raise ValueError(f"{path}: its metadata is {error}") from error
+    if not isinstance(note, dict) or not isinstance(note.get("columns"), dict) or "sampling" not in note:
+        raise ValueError(f"{path}: its metadata must be an object with version, columns and sampling")
     if note.get("version") != FORMAT_VERSION:
-        raise ValueError(f"{path} is of dump version {note.get('version')!r}, expected {FORMAT_VERSION}")
+        raise ValueError(f"{path} is of dump version {note.get('version')!r:.60}, expected {FORMAT_VERSION}")
     columns = [name.removeprefix(_PREFIX) for name in table.column_names if name.startswith(_PREFIX)]
     for name, kind in _types(columns).items():
         got = table.schema.field(name).type if name in table.column_names else None
@@ -229,10 +258,10 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
             token_ids=_vectors(table["token_ids"], np.dtype(np.int32)),
             response_mask=_vectors(table["response_mask"], np.dtype(bool)),
             logprobs={name: _vectors(table[_PREFIX + name], np.dtype(np.float32)) for name in columns},
-            sources={name: ColumnSource(**source) for name, source in note["columns"].items()},
+            sources={name: ColumnSource.read(source) for name, source in note["columns"].items()},
             sampling=note["sampling"],
         )
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -255,10 +284,39 @@ def _check_vectors(
 
 
 def _to_int32(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    wide = np.asarray(ids)
+    wide = _to_array(f"sequence {name!r}: token ids", ids)
     if wide.dtype.kind not in "iu" or (wide.size and not 0 <= wide.min() <= wide.max() < 2**31):
         raise ValueError(f"sequence {name!r}: token ids must be integers in [0, 2**31), got {wide.dtype} {wide[:4]}")
     return wide.astype(np.int32)
+
+
+def _to_mask(name: str, mask: Sequence[bool] | np.ndarray) -> np.ndarray:
+    found = _to_array(f"sequence {name!r}: response_mask", mask)
+    if found.size and (found.dtype.kind not in "biuf" or not np.isin(found, (0, 1)).all()):
+        raise ValueError(f"sequence {name!r}: response_mask must be true or false at each token, got {found[:4]}")
+    return found.astype(bool)
+
+
+def _to_float32(what: str, values: Sequence[float | None] | np.ndarray) -> np.ndarray:
+    """The values, None as NaN."""
+    found = _to_array(what, values)
+    if found.dtype == object:
+        found = _to_array(what, [math.nan if value is None else value for value in values])
+    if found.size and found.dtype.kind not in "iuf":
+        raise ValueError(f"{what} must be numbers, got {found.dtype} {found[:4]}")
+    with np.errstate(over="ignore"):
+        return found.astype(np.float32)
+
+
+def _to_array(what: str, values: Any) -> np.ndarray:
+    """A vector. Raises ValueError when the values are none."""
+    try:
+        found = np.asarray(values)
+    except (ValueError, OverflowError) as error:  # lists in lists, of several lengths
+        raise ValueError(f"{what} must be a list, got {values!r:.60}") from error
+    if found.ndim != 1:
+        raise ValueError(f"{what} must be a list, got {values!r:.60}")
+    return found
 
 
 def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray, ...]:

@@ -60,9 +60,12 @@ def read_jsonl(path: str | os.PathLike[str]) -> TokenDump:
     place = Path(path)
     lines = list(json_lines(place))
     header = lines.pop(0)[1] if lines and lines[0][1].get(_HEADER) == 1 else {}
+    columns = header.get("columns", {})
+    if not isinstance(columns, dict):
+        raise ValueError(f"{place}: header: columns must be an object, got {columns!r:.60}")
     try:
-        sources = {name: ColumnSource(**source) for name, source in header.get("columns", {}).items()}
-    except (TypeError, ValueError) as error:
+        sources = {name: ColumnSource.read(source) for name, source in columns.items()}
+    except ValueError as error:
         raise ValueError(f"{place}: header: {error}") from error
     return _assemble(place, ((place, *line) for line in lines), _jsonl_sequence, sources, header.get("sampling", {}))
 
@@ -131,9 +134,12 @@ def _assemble(
             got, expected = sorted(parts[-1].logprobs), sorted(parts[0].logprobs)
             if got != expected:
                 raise ValueError(f"the sequence has columns {got}, expected {expected} as the first")
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"{file}:{line}: {reason}") from error
+        except KeyError as error:
+            raise ValueError(f"{file}:{line}: {error} is missing") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{file}:{line}: a field is not of the form that docs/compare.md shows") from error
+        except ValueError as error:
+            raise ValueError(f"{file}:{line}: {error}") from error
     if not parts:
         raise ValueError(f"{place}: there is no sequence in it")
     try:

@@ -15,6 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rljax.checks import parse_json
+
 FORMAT_VERSION = 1
 PASS_RATE = "pass_rate"
 _KEY = b"rljax.problems"
@@ -39,9 +41,16 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
     if path.suffix == ".jsonl":
         yield from json_lines(path)
     elif path.suffix == ".parquet":
+        number = 0
         with _open_parquet(path) as file:
-            batches = file.iter_batches(batch_size=_BATCH_ROWS)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+            try:
+                for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield number, row
+            except (pa.ArrowException, OSError, ArithmeticError, ValueError) as error:
+                reason = " ".join(str(error).split())
+                raise ValueError(f"{path} cannot be read after row {number}: {reason}") from error
     else:
         raise ValueError(f"{path}: problems are read from .parquet or .jsonl files")
 
@@ -141,14 +150,19 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    row = json.loads(line)
+                    row = _parse_line(line, f"{path}:{number}")
                     if not isinstance(row, dict):
                         raise ValueError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
                     yield number, row
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is no JSONL: not UTF-8 text") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error.msg})") from error
+
+
+def _parse_line(line: str, where: str) -> Any:
+    try:
+        return parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:

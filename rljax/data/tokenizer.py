@@ -17,6 +17,8 @@ import jinja2.sandbox
 import numpy as np
 import tokenizers
 
+from rljax.checks import parse_json
+
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -71,6 +73,8 @@ class Tokenizer:
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses a prompt: {error}") from error
+        except Exception as error:  # the template is a program, and it may do anything wrong
+            raise ValueError(f"the chat template fails on a prompt ({type(error).__name__}): {error}") from error
 
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files into an HF directory."""
@@ -93,6 +97,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise ValueError(f"no tokenizer at {directory}: {TOKENIZER_FILE} does not exist")
     try:
         return _read(directory) if (directory / TOKENIZER_FILE).is_file() else _convert(directory)
+    except (LookupError, TypeError, AttributeError, AssertionError) as error:
+        reason = f"a value of {CONFIG_FILE} is not of the form that transformers writes"
+        raise ValueError(f"the tokenizer at {directory} cannot be read: {reason}") from error
     except Exception as error:  # the tokenizers library raises plain Exception on a file it cannot parse
         raise ValueError(f"the tokenizer at {directory} cannot be read: {error}") from error
 
@@ -170,7 +177,10 @@ def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> str | Non
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    try:
+        return dict(parse_json(file.read_bytes())) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file.name}: {error}") from error
 
 
 def _content(token: Any) -> str:

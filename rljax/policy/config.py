@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rljax.checks import check_at_least
+from rljax.checks import check_at_least, parse_json
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
@@ -89,6 +88,8 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     if raw.get("model_type") != "qwen3":
         raise ValueError(f"model_type must be 'qwen3', got {raw.get('model_type')!r}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters must be an object, got {rope!r:.60}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     found = {**raw, "rope_type": rope_type}
     for key, only in {**_FIXED, "rope_type": "default", "quantization_config": None}.items():
@@ -97,14 +98,29 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     values: dict[str, Any] = {
         **_HF_DEFAULTS,
         **{name: raw[theirs] for name, theirs in _HF_NAMES.items() if raw.get(theirs) is not None},
-        "rope_theta": float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        "rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
     }
     for name in _SIZES:
         if name not in values:
             raise ValueError(f"config.json has no {_HF_NAMES[name]!r}")
+    for name, value in values.items():
+        if not _is_of_type(name, value):
+            raise ValueError(f"{_HF_NAMES.get(name, name)} cannot be {value!r:.60}")
+    values["rope_theta"] = float(values["rope_theta"])
     if isinstance(values.get("eos_token_id"), list):
         values["eos_token_id"] = tuple(values["eos_token_id"])
     return PolicyConfig(**values)
+
+
+def _is_of_type(name: str, value: Any) -> bool:
+    """Whether a value of a ``config.json`` is of the type of our field, and of a size that anything has."""
+    if name == "eos_token_id" and isinstance(value, list):
+        return all(_is_of_type(name, one) for one in value)
+    if name == "tie_word_embeddings":
+        return isinstance(value, bool)
+    if name in ("rope_theta", "rms_norm_eps", "initializer_range"):
+        return type(value) in (int, float) and 0 <= value < 1e30
+    return type(value) is int and 0 <= value < 2**31
 
 
 def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
@@ -129,6 +145,6 @@ def read_config(directory: str | Path) -> PolicyConfig:
     if not path.is_file():
         raise ValueError(f"no model at {directory}: {path} does not exist")
     try:
-        return config_from_hf(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError) as error:
+        return config_from_hf(parse_json(path.read_bytes()))
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

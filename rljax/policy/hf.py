@@ -22,6 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from rljax.checks import parse_json
 from rljax.policy.config import PolicyConfig, config_to_hf
 from rljax.policy.qwen3 import Params, abstract_params
 from rljax.rollout.weights.checksum import Checksum, checksum, mixed
@@ -90,10 +91,7 @@ def _open_sources(directory: Path) -> dict[str, Any]:
     """A slice of the file (``get_shape()``, ``[index]``), read when it is indexed, for each tensor by its HF name."""
     index_path = directory / INDEX_NAME
     if index_path.is_file():
-        weight_map = json.loads(index_path.read_text()).get("weight_map")
-        if not weight_map:
-            raise ValueError(f"{index_path} has no weight_map")
-        files = sorted(set(weight_map.values()))
+        files = _files_of_index(index_path)
     elif (directory / SINGLE_NAME).is_file():
         files = [SINGLE_NAME]
     else:
@@ -108,6 +106,21 @@ def _open_sources(directory: Path) -> dict[str, Any]:
             raise ValueError(f"{directory / name} cannot be read: {error}") from error
         sources |= {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 (it is not a mapping)
     return sources
+
+
+def _files_of_index(path: Path) -> list[str]:
+    """The files that an index names. Raises ValueError when it names none, or one outside its own directory."""
+    try:
+        index = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path} has no weight_map")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{path}: weight_map must name files beside it, got {file!r:.80}")
+    return sorted(set(weight_map.values()))
 
 
 def _leaves(config: PolicyConfig) -> Iterator[tuple[tuple[str, ...], list[str], tuple[int, ...], int]]:

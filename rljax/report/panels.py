@@ -37,12 +37,17 @@ class Run:
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of the rows that have the key; NaN where it was not finite."""
         points = [(row["step"], math.nan if row[key] is None else row[key]) for row in self.rows if key in row]
+        if text := next((repr(value) for _, value in points if isinstance(value, str)), None):
+            raise ValueError(f"{self.directory}: {key} must be a number, got {text:.60}")
         array = np.asarray(points, np.float64).reshape(-1, 2)
         return array[:, 0], array[:, 1]
 
     def last(self, key: str) -> int | None:
-        """The last value recorded under the key."""
-        return last_value(self.rows, key)
+        """The last value, a step or a number of steps, recorded under the key."""
+        value = last_value(self.rows, key)
+        if value is not None and (type(value) is not int or not 0 < value < 2**31):
+            raise ValueError(f"{self.directory}: {key} must be a step, got {value!r:.60}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,8 @@ def _surges(axis: Axes, runs: Sequence[Run], *, labels: bool) -> None:
     for index, run in enumerate(runs):
         surge, period = run.last("schedule/surge_step"), run.last("schedule/decay_period")
         last_step = run.rows[-1]["step"]
-        multiples = [step for step in range(period, last_step + 1, period) if step >= (surge or 1)] if period else []
+        first = -(-(surge or 1) // period) * period if period else 0
+        multiples = range(first, last_step + 1, period) if period else range(0)
         for step in multiples[:_MAX_PERIOD_LINES]:
             axis.axvline(step, color=run.color, linewidth=1.0, alpha=0.4, zorder=1)
         if surge is None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from rljax.checks import parse_json
 
 Row = dict[str, Any]
 NONFINITE_KEYS = "nonfinite_keys"
@@ -29,15 +30,26 @@ def read_lines(path: Path) -> list[tuple[Row, bytes]]:
     rows: list[tuple[Row, bytes]] = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             if number == len(lines):
                 break
             raise RuntimeError(f"{path}:{number}: not a row: {error}") from error
         if not isinstance(row, dict) or "step" not in row:
             raise RuntimeError(f"{path}:{number}: expected an object with a step, got {line[:60]!r}")
+        if wrong := [key for key, value in row.items() if not _is_value(key, value)]:
+            raise RuntimeError(f"{path}:{number}: {wrong[0]} cannot be {row[wrong[0]]!r:.60}")
         rows.append((row, line))
     return rows
+
+
+def _is_value(key: str, value: Any) -> bool:
+    """Whether a row may have the value: a whole number as step, otherwise what ``Recorder.write`` takes."""
+    if key == "step":
+        return type(value) is int and 0 <= value < 2**31
+    if key == NONFINITE_KEYS:
+        return isinstance(value, list)
+    return value is None or isinstance(value, (bool, float, str)) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def last_value(rows: Sequence[Row], key: str) -> Any:

@@ -31,6 +31,7 @@ Places = dict[Names, str]  # where a value was written: "FILE:LINE" or "command 
 COMMAND_LINE = "command line"
 HELP = {"-h", "--help"}
 BASE = "base"
+MAX_VALUES = 100_000  # of a file with its aliases written out
 MAX_SHOWN = 80  # characters of a value quoted in an error
 SIMILAR = 0.7  # how much a known key must resemble an unknown one to be suggested (1: equal)
 
@@ -54,6 +55,9 @@ def load_config(root: type[T], argv: Sequence[str], *, prog: str, description: s
       ConfigError: anything wrong with the arguments, the file or the values.
       SystemExit: ``--help``.
     """
+    for word in argv:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):  # how Python hands over other bytes
+            raise ConfigError(f"{COMMAND_LINE}: {_show(word)} is not UTF-8 text")
     file, options = (None, argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
     if file is None and example is not None and not HELP & set(options):
         raise ConfigError(f"give a configuration first, as in: {prog} {example} (--help lists the options)")
@@ -218,7 +222,10 @@ def _read_scalar(word: str) -> Any:
     """The word as a plain scalar of YAML; Python's None is null, too."""
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, word, (True, False))
-    return None if word.lower() == "none" else loader.construct_object(yaml.ScalarNode(tag, word))
+    try:
+        return None if word.lower() == "none" else loader.construct_object(yaml.ScalarNode(tag, word))
+    except ValueError:  # more digits than Python reads
+        return word
 
 
 def _print_help(root: type, values: dict[str, Any], prog: str, description: str) -> None:
@@ -271,14 +278,23 @@ def _read_yaml(file: Path, may_have_base: bool, above: tuple[Path, ...] = ()) ->
     places: Places = {}
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
+        if _written_out(node, {}) > MAX_VALUES:
+            raise ValueError(f"its aliases repeat values more than {MAX_VALUES} times")
         _find_keys(node, file, (), places)
-        values = None if node is None else json.loads(json.dumps(_Loader("").construct_document(node), default=str))
+        document = None if node is None else _Loader("").construct_document(node)
+        values = json.loads(json.dumps(document, default=str, ensure_ascii=False).encode())
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {problem}") from error
-    except (ValueError, RecursionError) as error:  # text that is not UTF-8, a number that is none, a value in itself
+    except UnicodeError as error:  # also an escape such as "\ud800"
+        raise ConfigError(f"{file}: not valid YAML: text that is not UTF-8, at character {error.start}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: not valid YAML: nested too deeply, or a value inside itself") from error
+    except (LookupError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{file}: not valid YAML: a value that is not of its tag (!!bool, !!timestamp)") from error
+    except ValueError as error:  # a number that is none, a value inside itself
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: expected a mapping, got {'an empty file' if values is None else _show(values)}")
@@ -294,6 +310,16 @@ def _read_yaml(file: Path, may_have_base: bool, above: tuple[Path, ...] = ()) ->
         raise ConfigError(f"{where}: {BASE}: {base} does not exist")
     below, its_places = _read_yaml(base, may_have_base, chain)
     return _laid_over(below, values), its_places | places
+
+
+def _written_out(node: Any, known: dict[int, int]) -> int:
+    """How many values a node has with its aliases written out; ``known``: those of the nodes seen, by ``id``."""
+    if id(node) not in known:
+        known[id(node)] = 0  # of a node inside itself
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        below = (part for one in inner for part in (one if isinstance(one, tuple) else (one,)))
+        known[id(node)] = 1 + sum(_written_out(part, known) for part in below)
+    return known[id(node)]
 
 
 def _find_keys(node: yaml.Node | None, file: Path, names: Names, places: Places) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rljax.errors import ConfigError, OwnedError
+from rljax.errors import ConfigError, OwnedError, caller_errors
 from rljax.ownership import Ownership, claim, read
 from rljax.report.rows import Row, read_rows
 from rljax.run.config import Config
@@ -108,12 +108,13 @@ def recorded_config(run_dir: Path) -> Config:
 def recorded_rows(run_dir: Path) -> list[Row]:
     """The rows in ``metrics.jsonl``, where there is one."""
     path = run_dir / "metrics.jsonl"
-    return read_rows(path) if path.exists() else []
+    with caller_errors(RuntimeError):  # a damaged record
+        return read_rows(path) if path.exists() else []
 
 
 def saved_steps(run_dir: Path) -> list[int]:
     """Steps of the complete checkpoints of a run directory."""
-    return sorted(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit())
+    return sorted(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdecimal())
 
 
 def copy_run(source: Path, run_dir: Path) -> None:

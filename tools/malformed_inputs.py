@@ -1,0 +1,871 @@
+"""Hypothesis strategies for malformed inputs: sound files with their values, structure or bytes damaged.
+
+Each kind of ``KINDS`` is a strategy of ``Case``: the words of one command and the files that it is given. Used by
+``tools/fuzz_inputs.py`` and ``tests/tools/test_fuzz_inputs.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import functools
+import io
+import json
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from hypothesis import strategies as st
+
+from rljax.run.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "configs" / "toy-base"
+
+
+class Special(enum.Enum):
+    """What stands at a path in place of a file with contents."""
+
+    DIRECTORY = "an empty directory"
+    LOOP = "a symbolic link to itself"
+    DANGLING = "a symbolic link to nothing"
+    UNREADABLE = "a file without permissions"
+
+
+Content = bytes | Special
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input.
+
+    Attributes:
+      command: a key of ``fuzz_inputs.COMMANDS``.
+      words: its command line; paths are relative to the folder that holds ``files``.
+      files: path -> content.
+    """
+
+    command: str
+    words: tuple[str, ...]
+    files: Mapping[str, Content]
+
+
+# --- damaged values ---------------------------------------------------------------------------------------------------
+
+
+def nested(depth: int) -> Any:
+    """Lists in lists."""
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    3.5,
+    -0.0,
+    2**31,
+    -(2**31) - 1,
+    2**63,
+    10**30,
+    10**400,
+    1e308,
+    5e-324,
+    float("nan"),
+    float("inf"),
+)
+TEXTS = (
+    *("", " ", "x", "nan", "-inf", "1e400", "9" * 5000, "true", "~", "\ud800", "a\x00b", "\x1b[31mred", "two\nlines"),
+    *(
+        "a" * 10_000,
+        "../../x",
+        "/",
+        "/dev/null",
+        "nowhere/at/all",
+        "n" * 300,
+        "\ufeff",
+        "\u202e",
+        "$\\frac{$",
+        "%s{}{0}",
+        "é" * 40,
+    ),
+)
+weird = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from(NUMBERS),
+    st.sampled_from([-float("inf"), -1e9]),
+    st.sampled_from(TEXTS),
+    st.sampled_from([[], {}, [[]], [None], {"a": 1}, {"": {}}, [1, "a"], nested(12), {"x" * 300: [0]}]),
+    st.text(max_size=8),
+    st.integers(),
+)
+
+
+def paths_of(document: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each value in a document of lists and dictionaries."""
+    yield above
+    if isinstance(document, dict | list):
+        for key, value in list(document.items() if isinstance(document, dict) else enumerate(document))[:60]:
+            yield from paths_of(value, (*above, key))
+
+
+@st.composite
+def mutated(draw: st.DrawFn, document: Any) -> Any:
+    """The document with one to three values replaced, left out, renamed, added or wrapped."""
+    root = [copy.deepcopy(document)]
+    for _ in range(draw(st.integers(1, 3))):
+        *way, last = draw(st.sampled_from([(0, *path) for path in paths_of(root[0])]))
+        place = functools.reduce(lambda value, key: value[key], way, root)
+        change = draw(st.sampled_from(["replace", "replace", "replace", "drop", "rename", "add", "wrap", "repeat"]))
+        if change == "replace":
+            place[last] = copy.deepcopy(draw(weird))
+        elif change == "wrap":
+            place[last] = [place[last]]
+        elif change == "drop" and place is not root:
+            del place[last]
+        elif change == "rename" and isinstance(place, dict):
+            place[draw(st.sampled_from([*TEXTS, str(last).upper(), f"{last}s"]))] = place.pop(last)
+        elif change == "add" and isinstance(place[last], dict):
+            place[last][draw(st.sampled_from(TEXTS))] = copy.deepcopy(draw(weird))
+        elif change == "repeat" and isinstance(place[last], list):
+            place[last] = place[last] * 2
+    return root[0]
+
+
+# --- damaged bytes ----------------------------------------------------------------------------------------------------
+
+JUNK = (
+    b"",
+    b"\n",
+    b"\x00",
+    b"\xff\xfe",
+    b"\x80\x04",
+    b"PK\x03\x04",
+    b"PAR1",
+    b"[" * 100_000,
+    b"{" * 5000,
+    b'{"a":' * 3000,
+)
+FORMS: tuple[Callable[[bytes], bytes], ...] = (
+    lambda data: b"\xef\xbb\xbf" + data,
+    lambda data: data.replace(b"\n", b"\r\n"),
+    lambda data: data.replace(b"\n", b"\r"),
+    lambda data: data.decode("utf-8", "replace").encode("utf-16"),
+    lambda data: data + data,
+    lambda data: data.replace(b'"', b"'"),
+    lambda data: data.replace(b"}", b",}"),
+    lambda data: data.replace(b":", b"\t:\t"),
+    lambda data: data + b"\n{}\n[]\nnull\n",
+    lambda data: data + b'{"x": 1, "x": 2}\n',
+    lambda data: data.swapcase(),
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, data: bytes) -> Content:
+    """The bytes cut, changed, in another form, or something else in their place."""
+    how = draw(st.sampled_from(["cut", "cut", "bytes", "bytes", "insert", "form", "junk", "special"]))
+    place = draw(st.integers(0, len(data)))
+    if how == "cut":
+        return data[:place]
+    if how == "bytes":
+        other = draw(st.binary(min_size=1, max_size=8))
+        return data[:place] + other + data[place + len(other) :]
+    if how == "insert":
+        return data[:place] + draw(st.binary(min_size=1, max_size=8)) + data[place:]
+    if how == "form":
+        return draw(st.sampled_from(FORMS))(data)
+    return draw(st.sampled_from(JUNK if how == "junk" else list(Special)))
+
+
+@st.composite
+def maybe_damaged(draw: st.DrawFn, data: bytes, share: int = 4) -> Content:
+    """The bytes themselves, or one in ``share`` damaged."""
+    return draw(damaged(data)) if draw(st.integers(1, share)) == 1 else data
+
+
+def as_json(document: Any) -> bytes:
+    """JSON, NaN and lone surrogates written as they are."""
+    return json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def as_lines(rows: Any) -> bytes:
+    """JSONL; of something that is no list a single line."""
+    return b"".join(as_json(row) + b"\n" for row in (rows if isinstance(rows, list) else [rows]))
+
+
+# --- configurations ---------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text()) | {
+    "model": {"path": str(MODEL)},
+    "schedule": {"kind": "length_triggered", "surge": {"warmup": 15, "ratio": 3.0}},
+    "rollout": {"engine": "jax", "dtype": "bfloat16", "group_size": 8, "max_response_tokens": 36, "urls": []},
+    "mesh": {"fsdp": 1, "tp": 1},
+    "loss": {"kind": "ppo_clip", "mini_batches": 1, "epochs": 1, "kl": "none"},
+    "correction": {"preset": "none"},
+}
+LAUGHS = "\n".join(
+    ["l0: &l0 [x, x, x, x, x, x, x, x, x, x]"]
+    + [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 10)]
+)
+SNIPPETS = (
+    *("run: {steps: !!python/object/apply:os.system ['touch pwned']}", "run: !!python/name:os.system ''", LAUGHS),
+    *(
+        "run: &a {dir: *a}",
+        "run: &a [*a]",
+        "run: *gone",
+        "<<: {run: {steps: 3}}",
+        "<<: 3",
+        "? [a, b]\n: c",
+        "? {a: b}\n: c",
+    ),
+    *("%YAML 9.9\n---\nrun: {}", "---\nrun: {}\n---\nrun: {}", "\trun: {}", "run: !!binary x", "run: !!timestamp x"),
+    *(
+        "run: !!set {a, b}",
+        "run: {steps: !!int ''}",
+        "run: {steps: !!int 0x}",
+        "run: {steps: !!float x}",
+        "run: !!omap [a]",
+    ),
+    *(
+        "run: {steps: !!bool maybe}",
+        "run: !!pairs [a]",
+        "run: !!null x",
+        "run: !own {}",
+        "run: !!map 3",
+        "run: !!seq 3",
+    ),
+    *("base: base.yaml", "base: config.yaml", "base: .", "base: nowhere.yaml", "base: ''", "base: 3", "base: 'a\\0b'"),
+    *(
+        "run: {run: {run: {}}}",
+        "run: {}\nrun: {}",
+        "run: []",
+        "run:",
+        "- run",
+        "run",
+        "1: 2",
+        "null: 2",
+        "true: {}",
+        "'': 1",
+    ),
+    *('run: {dir: "\\ud800"}', 'run: {dir: "\\0"}', "run: {seed: .nan}", "run: {seed: 1e3}", "run: {seed: 0o7}"),
+    *("[" * 3000, "run: " + "[" * 3000, "run: " + "{a: " * 500, "- " * 3000, "run: {dir: " + "a" * 100_000 + "}"),
+    *(
+        "optimizer: {learning_rate: 1e400}",
+        "run: {steps: " + "9" * 5000 + "}",
+        "run: {profile_steps: [1]}",
+        "@",
+        "`",
+        "|",
+        ">",
+    ),
+)
+
+
+def as_yaml(document: Any) -> bytes:
+    """YAML as PyYAML writes it."""
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=False).encode("utf-8", "surrogatepass")
+
+
+def dotted(section: Any, prefix: str = "") -> Iterator[str]:
+    """The keys of a configuration."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from dotted(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+KEYS = tuple(dotted(Config()))
+WORDS = (
+    *(
+        "0",
+        "-1",
+        "1",
+        "3.5",
+        "1e3",
+        "1e400",
+        "-1e400",
+        "nan",
+        "inf",
+        "-inf",
+        ".nan",
+        ".inf",
+        "9" * 5000,
+        "1" + "0" * 30,
+    ),
+    *(
+        "",
+        " ",
+        "x",
+        "None",
+        "~",
+        "true",
+        "off",
+        "[1, 2]",
+        "{a: 1}",
+        "{",
+        "[",
+        "&a",
+        "*a",
+        "!!python/name:os.system",
+        "@x",
+    ),
+    *(
+        "--",
+        "-",
+        "-x",
+        "=",
+        "==",
+        "--run",
+        "--run.steps",
+        "--nowhere",
+        "--run.steps.x",
+        "config.yaml",
+        "\udcff",
+        "é",
+        "a" * 10_000,
+    ),
+    *(
+        "two\nlines",
+        "\x1b[31m",
+        "\x07",
+        "%s{}",
+        "'",
+        '"',
+        "#",
+        "../..",
+        "/",
+        "auto",
+        "none",
+        "file",
+        "vllm",
+        "exact",
+        "float16",
+    ),
+)
+
+
+@st.composite
+def yaml_cases(draw: st.DrawFn) -> Case:
+    """A damaged configuration file, up to ``--dry-run``."""
+    how = draw(st.sampled_from(["values", "values", "values", "snippet", "bytes"]))
+    content: Content = as_yaml(SETTINGS)
+    if how == "values":
+        key = draw(st.sampled_from(KEYS))
+        *sections, last = key.split(".")
+        settings = copy.deepcopy(SETTINGS)
+        functools.reduce(lambda value, name: value.setdefault(name, {}), sections, settings)[last] = copy.deepcopy(
+            draw(weird)
+        )
+        content = as_yaml(draw(mutated(settings)) if draw(st.booleans()) else settings)
+        content = draw(maybe_damaged(content, 8))
+    elif how == "snippet":
+        snippet = draw(st.sampled_from(SNIPPETS)).encode("utf-8", "surrogatepass")
+        kept = as_yaml({key: value for key, value in SETTINGS.items() if key != "run"})
+        content = draw(st.sampled_from([snippet, kept + snippet, snippet + b"\n" + kept]))
+    else:
+        content = draw(damaged(content))
+    return Case(
+        "dry run", ("config.yaml", "--dry-run"), {"config.yaml": content, "base.yaml": as_yaml({"base": "config.yaml"})}
+    )
+
+
+@st.composite
+def argument_cases(draw: st.DrawFn) -> Case:
+    """A sound configuration file with a damaged command line, up to ``--dry-run``."""
+    words: list[str] = []
+    for _ in range(draw(st.integers(1, 3))):
+        key = draw(st.sampled_from(KEYS))
+        spelt = draw(
+            st.sampled_from([key, key, key, key.replace("_", "-"), key[:-1], key + "s", key.upper(), key.split(".")[0]])
+        )
+        value = draw(st.lists(st.sampled_from(WORDS), max_size=3))
+        if value and draw(st.booleans()):
+            words += [f"--{spelt}={value[0]}", *value[1:]]
+        else:
+            words += [f"--{spelt}", *value]
+    if draw(st.integers(1, 20)) == 1:
+        words.insert(draw(st.integers(0, len(words))), draw(st.sampled_from(WORDS)))
+    file = draw(
+        st.sampled_from(["config.yaml"] * 30 + ["nowhere.yaml", "", ".", "config.yaml/x", "n" * 300, "a\udcffb"])
+    )
+    return Case("dry run", (file, *words, "--dry-run"), {"config.yaml": as_yaml(SETTINGS)})
+
+
+# --- problems ---------------------------------------------------------------------------------------------------------
+
+ROWS = [
+    {"prompt": "2+3=", "answer": "5", "data_source": "toy", "extra_info": {"index": 0}},
+    {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2", "style": "rule"}},
+    {"prompt": "7+7=", "answer": 14},
+]
+
+
+@functools.cache
+def columns() -> dict[str, list[pa.Array]]:
+    """Columns of two rows that a Parquet file of problems may have, the first of each as it should be."""
+    chat = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    turns = [[{"role": "user", "content": "1+1="}]] * 2
+    return {
+        "prompt": [
+            pa.array(["1+1=", "2+2="]),
+            pa.array(turns, chat),
+            pa.array([None, "2+2="]),
+            pa.array([1, 2]),
+            pa.array([b"\xff", b"1"]),
+            pa.array([[], []], chat),
+            pa.array([["a"], ["b"]]),
+            pa.array([[{"role": "user"}], [{"role": "user"}]]),
+            pa.array([[None], None], chat),
+            pa.array([[{"role": "user", "content": None}], turns[0]], chat),
+            pa.array([{"role": "user", "content": "x"}] * 2),
+            pa.array(["1+1=", "1+1="]).dictionary_encode(),
+            pa.array([None, None]),
+            pa.array(["é" * 5000, "x"], pa.large_string()),
+        ],
+        "answer": [
+            pa.array(["2", "4"]),
+            pa.array([2.0, float("nan")]),
+            pa.array([None, None]),
+            pa.array([True, False]),
+            pa.array([["2"], ["4"]]),
+            pa.array([b"2", b"4"]),
+            pa.array([0, 2**62], pa.timestamp("us")),
+            pa.array(["", " "]),
+        ],
+        "reward_model": [
+            pa.array([{"ground_truth": "2"}, {"ground_truth": "4"}]),
+            pa.array([{"ground_truth": None}, None]),
+            pa.array(["2", "4"]),
+            pa.array([{"ground_truth": [1]}, {"ground_truth": [2]}]),
+        ],
+        "data_source": [pa.array(["a", "b"]), pa.array([1, 2]), pa.array([None, None])],
+        "extra_info": [pa.array([{"i": 0}, {"i": 1}]), pa.array(["x", "y"]), pa.array([2**50, 1], pa.timestamp("s"))],
+    }
+
+
+def as_parquet(table: pa.Table) -> bytes:
+    """A Parquet file."""
+    out = io.BytesIO()
+    pq.write_table(table, out)
+    return out.getvalue()
+
+
+@st.composite
+def problem_files(draw: st.DrawFn) -> tuple[str, Content]:
+    """(ending, content) of a file of problems."""
+    if draw(st.booleans()):
+        rows = draw(mutated(ROWS)) if draw(st.integers(1, 4)) > 1 else ROWS
+        ending, content = ".jsonl", draw(maybe_damaged(as_lines(rows), 3))
+    else:
+        names = (
+            draw(st.lists(st.sampled_from(sorted(columns())), unique=True, min_size=1))
+            if draw(st.booleans())
+            else columns()
+        )
+        chosen = {name: draw(st.sampled_from(columns()[name])) for name in names}
+        table = pa.table(chosen).slice(0, draw(st.sampled_from([2, 2, 2, 1, 0])))
+        ending, content = ".parquet", draw(maybe_damaged(as_parquet(table), 2))
+    return draw(st.sampled_from([ending] * 12 + [".jsonl", ".parquet", ".json", ""])), content
+
+
+@st.composite
+def problem_cases(draw: st.DrawFn) -> Case:
+    """A damaged file of problems, for training up to the run directory or for ``tools/prepare_data.py``."""
+    ending, content = draw(problem_files())
+    name = f"problems{ending}"
+    model = draw(st.sampled_from([(), ("--model", str(MODEL)), ("--model", str(MODEL), "--max-prompt-tokens", "6")]))
+    held = draw(st.sampled_from([(), (), ("--hold-out", "1")]))
+    if draw(st.booleans()):
+        return Case("prepare", (name, "out/made.parquet", *model, *held), {name: content})
+    evaluated = draw(
+        st.sampled_from([(), (), ("--eval.datasets", name), ("--eval.datasets", f"a={name}", f"a={name}")])
+    )
+    template = draw(st.sampled_from([(), (), ("--data.chat-template", "true")]))
+    words = ("--data.task", "file", "--data.path", name, "--data.batch-size", "1", *evaluated, *template)
+    return Case("train", (*TRAIN, *words), {name: content, **HELD})
+
+
+# Training that is refused, in one line, only after all its inputs were read: its run directory holds a run already.
+TRAIN = ("config.yaml", "--run.dir", "held", "--run.resume", "never")
+HELD: dict[str, Content] = {
+    "config.yaml": as_yaml(
+        {
+            "model": {"path": str(MODEL)},
+            "rollout": {"max_response_tokens": 16, "group_size": 2},
+            "data": {"max_prompt_tokens": 64},
+        }
+    ),
+    "held/metrics.jsonl": b'{"step": 1}\n',
+}
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+CONFIG = json.loads((MODEL / "config.json").read_text())
+TOKENIZER = json.loads((MODEL / "tokenizer.json").read_text())
+TOKENIZER_CONFIG = json.loads((MODEL / "tokenizer_config.json").read_text()) | {
+    "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "added_tokens_decoder": {"15": {"content": "_", "special": True, "lstrip": False}},
+}
+TEMPLATES = (
+    *(
+        "{{ messages[0].content }}",
+        "{{",
+        "{% for %}",
+        "{{ nothing.at.all }}",
+        "{{ raise_exception('no') }}",
+        "{{ 1 / 0 }}",
+    ),
+    *(
+        "{{ messages[9].content }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% include 'x' %}",
+        "{{ messages | nofilter }}",
+        "{{ 'a' + 1 }}",
+    ),
+    *(
+        "{{ range(10**9) | list }}",
+        "{{ strftime_now('%') }}",
+        "{{ strftime_now(3) }}",
+        "{{ messages | tojson(indent='x') }}",
+        "",
+    ),
+)
+
+
+@st.composite
+def model_cases(draw: st.DrawFn) -> Case:
+    """A model directory whose shape or tokenizer is damaged."""
+    model: dict[str, Content] = {
+        "config.json": as_json(CONFIG),
+        "tokenizer.json": as_json(TOKENIZER),
+        "tokenizer_config.json": as_json(TOKENIZER_CONFIG),
+    }
+    sound = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, "tokenizer_config.json": TOKENIZER_CONFIG}
+    name = draw(st.sampled_from([*sound, "config.json", "tokenizer.json", "chat_template.jinja", "nothing", "whole"]))
+    if name == "chat_template.jinja":
+        model[name] = draw(maybe_damaged(draw(st.sampled_from(TEMPLATES)).encode(), 4))
+    elif name == "nothing":
+        del model[draw(st.sampled_from(sorted(model)))]
+    elif name in sound:
+        document = draw(mutated(sound[name])) if draw(st.integers(1, 4)) > 1 else sound[name]
+        model[name] = draw(maybe_damaged(as_json(document), 3))
+    if draw(st.integers(1, 6)) == 1:
+        model["special_tokens_map.json"] = draw(damaged(as_json({"eos_token": {"content": "$"}})))
+        model["tokenizer_config.json"] = as_json({"eos_token": "$"})
+    files: dict[str, Content] = {f"model/{path}": content for path, content in model.items()}
+    if name == "whole":
+        files = {"model": draw(st.sampled_from([*Special, b""]))}
+    problems = as_lines([{"prompt": [{"role": "user", "content": "1+1="}], "answer": 2}])
+    words = (
+        "--model.path",
+        "model",
+        "--data.task",
+        "file",
+        "--data.path",
+        "p.jsonl",
+        "--data.batch-size",
+        "1",
+        "--eval.every",
+        "0",
+    )
+    return Case("train", (*TRAIN, *words), {**files, **HELD, "p.jsonl": problems})
+
+
+@functools.cache
+def weights() -> tuple[dict[str, Any], bytes]:
+    """Header and data of the toy model's weights."""
+    data = (MODEL / "model.safetensors").read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def as_safetensors(header: Any, data: bytes, size: int | None = None) -> bytes:
+    """A safetensors file; ``size`` stands for the header's length where it is given."""
+    text = as_json(header)
+    return struct.pack("<Q", len(text) if size is None else size) + text + data
+
+
+@st.composite
+def weight_cases(draw: st.DrawFn) -> Case:
+    """A model directory whose weight files are damaged."""
+    header, data = weights()
+    names = [name for name in header if name != "__metadata__"]
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    how = draw(st.sampled_from(["header", "size", "bytes", "index", "index", "config"]))
+    config, files = CONFIG, {"model.safetensors": as_safetensors(header, data)}
+    if how == "header":
+        files["model.safetensors"] = as_safetensors(draw(mutated(header)), data)
+    elif how == "size":
+        size = draw(st.sampled_from([0, 1, 2**20, 2**31, 2**63, 2**64 - 1]))
+        files["model.safetensors"] = as_safetensors(header, data, size)
+    elif how == "bytes":
+        files["model.safetensors"] = draw(damaged(files["model.safetensors"]))
+    elif how == "index":
+        document = draw(mutated(index)) if draw(st.booleans()) else index | {"weight_map": {"a": draw(weird)}}
+        files["model.safetensors.index.json"] = draw(maybe_damaged(as_json(document), 3))
+    else:
+        sizes = [key for key, value in CONFIG.items() if isinstance(value, int)]
+        config = CONFIG | {draw(st.sampled_from(sizes)): draw(st.sampled_from([1, 2, 3, 64, 96, 128, 1000]))}
+    whole: dict[str, Content] = {f"model/{path}": content for path, content in files.items()}
+    return Case("load", ("model",), {**whole, "model/config.json": as_json(config)})
+
+
+# --- token dumps ------------------------------------------------------------------------------------------------------
+
+SEQUENCES = [
+    {
+        "rljax_tokens": 1,
+        "columns": {"trainer": {"engine": "jax", "dtype": "float32", "temperature": 1.0, "role": "trainer"}},
+        "sampling": {"temperature": 1.0, "column": "rollout"},
+    },
+    {
+        "sequence_id": "a",
+        "token_ids": [5, 6, 7],
+        "response_mask": [False, True, True],
+        "logprobs": {"trainer": [None, -1.0, -0.5], "rollout": [None, -1.0, -0.25]},
+    },
+    {"prompt_ids": [5], "response_ids": [6, 7], "logprobs": {"trainer": [-1.0, -0.5], "rollout": [-1.0, -0.25]}},
+]
+PRIME = [
+    {
+        "schema_version": 1,
+        "run_id": "r",
+        "export_step": 1,
+        "rank": 0,
+        "export_sequence_idx": number,
+        "token_ids": [1, 2],
+        "loss_mask": [False, True],
+        "trainer_logprobs": [0.0, -1.0],
+        "inference_logprobs": [0.0, -1.5],
+    }
+    for number in range(2)
+]
+NOTE = {
+    "version": 1,
+    "columns": {"trainer": {"engine": "jax", "dtype": "float32", "role": "trainer"}, "rollout": {"engine": "vllm"}},
+    "sampling": {"temperature": 1.0, "column": "rollout"},
+}
+
+
+@functools.cache
+def dump_columns() -> dict[str, list[pa.Array]]:
+    """Columns of two sequences that a dump may have, the first of each as it should be."""
+    numbers = pa.list_(pa.float32())
+    return {
+        "sequence_id": [pa.array(["a", "b"]), pa.array(["a", "a"]), pa.array([None, "b"]), pa.array([1, 2])],
+        "token_ids": [
+            pa.array([[1, 2], [3]], pa.list_(pa.int32())),
+            pa.array([[1, 2], []], pa.list_(pa.int32())),
+            pa.array([[1, None], [3]], pa.list_(pa.int32())),
+            pa.array([[-1, 2], [2**31 - 1]], pa.list_(pa.int32())),
+            pa.array([[1, 2], None], pa.list_(pa.int32())),
+            pa.array([[1.5, 2.0], [3.0]]),
+        ],
+        "response_mask": [
+            pa.array([[False, True], [True]]),
+            pa.array([[False, None], [True]]),
+            pa.array([[True], [True]]),
+            pa.array([[0, 1], [1]]),
+        ],
+        "logprobs/trainer": [
+            pa.array([[float("nan"), -1.0], [-2.0]], numbers),
+            pa.array([[None, -1.0], [float("-inf")]], numbers),
+            pa.array([[float("inf"), 3e38], [1e30]], numbers),
+            pa.array([[0.0], [1.0]], numbers),
+            pa.array([["x", "y"], ["z"]]),
+        ],
+        "logprobs/rollout": [pa.array([[float("nan"), -1.5], [-2.0]], numbers), pa.array([None, None], numbers)],
+        "logprobs/": [pa.array([[0.0, -1.5], [-2.0]], numbers)],
+    }
+
+
+@st.composite
+def token_cases(draw: st.DrawFn) -> Case:
+    """A damaged dump, JSONL or export of tokens for ``tools/compare_mismatch.py``."""
+    form = draw(st.sampled_from(["jsonl", "jsonl", "prime", "dump", "dump", "dump"]))
+    name, content = f"tokens.{'parquet' if form == 'dump' else 'jsonl'}", b""
+    if form == "dump":
+        names = [name for name in dump_columns() if name != "logprobs/" and draw(st.integers(1, 12)) > 1]
+        names += ["logprobs/"] * (draw(st.integers(1, 12)) == 1)
+        spoilt = draw(st.sampled_from([None, *names]))
+        chosen = {n: draw(st.sampled_from(dump_columns()[n])) if n == spoilt else dump_columns()[n][0] for n in names}
+        note = draw(maybe_damaged(as_json(draw(mutated(NOTE)) if draw(st.booleans()) else NOTE), 8))
+        table = pa.table(chosen).slice(0, draw(st.sampled_from([2, 2, 2, 2, 0])))
+        if isinstance(note, bytes) and draw(st.integers(1, 12)) > 1:
+            table = table.replace_schema_metadata({b"rljax.dump": note})
+        content = draw(maybe_damaged(as_parquet(table), 2))
+    else:
+        rows = SEQUENCES if form == "jsonl" else PRIME
+        content = draw(maybe_damaged(as_lines(draw(mutated(rows)) if draw(st.integers(1, 4)) > 1 else rows), 2))
+    more = draw(
+        st.sampled_from(
+            [
+                (),
+                (),
+                (),
+                (),
+                ("--columns", "trainer"),
+                ("--columns", "trainer", "x"),
+                ("--trainer", "rollout"),
+                ("--rollout", "x"),
+            ]
+            + [
+                ("--scorer", spec)
+                for spec in ("dump:tokens.jsonl#x", "dump:x", "jax:int8", "", "vllm:x", "dump:nowhere#x", "hf:")
+            ]
+        )
+    )
+    where = draw(st.sampled_from(["file"] * 9 + ["folder"]))
+    if where == "folder":
+        return Case("compare", ("export", "--out", "out", *more), {"export/rank_0.jsonl": content})
+    return Case("compare", (name, "--out", "out", *more), {name: content})
+
+
+# --- logs and records -------------------------------------------------------------------------------------------------
+
+LENGTHS = [10.0] * 12 + [40.0] * 8
+LOG = [
+    {"step": i, "response_length/mean": value, "response_length/clip_ratio": 0.0} for i, value in enumerate(LENGTHS, 1)
+]
+
+
+@functools.cache
+def events() -> bytes:
+    """A TensorBoard event file of the lengths."""
+    from tensorboardX import SummaryWriter
+
+    with tempfile.TemporaryDirectory() as folder:
+        with SummaryWriter(folder) as writer:
+            for row in LOG:
+                writer.add_scalar("response_length/mean", row["response_length/mean"], row["step"])
+        (file,) = Path(folder).iterdir()
+        return file.read_bytes()
+
+
+def as_csv(rows: Any) -> bytes:
+    """A table of the rows that are dictionaries."""
+    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    names = list(dict.fromkeys(str(key) for row in found for key in row))
+    lines = [names, *([str(row.get(name, "")) for name in names] for row in found)]
+    return "\n".join(",".join(line) for line in lines).encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def log_cases(draw: st.DrawFn) -> Case:
+    """A damaged log for ``tools/replay_surge.py``."""
+    rows = draw(mutated(LOG)) if draw(st.integers(1, 4)) > 1 else LOG
+    forms: list[tuple[str, bytes]] = [
+        ("log.jsonl", as_lines(rows)),
+        ("log.csv", as_csv(rows)),
+        ("run/metrics.jsonl", as_lines(rows)),
+    ]
+    name, data = draw(
+        st.sampled_from([*forms, ("events.out.tfevents.1", events()), ("run/tb/events.out.tfevents.1", events())])
+    )
+    content = draw(maybe_damaged(data, 2))
+    option = draw(
+        st.sampled_from(["--column", "--truncated-column", "--ratio", "--window", "--warmup", "--multiplier"])
+    )
+    value = draw(st.sampled_from(["step", "x", "nan", "0", "-1", "inf", "1e400", "9" * 30, "", "2"]))
+    more = (f"{option}={value}",) if draw(st.integers(1, 3)) == 1 else ()
+    sweep = draw(st.sampled_from([(), (), (), ("--sweep",)]))
+    log = "run" if name.startswith("run/") else name
+    return Case("replay", (log, "--png", "out/surge.png", *more, *sweep), {name: content, "out": Special.DIRECTORY})
+
+
+RECORD = [
+    {
+        "step": step,
+        "reward/mean": 0.1 * step,
+        "response_length/mean": length,
+        "schedule/learning_rate": 1e-4,
+        "schedule/surge_step": 14 if step >= 14 else None,
+        "schedule/decay_period": 25 if step >= 14 else None,
+        "optimizer/grad_norm": 0.5,
+        "policy/entropy": 0.25,
+        "mismatch/log_ppl_abs_diff": 1e-3,
+    }
+    | ({"eval/toy/accuracy": 0.5} if step % 5 == 0 else {})
+    for step, length in enumerate(LENGTHS, 1)
+]
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Content:
+    """A damaged metrics.jsonl."""
+    rows = RECORD[: draw(st.sampled_from([1, 3, 20]))]
+    return draw(maybe_damaged(as_lines(draw(mutated(rows)) if draw(st.integers(1, 4)) > 1 else rows), 2))
+
+
+@st.composite
+def record_cases(draw: st.DrawFn) -> Case:
+    """A damaged record of a run for ``tools/plot_run.py``."""
+    files: dict[str, Content] = {"run/metrics.jsonl": draw(records())}
+    figure = draw(st.sampled_from([(), (), (), ("--figure", "6"), ("--figure", "7"), ("--figure", "ratio-by-length")]))
+    if "ratio-by-length" in figure:
+        table = pa.table({name: arrays[0] for name, arrays in dump_columns().items() if name != "logprobs/"})
+        dump = as_parquet(table.replace_schema_metadata({b"rljax.dump": as_json(NOTE)}))
+        files["run/rollouts/step_000001.parquet"] = draw(maybe_damaged(dump, 2))
+    return Case("plot", ("run", *figure), files)
+
+
+@st.composite
+def resume_cases(draw: st.DrawFn) -> Case:
+    """A run directory whose record or configuration is damaged, for training that would go on there."""
+    settings = copy.deepcopy(yaml.safe_load(HELD["config.yaml"]))
+    there = draw(mutated(settings)) if draw(st.booleans()) else settings
+    files: dict[str, Content] = {
+        **HELD,
+        "held/metrics.jsonl": draw(records()),
+        "held/config.yaml": draw(maybe_damaged(as_yaml(there), 3)),
+    }
+    for name in draw(st.lists(st.sampled_from(["5", "x", "5.tmp", "05", "-1", "²"]), max_size=2, unique=True)):
+        files[f"held/checkpoints/{name}"] = draw(st.sampled_from([*Special, b""]))
+    resume = draw(st.sampled_from(["auto", "auto", "never", "held", "nowhere", "", "a\udcffb", "held/metrics.jsonl"]))
+    # The engine has no server, so that a run that may go on ends there, in one line.
+    engine = ("--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:9", "--rollout.server-wait-s", "0.01")
+    problems = as_lines(ROWS)
+    words = (
+        "config.yaml",
+        "--run.dir",
+        "held",
+        "--run.resume",
+        resume,
+        "--data.task",
+        "file",
+        "--data.path",
+        "p.jsonl",
+    )
+    return Case(
+        "train", (*words, "--data.batch-size", "1", "--eval.every", "0", *engine), {**files, "p.jsonl": problems}
+    )
+
+
+KINDS: dict[str, st.SearchStrategy[Case]] = {
+    "yaml": yaml_cases(),
+    "arguments": argument_cases(),
+    "problems": problem_cases(),
+    "model": model_cases(),
+    "weights": weight_cases(),
+    "tokens": token_cases(),
+    "log": log_cases(),
+    "record": record_cases(),
+    "resume": resume_cases(),
+}
+"""Kind -> strategy."""
