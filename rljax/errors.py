@@ -8,11 +8,15 @@ from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """A mistake in what the caller wrote. The message is one line; what does not print in it is escaped."""
+    """A mistake in what the caller wrote. The message is one line that prints; the middle of a very long one is cut."""
+
+    LONGEST = 2000  # characters
 
     def __init__(self, message: object) -> None:
         line = " ".join(str(message).split())
-        super().__init__("".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line))
+        shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+        half = self.LONGEST // 2
+        super().__init__(shown if len(shown) <= self.LONGEST else f"{shown[:half]} ... {shown[-half:]}")
 
 
 @contextmanager

@@ -7,7 +7,8 @@ Each input is a sound file or command line with its values, structure or bytes d
 The commands run in this process, each in a folder of its own. An input is *refused* when the command ends with status 2
 and one line on stderr, *accepted* when it does what it is for, and *failed* otherwise: a traceback, another status,
 several lines, a line that is too long to read, more than the time limit, a file written outside the folder that the
-command may write to, or an input changed. The exit status is 1 when any failed. Needs the extra ``test``.
+command may write to, or an input changed. The exit status is 1 when any failed. An interrupt ends it early, with the
+counts so far. Needs the extra ``test``.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ PYTHON_WORDS = re.compile(
     r"is not subscriptable|positional argument|keyword argument|expected Invalid|object is not|codec can't|"
     r"recursion depth|has no len|must be real number|cannot be interpreted|cannot unpack|^error: :|Errno"
 )
+INTERRUPTED = 130  # what run_cli returns then
 SHARES = {
     "yaml": 5,
     "arguments": 4,
@@ -219,6 +221,8 @@ def run_case(case: Case, folder: Path, limit_s: float) -> Outcome:
             trouble = f"written outside {command.writes}: {new}"
         elif WATCH.seen:
             trouble = f"written outside the folder: {WATCH.seen[:5]}"
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
     return Outcome("failed", trouble) if trouble else judge(command, status, said)
 
 
@@ -307,14 +311,21 @@ class Failures:
 
 
 def fuzz(
-    kind: str, count: int, seed: int, limit_s: float, failures: Failures, progress: tqdm | None = None
-) -> Counter[str]:
-    """Tries ``count`` inputs of a kind; returns how many were refused, accepted and failed."""
-    counts: Counter[str] = Counter()
+    kind: str,
+    count: int,
+    seed: int,
+    limit_s: float,
+    failures: Failures,
+    counts: Counter[str],
+    progress: tqdm | None = None,
+) -> None:
+    """Tries ``count`` inputs of a kind; adds to ``counts`` how many were refused, accepted and failed."""
 
     def visit(case: Case) -> None:
         with tempfile.TemporaryDirectory(prefix="rljax-fuzz-") as folder:
-            faulthandler.dump_traceback_later(10 * limit_s, exit=True)  # hangs that no signal reaches
+            faulthandler.dump_traceback_later(
+                10 * limit_s, exit=True, file=sys.__stderr__
+            )  # hangs that no signal reaches
             outcome = run_case(case, Path(folder), limit_s)
             faulthandler.cancel_dump_traceback_later()
         counts[outcome.verdict] += 1
@@ -325,7 +336,6 @@ def fuzz(
             progress.set_postfix_str(f"{kind}, failed {counts['failed']}", refresh=False)
 
     inputs(kind, count, seed, visit)
-    return counts
 
 
 def shares(kinds: Sequence[str], examples: int) -> dict[str, int]:
@@ -339,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--examples", type=int, default=10_000, help="inputs in all (default: 10000)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of inputs (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
-    parser.add_argument("--limit-s", type=float, default=30.0, help="longest one input may take (seconds; default: 30)")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="longest one input may take (seconds; default: 60)")
     parser.add_argument(
         "--failures",
         type=Path,
@@ -351,14 +361,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     total: Counter[str] = Counter()
     form = "{:<10} {:>7} {:>20} {:>9} {:>7} {:>8}"
     table = [form.format("kind", "tried", "refused in one line", "accepted", "failed", "seconds")]
-    start = time.monotonic()
+    start, stopped = time.monotonic(), False
     with bounded_memory(8), tqdm(total=sum(wanted.values()), unit="input") as bar:
         for kind, count in wanted.items():
             began = time.monotonic()
-            counts = fuzz(kind, count, options.seed, options.limit_s, failures, bar)
+            counts: Counter[str] = Counter()
+            try:
+                fuzz(kind, count, options.seed, options.limit_s, failures, counts, bar)
+            except KeyboardInterrupt:
+                stopped = True
             numbers = (counts.total(), counts["refused"], counts["accepted"], counts["failed"])
             table.append(form.format(kind, *numbers, round(time.monotonic() - began)))
             total += counts
+            if stopped:
+                break
     numbers = (total.total(), total["refused"], total["accepted"], total["failed"])
     table.append(form.format("all", *numbers, round(time.monotonic() - start)))
     print("\n".join(table))

@@ -289,7 +289,7 @@ def _read_yaml(file: Path, may_have_base: bool, above: tuple[Path, ...] = ()) ->
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {problem}") from error
     except UnicodeError as error:  # also an escape such as "\ud800"
-        raise ConfigError(f"{file}: not valid YAML: text that is not UTF-8, at character {error.start}") from error
+        raise ConfigError(f"{file}: not valid YAML: text that is not UTF-8") from error
     except RecursionError as error:
         raise ConfigError(f"{file}: not valid YAML: nested too deeply, or a value inside itself") from error
     except (LookupError, AttributeError, TypeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 
 import fuzz_inputs
@@ -106,6 +107,7 @@ FAULTS = {
     "yaml: a billion values by aliases": (yaml_case(LAUGHS), "its aliases repeat values more than 100000 times"),
     "yaml: half a character": (yaml_case('run: {dir: "\\ud800"}'), "not valid YAML: text that is not UTF-8"),
     "yaml: lists in lists": (yaml_case("run: " + "[" * 3000), "not valid YAML: nested too deeply"),
+    "yaml: a key of 10,000 letters": (yaml_case(f"run:\n  ? {'a' * 10_000}\n  : 1\n"), "unknown key run.aaa"),
     "yaml: an escape sequence": (yaml_case('run: {"a\\e[31m": 1}'), r"unknown key run.a\x1b[31m"),
     "words: not UTF-8": (yaml_case("{}", "--run.dir", "\udcff"), r'command line: "\udcff" is not UTF-8 text'),
     "words: 5000 digits": (yaml_case("{}", "--run.steps", "9" * 5000), "run.steps: expected a valid integer"),
@@ -140,6 +142,10 @@ FAULTS = {
     "model: a template that divides by 0": (
         model_case("chat_template.jinja", b"{{ 1 / 0 }}"),
         "the chat template fails on a prompt (ZeroDivisionError)",
+    ),
+    "model: a template that is not UTF-8": (
+        model_case("chat_template.jinja", b"\xff"),
+        "a file of it is not UTF-8 text",
     ),
     "weights: an index in a list": (index_case([1]), "index.json has no weight_map"),
     "weights: a list as a file": (index_case({"weight_map": {"a": ["x"]}}), "weight_map must name files beside it"),
@@ -228,8 +234,8 @@ def test_what_once_was_no_clear_line(name, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_malformed_inputs_are_refused_in_one_line(kind, tmp_path):
     count = shares(list(KINDS), EXAMPLES)[kind]
-    failures = Failures(tmp_path)
-    counts = fuzz(kind, count, 0, 30.0, failures)
+    failures, counts = Failures(tmp_path), Counter()
+    fuzz(kind, count, 0, 60.0, failures, counts)
     assert counts["failed"] == 0, list(failures.causes)
     assert counts.total() >= count // 2
     assert counts["refused"] > 0
