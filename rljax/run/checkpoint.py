@@ -225,18 +225,20 @@ class Checkpointer:
 
     def _read(self, step: int, item: str, wanted: Any) -> Any:
         """One item of a checkpoint. Whatever orbax raises on damaged files becomes a DamagedCheckpointError."""
-        try:
-            with _quiet():
+        with _quiet():
+            try:
                 return self._manager.restore(step, args=self._ocp.args.Composite(**{item: wanted}))[item]
-        except Exception as error:
-            cause: BaseException = error
-            while cause.__cause__ is not None:
-                cause = cause.__cause__
-            about_machine = isinstance(cause, (MemoryError, PermissionError, jax.errors.JaxRuntimeError))
-            if about_machine or any(word in str(cause) for word in NOT_DAMAGE):
-                raise
-            what = f"its {item} cannot be read: {' '.join(str(cause).split())[:160]}"
-            raise self._damaged(step, what) from None
+            except Exception as error:
+                cause: BaseException = error
+                while cause.__cause__ is not None:
+                    cause = cause.__cause__
+                about_machine = isinstance(cause, (MemoryError, PermissionError, jax.errors.JaxRuntimeError))
+                if about_machine or any(word in str(cause) for word in NOT_DAMAGE):
+                    raise
+                what = f"its {item} cannot be read: {' '.join(str(cause).split())[:160]}"
+                del cause
+            gc.collect()  # the reads that were given up say so when they are collected
+        raise self._damaged(step, what)
 
     def _read_host(self, step: int) -> tuple[dict[str, Any], dict[str, str]]:
         """The host state, checked, and the checksums of the arrays; {} in a checkpoint without."""
@@ -291,9 +293,6 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     try:
         yield
-    except BaseException:
-        gc.collect()  # the reads that are given up say so when they are collected
-        raise
     finally:
         logging.disable(level)
         sys.unraisablehook = hook
