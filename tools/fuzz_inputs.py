@@ -59,6 +59,7 @@ PYTHON_WORDS = re.compile(
     r"is not subscriptable|positional argument|keyword argument|expected Invalid|object is not|codec can't|"
     r"recursion depth|has no len|must be real number|cannot be interpreted|cannot unpack|^error: :|Errno"
 )
+NOTICES = ("\r", "warning: ", "waiting for ")  # lines before the last one; \r: a progress bar
 INTERRUPTED = 130  # what run_cli returns then
 SHARES = {
     "yaml": 5,
@@ -228,9 +229,7 @@ def run_case(case: Case, folder: Path, limit_s: float) -> Outcome:
 
 def judge(command: Command, status: int, said: str) -> Outcome:
     """The outcome of a command that ended by itself."""
-    lines = [
-        line for line in said.split("\n") if line.strip() and not line.startswith(("\r", "warning: "))
-    ]  # \r: a bar
+    lines = [line for line in said.split("\n") if line.strip() and not line.startswith(NOTICES)]
     if status == 2:
         if len(lines) != 1 or not lines[0].startswith("error: "):
             return Outcome("failed", f"status 2 with {len(lines)} lines: {said[:3000]}")

@@ -100,8 +100,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     except (LookupError, TypeError, AttributeError, AssertionError) as error:
         reason = f"a value of {CONFIG_FILE} is not of the form that transformers writes"
         raise ValueError(f"the tokenizer at {directory} cannot be read: {reason}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the tokenizer at {directory} cannot be read: a file of it is not UTF-8 text") from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        reason = "a file of it is not UTF-8 text, or is nested too deeply"
+        raise ValueError(f"the tokenizer at {directory} cannot be read: {reason}") from error
     except Exception as error:  # the tokenizers library raises plain Exception on a file it cannot parse
         raise ValueError(f"the tokenizer at {directory} cannot be read: {error}") from error
 

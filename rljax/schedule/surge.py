@@ -72,6 +72,8 @@ class SurgeConfig:
             raise ValueError(
                 f"window must be at least warmup, got window = {self.window} and warmup = {self.warmup} (steps)."
             )
+        if self.window > 1_000_000:
+            raise ValueError(f"window must be at most 1000000 steps, got window = {self.window}.")
         if not 0.0 <= self.max_truncated <= 1.0:
             raise ValueError(f"max_truncated must be in [0, 1], got max_truncated = {self.max_truncated}.")
 

@@ -147,6 +147,20 @@ FAULTS = {
         model_case("chat_template.jinja", b"\xff"),
         "a file of it is not UTF-8 text",
     ),
+    "model: another library's file of lists in lists": (
+        Case(
+            "train",
+            (*PROBLEMS, "--model.path", "model"),
+            {
+                **HELD,
+                "model/config.json": as_json(CONFIG),
+                "model/tokenizer_config.json": as_json({"eos_token": "$"}),
+                "model/special_tokens_map.json": DEEP,
+                "p.jsonl": as_lines([FIRST]),
+            },
+        ),
+        "or is nested too deeply",
+    ),
     "weights: an index in a list": (index_case([1]), "index.json has no weight_map"),
     "weights: a list as a file": (index_case({"weight_map": {"a": ["x"]}}), "weight_map must name files beside it"),
     "weights: a file elsewhere": (
@@ -189,6 +203,14 @@ FAULTS = {
     "log: an event file that is none": (
         log_case("events.out.tfevents.1", events()[:12] + b"\xff" * 100),
         "not a TensorBoard event file, or a damaged one",
+    ),
+    "log: a length of 400 digits": (
+        log_case("log.jsonl", as_lines([{"step": 1, "response_length/mean": 10**400}])),
+        "has no positive number in any of its 1 steps",
+    ),
+    "log: a window of 30 digits": (
+        log_case("log.jsonl", as_lines(LOG), "--window", "9" * 30),
+        "window must be at most 1000000 steps",
     ),
     "log: a link to itself": (log_case("run/events.out.tfevents.1", Special.LOOP), "neither metrics.jsonl nor"),
     "log: CSV that is not UTF-8": (log_case("log.csv", b"step,x\n1,\xff\n"), "log.csv: not UTF-8 text"),
