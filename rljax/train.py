@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rljax.data.tokenizer import load_tokenizer
-from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.errors import ConfigError, OwnedError, caller_errors, run_cli
 from rljax.ownership import Ownership
 from rljax.policy.config import read_config
 from rljax.policy.hub import model_directory
@@ -88,15 +88,21 @@ def run(config: Config, owner: Ownership) -> int:
         (run_dir / "config.yaml").write_text(config_to_yaml(config))
 
         def record(row: Row, histograms: dict[str, np.ndarray]) -> None:
-            with caller_errors():
-                check_owner(owner)
+            check_owner(owner)
             recorder.write(row, histograms)
             stop.begin_step(row["time/step_s"], checkpointer.last_save_s)
+
+        def sync() -> None:
+            check_owner(owner)
+            recorder.sync()
 
         with stop:
             last_row = next(reversed(recorded_rows(run_dir)), None)
             stop.begin_step(last_row["time/step_s"] if last_row else None, checkpointer.last_save_s)
-            train(components, state, progress, record, stop.requested, last_row, recorder.sync)
+            try:
+                train(components, state, progress, record, stop.requested, last_row, sync)
+            except OwnedError as error:
+                raise ConfigError(error) from error
     finish(run_dir)
     for line in progress.stopped_by:
         print(f"guard: {line}; stopped, saved", file=sys.stderr)

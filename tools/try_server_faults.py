@@ -213,6 +213,7 @@ MakeEngine = Callable[[str], RolloutEngine]
 def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
     """The tests' stand-in: its URL, what makes an engine with the published policy over a URL, and its vocabulary."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
+    import numpy_checksum
     import vllm_fake
 
     fake = vllm_fake.FakeVllm()
@@ -224,6 +225,7 @@ def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
             hf_config=vllm_fake.SHAPE,
             max_tokens=64,
             tensors=dict.items,
+            checksums=lambda params: {name: numpy_checksum.numpy_checksum(array) for name, array in params.items()},
             score=lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
         )
         engine.publish({"a": np.ones(4, np.float32)}, VERSION)

@@ -114,7 +114,7 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
 
 def _is_of_type(name: str, value: Any) -> bool:
     """Whether a value of a ``config.json`` is of the type of our field, and of a size that anything has."""
-    if name == "eos_token_id" and isinstance(value, list):
+    if name == "eos_token_id" and isinstance(value, (list, tuple)):
         return all(_is_of_type(name, one) for one in value)
     if name == "tie_word_embeddings":
         return isinstance(value, bool)

@@ -34,7 +34,7 @@ import numpy as np
 
 from rljax.data.prompts import PromptStream
 from rljax.data.tokenizer import Tokenizer
-from rljax.errors import ConfigError, StoppedWaitingError, caller_errors
+from rljax.errors import ConfigError, OwnedError, StoppedWaitingError, caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.report.rows import Row
 from rljax.rewards.pool import RewardPool
@@ -318,7 +318,7 @@ def train(
     When the engine stops waiting for servers, or ``run.gives_up`` says so, the step that samples is given up and the
     last one saved; an evaluation after the update is given up alone. Any other error, and an interrupt, is raised again
     once the newest finished step is recorded and saved, which a line on stderr says: of a step whose update is done the
-    new state, else the one before.
+    new state, else the one before. An OwnedError of ``record`` or ``sync`` is raised at once.
 
     Args:
       run: what the run is made of.
@@ -364,6 +364,8 @@ def train(
     except StoppedWaitingError as error:
         print(f"step {progress.step + 1} is given up: {error}", file=sys.stderr)
         save_newest(run, at, record, sync)
+    except OwnedError:  # the run is another process's now: nothing more is written into it
+        raise
     except BaseException:
         try:
             said = save_newest(run, at, record, sync)

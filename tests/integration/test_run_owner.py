@@ -63,6 +63,7 @@ def test_the_record_of_another_machine(toy_base, tmp_path):
     assert child.returncode == 2, output
     assert f"{run_dir}: taken over from process 12 on node7, which is gone" in output
     assert "owner.json was taken over by process 12 on node7; this process leaves the run to it" in output
+    assert "is saved" not in output
     assert read(run_dir / "owner.json").host == "node7"
 
 

@@ -8,6 +8,7 @@ import urllib.request
 import numpy as np
 import pytest
 import serve_vllm
+from numpy_checksum import numpy_checksum
 from vllm_fake import SHAPE, FakeVllm
 
 from rljax.compare.dump import make_dump
@@ -121,6 +122,7 @@ def engine_of(url, **config):
         hf_config=SHAPE,
         max_tokens=100,
         tensors=dict.items,
+        checksums=lambda params: {name: numpy_checksum(array) for name, array in params.items()},
         score=lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
     )
 

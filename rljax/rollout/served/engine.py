@@ -116,6 +116,7 @@ class ServedEngine(ServedBase):
         for url in self._answering():
             self._attempt(self._verify, url)
         self._last_open = time.monotonic()
+        self._next_look.clear()
         self._recover_all()
         while not self._client.opened():
             self._recover_all()
