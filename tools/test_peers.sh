@@ -16,8 +16,8 @@ packages() {
     tunix) echo "google-tunix==0.1.7" ;;
     skyrl_tx) echo "skyrl-tx==0.3.0 jax flax optax torch" ;;
     trl) echo "trl==1.16.0 transformers==5.23.0 torch" ;;
-    verl) echo "verl==0.9.1 transferqueue torchdata torch" ;;
-    easydel) echo "easydel==0.3.0" ;;
+    verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools uvicorn" ;; # the last two it imports undeclared
+    easydel) echo "easydel==0.3.0 pillow torch" ;; # likewise
     *) echo "unknown package $1" >&2; return 2 ;;
   esac
 }
