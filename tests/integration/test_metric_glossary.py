@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 # test_exact_run.py show it.
 ELSEWHERE = re.compile(
     r"publish/.*|rollout/(requests|retries|server_losses|servers_brought_back|responses_without_version|executable_runs)"
+    r"|time/(server_)?checksums_s"
 )
 SMALL = [
     *("--data.batch-size", "6", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "4"),
