@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ ARRAYS, SELF = "array_checksums", "sha256"  # in a host state on disk: of the ar
 
 # What an error says when a whole checkpoint cannot be read just now.
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE")
+_GIVEN_UP_S = 0.2  # that reads which were given up have to end in their own threads (seconds)
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -237,6 +239,7 @@ class Checkpointer:
                     raise
                 what = f"its {item} cannot be read: {' '.join(str(cause).split())[:160]}"
                 del cause
+            time.sleep(_GIVEN_UP_S)
             gc.collect()  # the reads that were given up say so when they are collected
         raise self._damaged(step, what)
 

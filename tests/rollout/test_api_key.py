@@ -219,7 +219,7 @@ def test_health_is_asked_past_any_proxy(fake, monkeypatch):
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"{fake.url}/health", timeout=5)
+        urllib.request.build_opener().open(f"{fake.url}/health", timeout=5)
     server = VllmServer.__new__(VllmServer)
     server.url = fake.url
     assert server.healthy()
