@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +39,34 @@ def caller_errors(*more: type[Exception]) -> Iterator[None]:
         raise ConfigError(error) from error
 
 
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Within it an ``OSError`` that names no file gets the name of ``path``: a write that fails has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename or error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
+
+
+@contextmanager
+def full_disk_errors() -> Iterator[None]:
+    """Within it a ``NotWrittenError``, or an ``OSError`` for want of room on a disk, becomes a ``ConfigError``.
+
+    For the work itself, where any other error keeps its traceback.
+    """
+    try:
+        yield
+    except NotWrittenError as error:
+        raise ConfigError(error) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with caller_errors():
+            raise
+
+
 def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Runs a program's ``main`` (on ``sys.argv[1:]`` unless told) and returns its exit status.
 
@@ -52,6 +82,10 @@ def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+class NotWrittenError(RuntimeError):
+    """Files could not be written; the message says which, and why."""
 
 
 class OwnedError(ValueError):

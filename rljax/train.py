@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rljax.data.tokenizer import load_tokenizer
-from rljax.errors import ConfigError, OwnedError, caller_errors, run_cli
+from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
 from rljax.ownership import Ownership
 from rljax.policy.config import read_config
 from rljax.policy.hub import model_directory
@@ -75,9 +75,10 @@ def run(config: Config, owner: Ownership) -> int:
         prepare_directory(config, run_dir)
         stop = StopRequest(config.run.grace_s)
         engine = make_run_engine(config, policy, mesh, stop)
-    with contextlib.ExitStack() as stack:
+    with full_disk_errors(), contextlib.ExitStack() as stack:
         stack.callback(engine.close)
-        checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
+        with caller_errors():
+            checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
         stack.callback(checkpointer.close)
         components = build(config, policy, tokenizer, mesh, engine, checkpointer, problems, stop.gives_up)
         stack.callback(components.rewards.close)
@@ -85,7 +86,7 @@ def run(config: Config, owner: Ownership) -> int:
         with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)
         stack.callback(recorder.close)
-        (run_dir / "config.yaml").write_text(config_to_yaml(config))
+        write_config(config, run_dir)
 
         def record(row: Row, histograms: dict[str, np.ndarray]) -> None:
             check_owner(owner)
@@ -103,7 +104,8 @@ def run(config: Config, owner: Ownership) -> int:
                 train(components, state, progress, record, stop.requested, last_row, sync)
             except OwnedError as error:
                 raise ConfigError(error) from error
-    finish(run_dir)
+    with full_disk_errors(), writing(run_dir):
+        finish(run_dir)
     for line in progress.stopped_by:
         print(f"guard: {line}; stopped, saved", file=sys.stderr)
     if progress.stopped_by:
@@ -113,6 +115,14 @@ def run(config: Config, owner: Ownership) -> int:
         print(f"{done}; the same command goes on from there", file=sys.stderr)
         return 128 + stop.signal
     return 0
+
+
+def write_config(config: Config, run_dir: Path) -> None:
+    """Writes config.yaml in one rename: a resume is compared with it."""
+    temporary = run_dir / "config.yaml.tmp"
+    with writing(temporary):
+        temporary.write_text(config_to_yaml(config))
+    temporary.replace(run_dir / "config.yaml")
 
 
 def finish(run_dir: Path) -> None:

@@ -43,6 +43,7 @@ import hypothesis
 import plot_run
 import prepare_data
 import replay_surge
+import sound_run
 from hypothesis import HealthCheck, Phase
 from malformed_inputs import KINDS, Case, Special
 from tqdm import tqdm
@@ -71,6 +72,7 @@ SHARES = {
     "log": 2,
     "record": 1,
     "resume": 2,
+    "checkpoints": 2,
 }
 """How many of the examples each kind gets."""
 
@@ -107,6 +109,7 @@ COMMANDS = {
     "compare": Command(compare_mismatch.main, ("out",), (0, 1)),
     "replay": Command(replay_surge.main, ("out",)),
     "plot": Command(plot_run.main, ("run",)),
+    "go on": Command(sound_run.go_on, ("run",)),
 }
 
 
@@ -358,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     wanted, failures = shares(options.kinds, options.examples), Failures(options.failures.absolute())
     total: Counter[str] = Counter()
-    form = "{:<10} {:>7} {:>20} {:>9} {:>7} {:>8}"
+    form = "{:<12} {:>7} {:>20} {:>9} {:>7} {:>8}"
     table = [form.format("kind", "tried", "refused in one line", "accepted", "failed", "seconds")]
     start, stopped = time.monotonic(), False
     with bounded_memory(8), tqdm(total=sum(wanted.values()), unit="input") as bar:

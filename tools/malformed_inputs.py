@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from hypothesis import strategies as st
+from sound_run import RUN, STEPS, sound_run
 
 from rljax.run.config import Config
 
@@ -857,6 +858,77 @@ def resume_cases(draw: st.DrawFn) -> Case:
     )
 
 
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+EXTRA = (
+    "0",
+    "x",
+    "9",
+    "9",
+    "05",
+    "-1",
+    "²",
+    "٣",
+    "3.tmp",
+    "tmp_4",
+    "copy_of_3",
+    "3.orbax-checkpoint-tmp-0",
+    "1000000000000",
+)
+
+
+def without(files: Mapping[str, Content], path: str) -> dict[str, Content]:
+    """The files but for that one, or for all below that folder."""
+    return {name: content for name, content in files.items() if name != path and not name.startswith(f"{path}/")}
+
+
+def below(files: Mapping[str, Content], path: str) -> dict[str, Content]:
+    """The files in a folder, by their paths in it."""
+    return {name.removeprefix(f"{path}/"): files[name] for name in files if name.startswith(f"{path}/")}
+
+
+@st.composite
+def damaged_checkpoint(draw: st.DrawFn, files: Mapping[str, Content], folder: str) -> dict[str, Content]:
+    """The files of a run, of which those in the folder of one checkpoint are damaged."""
+    names = [name for name in files if name.startswith(f"{folder}/")]
+    host, largest = f"{folder}/host/metadata", max(names, key=lambda name: len(bytes(files[name])))  # type: ignore[arg-type]
+    how = draw(st.sampled_from(["host", "host", "file", "file", "largest", "gone", "folder", "other", "other file"]))
+    name = {"host": host, "largest": largest}.get(how) or draw(st.sampled_from(names))
+    data = files[name]
+    assert isinstance(data, bytes)
+    if how == "gone":
+        return without(files, draw(st.sampled_from([name, name, name.rpartition("/")[0], folder])))
+    if how == "folder":
+        place = draw(st.sampled_from([name.rpartition("/")[0], folder]))
+        return without(files, place) | {place: draw(st.sampled_from([*Special, b""]))}
+    if how.startswith("other"):
+        source = draw(st.sampled_from([f"{RUN}/checkpoints/{step}" for step in STEPS]))
+        inside = "" if how == "other" else f"/{draw(st.sampled_from(['host', 'state']))}"
+        taken = {f"{folder}{inside}/{path}": content for path, content in below(files, source + inside).items()}
+        return without(files, folder + inside) | taken
+    if data.startswith(b"{") and draw(st.integers(1, 4)) > 1:
+        return {**files, name: as_json(draw(mutated(json.loads(data))))}
+    return {**files, name: draw(damaged(data))}
+
+
+@st.composite
+def checkpoint_cases(draw: st.DrawFn) -> Case:
+    """A run directory whose checkpoints are damaged, for training that would go on there."""
+    sound: dict[str, Content] = {f"{RUN}/{name}": content for name, content in sound_run().files.items()}
+    files, place = sound, f"{RUN}/checkpoints"
+    newest = STEPS[-1]
+    for step in draw(st.sampled_from([(newest,), (newest,), STEPS[1:], STEPS, STEPS, ()])):
+        files = draw(damaged_checkpoint(files, f"{place}/{step}"))
+    if draw(st.integers(1, 5)) == 1:
+        name = f"{place}/{draw(st.sampled_from(EXTRA))}"
+        copy_of = {f"{name}/{path}": content for path, content in below(sound, f"{place}/{newest}").items()}
+        what = draw(st.sampled_from([*Special, b"", None, None]))
+        files = without(files, name) | (copy_of if what is None else {name: what})
+    if draw(st.integers(1, 20)) == 1:
+        files = without(files, place) | {place: draw(st.sampled_from([*Special, b""]))}
+    return Case("go on", (RUN,), files)
+
+
 KINDS: dict[str, st.SearchStrategy[Case]] = {
     "yaml": yaml_cases(),
     "arguments": argument_cases(),
@@ -867,5 +939,6 @@ KINDS: dict[str, st.SearchStrategy[Case]] = {
     "log": log_cases(),
     "record": record_cases(),
     "resume": resume_cases(),
+    "checkpoints": checkpoint_cases(),
 }
 """Kind -> strategy."""

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rljax.checks import parse_json
+from rljax.errors import writing
 
 FORMAT_VERSION = 1
 """Written into every file; a reader refuses any other."""
@@ -219,7 +220,8 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     schema = pa.schema(_types(dump.logprobs), {_KEY: json.dumps(note, sort_keys=True)})
     table = pa.table([list(values) for values in columns], schema=schema)
     growing = out.with_name(out.name + ".part")
-    pq.write_table(table, growing, compression="zstd")
+    with writing(growing):
+        pq.write_table(table, growing, compression="zstd")
     growing.replace(out)
     return out
 

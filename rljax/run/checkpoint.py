@@ -7,6 +7,7 @@ one before it is used, and it is kept aside, never deleted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -16,12 +17,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rljax.checks import check_at_least
+from rljax.errors import NotWrittenError
 from rljax.run.checksum import array_checksums, array_forms, json_checksum
 
 BEST = "best"  # folder of the run directory
@@ -32,6 +35,9 @@ ARRAYS, SELF = "array_checksums", "sha256"  # in a host state on disk: of the ar
 # What an error says when a whole checkpoint cannot be read just now.
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE")
 _GIVEN_UP_S = 0.2  # that reads which were given up have to end in their own threads (seconds)
+
+# What a host state raises that is not one of a run: one without checksums may hold anything.
+NOT_OF_A_RUN = (LookupError, TypeError, AttributeError, ArithmeticError)
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -89,7 +95,7 @@ class Checkpointer:
         """Seconds from the start of the newest complete save to its last file; None where that is not known."""
         for step in reversed(self.all_steps()):
             # The newest may still be under way.
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 times = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_text())
                 return (times["commit_timestamp_nsecs"] - times["init_timestamp_nsecs"]) / 1e9
         return None
@@ -105,7 +111,7 @@ class Checkpointer:
           host: JSON-serialisable.
 
         Raises:
-          RuntimeError: the one before this could not be written.
+          NotWrittenError: the one before this could not be written.
         """
         self.wait()
         self._clear_incomplete()  # what threads of a save that failed wrote after its error
@@ -155,14 +161,18 @@ class Checkpointer:
         Args:
           step: of a checkpoint there is.
           abstract_state: ``jax.ShapeDtypeStruct`` with a sharding at each leaf.
-          check_host: called with the host state before the arrays are read; what it raises is not caught.
+          check_host: called with the host state before the arrays are read. A LookupError, TypeError, AttributeError or
+            ArithmeticError means that it is no host state of a run; anything else that it raises is not caught.
 
         Raises:
           DamagedCheckpointError: it does not read back as it was saved; the message says which step and what differs.
           RuntimeError: it is whole, but a state of another form.
         """
         host, saved = self._read_host(step)
-        check_host(host)
+        try:
+            check_host(host)
+        except NOT_OF_A_RUN as error:
+            raise self._damaged(step, "its host state is not one of a run") from error
         here = array_forms(abstract_state)
         there = {path: text.rpartition(" ")[0] for path, text in saved.items()}
         if saved and there != here:
@@ -207,7 +217,7 @@ class Checkpointer:
         return None
 
     def wait(self) -> None:
-        """Returns when the files of what is being saved are complete. Raises RuntimeError when they will not be."""
+        """Returns when the files of what is being saved are complete. Raises NotWrittenError when they will not be."""
         with self._written(self.latest_step()):
             self._manager.wait_until_finished()
 
@@ -231,13 +241,17 @@ class Checkpointer:
             try:
                 return self._manager.restore(step, args=self._ocp.args.Composite(**{item: wanted}))[item]
             except Exception as error:
+                _drop_reads_given_up()
                 cause: BaseException = error
                 while cause.__cause__ is not None:
                     cause = cause.__cause__
                 about_machine = isinstance(cause, (MemoryError, PermissionError, jax.errors.JaxRuntimeError))
                 if about_machine or any(word in str(cause) for word in NOT_DAMAGE):
                     raise
-                what = f"its {item} cannot be read: {' '.join(str(cause).split())[:160]}"
+                why = getattr(cause, "strerror", None) or type(cause).__name__
+                if isinstance(cause, ValueError) and not isinstance(cause, UnicodeError):  # says what the file lacks
+                    why = " ".join(str(cause).split())[:160]
+                what = f"its {item} cannot be read: {why}"
                 del cause
             time.sleep(_GIVEN_UP_S)
             gc.collect()  # the reads that were given up say so when they are collected
@@ -248,6 +262,8 @@ class Checkpointer:
         host = self._read(step, "host", self._ocp.args.JsonRestore())
         if not isinstance(host, dict):
             raise self._damaged(step, "its host state is no object")
+        if host.get("step", step) != step:  # a folder under another's name, which saves after it would run into
+            raise self._damaged(step, f"it is that of step {host['step']!r:.60}")
         if SELF not in host and ARRAYS not in host:
             return host, {}
         recorded = host.pop(SELF, None)
@@ -285,7 +301,20 @@ class Checkpointer:
             self._clear_incomplete()
             self._manager = self._ocp.CheckpointManager(self._directory, options=self._options)
             why = " ".join(str(error).split())[:200]
-            raise RuntimeError(f"{self._place(step)} could not be written, those before it are kept: {why}") from error
+            said = f"{self._place(step)} could not be written, those before it are kept: {why}"
+            raise NotWrittenError(said) from error
+
+
+@functools.cache
+def _drop_reads_given_up() -> None:
+    """Keeps off stderr the reads that orbax gave up after an error: threads of tensorstore end them, even much later."""
+    hook = sys.excepthook
+
+    def filtered(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            hook(kind, error, trace)
+
+    sys.excepthook = filtered
 
 
 @contextlib.contextmanager

@@ -113,8 +113,9 @@ def recorded_rows(run_dir: Path) -> list[Row]:
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """Steps of the complete checkpoints of a run directory."""
-    return sorted(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdecimal())
+    """Steps of the complete checkpoints of a run directory: folders whose name is the number as it is written there."""
+    found = [path.name for path in run_dir.glob("checkpoints/*") if path.name.isdecimal() and path.is_dir()]
+    return sorted(int(name) for name in found if name == str(int(name)))
 
 
 def copy_run(source: Path, run_dir: Path) -> None:

@@ -92,18 +92,24 @@ class Components:
         )
 
     def check_host(self, host: dict[str, Any]) -> None:
-        """Raises ValueError when the JSON part of a checkpoint is of another policy, reference or training data."""
+        """Puts the components where the checkpoint was taken, if the run can go on from its JSON part.
+
+        Raises:
+          ValueError: it is of another policy, reference or training data.
+          LookupError, TypeError, AttributeError, ArithmeticError: it is not one of a run.
+        """
         check_policy(host["policy"], self.policy, self.config.model.path)
         names = {"reference": self.config.model.path, "problems": self.config.data.path or self.config.data.task}
         check_fingerprints(host.get("fingerprints", {}), self.fingerprints, names)
+        self.load_state_dict(host)
 
     def load_state_dict(self, host: dict[str, Any]) -> Progress:
         """Puts the components where the checkpoint was taken."""
         self.stream.load_state_dict(host["data"])
         self.controller.load_state_dict(host["schedule"])
         self.guard.load_state_dict(host["guard"])
-        if "skipped_updates" in host:  # checkpoints of before it was counted have none
-            self.skipped.load_state_dict(host["skipped_updates"])
+        # Checkpoints of before it was counted have none.
+        self.skipped.load_state_dict(host.get("skipped_updates", {"in_a_row": 0, "since_step": 0}))
         return Progress.from_state_dict(host)
 
 

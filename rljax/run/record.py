@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from rljax.errors import writing
 from rljax.mismatch.histogram import bin_edges
 from rljax.report.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
 
@@ -98,8 +100,9 @@ class Recorder:
         """Written at once: a process that is killed leaves at most one incomplete line, the last."""
         size = os.fstat(self._file.fileno()).st_size
         try:
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+            with writing(self._file.name):
+                if self._file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             self._file.truncate(size)
             raise
@@ -155,7 +158,8 @@ class _TensorBoard:
 
     def close(self) -> None:
         if self._file is not None and not self._failed:
-            self._file.close()
+            with contextlib.suppress(OSError):  # the error that ends a run on a full disk is said already
+                self._file.close()
 
 
 def _histogram(name: str, counts: np.ndarray) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from rljax.compare.dump import ColumnSource, dump_of_responses, write_dump
 from rljax.data.tokenizer import Tokenizer
+from rljax.errors import writing
 from rljax.rollout.types import InjectConfig
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts
@@ -119,7 +120,8 @@ def write_transcript(
         }
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     partial = path.with_suffix(".jsonl.part")
-    partial.write_text("".join(lines), encoding="utf-8")
+    with writing(partial):
+        partial.write_text("".join(lines), encoding="utf-8")
     partial.replace(path)
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from glossary import glossary
 from numpy_checksum import numpy_checksum
+from small_disk import fill, small_disk
 from vllm_fake import SHAPE, FakeVllm
 
-from rljax.errors import HandshakeError, StoppedWaitingError, VerificationError
+from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams, VersionSpan
 from rljax.rollout.vllm.backend import VllmBackend
@@ -465,3 +466,33 @@ def test_the_metrics_are_those_that_the_glossary_explains(fake):
     explained = {key for key in glossary() if SERVED_METRICS.fullmatch(key)}
     assert len(explained) == 12
     assert {key for key in metrics if not key.startswith("time/")} == explained
+
+
+def test_weights_without_room_are_said_before_the_servers_hear_of_them(fake, tmp_path):
+    """The version before stays whole, on disk and in use; with room again the next publish succeeds."""
+    params = {"a": np.linspace(0, 1, 500_000, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
+    with small_disk(tmp_path, 5):
+        engine = make(fake.url, tmp_path=tmp_path)
+
+        def on_disk():
+            return {path: path.read_bytes() for path in sorted(engine._files.root.rglob("*")) if path.is_file()}
+
+        def sampled():
+            return {span.version for r in engine.generate(PROMPTS, 2, SamplingParams(5), seed=0) for span in r.versions}
+
+        try:
+            engine.publish(params, 1)
+            filler, before = fill(tmp_path), on_disk()
+            fake.events.clear()
+            with pytest.raises(NotWrittenError, match=r"cannot write weights to .*No space left on device") as raised:
+                engine.publish({name: array + 1 for name, array in params.items()}, 2)
+            assert "\n" not in str(raised.value)
+            assert fake.events == []
+            assert on_disk() == before
+            assert [path.name for path in engine._files.root.glob("v*")] == ["v00000001-1"]
+            assert sampled() == {1}
+            filler.unlink()
+            engine.publish({name: array + 1 for name, array in params.items()}, 2)
+            assert sampled() == {2}
+        finally:
+            engine.close()

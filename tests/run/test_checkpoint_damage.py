@@ -122,6 +122,24 @@ def test_a_host_state_with_another_number_is_damaged(run, capfd):
     assert "is damaged: another host state than was saved; moved to" in capfd.readouterr().err
 
 
+def test_a_folder_under_the_name_of_another_step_is_damaged(run, capfd):
+    """Saves up to that step would be left out."""
+    shutil.copytree(run / "checkpoints/4", run / "checkpoints/9")
+    assert newest(run)[0] == 4
+    assert "checkpoint 9 in " in (said := capfd.readouterr().err)
+    assert " is damaged: it is that of step 4; moved to " in said
+
+
+def test_a_host_state_that_is_not_one_of_a_run_is_damaged(run, capfd):
+    """Without checksums it is taken for one of an older rljax, whatever it holds."""
+    (run / "checkpoints/4/host/metadata").write_text("{}")
+    with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
+        _, host = checkpointer.restore_newest(WANTED, lambda host: host["step"])
+    assert host["step"] == 2
+    assert "checkpoint 4 in " in (said := capfd.readouterr().err)
+    assert " is damaged: its host state is not one of a run; moved to " in said
+
+
 def test_an_empty_folder_is_damaged(run):
     shutil.rmtree(run / "checkpoints/4")
     (run / "checkpoints/4").mkdir()

@@ -32,7 +32,9 @@ from malformed_inputs import (
     dump_columns,
     events,
     weights,
+    without,
 )
+from sound_run import RUN, STEPS, sound_run
 
 EXAMPLES = 180
 FIRST, SECOND = {"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}
@@ -251,6 +253,39 @@ def test_what_once_was_no_clear_line(name, tmp_path):
     outcome = run_case(case, tmp_path, 30.0)
     assert outcome.verdict == "refused", outcome.detail
     assert message in outcome.detail
+
+
+CHECKPOINTS = f"{RUN}/checkpoints"
+
+
+def go_on_case(folders):
+    """The sound run with these folders of it as given: content by path."""
+    files = {f"{RUN}/{name}": content for name, content in sound_run().files.items()}
+    for folder, found in folders.items():
+        files = without(files, folder) | {f"{folder}/{path}".rstrip("/"): content for path, content in found.items()}
+    return Case("go on", (RUN,), files)
+
+
+@pytest.mark.parametrize("name", [None, "²", "05", "x"])
+def test_a_sound_run_goes_on_whatever_else_lies_beside_its_checkpoints(name, tmp_path):
+    copied = {path.removeprefix("checkpoints/3/"): data for path, data in sound_run().files.items() if "/3/" in path}
+    outcome = run_case(go_on_case({f"{CHECKPOINTS}/{name}": copied} if name else {}), tmp_path, 60.0)
+    assert outcome.verdict == "accepted", outcome.detail
+    assert "warning" not in outcome.detail
+
+
+def test_files_in_place_of_the_checkpoints_are_none(tmp_path):
+    """They once counted: the run then began anew, and its rows were cut."""
+    outcome = run_case(go_on_case({f"{CHECKPOINTS}/{step}": {"": b""} for step in STEPS}), tmp_path, 60.0)
+    assert outcome.verdict == "refused", outcome.detail
+    assert "holds 3 rows and no checkpoint to go on from" in outcome.detail
+
+
+@pytest.mark.parametrize("content", [b"", Special.LOOP, Special.DANGLING])
+def test_something_else_in_place_of_their_folder_is_refused(content, tmp_path):
+    outcome = run_case(go_on_case({CHECKPOINTS: {"": content}, f"{RUN}/metrics.jsonl": {}}), tmp_path, 60.0)
+    assert outcome.verdict == "refused", outcome.detail
+    assert f"{CHECKPOINTS}: " in outcome.detail
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from rljax.errors import NotWrittenError
 from rljax.ownership import claim, provably_dead
 
 PROTOCOL = 2
@@ -95,16 +97,16 @@ class WeightFiles:
 
         Raises:
           ValueError: there are no tensors, or they have several dtypes.
-          RuntimeError: the directory has no room.
+          NotWrittenError: the directory has no room; nothing of this version is left, and the one before it is kept.
         """
         self._count += 1
-        directory = self.root / f"v{policy_version:08d}-{self._count}"
-        directory.mkdir()
+        directory, tag = self.root / f"v{policy_version:08d}-{self._count}", self.tag(policy_version)
         files: list[str] = []
         dtypes: set[str] = set()
         num_bytes, elements, changed = 0, 0, 0.0
         first = not self._samples
         try:
+            directory.mkdir()
             for name, array in named_tensors:
                 changed += self._changed(name, array) * array.size
                 files.append(f"{len(files):05d}.safetensors")
@@ -112,13 +114,12 @@ class WeightFiles:
                 dtypes.add(array.dtype.name)
                 num_bytes += array.nbytes
                 elements += array.size
-        except OSError as error:
+            (directory / "manifest.json").write_text(json.dumps({"tag": tag, "files": files}))
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(directory, ignore_errors=True)
-            raise RuntimeError(f"cannot write weights to {directory}: {error}") from error
+            raise NotWrittenError(f"cannot write weights to {directory}: {error}") from error
         if len(dtypes) != 1:
             raise ValueError(f"tensors must have one dtype, got {sorted(dtypes) or 'no tensors'}")
-        tag = self.tag(policy_version)
-        (directory / "manifest.json").write_text(json.dumps({"tag": tag, "files": files}))
         return WeightVersion(directory, tag, dtypes.pop(), num_bytes, np.nan if first else changed / elements)
 
     def keep_only(self, version: WeightVersion) -> None:

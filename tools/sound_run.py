@@ -1,0 +1,174 @@
+"""A small run with three sound checkpoints, and the command that goes on in a copy of it whose files were damaged.
+
+Used by ``tools/malformed_inputs.py`` and ``tools/fuzz_inputs.py``. The state of the toy model is saved as the loop does
+it, but the steps between the checkpoints are made by hand: nothing is sampled and nothing is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rljax.data.tokenizer import load_tokenizer
+from rljax.errors import ConfigError, caller_errors
+from rljax.policy.config import read_config
+from rljax.run.build import build, load_problems, make_run_engine, starting_point
+from rljax.run.checkpoint import Checkpointer
+from rljax.run.checksum import array_checksums
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
+from rljax.run.directory import prepare_directory
+from rljax.run.loop import Components
+from rljax.run.stop import StopRequest
+from rljax.sharding import make_mesh
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN = "run"
+STEPS = (1, 2, 3)
+NO_CHECKSUMS = "has no checksums to check"
+WORDS = (
+    *(str(ROOT / "configs" / "quickstart.yaml"), "--model.path", str(ROOT / "configs" / "toy-base"), "--run.dir", RUN),
+    *("--run.steps", str(STEPS[-1]), "--data.batch-size", "2", "--rollout.group-size", "2", "--eval.every", "0"),
+)
+
+
+@dataclass(frozen=True)
+class SoundRun:
+    """What a run left.
+
+    Attributes:
+      files: path in the run directory -> content.
+      arrays: step -> checksums of its device state.
+      hosts: step -> its host state.
+    """
+
+    files: dict[str, bytes]
+    arrays: dict[int, dict[str, str]]
+    hosts: dict[int, dict[str, Any]]
+
+
+@functools.cache
+def _make() -> Any:
+    """(checkpointer) -> the components of the run; and its mesh."""
+    config = load_config(Config, list(WORDS), prog="sound_run", description="")
+    policy, tokenizer = read_config(config.model.path), load_tokenizer(config.model.path)
+    mesh = make_mesh(config.mesh)
+    problems = load_problems(config, tokenizer)
+    engine = make_run_engine(config, policy, mesh, StopRequest(config.run.grace_s))
+    return functools.partial(build, config, policy, tokenizer, mesh, engine, problems=problems), mesh
+
+
+@functools.cache
+def sound_run() -> SoundRun:
+    """Makes the run, once."""
+    make, mesh = _make()
+    arrays, hosts = {}, {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        directory = Path(folder)
+        with contextlib.closing(Checkpointer(directory / "checkpoints", keep=len(STEPS))) as checkpointer:
+            run = make(checkpointer=checkpointer)
+            state, progress = starting_point(run, mesh)
+            for step in STEPS:
+                run.stream.next_batch()
+                run.controller.step(10.0 + step, 0.0)
+                progress = dataclasses.replace(progress, step=step, policy_version=step, grad_norm_ema=0.5 * step)
+                state = jax.tree.map(lambda x: x + jnp.ones_like(x), state)
+                arrays[step], hosts[step] = array_checksums(state), run.state_dict(progress)
+                checkpointer.save(step, state, hosts[step])
+        files = {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    rows = "".join(json.dumps({"step": step, "time/step_s": 0.1}) + "\n" for step in STEPS)
+    return SoundRun(dict(sorted(files.items())) | {"metrics.jsonl": rows.encode()}, arrays, hosts)
+
+
+def go_on(words: Sequence[str]) -> int:
+    """Goes on in the run directory ``words[0]`` as training does, up to the first step.
+
+    Raises:
+      ConfigError: it is refused.
+      AssertionError: what is there now is not what was saved: other values, a file that is gone, a checkpoint that was
+        moved without a word or is passed over though it is whole.
+    """
+    run_dir, said = Path(words[0]), io.StringIO()
+    make, mesh = _make()
+    before = _files(run_dir)
+    try:
+        with contextlib.redirect_stderr(said), contextlib.ExitStack() as stack:
+            with caller_errors():
+                prepare_directory(make.args[0], run_dir)
+                checkpointer = Checkpointer(run_dir / "checkpoints", keep=99)
+            stack.callback(checkpointer.close)
+            run = make(checkpointer=checkpointer)
+            stack.callback(run.rewards.close)
+            state, progress = starting_point(run, mesh)
+            checkpointer.last_save_s()
+            _check_restored(run, state, progress, said.getvalue())
+            _check_files(run_dir, before, progress.step, said.getvalue())
+            checkpointer.save(
+                progress.step + 1, state, run.state_dict(dataclasses.replace(progress, step=progress.step + 1))
+            )
+            checkpointer.wait()
+            assert progress.step + 1 in checkpointer.all_steps(), f"step {progress.step + 1} was not saved"
+    except ConfigError:
+        after = _files(run_dir)
+        changed = [name for name in before if after.get(name) != before[name]]
+        assert not changed, f"changed by a run that was refused: {changed}"
+        assert not _whole(before), f"refused, though the checkpoints {_whole(before)} are whole"
+        raise
+    finally:
+        print(said.getvalue(), file=sys.stderr, end="")
+    return 0
+
+
+def _check_restored(run: Components, state: Any, progress: Any, said: str) -> None:
+    """What was restored is one of the saved states, wholly."""
+    sound, step = sound_run(), progress.step
+    assert step in STEPS, f"begun anew at step {step}"
+    assert array_checksums(state) == sound.arrays[step], f"other arrays than those of step {step}"
+    if NO_CHECKSUMS not in said:
+        assert run.state_dict(progress) == sound.hosts[step], f"another host state than that of step {step}"
+
+
+def _check_files(run_dir: Path, before: dict[str, str], step: int, said: str) -> None:
+    """Nothing is gone, what was moved is named, and no whole checkpoint was passed over."""
+    after = _files(run_dir)
+    moved = set()
+    for name, content in before.items():
+        if after.get(name) != content:
+            folder = name.removeprefix("checkpoints/").split("/")[0]
+            aside = name.replace("checkpoints/", "damaged/", 1)
+            assert after.get(aside) == content, f"{name} is gone"
+            moved.add(folder)
+    for folder in moved:
+        line = next((line for line in said.splitlines() if f"checkpoint {folder} in " in line), "")
+        assert line.startswith("warning: "), f"moved without a word: {folder}"
+        assert " is damaged: " in line, line
+        assert line.endswith(f"damaged/{folder}"), line
+    assert step >= max(_whole(before), default=0), f"step {step} restored, though {_whole(before)} are whole"
+
+
+def _whole(found: dict[str, str]) -> list[int]:
+    """Steps of the checkpoints whose files are all as they were saved."""
+    sums = {name: hashlib.sha1(content).hexdigest() for name, content in sound_run().files.items()}
+    names = {step: [name for name in sums if name.startswith(f"checkpoints/{step}/")] for step in STEPS}
+    return [step for step in STEPS if all(found.get(name) == sums[name] for name in names[step])]
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Path -> what stands there, without folders and what an interrupted save left."""
+    paths = [path for path in sorted(folder.rglob("*")) if "orbax-checkpoint-tmp" not in str(path)]
+    linked = {str(path.relative_to(folder)): f"link to {path.readlink()}" for path in paths if path.is_symlink()}
+    plain = [path for path in paths if path.is_file() and not path.is_symlink()]
+    return linked | {str(path.relative_to(folder)): hashlib.sha1(path.read_bytes()).hexdigest() for path in plain}
