@@ -307,7 +307,7 @@ class Checkpointer:
 
 @functools.cache
 def _drop_reads_given_up() -> None:
-    """Keeps off stderr the reads that orbax gave up after an error: threads of tensorstore end them, even much later."""
+    """Keeps off stderr the reads that orbax gave up after an error: tensorstore ends them, even much later."""
     hook = sys.excepthook
 
     def filtered(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
