@@ -115,6 +115,9 @@ class Checkpointer:
         """
         self.wait()
         self._clear_incomplete()  # what threads of a save that failed wrote after its error
+        place = self._directory / str(step)
+        if place.is_symlink() or place.is_file():
+            self._set_aside(step, self._damaged(step, "it is no folder"))
         # A copy, because the next step gets the originals donated while orbax may still read the buffers.
         frozen = jax.tree.map(jnp.copy, state)
         content = host | {ARRAYS: array_checksums(frozen)}
