@@ -1,12 +1,18 @@
 """Kills a small training run at random moments, resumes it, and compares its rows with those of a run left alone.
 
     python tools/kill_run.py --kills 50 --seeds 0 1 2 3 --json benchmarks/kill_run.json
+    python tools/kill_run.py --engine vllm --kills 4 --seeds 0
 
 Each kill is a SIGKILL aimed at one phase, in turn: the start, the rollout, the step, the publish, the row of the log,
 the checkpoint, the evaluation. It comes a random time after the phase began, and counts for the phase in which it
 struck. The phases are told by the run's own process, which marks them in memory that it shares with this one. Runs are
-of configs/toy-base with the embedded engine: their rows must be equal bit for bit but for time/* and perf/*, none lost
-or doubled, and so must the tokens of their dumps. Exit status 1 when they are not.
+of configs/toy-base. With the embedded engine their rows must be equal bit for bit but for time/* and perf/*, none lost
+or doubled, and so must the tokens of their dumps. With --engine vllm they sample in float32 from one server that this
+program starts and leaves alone. A second run is left alone then: a number may differ from the first one's by 10 times
+the most that it differs by between the two at any step, and a dump must have the first one's tokens unless the two
+differ there themselves. Not compared are publish/seconds and publish/stall_s, which are clocks, and
+publish/verify_abs_diff_mean, whose probes are sampled with seeds that begin anew in each process. Exit status 1 when
+anything else differs.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -27,7 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -35,12 +42,15 @@ from tqdm import tqdm
 
 from rljax.errors import run_cli
 from rljax.report.rows import read_rows
+from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
 
 ROOT = Path(__file__).parents[1]
 PHASES = ("start", "rollout", "step", "publish", "log", "checkpoint", "evaluation")
 OTHER = len(PHASES)  # between two phases
 LONGEST_S = 300.0  # no phase of so small a run takes longer
 PASSED_BY = 2  # at most so many times does a phase go by before the kill
+REPEATS_WITHIN = 10.0  # times what two runs left alone differ by
+NOT_COMPARED = ("time/", "perf/", "publish/seconds", "publish/stall_s", "publish/verify_abs_diff_mean")
 
 SETTINGS = (
     *("--data.batch-size", "2", "--rollout.group-size", "4", "--rollout.max-response-tokens", "12"),
@@ -53,10 +63,13 @@ SETTINGS = (
 class Arguments:
     """How often, and on which runs."""
 
+    engine: Literal["jax", "vllm"] = "jax"
+    """jax: the embedded engine. vllm: a server that this program starts."""
     kills: int = 50
     """Kills in all."""
     seeds: tuple[int, ...] = (0, 1, 2, 3)
-    """Seeds of the runs and of the moments; each seed is one run left alone and as many killed ones as it takes."""
+    """Seeds of the runs and of the moments; each seed is one run left alone (two with a server) and as many killed
+    ones as it takes."""
     steps: int = 20
     """Steps of a run."""
     directory: Path | None = None
@@ -69,9 +82,18 @@ class Arguments:
 class Killed:
     """What was done to a run directory, and what became of it."""
 
-    seed: int
+    run_dir: Path
     phases: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Seed:
+    """The runs of one seed. ``again``, a second run left alone, is there where runs repeat within limits only."""
+
+    whole: Path
+    again: Path | None
+    killed: list[Killed] = field(default_factory=list)
 
 
 def words(run_dir: Path, seed: int, steps: int) -> list[str]:
@@ -80,12 +102,38 @@ def words(run_dir: Path, seed: int, steps: int) -> list[str]:
     return [*base, "--run.dir", str(run_dir), "--run.seed", str(seed), "--run.steps", str(steps), *SETTINGS]
 
 
-def child(arguments: list[str], log: Path, phase: Any) -> None:
+def served_by(*urls: str) -> tuple[str, ...]:
+    """The words that let a run sample from servers of :func:`server_config`."""
+    dtypes = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
+    return "--rollout.engine", "vllm", "--rollout.urls", *urls, *dtypes
+
+
+def server_config(log_path: Path, port: int = 0) -> ServerConfig:
+    """Of a vLLM server for runs of configs/toy-base. Float32, so that rounding hardly ever decides a token."""
+    model = str(ROOT / "configs/toy-base")
+    return ServerConfig(
+        model, str(vllm_python()), "float32", port=port, max_model_len=512, max_num_seqs=64, log_path=log_path
+    )
+
+
+@contextlib.contextmanager
+def engine_words(engine: str, directory: Path) -> Iterator[tuple[str, ...]]:
+    """The words that choose the engine; in the block its server runs, where it has one."""
+    if engine == "jax":
+        yield ()
+        return
+    with start(server_config(directory / "server.log"), LONGEST_S) as server:
+        yield served_by(server.url)
+
+
+def child(arguments: list[str], log: Path, phase: Any, prepare: Callable[[], None] | None) -> None:
     """Trains; marks the phase under way in ``phase``. Runs in a process of its own."""
     with log.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     mark_phases(phase)
+    if prepare is not None:
+        prepare()
     from rljax import train
 
     sys.exit(run_cli(train.main, arguments))
@@ -124,20 +172,28 @@ def mark_phases(phase: Any) -> None:
 class Runs:
     """Starts runs from one server process that has imported everything, so that a start takes a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: Sequence[str] = ()) -> None:
+        """``more`` are words that every run's command line ends with."""
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["rljax.train", "orbax.checkpoint", "tensorboardX", "matplotlib.pyplot"])
+        self._more = more
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["rljax.train", "orbax.checkpoint", "tensorboardX", "matplotlib.pyplot"])
 
     @contextlib.contextmanager
-    def start(self, run_dir: Path, seed: int, steps: int) -> Iterator[tuple[Any, Any]]:
-        """The process of a run in ``run_dir``, and its phase; it is killed at the end of the block."""
-        phase = self._context.RawValue("i", 0)
+    def start(
+        self, run_dir: Path, seed: int, steps: int, prepare: Callable[[], None] | None = None
+    ) -> Iterator[tuple[Any, Any]]:
+        """The process of a run in ``run_dir``, and its phase; it is killed at the end of the block.
+
+        The process calls ``prepare`` before it trains.
+        """
+        phase = self.context.RawValue("i", 0)
         log = run_dir.with_suffix(".log")
-        process = self._context.Process(target=child, args=(words(run_dir, seed, steps), log, phase))
+        arguments = [*words(run_dir, seed, steps), *self._more]
+        process = self.context.Process(target=child, args=(arguments, log, phase, prepare))
         process.start()
         try:
             yield process, phase
@@ -190,49 +246,102 @@ def durations(rows: Sequence[dict[str, Any]], start_s: float) -> tuple[float, ..
     return start_s, rollout, step, publish, 0.003, 0.1, evaluation
 
 
-def differences(killed: Path, whole: Path) -> list[str]:
-    """How the record of a killed run differs from that of one left alone; [] where it does not."""
-    from rljax.compare.dump import read_dump
+def differences(killed: Path, whole: Path, again: Path | None = None) -> list[str]:
+    """How the record of a killed run differs from that of one left alone; [] where it does not.
 
+    Where ``again``, another run left alone, differs from ``whole`` as well, so may ``killed``, as the program says.
+    """
     rows, expected = (comparable(each) for each in (killed, whole))
+    spreads = largest_differences(again, whole) if again else {}
     found = []
     if [row["step"] for row in rows] != [row["step"] for row in expected]:
         found.append(f"{killed}: steps {[row['step'] for row in rows]}")
     for row, other in zip(rows, expected, strict=False):
-        keys = [key for key in {**row, **other} if row.get(key) != other.get(key)]
+        apart = distances(row, other)
+        keys = [key for key, distance in apart.items() if not distance <= REPEATS_WITHIN * spreads.get(key, 0.0)]
         if keys:
             found.append(f"{killed}: step {row['step']} differs in {', '.join(sorted(keys)[:5])}")
     dumps, wanted = (sorted(path.name for path in each.glob("rollouts/*")) for each in (killed, whole))
     if dumps != wanted:
         found.append(f"{killed}: dumps {dumps}")
-    for name in set(dumps) & set(wanted):
-        tokens, others = (read_dump(each / "rollouts" / name).token_ids for each in (killed, whole))
-        if not all(np.array_equal(a, b) for a, b in zip(tokens, others, strict=True)):
-            found.append(f"{killed}: other tokens in {name}")
+    vary = changed_dumps(again, whole) if again else []
+    found += [f"{killed}: other tokens in {name}" for name in changed_dumps(killed, whole) if name not in vary]
     return found
 
 
+def changed_dumps(run_dir: Path, whole: Path) -> list[str]:
+    """Names of the dumps that both have, but with other tokens."""
+    from rljax.compare.dump import read_dump
+
+    found = []
+    for name in sorted({path.name for path in run_dir.glob("rollouts/*")}):
+        if (whole / "rollouts" / name).exists():
+            tokens, others = (read_dump(each / "rollouts" / name).token_ids for each in (run_dir, whole))
+            if len(tokens) != len(others) or not all(map(np.array_equal, tokens, others)):
+                found.append(name)
+    return found
+
+
+def distances(row: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """|a - b| by key; infinite where they differ and one is missing or no number."""
+    found = {}
+    for key in {**row, **other}:
+        a, b = row.get(key), other.get(key)
+        are_numbers = all(type(value) in (int, float) for value in (a, b))
+        found[key] = 0.0 if a == b else abs(a - b) if are_numbers else math.inf
+    return found
+
+
+def largest_differences(run_dir: Path, whole: Path) -> dict[str, float]:
+    """The largest distance of any step, by key."""
+    found: dict[str, float] = {}
+    for row, other in zip(comparable(run_dir), comparable(whole), strict=False):
+        for key, distance in distances(row, other).items():
+            found[key] = max(found.get(key, 0.0), distance)
+    return found
+
+
+def repeatability(killed: Sequence[Path], whole: Path, again: Path) -> dict[str, Any]:
+    """In how much the two runs left alone differ, and the killed ones from the first of them."""
+    spreads = largest_differences(again, whole)
+    apart = [largest_differences(each, whole) for each in killed]
+    varying = {key: spread for key, spread in spreads.items() if 0.0 < spread < math.inf}
+    ratios = (each.get(key, 0.0) / spread for each in apart for key, spread in varying.items())
+    return {
+        "keys": len(spreads),
+        "keys_that_vary_between_runs_left_alone": len(varying),
+        "keys_that_vary_after_kills": len({key for each in apart for key, distance in each.items() if distance}),
+        "largest_ratio": max(ratios, default=0.0),
+        "dumps": len(list(whole.glob("rollouts/*"))),
+        "dumps_that_vary_between_runs_left_alone": changed_dumps(again, whole),
+    }
+
+
 def comparable(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows without what depends on the clock."""
+    """The rows without what depends on the clock, or on the process."""
     rows = read_rows(run_dir / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in rows]
 
 
-def harass(runs: Runs, arguments: Arguments, directory: Path) -> list[Killed]:
+def harass(runs: Runs, arguments: Arguments, directory: Path) -> list[Seed]:
     """Kills as often as wanted, seed by seed; at the end of each run its rows are compared."""
     results, aims = [], itertools.cycle(range(len(PHASES)))
     shares = [len(range(i, arguments.kills, len(arguments.seeds))) for i in range(len(arguments.seeds))]
     with tqdm(total=arguments.kills, unit="kill", file=sys.stderr) as bar:
         for seed, share in zip(arguments.seeds, shares, strict=True):
             whole, chance = directory / f"whole{seed}", random.Random(seed)
-            runs.complete(whole, seed, arguments.steps)
+            again = directory / f"again{seed}" if arguments.engine == "vllm" else None
+            for run_dir in filter(None, (whole, again)):
+                runs.complete(run_dir, seed, arguments.steps)
+            results.append(Seed(whole, again))
             began = time.monotonic()
             runs.complete(whole, seed, arguments.steps)  # nothing is left to do: that is a start
             times = durations(read_rows(whole / "metrics.jsonl"), time.monotonic() - began)
             for number in itertools.count():
                 if not share:
                     break
-                result, run_dir = Killed(seed), directory / f"killed{seed}-{number}"
+                run_dir = directory / f"killed{seed}-{number}"
+                result = Killed(run_dir)
                 while share:
                     aim = next(aims)
                     pause_s = chance.uniform(0.0, times[aim])
@@ -245,8 +354,8 @@ def harass(runs: Runs, arguments: Arguments, directory: Path) -> list[Killed]:
                     share -= 1
                     bar.update()
                 runs.complete(run_dir, seed, arguments.steps)
-                result.differences = differences(run_dir, whole)
-                results.append(result)
+                result.differences = differences(run_dir, whole, again)
+                results[-1].killed.append(result)
     return results
 
 
@@ -258,7 +367,10 @@ def main(argv: Sequence[str]) -> int:
         directory = arguments.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shutil.rmtree(directory / "runs", ignore_errors=True)
         (directory / "runs").mkdir(parents=True)
-        results = harass(Runs(), arguments, directory / "runs")
+        more = stack.enter_context(engine_words(arguments.engine, directory / "runs"))
+        seeds = harass(Runs(more), arguments, directory / "runs")
+        repeats = [repeatability([one.run_dir for one in s.killed], s.whole, s.again) for s in seeds if s.again]
+    results = [result for seed in seeds for result in seed.killed]
     phases = sum((result.phases for result in results), Counter())
     found = [line for result in results for line in result.differences]
     record = {
@@ -271,12 +383,24 @@ def main(argv: Sequence[str]) -> int:
     }
     print(f"{record['kills']} kills in {record['runs']} runs of {arguments.steps} steps, {record['seconds']} s")
     print(", ".join(f"{name} {count}" for name, count in record["by_phase"].items()))
-    print(
-        "\n".join(found) or "every row and every dump is that of the run left alone, bit for bit; none lost or doubled"
-    )
+    if repeats:
+        record["repeatability"] = dict(zip(map(str, arguments.seeds), repeats, strict=True))
+        print("\n".join(f"seed {seed}: {said(one)}" for seed, one in record["repeatability"].items()))
+    equal = "within what the runs left alone differ by" if repeats else "that of the run left alone, bit for bit"
+    print("\n".join(found) or f"every row and every dump is {equal}; none lost or doubled")
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     return int(bool(found))
+
+
+def said(repeats: dict[str, Any]) -> str:
+    """A line on :func:`repeatability`."""
+    varying, after = repeats["keys_that_vary_between_runs_left_alone"], repeats["keys_that_vary_after_kills"]
+    dumps = f"{len(repeats['dumps_that_vary_between_runs_left_alone'])} of {repeats['dumps']} dumps"
+    return (
+        f"of {repeats['keys']} keys {varying} vary between the two runs left alone and {after} after kills, at most "
+        f"{repeats['largest_ratio']:.2g} times as much; {dumps} have other tokens in the second"
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,272 @@
+"""Kills vLLM servers of a small training run at random moments, restarts them, and looks whether a rollout was lost.
+
+    python tools/kill_servers.py --kills 20 --json benchmarks/kill_servers.json
+
+A run of configs/toy-base trains in float32 on two vLLM servers that this program starts. A server is ended with SIGKILL
+at a random moment of a step, every other time of its rollout, one time in four both of them, and restarted on the same
+port; the next step is trained meanwhile, by the other server or once one is back. Then the run waits for the restarted
+server and brings it back in a step of its own, so that each kill is of one that is in use. At the end the run must be
+complete and each step's dump must have as many rollouts as any; the engine must have handed on each of them exactly
+once, under the version published last, and with the trainer's log-probabilities. Exit status 1 when it is otherwise.
+A server is gone within a quarter of a second of the moment, so the phases that are printed are those of the moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from kill_run import LONGEST_S, PHASES, Runs, served_by, server_config
+from tqdm import tqdm
+
+from rljax.compare.dump import read_dump
+from rljax.errors import run_cli
+from rljax.report.rows import read_rows
+from rljax.rollout.types import Response, SamplingParams
+from rljax.rollout.vllm.server import VllmServer
+from rljax.run.sampling import step_seed
+
+FIRST_STEPS = 3  # before the first kill; they compile, and say how long a step takes
+LAST_STEPS = 2  # after the last kill
+STEPS_A_KILL = 3  # the one in which it strikes, one with a server less, and one in which it is brought back
+BOTH = 0.25  # how often both servers are killed at once
+LARGEST_GAP = 1e-4  # |engine - trainer| (nats) of two float32 engines with equal weights
+PROMPTS, GROUP = 8, 32
+SETTINGS = (
+    *("--data.batch-size", str(PROMPTS), "--rollout.group-size", str(GROUP), "--rollout.max-response-tokens", "36"),
+    *("--rollout.dump-every", "1", "--eval.every", "0", "--checkpoint.every", "10"),
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How often."""
+
+    kills: int = 20
+    """Kills in all. Each takes as long as a server takes to start."""
+    seed: int = 0
+    """Seed of the run and of the moments."""
+    json: Path | None = None
+    """File for the result."""
+
+
+@dataclass
+class Outcome:
+    """What was done to the servers, and how the run ended where it did not end well."""
+
+    phases: Counter[str]
+    both_at_once: int = 0
+    failure: str = ""
+
+
+class Servers:
+    """Two servers, each restarted on its own port."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._started = directory, 0
+        self._servers: dict[int, VllmServer] = {}
+        try:
+            for _ in range(2):
+                server = self._launch(0)
+                self._servers[server.port] = server
+            self.wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def ports(self) -> list[int]:
+        """Of both."""
+        return list(self._servers)
+
+    @property
+    def urls(self) -> list[str]:
+        """Of both."""
+        return [server.url for server in self._servers.values()]
+
+    def kill(self, ports: Sequence[int]) -> None:
+        """Kills the servers of these ports and starts them again; returns before they are healthy."""
+        for port in ports:
+            self._servers[port].kill()
+        for port in ports:
+            self._servers[port] = self._launch(port)
+
+    def wait(self) -> None:
+        """Returns when both are healthy. Raises ServerFailedError when one is not in time."""
+        for server in self._servers.values():
+            server.wait_healthy(LONGEST_S)
+
+    def stop(self) -> None:
+        """Ends both."""
+        for server in self._servers.values():
+            server.stop()
+
+    def _launch(self, port: int) -> VllmServer:
+        self._started += 1
+        return VllmServer(server_config(self._directory / f"server{self._started}.log", port))
+
+
+def pace(gate: Any, handed_on: Path) -> None:
+    """Prepares the process of the run: ``gate``, a semaphore, lets each step begin, and what the engine gives is noted.
+
+    A line of ``handed_on`` is the seed of a step, and the place of a response in it.
+    """
+    from rljax.rollout.served.engine import ServedEngine
+    from rljax.run.loop import Timers
+
+    timed, generate = Timers.phase, ServedEngine.generate
+
+    def phase(self: Timers, name: str) -> Any:
+        if name == "rollout" and not gate.acquire(timeout=2 * LONGEST_S):
+            raise RuntimeError(f"no leave to begin the step within {2 * LONGEST_S:g} s")
+        return timed(self, name)
+
+    def noted(
+        self: ServedEngine, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
+    ) -> Iterator[Response]:
+        with handed_on.open("a") as file:
+            for response in generate(self, prompts, n, sampling, seed=seed):
+                print(seed, response.prompt_index, response.sample_index, file=file)
+                yield response
+
+    Timers.phase, ServedEngine.generate = phase, noted
+
+
+def plan(kills: int, chance: random.Random) -> list[int]:
+    """How many servers are killed at once, one time after the other; together ``kills``."""
+    counts: list[int] = []
+    while (left := kills - sum(counts)) > 0:
+        counts.append(2 if left > 1 and chance.random() < BOTH else 1)
+    return counts
+
+
+def wait_for_row(rows: Path, step: int, process: Any) -> bool:
+    """Waits for the row of a step; False when the process ends before. Raises RuntimeError when neither is in time."""
+    deadline = time.monotonic() + 2 * LONGEST_S
+    while not rows.exists() or len(read_rows(rows)) < step:
+        if process.exitcode is not None:
+            return False
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no row of step {step} within {2 * LONGEST_S:g} s")
+        time.sleep(0.1)
+    return True
+
+
+def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance: random.Random) -> Outcome:
+    """Trains in ``directory`` / "run" and kills ``counts`` servers, one time after the other."""
+    run_dir, outcome = directory / "run", Outcome(Counter())
+    rows, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
+    with contextlib.ExitStack() as stack:
+        servers = Servers(directory)
+        stack.callback(servers.stop)
+        runs = Runs((*SETTINGS, *served_by(*servers.urls)))
+        gate, begun = runs.context.Semaphore(FIRST_STEPS), FIRST_STEPS
+        prepare = functools.partial(pace, gate, directory / "handed_on")
+        process, phase = stack.enter_context(runs.start(run_dir, seed, steps, prepare))
+        bar = stack.enter_context(tqdm(total=sum(counts), unit="kill", file=sys.stderr))
+        for number, count in enumerate(counts):
+            if not wait_for_row(rows, begun, process):
+                break
+            key = "time/step_s" if number % 2 else "time/rollout_s"
+            span_s = statistics.median(row[key] for row in read_rows(rows)[1:])
+            gate.release()
+            gate.release()
+            time.sleep(chance.uniform(0.0, span_s))
+            outcome.phases[(*PHASES, "between")[phase.value]] += count
+            outcome.both_at_once += count == 2
+            servers.kill(chance.sample(servers.ports, count))
+            bar.update(count)
+            servers.wait()
+            gate.release()
+            begun += STEPS_A_KILL
+        for _ in range(LAST_STEPS):
+            gate.release()
+        process.join(2 * LONGEST_S)
+        if process.exitcode != 0:
+            outcome.failure = f"the run ended with {process.exitcode} (None: not in time):\n{log.read_text()[-2000:]}"
+    return outcome
+
+
+def problems_of(rows: Sequence[dict[str, Any]], directory: Path, seed: int, steps: int) -> list[str]:
+    """What is wrong with the record of a run of ``steps`` steps; [] where nothing is."""
+    found = []
+    if [row["step"] for row in rows] != list(range(1, steps + 1)):
+        found.append(f"rows of the steps {[row['step'] for row in rows]}, expected 1 to {steps}")
+    for row in rows:
+        if (row["rollout/policy_version"], row["rollout/staleness"]) != (row["step"] - 1, 0.0):
+            found.append(f"step {row['step']} has responses of version {row['rollout/policy_version']}")
+        if not row["mismatch/logprob_abs_diff_max"] < LARGEST_GAP:
+            found.append(f"step {row['step']}: |engine - trainer| is {row['mismatch/logprob_abs_diff_max']}")
+    places = [(i, j) for i in range(PROMPTS) for j in range(GROUP)]
+    wanted = Counter((step_seed(seed, step), *place) for step in range(1, steps + 1) for place in places)
+    handed_on = Counter(tuple(map(int, line.split())) for line in (directory / "handed_on").read_text().splitlines())
+    for what, responses in (("lost", wanted - handed_on), ("handed on too often", handed_on - wanted)):
+        if responses:
+            found.append(f"{responses.total()} responses {what}")
+    for step in range(1, steps + 1):
+        dump = directory / "run" / "rollouts" / f"step_{step:06d}.parquet"
+        count = len(read_dump(dump).token_ids) if dump.exists() else 0
+        if count != len(places):
+            found.append(f"the dump of step {step} has {count} rollouts, expected {len(places)}")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Kills, restarts and counts; returns the exit status."""
+    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    began, chance = time.monotonic(), random.Random(arguments.seed)
+    counts = plan(arguments.kills, chance)
+    steps = FIRST_STEPS + STEPS_A_KILL * len(counts) + LAST_STEPS
+    with tempfile.TemporaryDirectory() as name:
+        outcome = harass(counts, arguments.seed, steps, Path(name), chance)
+        log = Path(name, "run", "metrics.jsonl")
+        if not log.exists():
+            print(outcome.failure, file=sys.stderr)
+            return 1
+        rows = read_rows(log)
+        problems = problems_of(rows, Path(name), arguments.seed, steps)
+    problems += filter(None, [outcome.failure])
+    totals = Counter[str]()
+    for row in rows:
+        names = ("requests", "retries", "server_losses", "servers_brought_back")
+        totals.update({key: int(row.get(f"rollout/{key}", 0.0)) for key in names})
+    record: dict[str, Any] = {
+        "command": "python tools/kill_servers.py " + " ".join(argv),
+        "kills": outcome.phases.total(),
+        "both_at_once": outcome.both_at_once,
+        "by_phase": dict(outcome.phases),
+        "steps": len(rows),
+        "rollouts_each_step": PROMPTS * GROUP,
+        **totals,
+        "logprob_abs_diff_max": max(row["mismatch/logprob_abs_diff_max"] for row in rows),
+        "seconds": round(time.monotonic() - began, 1),
+        "problems": problems,
+    }
+    phases = ", ".join(f"{phase} {count}" for phase, count in outcome.phases.items())
+    print(f"{record['kills']} kills ({phases}; {outcome.both_at_once} times both servers), {record['seconds']} s")
+    print(
+        f"{len(rows)} of {steps} steps; {totals['server_losses']} losses of a server, "
+        f"{totals['servers_brought_back']} brought back; {totals['requests']} requests, {totals['retries']} retries; "
+        f"|engine - trainer| at most {record['logprob_abs_diff_max']:.1e}"
+    )
+    print("\n".join(problems) or f"{PROMPTS * GROUP} rollouts in every step, none lost or doubled")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
