@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_disk import fill, small_disk
-from toy_runs import TIMEOUT, TOY_BASE, comparable, complete, start, tiny, wait_for_rows
 
 from rljax.report.rows import read_rows
 from rljax.run.checkpoint import Checkpointer
@@ -82,53 +81,3 @@ def test_settings_without_room_stay_as_they_were(small):
     with pytest.raises(OSError, match="No space left on device"):
         write_config(Config(), small)
     assert (small / "config.yaml").read_bytes() == before
-
-
-def files_of(run):
-    return {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
-
-
-def the_error(output):
-    """The one line by which a run ended that found no room."""
-    assert "Traceback" not in output, output
-    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert "No space left on device" in line
-    return line
-
-
-@pytest.mark.slow
-def test_a_run_whose_disk_fills_up_ends_in_one_line_and_goes_on_when_there_is_room(tmp_path):
-    """Wherever it meets the full disk first: a row, a dump, a transcript or a checkpoint."""
-    steps, (small, whole) = 60, (tmp_path / "small", tmp_path / "whole")
-    small.mkdir()
-    size = ("--rollout.dump-every", "1", "--rollout.transcript-every", "1")
-    words = tiny(TOY_BASE, small / "run", steps, *size)
-    with small_disk(small, 32):
-        process = start(words)
-        try:
-            wait_for_rows(process, small / "run", 5)
-            while process.poll() is None:  # an old checkpoint that goes leaves room
-                filler = fill(small)
-            output, _ = process.communicate(timeout=TIMEOUT)
-        finally:
-            process.kill()
-        assert process.returncode == 2, output
-        the_error(output)
-        rows = len(comparable(small / "run"))
-        assert 5 <= rows < steps
-        saved = [int(path.name) for path in (small / "run/checkpoints").iterdir() if path.name.isdigit()]
-        assert max(saved) >= 4
-        fill(small)
-        before = files_of(small / "run")
-        status, output = complete(words)
-        assert status == 2
-        the_error(output)
-        after = files_of(small / "run")
-        assert {path: after.get(path) for path in before} == before
-        filler.unlink()
-        status, output = complete(words)
-        assert status == 0, output
-        assert "is damaged" not in output
-        status, output = complete(tiny(TOY_BASE, whole, steps, *size))
-        assert status == 0, output
-        assert comparable(small / "run") == comparable(whole)
