@@ -27,10 +27,10 @@ from rljax.errors import ConfigError, caller_errors
 from rljax.policy.config import read_config
 from rljax.run.build import build, load_problems, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
-from rljax.run.checksum import array_checksums
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.run.directory import prepare_directory
+from rljax.run.fingerprint import array_checksums
 from rljax.run.loop import Components
 from rljax.run.stop import StopRequest
 from rljax.sharding import make_mesh

@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rljax.checks import parse_json
+from rljax.checksum import Checksum, checksum, mixed
 from rljax.policy.config import PolicyConfig, config_to_hf
 from rljax.policy.qwen3 import Params, abstract_params
-from rljax.rollout.weights.checksum import Checksum, checksum, mixed
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -21,9 +21,9 @@ from rljax.rollout.build import make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
-from rljax.run.checksum import array_checksums, json_checksum
 from rljax.run.config import Config
 from rljax.run.evaluation import evaluate_datasets
+from rljax.run.fingerprint import array_checksums, json_checksum
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.loop import Components
 from rljax.run.progress import Progress

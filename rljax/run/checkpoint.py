@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from rljax.checks import check_at_least
 from rljax.errors import NotWrittenError
-from rljax.run.checksum import array_checksums, array_forms, json_checksum
+from rljax.run.fingerprint import array_checksums, array_forms, json_checksum
 
 BEST = "best"  # folder of the run directory
 DAMAGED = "damaged"  # likewise

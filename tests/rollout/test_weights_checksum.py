@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from numpy_checksum import numpy_checksum
 
+from rljax.checksum import Checksum, mixed
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_checksums, hf_tensors
 from rljax.policy.qwen3 import init_params
-from rljax.rollout.weights.checksum import Checksum, described, differences, mixed
+from rljax.rollout.weights.differences import described, differences
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 TIED = PolicyConfig(32, 8, 16, 2, 2, 1, 4, tie_word_embeddings=True)

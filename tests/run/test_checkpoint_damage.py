@@ -14,7 +14,7 @@ import pytest
 from toy_runs import environment
 
 from rljax.run.checkpoint import BEST, Checkpointer, DamagedCheckpointError
-from rljax.run.checksum import array_checksums
+from rljax.run.fingerprint import array_checksums
 
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 STEPS = (2, 4)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rljax.rollout.weights.checksum import Checksum, checksum, mixed
+from rljax.checksum import Checksum, checksum, mixed
 
 
 def numpy_checksum(array: np.ndarray) -> Checksum:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rljax.checksum import Checksum
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.wire import ServerInfo, Wire
 from rljax.rollout.types import VerifyConfig
-from rljax.rollout.weights.checksum import Checksum
 from rljax.rollout.weights.files import WeightFiles, WeightVersion
 
 

@@ -21,13 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from rljax.checksum import Checksum
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError, VerificationError
 from rljax.rollout.served.backend import Backend, Expectation
 from rljax.rollout.served.base import ServedBase, shortest
 from rljax.rollout.served.verify import Score, Verifier
 from rljax.rollout.served.wire import Completion, Request, ServerInfo, check_prompts, make_requests
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
-from rljax.rollout.weights.checksum import Checksum, described, differences
+from rljax.rollout.weights.differences import described, differences
 from rljax.rollout.weights.files import WeightFiles, WeightVersion
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ A fixed set of probe prompts, each longer than two blocks of the server's prefix
 its blocks are cached. After the update the server *generates* from them (``prompt_logprobs`` would pass the cache by)
 and the log-probabilities of what it sampled are compared with the trainer's. Keys and values left over from old
 weights, a head that was not repacked and a broken kernel show here and hardly elsewhere; weights that differ by less
-than the band are found by their checksums (rljax.rollout.weights.checksum).
+than the band are found by their checksums (rljax.checksum).
 """
 
 from __future__ import annotations

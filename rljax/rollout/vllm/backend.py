@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from rljax.checksum import Checksum
 from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError, VerificationError
 from rljax.rollout.served.backend import Expectation, Loaded
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.wire import ServerInfo
 from rljax.rollout.vllm.handshake import server_info, shake_hands
 from rljax.rollout.vllm.wire import VllmWire
-from rljax.rollout.weights.checksum import Checksum
 from rljax.rollout.weights.files import WeightFiles, WeightVersion
 
 _UPDATE_S = 600.0  # longest that one step of an update may take

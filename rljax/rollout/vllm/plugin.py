@@ -31,7 +31,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rljax.rollout.weights.checksum import Checksum, checksum, mixed
+from rljax.checksum import Checksum, checksum, mixed
 
 BACKEND = "rljax_file"
 PROTOCOL = 2

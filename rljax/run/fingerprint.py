@@ -1,4 +1,4 @@
-"""Checksums of what a checkpoint holds: of each array, where it lies on the devices, and of the host's JSON."""
+"""What tells two states of a run apart: a checksum of each array, where it lies on the devices, and of JSON."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from rljax.checksum import mixed
 
 
 def array_checksums(tree: Any) -> dict[str, str]:
@@ -53,12 +55,7 @@ def _sums(x: jax.Array) -> jax.Array:
     for axis in range(x.ndim):
         stride = np.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
         position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
-    mixed = _mix(word ^ position * np.uint32(0x9E3779B1))
-    return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in (mixed, mixed << 16 | mixed >> 16)])
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """Uint32 to uint32, one to one: the last steps of MurmurHash3."""
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+    placed = jax.lax.bitcast_convert_type(word ^ position * np.uint32(0x9E3779B1), jnp.int32)
+    return jnp.stack(
+        [jnp.sum(jax.lax.bitcast_convert_type(each, jnp.uint32), dtype=jnp.uint32) for each in mixed(placed)]
+    )
