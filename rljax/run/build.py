@@ -219,7 +219,7 @@ def make_update(
         temperature=temperature,
         diagnosis=None if several else config.diagnosis,
     )
-    forward = functools.partial(step.forward, diagnosis=config.diagnosis)
+    forward = functools.partial(step.forward, num_sequences=config.num_sequences, diagnosis=config.diagnosis)
     reference = None if frozen is None else functools.partial(reference_logprobs, forward, frozen)
     pack_all = make_pack(config, config.num_sequences)
     if not several:

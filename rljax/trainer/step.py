@@ -248,14 +248,13 @@ class TrainStep:
             return state, row | finalize_measured(totals.measured, diagnosis), logprobs
 
         def forward(
-            params: Params, batch: PackedBatch, *, diagnosis: DiagnosisConfig
+            params: Params, batch: PackedBatch, *, num_sequences: int, diagnosis: DiagnosisConfig
         ) -> tuple[dict[str, jax.Array], jax.Array]:
             compute = cast_params(params, dtype)
 
             def each(micro: PackedBatch) -> tuple[dict[str, Statistics], jax.Array]:
                 scores = score(compute, micro)
-                # A batch has no more sequences than places.
-                return measure(scores, micro, batch.tokens.size, diagnosis), scores.logprobs
+                return measure(scores, micro, num_sequences, diagnosis), scores.logprobs
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 measured, logprobs = over_micro_batches(batch, each, zeros, merge)
@@ -272,7 +271,7 @@ class TrainStep:
             donate_argnums=(0,),
         )
         out = (self._everywhere, self._by_rows)
-        self._jitted_forward = jax.jit(forward, static_argnames="diagnosis", out_shardings=out)
+        self._jitted_forward = jax.jit(forward, static_argnames=("num_sequences", "diagnosis"), out_shardings=out)
 
     @property
     def compilations(self) -> int:
@@ -306,15 +305,15 @@ class TrainStep:
             return self._jitted(state, placed, controls)
 
     def forward(
-        self, params: Params, batch: PackedBatch, *, diagnosis: DiagnosisConfig
+        self, params: Params, batch: PackedBatch, *, num_sequences: int, diagnosis: DiagnosisConfig
     ) -> tuple[dict[str, jax.Array], jax.Array]:
         """The mismatch of a batch under ``params`` (float32 masters), and their log-probabilities [m, b, t].
 
-        The number of micro-batches need not be that of the steps.
+        The number of micro-batches, and that of sequences, need not be those of the steps.
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
-            return self._jitted_forward(params, placed, diagnosis=diagnosis)
+            return self._jitted_forward(params, placed, num_sequences=num_sequences, diagnosis=diagnosis)
 
 
 def update_state(

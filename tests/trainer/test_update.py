@@ -228,7 +228,7 @@ def train(update, state, given, rate, **options):
 
 def make_forward(row, rows):
     step = make_step(LossConfig(), CorrectionConfig(), row, rows)
-    return functools.partial(step.forward, diagnosis=DiagnosisConfig())
+    return functools.partial(step.forward, num_sequences=COUNT, diagnosis=DiagnosisConfig())
 
 
 def test_one_mini_batch_is_the_fused_step():
