@@ -150,18 +150,16 @@ def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
     """
     config, policy = run.config, run.policy
     tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
-    line = f"training {config.model.path} for {config.run.steps} steps into {config.run.dir}"
     with caller_errors(RuntimeError):
         wanted = abstract_state(policy, tx, mesh, dynamic_scale=dynamic)
-        found = run.checkpointer.restore_newest(wanted, run.check_host)
-        progress = run.load_state_dict(found[1]) if found else Progress()
+        found = run.checkpointer.restore_newest(wanted, run.load_state_dict)
     if found:
-        state = found[0]
+        state, progress = found[0], Progress.from_state_dict(found[1])
     else:
         with caller_errors():
             params = load_params(config.model.path, policy, param_shardings(policy, mesh))
-        state = create_state(params, policy, tx, mesh, dynamic_scale=dynamic)
-    print(line, file=sys.stderr)
+        state, progress = create_state(params, policy, tx, mesh, dynamic_scale=dynamic), Progress()
+    print(f"training {config.model.path} for {config.run.steps} steps into {config.run.dir}", file=sys.stderr)
     return state, progress
 
 
@@ -189,7 +187,7 @@ def make_update(
     policy: PolicyConfig,
     tx: optax.GradientTransformation,
     mesh: Mesh,
-    frozen: Params | None = None,
+    frozen: Params | None,
 ) -> Update:
     """One fused update a step, mini-batches and epochs as ``loss`` says, or one through the exact engine's executable.
 

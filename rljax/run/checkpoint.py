@@ -34,6 +34,7 @@ ARRAYS, SELF = "array_checksums", "sha256"  # in a host state on disk: of the ar
 
 # What an error says when a whole checkpoint cannot be read just now.
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE")
+_LOGGERS = ("absl", "asyncio", "concurrent.futures")  # that orbax and its event loops log to
 _GIVEN_UP_S = 0.2  # that reads which were given up have to end in their own threads (seconds)
 
 # What a host state raises that is not one of a run: one without checksums may hold anything.
@@ -155,7 +156,7 @@ class Checkpointer:
         return self._read_host(step)[0]
 
     def restore(
-        self, step: int, abstract_state: Any, check_host: Callable[[dict[str, Any]], None] = lambda host: None
+        self, step: int, abstract_state: Any, load_host: Callable[[dict[str, Any]], object] = lambda host: None
     ) -> tuple[Any, dict[str, Any]]:
         """Reads a checkpoint onto the shardings of ``abstract_state`` and compares every checksum.
 
@@ -164,7 +165,7 @@ class Checkpointer:
         Args:
           step: of a checkpoint there is.
           abstract_state: ``jax.ShapeDtypeStruct`` with a sharding at each leaf.
-          check_host: called with the host state before the arrays are read. A LookupError, TypeError, AttributeError or
+          load_host: called with the host state before the arrays are read. A LookupError, TypeError, AttributeError or
             ArithmeticError means that it is no host state of a run; anything else that it raises is not caught.
 
         Raises:
@@ -173,7 +174,7 @@ class Checkpointer:
         """
         host, saved = self._read_host(step)
         try:
-            check_host(host)
+            load_host(host)
         except NOT_OF_A_RUN as error:
             raise self._damaged(step, "its host state is not one of a run") from error
         here = array_forms(abstract_state)
@@ -193,14 +194,14 @@ class Checkpointer:
         return state, host
 
     def restore_newest(
-        self, abstract_state: Any, check_host: Callable[[dict[str, Any]], None] = lambda host: None
+        self, abstract_state: Any, load_host: Callable[[dict[str, Any]], object] = lambda host: None
     ) -> tuple[Any, dict[str, Any]] | None:
         """Reads the newest checkpoint that is whole; None where there is no checkpoint.
 
         Each damaged one after it is named in a line on stderr and moved to ``damaged/<step>`` of the run directory.
 
         Args:
-          abstract_state, check_host: as for ``restore``.
+          abstract_state, load_host: as for ``restore``; the last call is with the host state that is returned.
 
         Raises:
           RuntimeError: as ``restore``, or all are damaged; then nothing is moved.
@@ -208,7 +209,7 @@ class Checkpointer:
         damaged: dict[int, DamagedCheckpointError] = {}
         for step in reversed(self.all_steps()):
             try:
-                found = self.restore(step, abstract_state, check_host)
+                found = self.restore(step, abstract_state, load_host)
             except DamagedCheckpointError as error:
                 damaged[step] = error
                 continue
@@ -323,11 +324,14 @@ def _drop_reads_given_up() -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps off stderr what orbax logs of an error that it also raises, and its reads that are given up with it."""
-    hook, level = sys.unraisablehook, logging.root.manager.disable
+    hook, loggers = sys.unraisablehook, [logging.getLogger(name) for name in _LOGGERS]
+    disabled = [logger.disabled for logger in loggers]
     sys.unraisablehook = lambda unraisable: None
-    logging.disable(logging.CRITICAL)
+    for logger in loggers:
+        logger.disabled = True
     try:
         yield
     finally:
-        logging.disable(level)
+        for logger, before in zip(loggers, disabled, strict=True):
+            logger.disabled = before
         sys.unraisablehook = hook

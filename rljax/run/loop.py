@@ -91,7 +91,7 @@ class Components:
             }
         )
 
-    def check_host(self, host: dict[str, Any]) -> None:
+    def load_state_dict(self, host: dict[str, Any]) -> Progress:
         """Puts the components where the checkpoint was taken, if the run can go on from its JSON part.
 
         Raises:
@@ -101,10 +101,6 @@ class Components:
         check_policy(host["policy"], self.policy, self.config.model.path)
         names = {"reference": self.config.model.path, "problems": self.config.data.path or self.config.data.task}
         check_fingerprints(host.get("fingerprints", {}), self.fingerprints, names)
-        self.load_state_dict(host)
-
-    def load_state_dict(self, host: dict[str, Any]) -> Progress:
-        """Puts the components where the checkpoint was taken."""
         self.stream.load_state_dict(host["data"])
         self.controller.load_state_dict(host["schedule"])
         self.guard.load_state_dict(host["guard"])

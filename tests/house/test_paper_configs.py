@@ -238,7 +238,7 @@ def random_sequences(count):
 def test_a_toy_sized_step_is_built_and_lowered(full):
     config, mesh = toy_sized(full), make_mesh(MeshConfig(1, 1))
     tx = make_optimizer(config.optimizer)
-    update = make_update(config, TINY, tx, mesh)
+    update = make_update(config, TINY, tx, mesh, None)
     count = config.num_sequences // config.loss.mini_batches
     dynamic = config.precision.compute_dtype == "float16"
     state = abstract_state(TINY, tx, mesh, dynamic_scale=dynamic)
@@ -266,7 +266,7 @@ def test_a_toy_sized_step_moves_the_policy(name):
     dynamic = config.precision.compute_dtype == "float16"
     state = create_state(init_params(TINY, 0), TINY, tx, mesh, dynamic_scale=dynamic)
     before = jax.device_get(state.params["embed"])
-    update, sequences = make_update(config, TINY, tx, mesh), list(random_sequences(config.num_sequences))
+    update, sequences = make_update(config, TINY, tx, mesh, None), list(random_sequences(config.num_sequences))
     updated = update(state, update.pack(sequences), sequences, UpdateOptions(1e-3, 0, False))
     assert np.isfinite(updated.row["optimizer/grad_norm"])
     assert updated.row["optimizer/grad_norm"] > 0

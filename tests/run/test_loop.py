@@ -69,7 +69,7 @@ def settings(directory, **changes):
 def update(tmp_path_factory):
     """The compiled step that all these runs share."""
     config = settings(tmp_path_factory.mktemp("update"))
-    return make_update(config, POLICY, make_optimizer(config.optimizer), MESH)
+    return make_update(config, POLICY, make_optimizer(config.optimizer), MESH, None)
 
 
 @dataclasses.dataclass
