@@ -161,7 +161,7 @@ def provably_dead(path: str | os.PathLike[str], *, silent_s: float = SILENT_S) -
     record = read(path)
     if record is None:
         return False
-    if record.machine and record.machine == _machine():
+    if _is_here(record):
         return _started(record.pid) not in (record.started, 0)
     with tempfile.TemporaryFile(dir=path.parent) as fresh:
         now = os.fstat(fresh.fileno()).st_mtime
@@ -171,7 +171,7 @@ def provably_dead(path: str | os.PathLike[str], *, silent_s: float = SILENT_S) -
 
 def _stands_still(path: Path, record: Record, stale_s: float) -> bool:
     """Watches the heartbeat of ``record``: False as soon as it moves, or at once for an owner on this machine."""
-    if record.machine and record.machine == _machine():
+    if _is_here(record):
         return False
     first, began = _heartbeat(path), time.monotonic()
     print(f"{path} is held by {record}: waiting up to {stale_s:g} s for a sign that it is alive", flush=True)
@@ -252,6 +252,11 @@ def _parse(content: bytes) -> Record:
         )
     except (ValueError, KeyError, TypeError):
         return _UNREADABLE
+
+
+def _is_here(record: Record) -> bool:
+    """Whether this machine's table of processes knows the owner."""
+    return record.machine != "" and record.machine == _machine()
 
 
 def _machine() -> str:

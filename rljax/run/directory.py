@@ -19,26 +19,10 @@ OWNER = "owner.json"  # of the run directory: the process that trains there
 
 # Settings that may be changed when a run is continued: they do not change the meaning of a row.
 MAY_DIFFER = (
-    *(
-        "run.steps",
-        "run.dir",
-        "run.resume",
-        "run.grace_s",
-        "run.profile_steps",
-        "mesh.",
-        "packing.",
-        "eval.every",
-        "eval.at_start",
-    ),
-    *("checkpoint.", "model.path", "data.reward_workers", "guard.", "rollout.urls", "rollout.transfer_dir"),
-    *(
-        "rollout.api_key_file",
-        "rollout.server_wait_s",
-        "rollout.limits.",
-        "rollout.verify.",
-        "rollout.dump_every",
-        "rollout.transcript_every",
-    ),
+    *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
+    *("eval.every", "eval.at_start", "checkpoint.", "model.path", "data.reward_workers", "rollout.urls"),
+    *("rollout.transfer_dir", "rollout.api_key_file", "rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
+    *("rollout.dump_every", "rollout.transcript_every"),
 )
 
 
@@ -55,16 +39,15 @@ def own_directory(run_dir: Path) -> Iterator[Ownership]:
     is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
     before = read(run_dir / OWNER)
-    with claim(run_dir / OWNER) as owner:
-        if before is not None:
-            print(f"{run_dir}: taken over from {before}, which is gone", file=sys.stderr)
-        try:
+    try:
+        with claim(run_dir / OWNER) as owner:
+            if before is not None:
+                print(f"{run_dir}: taken over from {before}, which is gone", file=sys.stderr)
             yield owner
-        finally:
-            owner.release()
-            if is_new:
-                with contextlib.suppress(OSError):
-                    run_dir.rmdir()
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):
+                run_dir.rmdir()
 
 
 def check_owner(owner: Ownership) -> None:
