@@ -96,6 +96,12 @@ class StoppedWaitingError(RuntimeError):
     """The run was asked to stop, and the engine would have to wait: for servers that are gone, or for responses."""
 
 
+def stop_sampling(gives_up: Callable[[], bool]) -> None:
+    """Raises StoppedWaitingError when ``gives_up`` says that what is sampled is to be given up."""
+    if gives_up():
+        raise StoppedWaitingError("asked to stop while responses were sampled")
+
+
 class ServerError(RuntimeError):
     """What a server did wrong."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from rljax.algorithms.advantages import compute_advantages, groups_with_loss, groups_with_signal
 from rljax.data.prompts import Problem
 from rljax.data.tokenizer import Tokenizer
-from rljax.errors import StoppedWaitingError
+from rljax.errors import stop_sampling
 from rljax.report.rows import Row
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine
@@ -85,18 +85,14 @@ def score_responses(
     prompts = [tokenizer.encode(problem["prompt"]) for problem in problems]
     waiting: deque[tuple[Response, str, Future[float]]] = deque()
 
-    def check() -> None:
-        if gives_up():
-            raise StoppedWaitingError("asked to stop while responses were sampled")
-
     def first_scored() -> Scored:
         response, text, reward = waiting.popleft()
         while not wait([reward], _TICK_S).done:
-            check()
+            stop_sampling(gives_up)
         return Scored(prompts[response.prompt_index], response, text, reward.result())
 
     for response in engine.generate(prompts, n, sampling, seed=seed):
-        check()
+        stop_sampling(gives_up)
         text = tokenizer.decode(response.token_ids)
         waiting.append((response, text, rewards.submit(problems[response.prompt_index], text, response.truncated)))
         while waiting and waiting[0][2].done():

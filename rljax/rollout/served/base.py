@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 
-from rljax.errors import ReplyError, ServerGoneError, StoppedWaitingError
+from rljax.errors import ReplyError, ServerGoneError, StoppedWaitingError, stop_sampling
 from rljax.rollout.served.backend import Backend
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.wire import Completion, Request, ServerInfo
@@ -43,7 +43,7 @@ class ServedBase:
           wait_s: longest to wait while no server is open (seconds).
           api_key_file: as ``RolloutConfig.api_key_file``.
           should_stop: asked while no server is open; true ends the wait.
-            gives_up: asked while responses are sampled, at least four times a second; true ends it.
+          gives_up: asked while responses are sampled, at least four times a second; true ends it.
 
         Raises:
           ValueError: ``urls`` or ``api_key_file`` are not such.
@@ -107,8 +107,7 @@ class ServedBase:
         self._last_open = time.monotonic()
         with contextlib.closing(self._client.stream(requests, vocab_size)) as stream:
             for item in stream:
-                if self._gives_up():
-                    raise StoppedWaitingError("asked to stop while responses were sampled")
+                stop_sampling(self._gives_up)
                 if item is None:
                     self._recover_all()
                 else:

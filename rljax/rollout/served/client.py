@@ -307,10 +307,7 @@ class ServerClient:
     async def _rollout(self, server: _Server, request: Request, vocab_size: int | None) -> Completion:
         """As :meth:`_sample`, and what it gave may be trained on."""
         completion = await self._sample(server, request, self.limits.request_timeout_s)
-        try:
-            check_completion(completion, request, vocab_size)
-        except ReplyError as error:
-            raise ReplyError(f"{server.url} {error}") from error
+        check_completion(server.url, completion, request, vocab_size)
         foreign = [tag for tag, _, _ in completion.spans or () if server.version not in (None, tag)]
         if foreign:
             raise ServerGoneError(f"{server.url} samples from weights {foreign[0]!r}, not from {server.version!r}")

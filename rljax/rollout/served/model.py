@@ -94,10 +94,7 @@ class ServedModel(ServedBase):
             for request, reply in zip(requests, self._client.sample(self.info.url, requests), strict=True):
                 if reply.finish_reason not in ("stop", "length"):
                     raise ServerGoneError(f"{self.info.url} ended a response with {reply.finish_reason!r}")
-                try:
-                    check_completion(reply, request, self.info.vocab_size)
-                except ReplyError as error:
-                    raise ReplyError(f"{self.info.url} {error}") from error
+                check_completion(self.info.url, reply, request, self.info.vocab_size)
                 yield self._logprobs_of(request.prompt, reply)
 
     def logprobs_temperature(self, temperature: float) -> float | None:

@@ -116,47 +116,48 @@ def make_requests(prompts: Sequence[np.ndarray], n: int, sampling: SamplingParam
     ]
 
 
-def check_completion(completion: Completion, request: Request, vocab_size: int | None) -> None:
+def check_completion(url: str, completion: Completion, request: Request, vocab_size: int | None) -> None:
     """Refuses a completion that cannot be what ``request`` asked for: nothing of it may be trained on, or compared.
 
     Args:
+      url: of the server, for the message.
       completion: as the wire read it.
       request: what was asked.
       vocab_size: token ids are below it; None: not known.
 
     Raises:
       ReplyError: it was given up; it has no tokens, too many, or ends where it should not; a token id or a
-        log-probability cannot be; the spans of weight versions do not cover it. The message goes on from the server's
-        name.
+        log-probability cannot be; the spans of weight versions do not cover it.
     """
-    tokens, sampling, finish = completion.token_ids, request.sampling, completion.finish_reason
+    tokens, finish = completion.token_ids, completion.finish_reason
+    longest = request.sampling.max_response_tokens
     if finish not in ("stop", "length"):
-        raise ReplyError(f"ended a response with {finish!r}")
-    if not 1 <= len(tokens) <= sampling.max_response_tokens or len(completion.logprobs) != len(tokens):
+        raise ReplyError(f"{url} ended a response with {finish!r}")
+    if not 1 <= len(tokens) <= longest or len(completion.logprobs) != len(tokens):
         raise ReplyError(
-            f"gave {len(tokens)} tokens and {len(completion.logprobs)} log-probabilities, asked for 1 to "
-            f"{sampling.max_response_tokens}"
+            f"{url} gave {len(tokens)} tokens and {len(completion.logprobs)} log-probabilities, asked for 1 to "
+            f"{longest}"
         )
     if tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size):
-        raise ReplyError(f"gave token ids from {tokens.min()} to {tokens.max()}, outside the vocabulary")
-    stops = np.isin(tokens, sampling.stop_token_ids)
+        raise ReplyError(f"{url} gave token ids from {tokens.min()} to {tokens.max()}, outside the vocabulary")
+    stops = np.isin(tokens, request.sampling.stop_token_ids)
     if stops[:-1].any() or (finish == "stop" and not stops[-1]):
-        raise ReplyError(f"ended a response of {len(tokens)} tokens with 'stop', not at its first stop token")
-    if finish == "length" and len(tokens) != sampling.max_response_tokens:
-        raise ReplyError(f"ended a response at {len(tokens)} tokens, its limit was {sampling.max_response_tokens}")
+        raise ReplyError(f"{url} ended a response of {len(tokens)} tokens with 'stop', not at its first stop token")
+    if finish == "length" and len(tokens) != longest:
+        raise ReplyError(f"{url} ended a response at {len(tokens)} tokens, its limit was {longest}")
     reported = np.array(
         [*completion.logprobs, *(value for top in completion.prompt_logprobs for value in top.values())], np.float64
     )
     if not np.isfinite(reported).all():
-        raise ReplyError(f"gave a log-probability of {reported[~np.isfinite(reported)][0]}")
+        raise ReplyError(f"{url} gave a log-probability of {reported[~np.isfinite(reported)][0]}")
     if reported.max() > _ROUNDING:
         raise ReplyError(
-            f"gives logits (a log-probability of {reported.max():.3g}): it must give log-probabilities of the "
+            f"{url} gives logits (a log-probability of {reported.max():.3g}): it must give log-probabilities of the "
             "distribution sampled from (vLLM: --logprobs-mode processed_logprobs)"
         )
     places = [0, *(place for _, start, end in completion.spans or () for place in (start, end)), len(tokens)]
     if completion.spans is not None and (places[::2] != places[1::2] or sorted(set(places)) != places[::2]):
-        raise ReplyError(f"gave weight versions of other tokens: {completion.spans}, of {len(tokens)}")
+        raise ReplyError(f"{url} gave weight versions of other tokens: {completion.spans}, of {len(tokens)}")
 
 
 def response_seed(seed: int, prompt: int, sample: int) -> int:
