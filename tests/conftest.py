@@ -44,3 +44,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs eight devices: run pytest -m mesh"))
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.get_closest_marker("vllm") is None, item.path not in slow_files))
+
+
+@pytest.fixture
+def fake():
+    """A server that answers as the test scripts it; the real one stands in tests/integration."""
+    from vllm_fake import FakeVllm  # pulls in numpy and safetensors, which few tests need
+
+    server = FakeVllm()
+    yield server
+    server.stop()

@@ -22,13 +22,6 @@ TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
 DUMP = make_dump(["x", "y"], [[7, 8, 9], [4, 5]], [[False, True, True], [False, True]], {})
 
 
-@pytest.fixture
-def fake():
-    server = FakeVllm()
-    yield server
-    server.stop()
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     config = PolicyConfig(64, 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3, eos_token_id=3)

@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from vllm_fake import FakeVllm
 
 from rljax.errors import ConfigError, run_cli
 from rljax.policy.config import PolicyConfig
@@ -19,13 +18,6 @@ from rljax.train import main
 
 CONFIG = PolicyConfig(64, 8, 8, 1, 1, 1, 8, tie_word_embeddings=True)
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])
-
-
-@pytest.fixture
-def fake():
-    server = FakeVllm()
-    yield server
-    server.stop()
 
 
 def make(config):

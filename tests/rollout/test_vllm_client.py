@@ -18,13 +18,6 @@ WIRE = VllmWire()
 
 
 @pytest.fixture
-def fake():
-    server = FakeVllm()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
 def client(fake):
     made = ServerClient([fake.url], WIRE, FAST)
     made.open(fake.url, None)

@@ -25,13 +25,6 @@ PROMPTS = [np.array([1, 2], np.int32), np.array([9], np.int32)]
 PARAMS = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
 
 
-@pytest.fixture
-def fake():
-    server = FakeVllm()
-    yield server
-    server.stop()
-
-
 def make(
     *urls,
     score_shift=lambda: 0.0,

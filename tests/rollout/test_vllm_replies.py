@@ -24,13 +24,6 @@ REQUEST = Request(np.array([3, 4, 5], np.int32), SamplingParams(3, stop_token_id
 FAST = ClientLimits(backoff_s=0.001, max_backoff_s=0.002, max_attempts=3)
 
 
-@pytest.fixture
-def fake():
-    server = FakeVllm()
-    yield server
-    server.stop()
-
-
 @contextlib.contextmanager
 def opened(*urls, limits=FAST, version="default"):
     client = ServerClient(urls, VllmWire(), limits)

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_fake import FakeVllm
 
 from rljax.data.files import read_problems, read_provenance, read_rows
 from rljax.data.toy import build_tokenizer, policy_config
@@ -40,13 +39,6 @@ def model(tmp_path):
     build_tokenizer().save(directory)
     (directory / "config.json").write_text(json.dumps(config_to_hf(policy_config(), "float32")))
     return str(directory)
-
-
-@pytest.fixture
-def fake():
-    server = FakeVllm()
-    yield server
-    server.stop()
 
 
 @pytest.fixture
