@@ -39,5 +39,5 @@ fi
 echo "== tests"
 # Two processes; each group of tests (tests/conftest.py) stays in one of them.
 "$RLJAX_BIN/python" -m pytest --verbose --durations=15 -m "$selection" \
-  --numprocesses 2 --dist loadgroup --no-loadscope-reorder "$@" || status=$?
+  --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 "$@" || status=$?
 exit "$status"

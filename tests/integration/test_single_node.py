@@ -18,6 +18,8 @@ from rljax.policy.hf import save_params
 from rljax.policy.qwen3 import init_params
 from rljax.run.directory import saved_steps
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = str(ROOT / "launch/single_node.sh")
 CONFIG = str(ROOT / "configs/quickstart.yaml")
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")

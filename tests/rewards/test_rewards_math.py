@@ -51,6 +51,7 @@ def test_the_pool_gives_the_same_verdicts():
         assert pool.pop_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
 
 
+@pytest.mark.slow
 def test_a_power_tower_is_stopped_and_the_next_response_is_scored():
     bomb = r"\boxed{\int_0^1 \sin(x^{9^{9^{9}}}) \, dx + 9^{9^{9^{9}}}}"
     with RewardPool("math", 1, timeout_s=3.0) as pool:

@@ -14,6 +14,8 @@ import pytest
 from rljax.data.toy import addition_reward
 from rljax.rewards.pool import RewardPool
 
+pytestmark = pytest.mark.slow
+
 # What a person's reward may do; the response says which.
 REWARDS = """
 import os, pathlib, signal, subprocess, sys, threading, time

@@ -23,6 +23,8 @@ from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.step import PrecisionConfig
 
+pytestmark = pytest.mark.slow
+
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
 LOGICAL = logical_axes(CONFIG)

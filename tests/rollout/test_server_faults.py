@@ -5,6 +5,8 @@ import json
 import pytest
 import try_server_faults
 
+pytestmark = pytest.mark.slow
+
 SOME = ["stall", "1 MB/s", "500", "a log-probability NaN", "weights of another run", "a choice twice"]
 
 

@@ -115,6 +115,7 @@ def test_aborted_responses_are_sampled_again(fake, client):
         sampled(client, [Request(PROMPT, SamplingParams(1))])
 
 
+@pytest.mark.slow
 def test_a_thousand_responses_come_back_as_they_complete(fake, client):
     """1,024 responses of 8,192 tokens' worth of requests: none times out, at most max_outstanding at once."""
     fake.delay_s = 3.0  # long enough for hundreds of requests to be under way on a slow machine

@@ -14,6 +14,8 @@ import serve_vllm
 from rljax.errors import ServerFailedError
 from rljax.rollout.vllm.server import ServerConfig, VllmServer, command, start, vllm_python
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = serve_vllm.__file__
 HEALTHY = """
     import http.server, subprocess, sys

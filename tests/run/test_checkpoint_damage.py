@@ -16,6 +16,8 @@ from toy_runs import environment
 from rljax.run.checkpoint import BEST, Checkpointer, DamagedCheckpointError
 from rljax.run.fingerprint import array_checksums
 
+pytestmark = pytest.mark.slow
+
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 STEPS = (2, 4)
 HARMLESS = {"commit_success.txt", "_CHECKPOINT_METADATA", "_sharding"}  # nothing of the state is read from these

@@ -36,6 +36,8 @@ from malformed_inputs import (
 )
 from sound_run import RUN, STEPS, sound_run
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = 180
 FIRST, SECOND = {"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}
 CHAT = {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}

@@ -14,6 +14,8 @@ from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import init_params
 from rljax.policy.score import make_scorer
 
+pytestmark = pytest.mark.slow
+
 SHORT = ["--steps", "80", "--settle-steps", "0", "--batch-size", "8", "--learning-rate", "5e-3"]
 
 
