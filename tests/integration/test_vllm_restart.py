@@ -101,7 +101,8 @@ def test_the_death_of_a_server_of_ours_ends_the_wait(make_model, start_server, f
             kill_worker(server.pid)
             began = time.monotonic()
             with pytest.raises(StoppedWaitingError, match="no vLLM server answers"):
-                list(stream)
+                list(stream)  # on a busy machine all of them may have come before
+                list(engine.generate(prompts, 1, SamplingParams(300), seed=1))
             assert time.monotonic() - began < 240
         finally:
             engine.close()
