@@ -366,6 +366,30 @@ def test_bits_that_differ_stop_the_run_and_are_named(fake):
         engine.close()
 
 
+def test_a_server_that_fails_the_proof_is_left_out_until_the_next_version(fake, caplog):
+    other = FakeVllm()
+    engine = make(fake.url, other.url)
+    try:
+        engine.publish(PARAMS, 0)
+        engine.pop_metrics()
+        other.not_loaded = {"b"}
+        engine.publish(PARAMS, 1)
+        assert f"{other.url} does not hold the trainer's weights: 1 tensor differs: b (not loaded" in caplog.text
+        asked = other.events.count("sample")
+        assert len(list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=0))) == 8
+        assert other.events.count("sample") == asked
+        assert engine.pop_metrics()["rollout/servers_rejected"] == 1
+        other.not_loaded = set()
+        engine.publish(PARAMS, 2)
+        assert set(engine._client.opened()) == {fake.url, other.url}
+        fake.not_loaded = other.not_loaded = {"a"}
+        with pytest.raises(VerificationError, match=r"1 tensor differs: a \(not loaded"):
+            engine.publish(PARAMS, 3)
+    finally:
+        engine.close()
+        other.stop()
+
+
 def test_checksums_of_another_update_prove_nothing(fake):
     sound = fake._checksums
     engine = make(fake.url, server_wait_s=1.0)

@@ -87,6 +87,7 @@ class ServedEngine(ServedBase):
         self._params: Any = None  # of the current version
         self._sums: Mapping[str, Checksum] = {}  # likewise
         self._verified = self._warned = False
+        self._rejected: set[str] = set()  # servers that failed the verification of the current version
         self._metrics: defaultdict[str, float] = defaultdict(float)
         self._files = WeightFiles(config.transfer_dir)
         self._infos: dict[str, ServerInfo] = {}
@@ -99,7 +100,11 @@ class ServedEngine(ServedBase):
         self._verifier = Verifier(config.verify, score, shortest(self._infos.values()), dtype=config.dtype)
 
     def publish(self, params: Any, policy_version: int) -> None:
-        """See RolloutEngine. Rollouts are paused from before the update until a server is verified."""
+        """See RolloutEngine. Rollouts are paused from before the update until a server is verified.
+
+        A server that fails the verification is named and gets no rollout before the next version; when all of them
+        fail it, the last one's VerificationError is raised.
+        """
         began = time.monotonic()
         # A server that computed one token with weights that are not finite keeps NaN in its key-value cache.
         sums = self._checksums(params)
@@ -111,6 +116,7 @@ class ServedEngine(ServedBase):
         for url in self._client.opened():
             self._client.pause(url)
         self._verified = False
+        self._rejected.clear()
         self._current, self._params, self._sums = version, params, sums
         with ThreadPoolExecutor(len(self._client.urls)) as pool:
             list(pool.map(functools.partial(self._attempt, self._update), self._answering()))
@@ -198,6 +204,14 @@ class ServedEngine(ServedBase):
         except (ServerGoneError, ReplyError) as error:
             self._client.mark_down(url, str(error))
 
+    def _reject(self, url: str, error: VerificationError) -> None:
+        """Marks a server down until the next version; raises ``error`` when none is left."""
+        self._rejected.add(url)
+        self._metrics["rollout/servers_rejected"] += 1.0
+        self._client.mark_down(url, str(error))
+        if self._rejected.issuperset(self._client.urls):
+            raise error
+
     def _handshake(self, url: str) -> None:
         info = self._infos[url] = self._backend.handshake(self._client, url, self._expected, self._files)
         log.info("%s: %s %s, %s, agrees with the trainer", url, self._backend.name, info.version, info.dtype)
@@ -223,10 +237,14 @@ class ServedEngine(ServedBase):
         self._metrics["time/server_checksums_s"] = max(self._metrics["time/server_checksums_s"], slowest)
 
     def _verify(self, url: str) -> None:
-        """Proves that the server holds the current weights and samples from them, and opens it to rollouts."""
+        """Opens the server to rollouts if it holds the current weights and samples from them, and rejects it if not."""
         self._check_version(url)
-        self._check_bits(url)
-        difference = self._verifier.check(self._client, url, self._params)
+        try:
+            self._check_bits(url)
+            difference = self._verifier.check(self._client, url, self._params)
+        except VerificationError as error:
+            self._reject(url, error)
+            return
         assert self._verifier.band is not None
         self._metrics["publish/verify_abs_diff_mean"] = difference.mean
         self._metrics["publish/verify_band"] = self._verifier.band
@@ -236,8 +254,11 @@ class ServedEngine(ServedBase):
         """Makes a server that answers again fit for use.
 
         Before the first publish that is the handshake alone. A server that still has the current weights (only the
-        connection broke) is verified; another passes the handshake, is updated and is verified.
+        connection broke) is verified; another passes the handshake, is updated and is verified. One that was rejected
+        waits for the next version.
         """
+        if url in self._rejected:
+            return
         if self._current is None:
             try:
                 self._handshake(url)
@@ -253,6 +274,8 @@ class ServedEngine(ServedBase):
                 raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
             self._update(url)
             self._verify(url)
+            if url in self._rejected:
+                return
             self._metrics["rollout/servers_brought_back"] += 1.0
             version = self._files.policy_version(self._current.tag)
             log.warning("%s is back with policy version %d, verified", url, version)
