@@ -57,12 +57,19 @@ def _logits(hidden: Array, table: Array, temperature: float) -> Float[Array, "n 
 
 
 def _split(table: Array, chunks: int, shards: int) -> tuple[Array, Array]:
-    """(rows [chunks, c, d], vocabulary index of each row [chunks, c]); c = v / chunks, the same part of each shard."""
+    """(rows [chunks, c, d], vocabulary index of each row [chunks, c]); c = v / chunks, the same part of each shard.
+
+    The rows stay split over the mesh; ``_gathered`` takes those of one chunk together.
+    """
     v, d = table.shape
     rows = table.reshape(shards, chunks, v // (shards * chunks), d)
     index = jnp.arange(v).reshape(rows.shape[:3])
     rows, index = (jnp.moveaxis(part, 1, 0) for part in (rows, index))
-    return constrain(rows.reshape(chunks, -1, d), None, "vocab", None), index.reshape(chunks, -1)
+    return constrain(rows.reshape(chunks, -1, d), None, "vocab", "embed"), index.reshape(chunks, -1)
+
+
+def _gathered(rows: Array) -> Array:
+    return constrain(rows, "vocab", None)
 
 
 def _forward(
@@ -72,7 +79,7 @@ def _forward(
 
     def body(state: _Sums, chunk: tuple[Array, Array]) -> tuple[_Sums, None]:
         top, total, weighted, picked = state
-        rows, index = chunk
+        rows, index = _gathered(chunk[0]), chunk[1]
         logits = _logits(hidden, rows, temperature)
         new_top = jnp.maximum(top, logits.max(axis=-1))
         scale = jnp.exp(top - new_top)
@@ -114,7 +121,7 @@ def _token_logprobs_bwd(
     d_logprob, d_entropy = cotangents
 
     def body(d_hidden: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-        rows, index = chunk
+        rows, index = _gathered(chunk[0]), chunk[1]
         logp = _logits(hidden, rows, temperature) - lse[:, None]
         p = jnp.exp(logp)
         hit = targets[:, None] == index[None, :]
@@ -122,7 +129,7 @@ def _token_logprobs_bwd(
         d_logits = d_logprob[:, None] * (hit - p) - d_entropy[:, None] * p * (logp + entropy[:, None])
         d_logits = (d_logits / temperature).astype(rows.dtype)
         d_hidden += _product("nc,cd->nd", d_logits, rows)
-        d_rows = _product("nc,nd->cd", d_logits, hidden)
+        d_rows = constrain(_product("nc,nd->cd", d_logits, hidden), "vocab", "embed")
         return d_hidden, d_rows.astype(rows.dtype)
 
     zeros = jnp.zeros(hidden.shape, jnp.float32)

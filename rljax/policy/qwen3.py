@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from rljax.policy.attention import packed_attention
 from rljax.policy.config import PolicyConfig
+from rljax.policy.linear import linear
 from rljax.sharding import constrain, named_sharding
 
 Params = dict[str, Any]
@@ -30,19 +31,20 @@ def _param(rngs: nnx.Rngs, shape: tuple[int, ...], logical: tuple[str, ...], ini
     return nnx.Param(init(rngs.params(), shape, jnp.float32), logical=logical)
 
 
-def _linear(x: Array, spec: str, weight: Array) -> Array:
-    return jnp.einsum(spec, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+def _largest(x: Float[Array, "b t f"]) -> Float[Array, "b f"]:
+    """Over the tokens only: a maximum over what the mesh splits would be a collective in every block."""
+    return jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=1)).astype(jnp.float32)
 
 
-def _largest(x: Array) -> Float[Array, ""]:
-    return jax.lax.stop_gradient(jnp.max(jnp.abs(x))).astype(jnp.float32)
+def rms_norm(x: Float[Array, "b *t d"], scale: Float[Array, "*b d"], eps: float) -> Float[Array, "b *t d"]:
+    """Root-mean-square normalisation over the last axis, computed in float32; shape and dtype of ``x``.
 
-
-def rms_norm(x: Float[Array, "*b d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "*b d"]:
-    """Root-mean-square normalisation over the last axis, computed in float32; shape and dtype of ``x``."""
+    ``scale`` is [d], or [b, d] with one for each row.
+    """
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (normed * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
+    of_tokens = jnp.expand_dims(scale.astype(jnp.float32), range(scale.ndim - 1, x.ndim - 1))
+    return (normed * of_tokens).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -92,13 +94,13 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, rotary: tuple[Array, Array], attention_fn: Callable[..., Any]) -> tuple[Array, Any]:
         """``x`` [b, t, d] -> ([b, t, d], the carry of ``attention_fn``)."""
-        q = constrain(_linear(x, "btd,dhk->bthk", self.query[...]), "rows", "tokens", "act_heads", "head_dim")
-        k = _linear(x, "btd,dgk->btgk", self.key[...])
-        v = _linear(x, "btd,dgk->btgk", self.value[...])
+        specs = ("btd,dhk->bthk", "btd,dgk->btgk", "btd,dgk->btgk")
+        q, k, v = linear(specs, x, (self.query[...], self.key[...], self.value[...]))
+        q = constrain(q, "rows", "tokens", "act_heads", "head_dim")
         q = apply_rotary(self.query_norm(q), rotary)
         k = apply_rotary(self.key_norm(k), rotary)
         mixed, carry = attention_fn(q, k, v)
-        return _linear(mixed, "bthk,hkd->btd", self.output[...]), carry
+        return linear(("bthk,hkd->btd",), mixed, (self.output[...],))[0], carry
 
 
 class MLP(nnx.Module):
@@ -110,12 +112,11 @@ class MLP(nnx.Module):
         self.up = _param(rngs, (c.hidden_size, c.intermediate_size), ("embed", "mlp"), normal)
         self.down = _param(rngs, (c.intermediate_size, c.hidden_size), ("mlp", "embed"), normal)
 
-    def __call__(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Float[Array, ""]]:
-        """``x`` -> (the same shape and dtype, the largest absolute value of the product inside)."""
-        gate = _linear(x, "btd,df->btf", self.gate[...])
-        up = constrain(_linear(x, "btd,df->btf", self.up[...]), "rows", "tokens", "act_mlp")
-        product = jax.nn.silu(gate) * up
-        return _linear(product, "btf,fd->btd", self.down[...]), _largest(product)
+    def __call__(self, x: Float[Array, "b t d"]) -> tuple[Float[Array, "b t d"], Float[Array, "b f"]]:
+        """``x`` -> (the same shape and dtype, the largest absolute values of the product inside, over tokens)."""
+        gate, up = linear(("btd,df->btf",) * 2, x, (self.gate[...], self.up[...]))
+        product = jax.nn.silu(gate) * constrain(up, "rows", "tokens", "act_mlp")
+        return linear(("btf,fd->btd",), product, (self.down[...],))[0], _largest(product)
 
 
 class Block(nnx.Module):
@@ -129,13 +130,13 @@ class Block(nnx.Module):
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], attention_fn: Callable[..., Any]
-    ) -> tuple[Array, Any, Array]:
-        """``x`` [b, t, d] -> ([b, t, d], the carry of ``attention_fn``, the largest absolute value in the block)."""
+    ) -> tuple[Array, Any, tuple[Array, Array]]:
+        """``x`` [b, t, d] -> ([b, t, d], the carry of ``attention_fn``, largest absolute values [b, f] and [b, d])."""
         mixed, carry = self.attention(self.attention_norm(x), rotary, attention_fn)
         x = x + mixed
         fed, inside = self.mlp(self.mlp_norm(x))
         x = constrain(x + fed, "rows", "tokens", "act_embed")
-        return x, carry, jnp.maximum(inside, _largest(x))
+        return x, carry, (inside, _largest(x))
 
 
 class Qwen3(nnx.Module):
@@ -198,17 +199,21 @@ def lm_head_table(params: Params) -> Float[Array, "v d"]:
 
 @jax.custom_vjp
 def _rows(table: Array, tokens: Array) -> Array:
-    return table[tokens]
+    """Each device looks up its part of the width and of the vocabulary for the tokens of all: no table is gathered."""
+    table, tokens = constrain(table, "vocab", "embed"), constrain(tokens, None, None)
+    return constrain(constrain(table[tokens], None, None, "embed"), "rows", "tokens", "act_embed")
 
 
 def _rows_fwd(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
     # An empty slice carries the table's width and dtype to the backward pass.
-    return table[tokens], (tokens, table[:, :0])
+    return _rows(table, tokens), (tokens, table[:, :0])
 
 
 def _rows_bwd(saved: tuple[Array, Array], d_rows: Array) -> tuple[Array, None]:
     tokens, empty = saved
-    d_table = jnp.zeros((empty.shape[0], d_rows.shape[-1]), jnp.float32).at[tokens].add(d_rows.astype(jnp.float32))
+    tokens, d_rows = constrain(tokens, None, None), constrain(d_rows, None, None, "embed")
+    zeros = constrain(jnp.zeros((empty.shape[0], d_rows.shape[-1]), jnp.float32), "vocab", "embed")
+    d_table = zeros.at[tokens].add(d_rows.astype(jnp.float32))
     return constrain(d_table, "vocab", "embed").astype(empty.dtype), None
 
 
@@ -217,7 +222,7 @@ _rows.defvjp(_rows_fwd, _rows_bwd)
 
 def embed_tokens(params: Params, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
     """Rows of the table in its dtype; their gradient is summed in float32."""
-    return _rows(constrain(params["embed"], None, None), tokens)
+    return _rows(params["embed"], tokens)
 
 
 def run_blocks(
@@ -248,7 +253,7 @@ def run_blocks(
     graphdef = _declaration(config)[0]
     rotary = rotary_tables(positions, config.head_dim, config.rope_theta)
 
-    def body(state: tuple[Array, Any], layer: tuple[Any, Array]) -> tuple[tuple[Array, Any], Array]:
+    def body(state: tuple[Array, Any], layer: tuple[Any, Array]) -> tuple[tuple[Array, Any], tuple[Array, Array]]:
         x, carry = state
         block = nnx.merge(graphdef, layer[0])
         x, carry, largest = block(x, rotary, functools.partial(attention_fn, carry, layer[1]))
@@ -256,8 +261,25 @@ def run_blocks(
 
     body = jax.checkpoint(body, prevent_cse=False) if remat else body
     x = constrain(x, "rows", "tokens", "act_embed")
-    (x, carry), largest = jax.lax.scan(body, (x, carry), (params["layers"], jnp.arange(config.num_layers)))
-    return rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps), carry, jnp.max(largest)
+    layers = _scales_of_rows(params["layers"], x.shape[0])
+    (x, carry), largest = jax.lax.scan(body, (x, carry), (layers, jnp.arange(config.num_layers)))
+    hidden = rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps)
+    return hidden, carry, functools.reduce(jnp.maximum, map(jnp.max, largest))
+
+
+def _scales_of_rows(layers: Params, rows: int) -> Params:
+    """The blocks with a float32 copy of each norm's scale [layers, b, d] for every row.
+
+    The rows' gradients of the scales are then added up once, after the last block, and not in every block.
+    """
+
+    def copied(path: tuple[Any, ...], leaf: Array) -> Array:
+        if path[-1].key != "scale":
+            return leaf
+        copies = jnp.broadcast_to(leaf.astype(jnp.float32)[:, None], (leaf.shape[0], rows, leaf.shape[1]))
+        return constrain(copies, "layers", "rows", "norm")
+
+    return jax.tree_util.tree_map_with_path(copied, layers)
 
 
 def hidden_states(
