@@ -1,79 +1,100 @@
 """The device mesh, the table from logical axes to mesh axes, and constraints by logical axis.
 
-Weights are sharded over both mesh axes: ``fsdp`` splits the model width, ``tp`` splits heads, the MLP's inner width and
-the vocabulary. Activations are split by rows over ``fsdp``.
+Weights are sharded over two of the mesh axes: ``fsdp`` splits the model width, ``tp`` splits heads, the MLP's inner
+width and the vocabulary. Each part of ``replica`` has all of them. Activations are split by rows over ``replica`` and
+``fsdp``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("fsdp", "tp")
+MESH_AXES = ("replica", "fsdp", "tp")
 
-# Logical axis -> mesh axis. None: not split.
-RULES: dict[str, str | None] = {
-    "layers": None,
-    "embed": "fsdp",
-    "heads": "tp",
-    "kv_heads": "tp",
-    "head_dim": None,
-    "mlp": "tp",
-    "vocab": "tp",
-    "norm": None,
-    "micro": None,
-    "rows": "fsdp",
-    "tokens": None,
-    "act_embed": None,
-    "act_heads": "tp",
-    "act_mlp": "tp",
+# Logical axis -> mesh axes that split it.
+RULES: dict[str, tuple[str, ...]] = {
+    "layers": (),
+    "embed": ("fsdp",),
+    "heads": ("tp",),
+    "kv_heads": ("tp",),
+    "head_dim": (),
+    "mlp": ("tp",),
+    "vocab": ("tp",),
+    "norm": (),
+    "micro": (),
+    "rows": ("replica", "fsdp"),
+    "tokens": (),
+    "act_embed": (),
+    "act_heads": ("tp",),
+    "act_mlp": ("tp",),
 }
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices each mesh axis takes; -1 for fsdp means all that tp leaves."""
+    """How many devices each mesh axis takes."""
 
     fsdp: int = -1
-    """Number of parts into which the model width and the rows of a batch are split. -1: all devices that ``tp`` leaves.
-    """
+    """Number of parts into which the model width and the rows of a batch are split. -1: all devices that ``tp`` and
+    ``replica`` leave."""
     tp: int = 1
-    """Number of parts into which heads, MLP width and vocabulary are split."""
+    """Number of parts into which heads, MLP width and vocabulary are split. At most the devices of one node."""
+    replica: int = 1
+    """Number of complete copies of the sharded weights (hybrid sharding). Each copy takes a part of the rows; weights
+    are gathered inside a copy, and gradients are added up across copies once a step. A copy takes neighbouring devices:
+    with as many copies as nodes, weights do not travel between nodes."""
+    keep_gathered: bool = False
+    """Gather the 16-bit weights over ``fsdp`` once a step and keep them (2 bytes a parameter on each device, over
+    ``tp``), in place of gathering them twice for each micro-batch."""
 
     def __post_init__(self) -> None:
-        if self.tp < 1 or self.fsdp < -1 or self.fsdp == 0:
-            raise ValueError(f"fsdp must be -1 or at least 1 and tp at least 1, got {self.fsdp} and {self.tp}")
+        if self.tp < 1 or self.replica < 1 or self.fsdp < -1 or self.fsdp == 0:
+            raise ValueError(
+                f"fsdp must be -1 or at least 1, tp and replica at least 1, got {self.fsdp}, {self.tp}, {self.replica}"
+            )
+
+    def shape(self, num_devices: int) -> tuple[int, int, int]:
+        """Sizes of the axes on so many devices, in the order of ``MESH_AXES``."""
+        fsdp = max(1, num_devices // (self.replica * self.tp)) if self.fsdp == -1 else self.fsdp
+        return self.replica, fsdp, self.tp
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """An ``('fsdp', 'tp')`` mesh with GSPMD (Auto) axes over the first ``fsdp * tp`` devices.
+    """A mesh of ``MESH_AXES`` with GSPMD (Auto) axes over the first ``replica * fsdp * tp`` devices.
+
+    Neighbours on ``tp``, then on ``fsdp``, are neighbours on the links of a TPU, and devices of one process elsewhere.
 
     Raises:
-      ValueError: more devices asked for than there are, or tp does not divide them.
+      ValueError: more devices asked for than there are.
     """
     devices = list(jax.devices() if devices is None else devices)
-    fsdp = len(devices) // config.tp if config.fsdp == -1 else config.fsdp
-    if fsdp < 1 or fsdp * config.tp > len(devices):
-        raise ValueError(
-            f"a mesh of fsdp={config.fsdp}, tp={config.tp} needs more than the {len(devices)} devices here"
-        )
-    grid = np.asarray(devices[: fsdp * config.tp]).reshape(fsdp, config.tp)
+    shape = config.shape(len(devices))
+    if math.prod(shape) > len(devices):
+        sizes = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True))
+        raise ValueError(f"a mesh of {sizes} needs more than the {len(devices)} devices here")
+    grid = mesh_utils.create_device_mesh(shape, devices[: math.prod(shape)])
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def fit_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
     """The PartitionSpec of an array of this shape with these logical axes (None: not split).
 
-    A mesh axis that does not divide its dimension is left out: 2 heads on tp=4 are replicated.
+    Mesh axes that do not divide their dimension are left out: 2 heads on tp=4 are replicated. So are those over which
+    the context works device by device already (``jax.shard_map``).
     """
-    axes = [None if name is None else RULES[name] for name in logical]
-    fits = [axis is not None and size % mesh.shape[axis] == 0 for axis, size in zip(axes, shape, strict=True)]
-    return PartitionSpec(*(axis if fit else None for axis, fit in zip(axes, fits, strict=True)))
+    automatic = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    axes = [tuple(axis for axis in (RULES[name] if name else ()) if axis in automatic) for name in logical]
+    ways = [math.prod(mesh.shape[axis] for axis in names) for names in axes]
+    return PartitionSpec(
+        *(names if names and size % n == 0 else None for names, size, n in zip(axes, shape, ways, strict=True))
+    )
 
 
 def named_sharding(mesh: Mesh, logical: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
@@ -97,5 +118,4 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
 def axis_size(logical: str) -> int:
     """Ways a logical axis is split on the mesh of the context (``jax.set_mesh``); 1 without one."""
     mesh: Any = jax.sharding.get_abstract_mesh()
-    axis = RULES[logical]
-    return 1 if mesh.empty or axis is None else int(mesh.shape[axis])
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in RULES[logical])

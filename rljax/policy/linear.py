@@ -16,9 +16,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from rljax.sharding import axis_size
+
+PRODUCT = "product"
 
 
 def _product(spec: str, a: Array, b: Array) -> Array:
@@ -28,6 +31,10 @@ def _product(spec: str, a: Array, b: Array) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(specs: Sequence[str], x: Array, weights: Sequence[Array]) -> tuple[Array, ...]:
+    return tuple(_product(spec, x, weight).astype(x.dtype) for spec, weight in zip(specs, weights, strict=True))
+
+
 def linear(specs: Sequence[str], x: Array, weights: Sequence[Array]) -> tuple[Array, ...]:
     """``einsum(spec, x, weight)`` for each spec with its weight.
 
@@ -39,15 +46,15 @@ def linear(specs: Sequence[str], x: Array, weights: Sequence[Array]) -> tuple[Ar
       weights: of the dtype of ``x``.
 
     Returns:
-      The products, in the dtype of ``x``.
+      The products, in the dtype of ``x``, under the name ``PRODUCT`` for ``jax.checkpoint``.
     """
-    return tuple(_product(spec, x, weight).astype(x.dtype) for spec, weight in zip(specs, weights, strict=True))
+    return tuple(checkpoint_name(product, PRODUCT) for product in _linear(specs, x, weights))
 
 
 def _forward(
     specs: Sequence[str], x: Array, weights: Sequence[Array]
 ) -> tuple[tuple[Array, ...], tuple[Array, Sequence[Array]]]:
-    return linear(specs, x, weights), (x, weights)
+    return _linear(specs, x, weights), (x, weights)
 
 
 def _backward(
@@ -65,4 +72,4 @@ def _backward(
     return functools.reduce(jnp.add, d_x).astype(x.dtype), tuple(d_weights)
 
 
-linear.defvjp(_forward, _backward)
+_linear.defvjp(_forward, _backward)

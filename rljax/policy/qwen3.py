@@ -9,20 +9,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.attention import packed_attention
 from rljax.policy.config import PolicyConfig
-from rljax.policy.linear import linear
+from rljax.policy.linear import PRODUCT, linear
 from rljax.sharding import constrain, named_sharding
 
 Params = dict[str, Any]
+Remat = Literal["none", "dots", "blocks", "offload"]
+# What the backward pass finds of a block, besides its input, and does not recompute.
+_BLOCK_INPUT = "block_input"
+_SAVED: dict[str, Any] = {
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    "blocks": None,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
 # (carry, layer index, q, k, v) -> (attention output, carry); the carry is a cache, or ().
 AttentionFn = Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
 
@@ -233,7 +247,7 @@ def run_blocks(
     attention_fn: AttentionFn,
     carry: Any = (),
     *,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> tuple[Float[Array, "b t d"], Any, Float[Array, ""]]:
     """Scans the blocks over ``x`` and applies the final norm.
 
@@ -244,7 +258,7 @@ def run_blocks(
       positions: rotary position of each token inside its own segment.
       attention_fn: attention of one layer's heads; gets and returns ``carry``.
       carry: threaded through the blocks.
-      remat: recompute each block in the backward pass.
+      remat: what the backward pass finds of a block, and what it recomputes.
 
     Returns:
       Hidden states in the dtype of ``x``, the carry, and the largest absolute value among the residual stream and the
@@ -254,12 +268,13 @@ def run_blocks(
     rotary = rotary_tables(positions, config.head_dim, config.rope_theta)
 
     def body(state: tuple[Array, Any], layer: tuple[Any, Array]) -> tuple[tuple[Array, Any], tuple[Array, Array]]:
-        x, carry = state
+        x, carry = checkpoint_name(state[0], _BLOCK_INPUT), state[1]
         block = nnx.merge(graphdef, layer[0])
         x, carry, largest = block(x, rotary, functools.partial(attention_fn, carry, layer[1]))
         return (x, carry), largest
 
-    body = jax.checkpoint(body, prevent_cse=False) if remat else body
+    if remat != "none":
+        body = jax.checkpoint(body, prevent_cse=False, policy=_SAVED[remat])
     x = constrain(x, "rows", "tokens", "act_embed")
     layers = _scales_of_rows(params["layers"], x.shape[0])
     (x, carry), largest = jax.lax.scan(body, (x, carry), (layers, jnp.arange(config.num_layers)))
@@ -289,7 +304,7 @@ def hidden_states(
     segment_ids: Int[Array, "b t"],
     positions: Int[Array, "b t"],
     *,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> tuple[Float[Array, "b t d"], Float[Array, ""]]:
     """Hidden states of packed rows, ready for the LM head, and the largest activation (see ``run_blocks``).
 

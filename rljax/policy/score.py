@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision, token_logprobs
-from rljax.policy.qwen3 import Params, cast_params, hidden_states, lm_head_table
+from rljax.policy.qwen3 import Params, Remat, cast_params, hidden_states, lm_head_table
 
 
 class Scores(NamedTuple):
@@ -32,7 +32,7 @@ def packed_logprobs(
     *,
     temperature: float = 1.0,
     lm_head_dtype: Any = None,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> Scores:
     """``logprobs[b, t]`` of ``tokens[b, t]`` given the tokens before it in its own segment, and the entropy there.
 
@@ -44,7 +44,7 @@ def packed_logprobs(
       positions: 0, 1, 2, ... inside each segment.
       temperature: of the scored distribution; positive.
       lm_head_dtype: dtype of the operands of the LM head's products; None: that of hidden states and table.
-      remat: recompute blocks in the backward pass.
+      remat: what the backward pass recomputes.
     """
     hidden, activation_max = hidden_states(params, config, tokens, segment_ids, positions, remat=remat)
     # Token t is predicted from the state at t-1; the last state of a row predicts nothing.

@@ -216,6 +216,7 @@ def make_update(
         batch_shape=batch_shape(config, count),
         temperature=temperature,
         diagnosis=None if several else config.diagnosis,
+        keep_gathered=config.mesh.keep_gathered,
     )
     forward = functools.partial(step.forward, num_sequences=config.num_sequences, diagnosis=config.diagnosis)
     reference = None if frozen is None else functools.partial(reference_logprobs, forward, frozen)

@@ -41,8 +41,7 @@ def dry_run(config: Config) -> str:
 
 def shape_mesh(config: MeshConfig) -> AbstractMesh:
     """The mesh's shape without its devices; ``fsdp: -1`` counts those here."""
-    fsdp = max(1, jax.device_count() // config.tp) if config.fsdp == -1 else config.fsdp
-    return AbstractMesh((fsdp, config.tp), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return AbstractMesh(config.shape(jax.device_count()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
@@ -53,10 +52,11 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
             f"data.max_prompt_tokens + {longest}.max_response_tokens = {config.max_engine_tokens} is longer than the "
             f"model's max_position_embeddings = {policy.max_position_embeddings}"
         )
-    if config.packing.rows_per_micro_batch % mesh.shape["fsdp"]:
+    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+    if config.packing.rows_per_micro_batch % ways:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
-            f"{mesh.shape['fsdp']} ways that the mesh splits rows (mesh.fsdp)"
+            f"{ways} ways that the mesh splits rows (mesh.replica x mesh.fsdp)"
         )
     batch_shape(config)
     if config.rollout.engine == "exact":  # it also takes what is sampled in evaluations
@@ -120,9 +120,10 @@ def describe_model(config: Config, policy: PolicyConfig, mesh: Any) -> Lines:
     """The policy and the mesh."""
     state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=False)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    fsdp, tp = mesh.shape["fsdp"], mesh.shape["tp"]
-    here = jax.device_count()
-    more = f"; only {here} here" if fsdp * tp > here else ""
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 or axis != "replica"}
+    shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    devices, here = math.prod(sizes.values()), jax.device_count()
+    more = f"; only {here} here" if devices > here else ""
     where = "of the hub" if is_hub_id(config.model.path) else "here"
     return {
         "model": (
@@ -130,7 +131,7 @@ def describe_model(config: Config, policy: PolicyConfig, mesh: Any) -> Lines:
             f"{policy.num_heads} heads, vocabulary {policy.vocab_size:,}"
         ),
         "parameters": f"{count:,}",
-        "mesh": f"fsdp {fsdp} x tp {tp} = {fsdp * tp} device{'s' * (fsdp * tp > 1)}{more}",
+        "mesh": f"{shape} = {devices} device{'s' * (devices > 1)}{more}",
     }
 
 

@@ -72,7 +72,7 @@ def full_scores(
       precision: dtype of the LM head's products, and whether to recompute blocks.
     """
     hidden, activation_max = hidden_states(
-        compute, config, micro.tokens, micro.segment_ids, micro.positions, remat=precision.remat
+        compute, config, micro.tokens, micro.segment_ids, micro.positions, remat=precision.remat_policy
     )
     hidden, table = head_operands(hidden, lm_head_table(compute), precision.head_dtype)
     exactness = matmul_precision(table.dtype)

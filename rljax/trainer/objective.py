@@ -21,6 +21,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig, correct, gradie
 from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss
 from rljax.mismatch import Statistics
 from rljax.mismatch.correction import finalize_correction
+from rljax.sharding import constrain
 from rljax.trainer.packing import PackedBatch
 
 
@@ -97,7 +98,7 @@ class Objective:
         if not self.needs_old_logprobs:
             return 1.0
         arrays = (batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids)
-        *rows, ids = (jnp.reshape(array, (-1, array.shape[-1])) for array in arrays)
+        *rows, ids = (constrain(array, None, None, None).reshape(-1, array.shape[-1]) for array in arrays)
         statistics = correct(self.correction, *rows, sequence_ids=ids, num_sequences=self.num_sequences)[2]
         return gradient_divisor(self.correction, statistics)
 

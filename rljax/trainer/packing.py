@@ -19,7 +19,7 @@ class PackingConfig:
     """Length of a row (tokens). 0: the longest sequence that can occur, rounded up to a multiple of 64, or above 1024
     to a multiple of 1024 (attention processes long rows in chunks of 1024 queries)."""
     rows_per_micro_batch: int = 8
-    """Rows of a micro-batch. It must be a multiple of the size of the mesh axis fsdp."""
+    """Rows of a micro-batch. It must be a multiple of the sizes of the mesh axes replica and fsdp together."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "row_tokens")

@@ -22,16 +22,19 @@ from jax.sharding import Mesh, NamedSharding
 from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision
-from rljax.policy.qwen3 import Params, cast_params
+from rljax.policy.qwen3 import Params, Remat, cast_params, logical_axes
 from rljax.policy.score import Scores, packed_logprobs
 from rljax.schedule import get_learning_rate, set_learning_rate
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective, loss_row
 from rljax.trainer.packing import PackedBatch
+from rljax.trainer.replicas import merge_over_replicas, on_each_replica, replicas, sum_over_replicas
 from rljax.trainer.state import TrainState, abstract_state, adjust_loss_scale
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+OF_POLICY = ("tokens", "segment_ids", "positions")
+"""Arrays of a batch that the policy reads."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,17 @@ class PrecisionConfig:
     """Dtype in which the LM head multiplies. compute: ``compute_dtype`` in the trainer; an engine rounds its logits to
     ``rollout.dtype``. float32: trainer and engine upcast hidden states and table from these dtypes first, and an engine
     does not round its logits; a vLLM server must be started with ``--head-dtype float32``."""
-    remat: bool = False
-    """Recompute each block in the backward pass instead of storing its activations."""
+    remat: bool | Remat = "none"
+    """What the backward pass recomputes of a block. none: nothing, all activations are kept. dots: what lies between
+    its products with weights. blocks (or true): all but the block's input. offload: the same, with the inputs in the
+    host's memory (GPU and TPU)."""
+
+    @property
+    def remat_policy(self) -> Remat:
+        """``remat`` by its name."""
+        if isinstance(self.remat, bool):
+            return "blocks" if self.remat else "none"
+        return self.remat
 
     @property
     def head_dtype(self) -> Any:
@@ -126,7 +138,7 @@ def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: fl
             micro.positions,
             temperature=temperature,
             lm_head_dtype=precision.head_dtype,
-            remat=precision.remat,
+            remat=precision.remat_policy,
         )
         logprobs, entropy = (constrain(x, None, None) for x in (scores.logprobs, scores.entropy))
         return scores._replace(logprobs=logprobs, entropy=entropy)
@@ -154,14 +166,35 @@ def over_micro_batches(
 
     def of_index(index: jax.Array | int) -> tuple[Any, jax.Array]:
         arrays = batch._replace(used=None)
-        return each(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), arrays))
+        micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), arrays)
+        return each(with_all_rows(micro))
 
     def body(index: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         found, logprobs = of_index(index)
-        return add(carry[0], found), jax.lax.dynamic_update_index_in_dim(carry[1], logprobs, index, 0)
+        of_rows = constrain(logprobs, "rows", "tokens")
+        return add(carry[0], found), jax.lax.dynamic_update_index_in_dim(carry[1], of_rows, index, 0)
 
     start = zero(jax.eval_shape(of_index, 0)[0])
-    return jax.lax.fori_loop(0, batch.used, body, (start, jnp.zeros(batch.tokens.shape, jnp.float32)))
+    nothing = constrain(jnp.zeros(batch.tokens.shape, jnp.float32), "micro", "rows", "tokens")
+    return jax.lax.fori_loop(0, batch.used, body, (start, nothing))
+
+
+def with_all_rows(micro: PackedBatch) -> PackedBatch:
+    """A micro-batch whose arrays, but for those that the policy reads, hold all rows on each device.
+
+    Losses, corrections and measurements are a few operations a token with many sums. Done by every device for all
+    tokens they take no collective of their own; on simulated CPU devices, whose order of independent collectives is
+    not fixed, many of them can wait for each other for good. The arrays travel together, as one.
+    """
+    kept = {name: getattr(micro, name) for name in OF_POLICY}
+    arrays, structure = jax.tree.flatten(micro._replace(**dict.fromkeys(OF_POLICY)))
+    bits = [x.astype(jnp.int32) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, jnp.int32) for x in arrays]
+    whole = constrain(jnp.stack(bits), None, None, None)
+    found = [
+        part.astype(x.dtype) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(part, x.dtype)
+        for part, x in zip(whole, arrays, strict=True)
+    ]
+    return jax.tree.unflatten(structure, found)._replace(**kept)
 
 
 def square_norm(grads: Params) -> jax.Array:
@@ -189,14 +222,27 @@ def add_micro_batch(
 
 
 def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
-    """The batch on the devices: what the policy reads split by rows, the rest complete on each of them.
+    """The batch on the devices, split by rows."""
+    shardings = jax.tree.map(lambda _: by_rows, batch)
+    return jax.device_put(batch, shardings._replace(used=everywhere))
 
-    Losses, corrections and measurements are a few operations a token with many sums. Done by every device for all
-    tokens they take no collective of their own; on simulated CPU devices, whose order of independent collectives is
-    not fixed, many of them can wait for each other for good.
-    """
-    shardings = jax.tree.map(lambda _: everywhere, batch)
-    return jax.device_put(batch, shardings._replace(tokens=by_rows, segment_ids=by_rows, positions=by_rows))
+
+def _add_up(totals: Totals) -> Totals:
+    grads, square_norms = sum_over_replicas((totals.grads, totals.square_norms))
+    return Totals(grads, square_norms, merge_over_replicas(totals.loss), merge_over_replicas(totals.measured))
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def _without_embed(axes: tuple[str, ...]) -> tuple[str | None, ...]:
+    return tuple(None if axis == "embed" else axis for axis in axes)
+
+
+def constrain_tree(params: Params, axes: Params) -> Params:
+    """Each parameter constrained to its logical axes."""
+    return jax.tree.map(lambda leaf, names: constrain(leaf, *names), params, axes)
 
 
 class TrainStep:
@@ -213,6 +259,7 @@ class TrainStep:
         batch_shape: tuple[int, int, int],
         temperature: float = 1.0,
         diagnosis: DiagnosisConfig | None,
+        keep_gathered: bool = False,
     ):
         """Builds the step; it is compiled at the first call and never again.
 
@@ -225,39 +272,55 @@ class TrainStep:
           batch_shape: (micro-batches, rows, tokens) of every batch.
           temperature: of the rollouts; log-probabilities are of the distribution that was sampled from.
           diagnosis: how the mismatch is taken apart; None: it is not measured here.
+          keep_gathered: as ``MeshConfig.keep_gathered``.
         """
         dynamic = precision.compute_dtype == "float16"
         dtype = jnp.dtype(precision.compute_dtype)
         score = make_score(config, precision, temperature)
+        axes = logical_axes(config)
+        axes_of_copy = jax.tree.map(_without_embed, axes, is_leaf=_is_axes) if keep_gathered else axes
 
         def train_step(
             state: TrainState, batch: PackedBatch, controls: Controls
         ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-            def each(micro: PackedBatch) -> tuple[Found, jax.Array]:
-                grads, loss, scores = micro_gradients(compute, micro, objective, score, scale, provisional, mean_weight)
-                return (grads, loss, measure(scores, micro, objective.num_sequences, diagnosis)), scores.logprobs
+            def work(
+                batch: PackedBatch, compute: Params, scale: Any, provisional: Any, mean_weight: Any, noise: Any
+            ) -> tuple[Totals, jax.Array]:
+                def each(micro: PackedBatch) -> tuple[Found, jax.Array]:
+                    grads, loss, scores = micro_gradients(
+                        compute, micro, objective, score, scale, provisional, mean_weight
+                    )
+                    found = grads, loss, measure(scores, micro, objective.num_sequences, diagnosis)
+                    return found, scores.logprobs
 
-            def add(totals: Totals, found: Found) -> Totals:
-                return add_micro_batch(totals, *found, controls.measure_noise)
+                def add(totals: Totals, found: Found) -> Totals:
+                    return constrained(add_micro_batch(totals, *found, noise))
+
+                return over_micro_batches(batch, each, lambda shapes: constrained(zero_totals(*shapes)), add)
+
+            def constrained(totals: Totals) -> Totals:
+                return totals._replace(grads=constrain_tree(totals.grads, axes))
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
-                compute, scale = cast_params(state.params, dtype), state.loss_scale.scale
-                provisional, mean_weight = objective.provisional(batch), objective.mean_weight(batch)
-                totals, logprobs = over_micro_batches(batch, each, lambda shapes: zero_totals(*shapes), add)
+                compute = constrain_tree(cast_params(state.params, dtype), axes_of_copy)
+                shared = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
+                totals, logprobs = on_each_replica(work, _add_up, batch, compute, *shared, controls.measure_noise)
             state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
             return state, row | finalize_measured(totals.measured, diagnosis), logprobs
 
         def forward(
             params: Params, batch: PackedBatch, *, num_sequences: int, diagnosis: DiagnosisConfig
         ) -> tuple[dict[str, jax.Array], jax.Array]:
-            compute = cast_params(params, dtype)
+            def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], jax.Array]:
+                def each(micro: PackedBatch) -> tuple[dict[str, Statistics], jax.Array]:
+                    scores = score(compute, micro)
+                    return measure(scores, micro, num_sequences, diagnosis), scores.logprobs
 
-            def each(micro: PackedBatch) -> tuple[dict[str, Statistics], jax.Array]:
-                scores = score(compute, micro)
-                return measure(scores, micro, num_sequences, diagnosis), scores.logprobs
+                return over_micro_batches(batch, each, zeros, merge)
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
-                measured, logprobs = over_micro_batches(batch, each, zeros, merge)
+                compute = constrain_tree(cast_params(params, dtype), axes_of_copy)
+                measured, logprobs = on_each_replica(work, merge_over_replicas, batch, compute)
             return finalize_measured(measured, diagnosis), logprobs
 
         abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic)
@@ -345,7 +408,7 @@ def update_state(
     adjusted = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
     loss_scale = jax.tree.map(lambda new, old: jnp.where(wanted, new, old), adjusted, state.loss_scale)
     state = TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1))
-    noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, batch.used)
+    noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, batch.used * replicas())
     return state, loss_row(objective, totals.loss, rescaling) | {
         "optimizer/grad_norm": grad_norm,
         "optimizer/grad_noise": jnp.where(controls.measure_noise, noise, jnp.nan),

@@ -1,4 +1,4 @@
-"""The same step on 1x1, 8x1 and 4x2 meshes: gradients, metrics, placement, one compilation."""
+"""The same step on meshes of several shapes: gradients, metrics, placement, collectives, one compilation."""
 
 import jax
 import jax.numpy as jnp
@@ -56,16 +56,17 @@ def batch(seed=0):
     return pack(sequences(seed), row_tokens=t, rows_per_micro_batch=b, micro_batches=m)
 
 
-def build(fsdp, tp, tx, dtype="float32"):
-    mesh = make_mesh(MeshConfig(fsdp, tp))
+def build(fsdp, tp, tx, dtype="float32", replica=1, keep_gathered=False, remat="none"):
+    mesh = make_mesh(MeshConfig(fsdp, tp, replica))
     step = TrainStep(
         CONFIG,
         tx,
         mesh,
-        precision=PrecisionConfig(compute_dtype=dtype),
+        precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
         objective=Objective(LOSS, CORRECTION, COUNT, 16),
         batch_shape=shape(),
         diagnosis=DiagnosisConfig(),
+        keep_gathered=keep_gathered,
     )
     state = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=dtype == "float16")
     return mesh, step, state
@@ -83,9 +84,19 @@ def single():
     return jax.device_get((state.opt_state.inner_state.trace, metrics, logprobs))
 
 
-@pytest.mark.parametrize(("fsdp", "tp"), [(8, 1), (4, 2), (2, 4)])
-def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, single):
-    _, step, state = build(fsdp, tp, gradient_keeper())
+@pytest.mark.parametrize(
+    ("fsdp", "tp", "options"),
+    [
+        (8, 1, {}),
+        (4, 2, {}),
+        (2, 4, {"remat": "dots"}),
+        (8, 1, {"keep_gathered": True, "remat": True}),
+        (4, 1, {"replica": 2}),
+        (2, 2, {"replica": 2, "remat": "blocks"}),
+    ],
+)
+def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, single):
+    _, step, state = build(fsdp, tp, gradient_keeper(), **options)
     state, metrics, logprobs = jax.device_get(step(state, batch(), 0.1, True))
     expected_grads, expected_metrics, expected_logprobs = single
     for g, expected in zip(
