@@ -8,7 +8,7 @@ width and the vocabulary. Each part of ``replica`` has all of them. Activations 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,12 +89,17 @@ def fit_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Any) -> 
     Mesh axes that do not divide their dimension are left out: 2 heads on tp=4 are replicated. So are those over which
     the context works device by device already (``jax.shard_map``).
     """
-    automatic = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
-    axes = [tuple(axis for axis in (RULES[name] if name else ()) if axis in automatic) for name in logical]
+    axes = [_automatic(name, mesh) for name in logical]
     ways = [math.prod(mesh.shape[axis] for axis in names) for names in axes]
     return PartitionSpec(
         *(names if names and size % n == 0 else None for names, size, n in zip(axes, shape, ways, strict=True))
     )
+
+
+def _automatic(logical: str | None, mesh: Any) -> tuple[str, ...]:
+    """Mesh axes that split a logical axis and are left to GSPMD in the context."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(axis for axis in (RULES[logical] if logical else ()) if kinds[axis] == AxisType.Auto)
 
 
 def named_sharding(mesh: Mesh, logical: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
@@ -118,4 +123,35 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
 def axis_size(logical: str) -> int:
     """Ways a logical axis is split on the mesh of the context (``jax.set_mesh``); 1 without one."""
     mesh: Any = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in RULES[logical])
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _automatic(logical, mesh))
+
+
+def on_each_device(
+    f: Callable[..., Any],
+    in_axes: Sequence[Sequence[str | None]],
+    out_axes: Sequence[Sequence[str | None]],
+    *,
+    rows: int,
+) -> Callable[..., Any]:
+    """``f`` as each device of the context's mesh computes it on the part it has (``jax.shard_map``); else ``f`` itself.
+
+    Inside, a branch is taken by each device alone. Not to be differentiated: make it the inside of a ``custom_vjp``.
+
+    Args:
+      f: from arrays to a tuple of arrays.
+      in_axes: logical axes of each argument; a mesh axis must divide the size of what it splits.
+      out_axes: logical axes of each result.
+      rows: size of the logical axis "rows", which is not split where its mesh axis does not divide it.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return f
+    whole = {"rows"} if rows % axis_size("rows") else set()
+
+    def specs(every: Sequence[Sequence[str | None]]) -> tuple[PartitionSpec, ...]:
+        names = ([() if name in whole else _automatic(name, mesh) for name in axes] for axes in every)
+        return tuple(PartitionSpec(*axes) for axes in names)
+
+    # The arrays that are not split are computed alike by every device, which the check cannot see.
+    names = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    return jax.shard_map(f, in_specs=specs(in_axes), out_specs=specs(out_axes), axis_names=names, check_vma=False)

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# Above this many query positions a row's scores are computed, and recomputed, in chunks: memory t * chunk, not t * t.
-QUERY_CHUNK = 1024
+from rljax.policy.attention_blocks import block_attention
+
+ONE_PIECE = 1024
+"""Longest row (tokens) whose scores exist all at once."""
 _MASKED = -1e30
 
 
@@ -42,22 +44,11 @@ def packed_attention(
     v: Float[Array, "b t g k"],
     segment_ids: Int[Array, "b t"],
 ) -> Float[Array, "b t h k"]:
-    """Causal attention inside each segment of packed rows.
+    """Causal attention inside each segment of packed rows, on any backend.
 
-    Rows longer than ``QUERY_CHUNK`` (and a multiple of it) go through query chunks that are recomputed in the backward
-    pass; shorter ones in one piece.
+    Rows of up to ``ONE_PIECE`` tokens are computed in one piece, longer ones block by block (``block_attention``). The
+    output of a padding token is finite and means nothing.
     """
-    t = q.shape[1]
-    if t <= QUERY_CHUNK or t % QUERY_CHUNK:
+    if q.shape[1] <= ONE_PIECE:
         return attend(q, k, v, segment_mask(segment_ids))
-    key_index = jnp.arange(t)
-
-    @jax.checkpoint
-    def one_chunk(start: Int[Array, ""]) -> Float[Array, "b c h k"]:
-        query = jax.lax.dynamic_slice_in_dim(q, start, QUERY_CHUNK, axis=1)
-        segment = jax.lax.dynamic_slice_in_dim(segment_ids, start, QUERY_CHUNK, axis=1)
-        causal = (start + jnp.arange(QUERY_CHUNK))[:, None] >= key_index[None, :]
-        return attend(query, k, v, causal[None] & (segment[:, :, None] == segment_ids[:, None, :]))
-
-    chunks = jax.lax.map(one_chunk, jnp.arange(0, t, QUERY_CHUNK))
-    return jnp.moveaxis(chunks, 0, 1).reshape(q.shape)
+    return block_attention(q, k, v, segment_ids)

@@ -1,53 +1,127 @@
-"""Long rows go through query chunks: same numbers, same gradients, no leak."""
+"""Attention of packed rows against a float64 reference: values, gradients, what cannot leak, what is never made."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed_rows import equations, gradients, heads, reference, row
 
-from rljax.policy import attention
 from rljax.policy.attention import attend, packed_attention, segment_mask
+from rljax.policy.attention_blocks import block_attention, block_pairs, block_size
+
+ROWS = {
+    "one sequence a row": ([96], [95]),
+    "packed": ([7, 40, 1, 33], [16, 16, 32, 20]),
+    "padding alone": ([], [50]),
+}
 
 
-@pytest.fixture
-def arrays(monkeypatch):
-    monkeypatch.setattr(attention, "QUERY_CHUNK", 16)
-    rng = np.random.default_rng(0)
-    q = rng.normal(size=(2, 64, 4, 8)).astype(np.float32)
-    k, v = (rng.normal(size=(2, 64, 2, 8)).astype(np.float32) for _ in range(2))
-    segments = np.repeat([[1, 2, 3, 0], [1, 1, 2, 2]], 16, axis=1).astype(np.int32)
-    return q, k, v, segments
+def batch(*lengths, t=96):
+    return np.stack([row(t, each) for each in lengths])
 
 
-def test_chunks_give_the_plain_values_and_gradients(arrays):
-    q, k, v, segments = (jnp.asarray(x) for x in arrays)
-    weights = jnp.sin(jnp.arange(q.size).reshape(q.shape))
-
-    def chunked(q, k, v):
-        return jnp.sum(weights * packed_attention(q, k, v, segments))
-
-    def plain(q, k, v):
-        return jnp.sum(weights * attend(q, k, v, segment_mask(segments)))
-
-    got, expected = jax.value_and_grad(chunked, (0, 1, 2))(q, k, v), jax.value_and_grad(plain, (0, 1, 2))(q, k, v)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+def small_blocks(q, k, v, segments):
+    return block_attention(q, k, v, segments, block=16)
 
 
-def test_nothing_crosses_a_segment_in_chunks(arrays):
-    q, k, v, segments = arrays
-    before = np.asarray(packed_attention(q, k, v, segments))
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("t", [96, 101])
+def test_blocks_give_the_values_and_gradients_of_float64(lengths, t):
+    segments = batch(*lengths, t=t)
+    arrays = heads(segments)
+    got = gradients(small_blocks, arrays, segments)
+    for x, expected in zip(got, reference(*arrays, segments), strict=True):
+        np.testing.assert_allclose(x, expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
+def test_16_bit_products_are_summed_in_float32(dtype, bits):
+    segments = batch([512], [100, 200, 150], t=512)
+    arrays = heads(segments, dtype)
+    got = gradients(block_attention, arrays, segments)
+    for x, expected in zip(got, reference(*arrays, segments), strict=True):
+        error = np.sqrt(np.mean((x.astype(np.float64) - expected) ** 2) / np.mean(expected**2))
+        assert error < 0.75 * 2.0**-bits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_nothing_of_a_segment_reaches_another(dtype):
+    segments = batch([7, 40, 1, 33], [16, 16, 32, 20])
+    arrays = heads(segments, dtype)
+    changed = (segments == 2)[:, :, None, None]
+    others = [np.where(changed, x * 3 + 1, x).astype(x.dtype) for x in arrays]
+    before, after = (gradients(small_blocks, x, segments) for x in (arrays, others))
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_array_equal(x[segments != 2], y[segments != 2])
+        assert not np.array_equal(x, y)
+
+
+def test_blocks_that_share_no_segment_are_not_multiplied():
+    # A product with not-a-number would not be a number, whatever its mask.
+    segments = batch([32, 50], [32, 32, 10])
+    q, k, v, d_out = heads(segments)
     first = (segments == 1)[:, :, None, None]
-    after = np.asarray(packed_attention(q, np.where(first, k + 1, k), np.where(first, v - 1, v), segments))
-    others = segments > 1
-    np.testing.assert_array_equal(after[others], before[others])
-    assert not np.array_equal(after, before)
+    clean = gradients(small_blocks, (q, k, v, d_out), segments)
+    spoiled = [np.where(first, np.float32(np.nan), x) for x in (q, k, v)]
+    for x, y in zip(gradients(small_blocks, (*spoiled, d_out), segments), clean, strict=True):
+        assert np.isnan(x[segments == 1]).any()
+        np.testing.assert_array_equal(x[segments > 1], y[segments > 1])
 
 
-def test_a_chunked_row_needs_no_score_matrix(arrays):
-    q, k, v, segments = arrays
-    text = jax.jit(packed_attention).lower(q, k, v, segments).compile().as_text()
-    assert "64,64" not in text.replace("s32[64,64]", "")
+def test_large_float16_scores_stay_finite():
+    segments = batch([60], [30, 30], t=64)
+    q, k, v, d_out = heads(segments, "float16")
+    for x in gradients(small_blocks, (q * 200, k * 200, v, d_out), segments):
+        assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("t", [1408, 9216, 32768])
+def test_a_long_row_has_neither_all_its_scores_nor_more_than_55_percent_of_its_pairs(t):
+    q, kv = (jax.ShapeDtypeStruct((1, t, n, 128), jnp.bfloat16) for n in (4, 2))
+    segments = jax.ShapeDtypeStruct((1, t), jnp.int32)
+
+    def loss(q, k, v, segments):
+        return jnp.sum(packed_attention(q, k, v, segments).astype(jnp.float32))
+
+    every = list(equations(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, kv, kv, segments).jaxpr))
+    largest = max(variable.aval.size for equation in every for variable in equation.outvars)
+    assert largest == t * 4 * 128 < t * t
+    n = t // block_size(t)
+    pairs = len(block_pairs(n))
+    assert pairs <= 0.55 * n**2
+    scans = [equation.params["length"] for equation in every if equation.primitive.name == "scan"]
+    assert scans.count(pairs) == 2  # the forward and the backward pass
+    operands = [v.aval.dtype for equation in every if equation.primitive.name == "dot_general" for v in equation.invars]
+    assert len(operands) == 2 * (2 + 5)
+    assert set(operands) == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("t", "block"), [(1025, 128), (1408, 128), (2560, 128), (2561, 256), (9216, 512), (32768, 512)]
+)
+def test_a_block_is_as_large_as_eleven_of_them_fill_the_row(t, block):
+    assert block_size(t) == block
+
+
+def test_a_short_row_is_computed_in_one_piece():
+    segments = batch([60, 36], [96])
+    q, k, v, _ = heads(segments)
+    expected = jax.jit(attend)(q, k, v, segment_mask(segments))
+    np.testing.assert_array_equal(jax.jit(packed_attention)(q, k, v, segments), expected)
+
+
+def test_a_remat_policy_can_keep_the_forward_pass():
+    segments = batch([96])
+    q, k, v, _ = heads(segments)
+    keep = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+
+    def products(policy):
+        layer = jax.checkpoint(lambda q, k, v: jnp.sum(jnp.sin(small_blocks(q, k, v, segments))), policy=policy)
+        jaxpr = jax.make_jaxpr(jax.grad(layer, (0, 1, 2)))(q, k, v)
+        return sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr.jaxpr))
+
+    assert products(None) == 2 + 2 + 5
+    assert products(keep) == 2 + 5
 
 
 def test_one_query_sees_only_its_mask():

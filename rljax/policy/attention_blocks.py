@@ -1,0 +1,239 @@
+"""Attention of packed rows in plain JAX, block by block: scores exist for one pair of blocks at a time.
+
+FlashAttention-2 (arXiv 2307.08691) as a scan over the pairs (query block i, key block j <= i) of a row: a pair whose
+blocks share no segment is skipped, softmax is computed online, and the backward pass computes the probabilities again
+from the saved log-sum-exp. Scores, softmax and sums are float32; probabilities and their cotangents are rounded to the
+dtype of the inputs before a product. The number of pairs is static, so that a compiled program tells its FLOPs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from rljax.sharding import axis_size, on_each_device
+
+BLOCKS = (512, 256, 128)
+"""Tokens of a block: the first of which a row has ``FEWEST``, or the last."""
+FEWEST = 11  # n blocks have n (n + 1) / 2 pairs: 54.5% of the square with 11
+OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
+"""Names (``jax.ad_checkpoint.checkpoint_name``) of the output and the log-sum-exp: a remat policy that keeps both does
+not compute the forward pass again."""
+_MASKED = -1e30
+_LAST = np.iinfo(np.int32).max
+
+Triple = tuple[Array, Array, Array]
+
+
+class Blocks(NamedTuple):
+    """One row of one device in blocks: n of them, b tokens each; r query heads on each of g key-value heads."""
+
+    q: Float[Array, "n g r*b k"]
+    k: Float[Array, "n g b k"]
+    v: Float[Array, "n g b k"]
+    segment_ids: Int[Array, "n b"]
+
+
+def block_size(t: int) -> int:
+    """Tokens of a block in a row of ``t``."""
+    return next((size for size in BLOCKS if -(-t // size) >= FEWEST), BLOCKS[-1])
+
+
+def block_pairs(n: int) -> Int[np.ndarray, "pairs 2"]:
+    """(query block, key block) of every pair on or below the diagonal, row by row."""
+    return np.stack(np.tril_indices(n), axis=1).astype(np.int32)
+
+
+def block_attention(
+    q: Float[Array, "b t h k"],
+    k: Float[Array, "b t g k"],
+    v: Float[Array, "b t g k"],
+    segment_ids: Int[Array, "b t"],
+    *,
+    block: int | None = None,
+) -> Float[Array, "b t h k"]:
+    """Causal attention inside each segment, as ``rljax.policy.attention.PackedAttention`` says.
+
+    Memory is that of the inputs in float32 and of one pair of blocks, never t * t. On a mesh in the context each device
+    computes the rows and heads it has.
+
+    Args:
+      q: queries; query head i is on key-value head i // (h / g).
+      k: keys.
+      v: values.
+      segment_ids: 0 for padding, otherwise equal for the tokens of one sequence, which stand together.
+      block: tokens of a block; None: ``block_size``.
+    """
+    t = q.shape[1]
+    block = block or block_size(t)
+    missing = -t % block
+    # A padded token is of no segment.
+    q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q, k, v))
+    return _attention(q, k, v, jnp.pad(segment_ids, ((0, 0), (0, missing))), block)[:, :t]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> Array:
+    return _forward(q, k, v, segment_ids, block)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> tuple[Array, Array]:
+    """(output [b, t, h, k], log-sum-exp float32 [b, t, h, 1])."""
+    heads = _split_heads(k)
+    run = on_each_device(
+        lambda *rows: lax.map(lambda row: _row_forward(row, block), rows),
+        (heads, heads, heads, ("rows", "tokens")),
+        (heads, heads),
+        rows=q.shape[0],
+    )
+    return run(q, k, v, segment_ids)
+
+
+def _attention_fwd(
+    q: Array, k: Array, v: Array, segment_ids: Array, block: int
+) -> tuple[Array, tuple[Array, Array, Array, Array, Array, Array]]:
+    out, lse = _forward(q, k, v, segment_ids, block)
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return out, (q, k, v, segment_ids, out, lse)
+
+
+def _attention_bwd(block: int, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
+    heads = _split_heads(saved[1])
+    run = on_each_device(
+        lambda *rows: lax.map(lambda row: _row_backward(row, block), rows),
+        (heads, heads, heads, ("rows", "tokens"), heads, heads, heads),
+        (heads, heads, heads),
+        rows=d_out.shape[0],
+    )
+    return *run(*saved, d_out), None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _split_heads(k: Array) -> tuple[str | None, ...]:
+    """Logical axes of [b, t, heads, k]: heads are split where each device gets whole groups."""
+    return ("rows", "tokens", "act_heads" if k.shape[2] % axis_size("act_heads") == 0 else None, "head_dim")
+
+
+def _row_forward(arrays: tuple[Array, ...], block: int) -> tuple[Array, Array]:
+    """Output [t, h, k] and log-sum-exp [t, h, 1] from (q, k, v, segment_ids) of a row."""
+    q, k, v, segment_ids = arrays
+    row = _in_blocks(q, k, v, segment_ids, block)
+    n, g, rb, d = row.q.shape
+    shares = _sharing(row.segment_ids)
+
+    def add_pair(state: Triple, i: Array, j: Array) -> Triple:
+        top, total, out = (_get(x, i) for x in state)
+        scores, mask = _scores(row, i, j)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        p = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
+        shrink = jnp.exp(top - new_top)
+        total = total * shrink + jnp.sum(p, axis=-1)
+        out = out * shrink[..., None] + _dot(p.astype(v.dtype), _get(row.v, j), 2, 1)
+        return _put(state[0], new_top, i), _put(state[1], total, i), _put(state[2], out, i)
+
+    zeros = jnp.zeros((n, g, rb), jnp.float32)
+    start = (jnp.full_like(zeros, _MASKED), zeros, jnp.zeros((n, g, rb, d), jnp.float32))
+    top, total, out = _over_pairs(add_pair, start, shares)
+    total = jnp.where(total > 0, total, 1.0)  # padding: no key, output 0
+    out = (out / total[..., None]).astype(q.dtype)
+    return _in_tokens(out, q.shape[1]), _in_tokens((top + jnp.log(total))[..., None], q.shape[1])
+
+
+def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
+    """Gradients of q, k and v of a row from (q, k, v, segment_ids, output, log-sum-exp, gradient of the output)."""
+    q, k, v, segment_ids, out, lse, d_out = arrays
+    row = _in_blocks(q, k, v, segment_ids, block)
+    g, d = k.shape[1:]
+    # sum_j p_ij dp_ij, the term of the softmax's normalisation, is d_out . out.
+    mean = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    lse_of, mean_of, d_out_of = (_heads_in_blocks(x, g, block) for x in (lse, mean, d_out))
+    shares = _sharing(row.segment_ids)
+
+    def add_pair(grads: Triple, i: Array, j: Array) -> Triple:
+        scores, mask = _scores(row, i, j)
+        p = jnp.where(mask, jnp.exp(scores - _get(lse_of, i)), 0.0)
+        dp = _dot(_get(d_out_of, i), _get(row.v, j), 2, 2)
+        ds = (p * (dp - _get(mean_of, i))).astype(q.dtype)
+        dq, dk, dv = grads
+        dq = _put(dq, _get(dq, i) + _dot(ds, _get(row.k, j), 2, 1), i)
+        dk = _put(dk, _get(dk, j) + _dot(ds, _get(row.q, i), 1, 1), j)
+        dv = _put(dv, _get(dv, j) + _dot(p.astype(v.dtype), _get(d_out_of, i), 1, 1), j)
+        return dq, dk, dv
+
+    dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (row.q, row.k, row.v))
+    dq, dk, dv = _over_pairs(add_pair, (dq, dk, dv), shares)
+    scale = d**-0.5
+    return (
+        _in_tokens((dq * scale).astype(q.dtype), q.shape[1]),
+        _in_tokens((dk * scale).astype(k.dtype), g),
+        _in_tokens(dv.astype(v.dtype), g),
+    )
+
+
+def _over_pairs(add_pair: Any, start: Triple, shares: Any) -> Triple:
+    """``add_pair(state, i, j)`` over the pairs that share a segment, the state updated in place."""
+    n = start[0].shape[0]
+
+    def body(state: Triple, pair: Array) -> tuple[Triple, None]:
+        i, j = pair[0], pair[1]
+        return lax.cond(shares(i, j), lambda state: add_pair(state, i, j), lambda state: state, state), None
+
+    return lax.scan(body, start, jnp.asarray(block_pairs(n)))[0]
+
+
+def _sharing(segment_ids: Int[Array, "n b"]) -> Any:
+    """``shares(i, j)``: whether the ranges of ids of two blocks overlap; false only if they share no segment."""
+    lowest = jnp.min(jnp.where(segment_ids > 0, segment_ids, _LAST), axis=1)
+    highest = jnp.max(segment_ids, axis=1)
+    return lambda i, j: (lowest[i] <= highest[j]) & (lowest[j] <= highest[i])
+
+
+def _scores(row: Blocks, i: Array, j: Array) -> tuple[Float[Array, "g r*b b"], Bool[Array, "1 r*b b"]]:
+    """Scaled and masked scores of a pair, and its mask."""
+    block, d = row.segment_ids.shape[1], row.q.shape[-1]
+    place = jnp.arange(block)
+    segment, others = _get(row.segment_ids, i)[:, None], _get(row.segment_ids, j)[None, :]
+    mask = (segment == others) & (segment > 0) & ((i - j) * block + place[:, None] >= place[None, :])
+    mask = jnp.tile(mask, (row.q.shape[2] // block, 1))[None]
+    scores = _dot(_get(row.q, i), _get(row.k, j), 2, 2) * d**-0.5
+    return jnp.where(mask, scores, _MASKED), mask
+
+
+def _dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Array:
+    """Product over one axis of each, heads (axis 0) side by side, summed in float32."""
+    dims = (((contract_a,), (contract_b,)), ((0,), (0,)))
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def _get(x: Array, i: Array) -> Array:
+    return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+
+def _put(x: Array, value: Array, i: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, value, i, 0)
+
+
+def _in_blocks(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> Blocks:
+    q, k, v = (_heads_in_blocks(x, k.shape[1], block) for x in (q, k, v))
+    return Blocks(q, k, v, segment_ids.reshape(-1, block))
+
+
+def _heads_in_blocks(x: Float[Array, "t h k"], groups: int, block: int) -> Float[Array, "n g r*b k"]:
+    t, h, d = x.shape
+    split = x.reshape(t // block, block, groups, h // groups, d)
+    return split.transpose(0, 2, 3, 1, 4).reshape(t // block, groups, -1, d)
+
+
+def _in_tokens(x: Float[Array, "n g r*b k"], heads: int) -> Float[Array, "t h k"]:
+    n, groups, rows, d = x.shape
+    ways = heads // groups
+    return x.reshape(n, groups, ways, rows // ways, d).transpose(0, 3, 1, 2, 4).reshape(-1, heads, d)

@@ -1,0 +1,56 @@
+"""Attention on a mesh: each device computes the rows and heads it has, alone."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from packed_rows import gradients, heads, row
+
+from rljax.policy.attention_blocks import block_attention
+from rljax.sharding import MeshConfig, make_mesh
+
+pytestmark = pytest.mark.mesh
+
+SEGMENTS = np.stack([row(64, each) for each in ([64], [20, 30], [16] * 4, [], [1, 63], [30, 30], [5, 6, 7], [60])])
+COLLECTIVES = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+
+
+def attention(q, k, v, segments):
+    return block_attention(q, k, v, segments, block=16)
+
+
+def on_mesh(mesh, arrays, rows, split_heads):
+    axes = PartitionSpec("fsdp" if rows % mesh.shape["fsdp"] == 0 else None, None, "tp" if split_heads else None)
+    return jax.device_put(arrays, NamedSharding(mesh, axes))
+
+
+# 2 key-value heads on 4 devices, or 5 rows on 4, are not split.
+@pytest.mark.parametrize(("fsdp", "tp", "rows"), [(8, 1, 8), (4, 2, 8), (2, 4, 8), (4, 2, 5)])
+def test_a_mesh_gives_the_numbers_of_one_device(fsdp, tp, rows):
+    segments = SEGMENTS[:rows]
+    arrays = heads(segments, num_heads=8)
+    expected = gradients(attention, arrays, segments)
+    mesh = make_mesh(MeshConfig(fsdp, tp))
+    with jax.set_mesh(mesh):
+        got = gradients(attention, on_mesh(mesh, arrays, rows, tp == 2), segments)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6, rtol=0)
+
+
+def test_devices_do_not_talk_and_may_recompute():
+    mesh = make_mesh(MeshConfig(4, 2))
+    arrays = on_mesh(mesh, heads(SEGMENTS, num_heads=8), 8, True)
+
+    @jax.jit
+    def run(q, k, v, d_out, segments):
+        layer = jax.checkpoint(lambda q, k, v: attention(q, k, v, segments))
+        return jax.vjp(layer, q, k, v)[1](d_out)
+
+    with jax.set_mesh(mesh):
+        segments = jax.device_put(SEGMENTS, NamedSharding(mesh, PartitionSpec("fsdp")))
+        compiled = run.lower(*arrays, segments).compile()
+        for x, expected in zip(compiled(*arrays, segments), gradients(attention, arrays, SEGMENTS)[1:], strict=True):
+            np.testing.assert_array_equal(x, expected)
+    assert not re.findall(COLLECTIVES, compiled.as_text())

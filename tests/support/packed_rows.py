@@ -1,0 +1,58 @@
+"""Packed rows of random heads, and their attention with gradients in float64, worked out in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+
+def row(t, lengths):
+    """Segment ids [t] of sequences of these lengths from the left; the rest is padding."""
+    ids = np.zeros(t, np.int32)
+    ids[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return ids
+
+
+def heads(segments, dtype="float32", num_heads=4, kv_heads=2, head_dim=8, seed=0):
+    """(q, k, v, cotangent of the output), normal; the cotangent is 0 on padding, as a loss gives it."""
+    rng = np.random.default_rng(seed)
+    b, t = segments.shape
+    arrays = [rng.normal(size=(b, t, n, head_dim)) for n in (num_heads, kv_heads, kv_heads, num_heads)]
+    arrays[3] *= (segments > 0)[:, :, None, None]
+    return [np.asarray(x, jnp.dtype(dtype)) for x in arrays]
+
+
+def gradients(attention, arrays, segments):
+    """(output, dq, dk, dv) of an implementation, compiled; the output of padding set to 0."""
+
+    @jax.jit
+    def run(q, k, v, d_out, segments):
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, segments), q, k, v)
+        return jnp.where((segments > 0)[:, :, None, None], out, 0), *pull(d_out)
+
+    return [np.asarray(x) for x in run(*arrays, segments)]
+
+
+def reference(q, k, v, d_out, segments):
+    """(output, dq, dk, dv) in float64."""
+    q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
+    ways, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    keys, values = (np.repeat(x, ways, axis=2) for x in (k, v))
+    t = q.shape[1]
+    mask = (segments[:, :, None] == segments[:, None, :]) & np.tri(t, dtype=bool) & (segments > 0)[:, :, None]
+    scores = np.where(mask[:, None], np.einsum("bthk,bshk->bhts", q, keys) * scale, -np.inf)
+    weights = np.exp(scores - np.max(scores, axis=-1, keepdims=True, initial=-1e300))
+    p = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+    dp = np.einsum("bthk,bshk->bhts", d_out, values)
+    ds = p * (dp - np.sum(p * dp, axis=-1, keepdims=True)) * scale
+    dk, dv = np.einsum("bhts,bthk->bshk", ds, q), np.einsum("bhts,bthk->bshk", p, d_out)
+    dk, dv = (x.reshape(*k.shape[:3], ways, -1).sum(axis=3) for x in (dk, dv))
+    return np.einsum("bhts,bshk->bthk", p, values), np.einsum("bhts,bshk->bthk", ds, keys), dk, dv
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr, those of the jaxprs inside it included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
