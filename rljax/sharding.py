@@ -135,7 +135,7 @@ def on_each_device(
 ) -> Callable[..., Any]:
     """``f`` as each device of the context's mesh computes it on the part it has (``jax.shard_map``); else ``f`` itself.
 
-    Inside, a branch is taken by each device alone. Not to be differentiated: make it the inside of a ``custom_vjp``.
+    Inside, a branch is taken by each device alone, and this function does nothing more.
 
     Args:
       f: from arrays to a tuple of arrays.
@@ -144,13 +144,13 @@ def on_each_device(
       rows: size of the logical axis "rows", which is not split where its mesh axis does not divide it.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or AxisType.Auto not in mesh.axis_types:
         return f
     whole = {"rows"} if rows % axis_size("rows") else set()
 
     def specs(every: Sequence[Sequence[str | None]]) -> tuple[PartitionSpec, ...]:
         names = ([() if name in whole else _automatic(name, mesh) for name in axes] for axes in every)
-        return tuple(PartitionSpec(*axes) for axes in names)
+        return tuple(PartitionSpec(*(axis or None for axis in axes)) for axes in names)
 
     # The arrays that are not split are computed alike by every device, which the check cannot see.
     names = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}

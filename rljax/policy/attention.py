@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.attention_blocks import block_attention
+from rljax.policy.attention_cudnn import CAPABILITY, cudnn_attention
+from rljax.policy.attention_splash import LANES, splash_attention
+from rljax.policy.options import AttentionName
 
 ONE_PIECE = 1024
 """Longest row (tokens) whose scores exist all at once."""
 _MASKED = -1e30
+
+
+class PackedAttention(Protocol):
+    """Causal attention inside each segment of packed rows."""
+
+    def __call__(
+        self,
+        q: Float[Array, "b t h k"],
+        k: Float[Array, "b t g k"],
+        v: Float[Array, "b t g k"],
+        segment_ids: Int[Array, "b t"],
+        /,
+    ) -> Float[Array, "b t h k"]:
+        """The output of every query head, in the dtype of the inputs.
+
+        Query head i is on key-value head i // (h / g), and scores are scaled by k ** -0.5. ``segment_ids`` is 0 for
+        padding, otherwise equal for the tokens of one sequence, which stand together. A token attends to those of its
+        segment that are not later; what a segment holds changes no bit of another's output or gradient. The output of a
+        padding token is finite and means nothing.
+        """
+        ...
 
 
 def segment_mask(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b t t"]:
@@ -43,12 +69,72 @@ def packed_attention(
     k: Float[Array, "b t g k"],
     v: Float[Array, "b t g k"],
     segment_ids: Int[Array, "b t"],
+    /,
 ) -> Float[Array, "b t h k"]:
-    """Causal attention inside each segment of packed rows, on any backend.
+    """``PackedAttention`` on any backend: a row of up to ``ONE_PIECE`` tokens in one piece, longer ones in blocks."""
+    return (_one_piece if q.shape[1] <= ONE_PIECE else block_attention)(q, k, v, segment_ids)
 
-    Rows of up to ``ONE_PIECE`` tokens are computed in one piece, longer ones block by block (``block_attention``). The
-    output of a padding token is finite and means nothing.
+
+def _one_piece(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+    return attend(q, k, v, segment_mask(segment_ids))
+
+
+def _short_rows_in_one_piece(kernel: PackedAttention) -> PackedAttention:
+    def attention(q: Array, k: Array, v: Array, segment_ids: Array, /) -> Array:
+        return (_one_piece if q.shape[1] <= ONE_PIECE else kernel)(q, k, v, segment_ids)
+
+    return attention
+
+
+def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> PackedAttention:
+    """The implementation of ``policy.attention``.
+
+    Args:
+      name: what is asked for.
+      device: any of the mesh, which may be one that is only compiled for.
+      dtype: of the heads.
+      head_dim: width of a head.
+
+    Raises:
+      ValueError: the device or the heads are not for what was asked for; opens with the key.
     """
-    if q.shape[1] <= ONE_PIECE:
-        return attend(q, k, v, segment_mask(segment_ids))
-    return block_attention(q, k, v, segment_ids)
+    kernels: dict[str, tuple[PackedAttention, str | None]] = {
+        "cudnn": (cudnn_attention, _why_not_cudnn(device, dtype, head_dim)),
+        "splash": (splash_attention, _why_not_splash(device, dtype, head_dim)),
+    }
+    if name == "auto":
+        return next(
+            (_short_rows_in_one_piece(run) for run, refusal in kernels.values() if not refusal), packed_attention
+        )
+    if name == "xla":
+        return packed_attention
+    kernel, refusal = kernels[name]
+    if refusal:
+        raise ValueError(f"policy.attention = {name} {refusal}; auto takes what fits")
+    return kernel
+
+
+def _why_not_cudnn(device: Any, dtype: Any, head_dim: int) -> str | None:
+    if device.platform != "gpu" or not hasattr(device, "compute_capability"):
+        return f"needs an NVIDIA GPU, got {device.device_kind}"
+    if _version(device.compute_capability) < _version(CAPABILITY):
+        return f"needs compute capability {CAPABILITY}, got {device.compute_capability} ({device.device_kind})"
+    if jnp.dtype(dtype).itemsize != 2:
+        return f"needs bfloat16 or float16, got {jnp.dtype(dtype)}"
+    if head_dim % 8 or head_dim > 256:
+        return f"needs heads of at most 256 and a multiple of 8, got {head_dim}"
+    return None
+
+
+def _why_not_splash(device: Any, dtype: Any, head_dim: int) -> str | None:
+    if device.platform != "tpu":
+        return f"needs a TPU, got {device.device_kind}"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"needs bfloat16, got {jnp.dtype(dtype)}"
+    if head_dim % LANES:
+        return f"needs heads of a multiple of {LANES}, got {head_dim}"
+    return None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))

@@ -51,6 +51,25 @@ def block_pairs(n: int) -> Int[np.ndarray, "pairs 2"]:
     return np.stack(np.tril_indices(n), axis=1).astype(np.int32)
 
 
+def shared_blocks(segment_ids: Int[Array, "n b"]) -> Bool[Array, "n n"]:
+    """Whether the ranges of ids in two blocks of a row overlap: if not, they share no segment. Padding is none."""
+    lowest = jnp.min(jnp.where(segment_ids > 0, segment_ids, _LAST), axis=1)
+    highest = jnp.max(segment_ids, axis=1)
+    starts_before = lowest[:, None] <= highest[None, :]
+    return starts_before & starts_before.T
+
+
+def pad_rows(block: int, *arrays: Array) -> list[Array]:
+    """Arrays [b, t, ...] with t filled up by zeros to a multiple of ``block``."""
+    missing = -arrays[0].shape[1] % block
+    return [jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) for x in arrays]
+
+
+def head_axes(k: Float[Array, "b t g k"]) -> tuple[str | None, ...]:
+    """Logical axes of queries, keys and values: heads are split where each device gets whole groups."""
+    return ("rows", "tokens", "act_heads" if k.shape[2] % axis_size("act_heads") == 0 else None, "head_dim")
+
+
 def block_attention(
     q: Float[Array, "b t h k"],
     k: Float[Array, "b t g k"],
@@ -73,10 +92,8 @@ def block_attention(
     """
     t = q.shape[1]
     block = block or block_size(t)
-    missing = -t % block
-    # A padded token is of no segment.
-    q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q, k, v))
-    return _attention(q, k, v, jnp.pad(segment_ids, ((0, 0), (0, missing))), block)[:, :t]
+    q, k, v, segment_ids = pad_rows(block, q, k, v, segment_ids)
+    return _attention(q, k, v, segment_ids, block)[:, :t]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -86,7 +103,7 @@ def _attention(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> 
 
 def _forward(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> tuple[Array, Array]:
     """(output [b, t, h, k], log-sum-exp float32 [b, t, h, 1])."""
-    heads = _split_heads(k)
+    heads = head_axes(k)
     run = on_each_device(
         lambda *rows: lax.map(lambda row: _row_forward(row, block), rows),
         (heads, heads, heads, ("rows", "tokens")),
@@ -105,7 +122,7 @@ def _attention_fwd(
 
 
 def _attention_bwd(block: int, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
-    heads = _split_heads(saved[1])
+    heads = head_axes(saved[1])
     run = on_each_device(
         lambda *rows: lax.map(lambda row: _row_backward(row, block), rows),
         (heads, heads, heads, ("rows", "tokens"), heads, heads, heads),
@@ -118,17 +135,12 @@ def _attention_bwd(block: int, saved: tuple[Array, ...], d_out: Array) -> tuple[
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _split_heads(k: Array) -> tuple[str | None, ...]:
-    """Logical axes of [b, t, heads, k]: heads are split where each device gets whole groups."""
-    return ("rows", "tokens", "act_heads" if k.shape[2] % axis_size("act_heads") == 0 else None, "head_dim")
-
-
 def _row_forward(arrays: tuple[Array, ...], block: int) -> tuple[Array, Array]:
     """Output [t, h, k] and log-sum-exp [t, h, 1] from (q, k, v, segment_ids) of a row."""
     q, k, v, segment_ids = arrays
     row = _in_blocks(q, k, v, segment_ids, block)
     n, g, rb, d = row.q.shape
-    shares = _sharing(row.segment_ids)
+    shared = shared_blocks(row.segment_ids)
 
     def add_pair(state: Triple, i: Array, j: Array) -> Triple:
         top, total, out = (_get(x, i) for x in state)
@@ -142,7 +154,7 @@ def _row_forward(arrays: tuple[Array, ...], block: int) -> tuple[Array, Array]:
 
     zeros = jnp.zeros((n, g, rb), jnp.float32)
     start = (jnp.full_like(zeros, _MASKED), zeros, jnp.zeros((n, g, rb, d), jnp.float32))
-    top, total, out = _over_pairs(add_pair, start, shares)
+    top, total, out = _over_pairs(add_pair, start, shared)
     total = jnp.where(total > 0, total, 1.0)  # padding: no key, output 0
     out = (out / total[..., None]).astype(q.dtype)
     return _in_tokens(out, q.shape[1]), _in_tokens((top + jnp.log(total))[..., None], q.shape[1])
@@ -156,7 +168,7 @@ def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
     # sum_j p_ij dp_ij, the term of the softmax's normalisation, is d_out . out.
     mean = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
     lse_of, mean_of, d_out_of = (_heads_in_blocks(x, g, block) for x in (lse, mean, d_out))
-    shares = _sharing(row.segment_ids)
+    shared = shared_blocks(row.segment_ids)
 
     def add_pair(grads: Triple, i: Array, j: Array) -> Triple:
         scores, mask = _scores(row, i, j)
@@ -170,7 +182,7 @@ def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
         return dq, dk, dv
 
     dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (row.q, row.k, row.v))
-    dq, dk, dv = _over_pairs(add_pair, (dq, dk, dv), shares)
+    dq, dk, dv = _over_pairs(add_pair, (dq, dk, dv), shared)
     scale = d**-0.5
     return (
         _in_tokens((dq * scale).astype(q.dtype), q.shape[1]),
@@ -179,22 +191,15 @@ def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
     )
 
 
-def _over_pairs(add_pair: Any, start: Triple, shares: Any) -> Triple:
+def _over_pairs(add_pair: Any, start: Triple, shared: Bool[Array, "n n"]) -> Triple:
     """``add_pair(state, i, j)`` over the pairs that share a segment, the state updated in place."""
     n = start[0].shape[0]
 
     def body(state: Triple, pair: Array) -> tuple[Triple, None]:
         i, j = pair[0], pair[1]
-        return lax.cond(shares(i, j), lambda state: add_pair(state, i, j), lambda state: state, state), None
+        return lax.cond(shared[i, j], lambda state: add_pair(state, i, j), lambda state: state, state), None
 
     return lax.scan(body, start, jnp.asarray(block_pairs(n)))[0]
-
-
-def _sharing(segment_ids: Int[Array, "n b"]) -> Any:
-    """``shares(i, j)``: whether the ranges of ids of two blocks overlap; false only if they share no segment."""
-    lowest = jnp.min(jnp.where(segment_ids > 0, segment_ids, _LAST), axis=1)
-    highest = jnp.max(segment_ids, axis=1)
-    return lambda i, j: (lowest[i] <= highest[j]) & (lowest[j] <= highest[i])
 
 
 def _scores(row: Blocks, i: Array, j: Array) -> tuple[Float[Array, "g r*b b"], Bool[Array, "1 r*b b"]]:
