@@ -36,6 +36,7 @@ from rljax.run.loop import train
 from rljax.run.record import Recorder
 from rljax.run.stop import StopRequest
 from rljax.sharding import make_mesh
+from rljax.trainer.step import mesh_attention
 
 PROG = "python -m rljax.train"
 DRY_RUN = "--dry-run"
@@ -71,6 +72,7 @@ def run(config: Config, owner: Ownership) -> int:
             sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
             raise ConfigError(f"{config.model.path}: {sizes}")
         check_shapes(config, policy, mesh)
+        mesh_attention(config.policy.attention, policy, config.precision, mesh)  # what the devices lack is refused
         problems = load_problems(config, tokenizer)
         prepare_directory(config, run_dir)
         stop = StopRequest(config.run.grace_s)

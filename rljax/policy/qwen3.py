@@ -18,7 +18,7 @@ from flax import nnx, traverse_util
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from rljax.policy.attention import packed_attention
+from rljax.policy.attention import PackedAttention, packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.linear import PRODUCT, linear
 from rljax.sharding import constrain, named_sharding
@@ -305,15 +305,16 @@ def hidden_states(
     positions: Int[Array, "b t"],
     *,
     remat: Remat = "none",
+    attention: PackedAttention = packed_attention,
 ) -> tuple[Float[Array, "b t d"], Float[Array, ""]]:
     """Hidden states of packed rows, ready for the LM head, and the largest activation (see ``run_blocks``).
 
-    Attention stays inside each segment.
+    Attention, by the implementation given, stays inside each segment.
     """
 
     def attention_fn(carry: Any, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         del layer
-        return packed_attention(q, k, v, segment_ids), carry
+        return attention(q, k, v, segment_ids), carry
 
     hidden, _, largest = run_blocks(params, config, embed_tokens(params, tokens), positions, attention_fn, remat=remat)
     return hidden, largest

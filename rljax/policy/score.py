@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rljax.policy.attention import PackedAttention, packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision, token_logprobs
 from rljax.policy.qwen3 import Params, Remat, cast_params, hidden_states, lm_head_table
@@ -33,6 +34,7 @@ def packed_logprobs(
     temperature: float = 1.0,
     lm_head_dtype: Any = None,
     remat: Remat = "none",
+    attention: PackedAttention = packed_attention,
 ) -> Scores:
     """``logprobs[b, t]`` of ``tokens[b, t]`` given the tokens before it in its own segment, and the entropy there.
 
@@ -45,8 +47,11 @@ def packed_logprobs(
       temperature: of the scored distribution; positive.
       lm_head_dtype: dtype of the operands of the LM head's products; None: that of hidden states and table.
       remat: what the backward pass recomputes.
+      attention: from ``choose_attention``.
     """
-    hidden, activation_max = hidden_states(params, config, tokens, segment_ids, positions, remat=remat)
+    hidden, activation_max = hidden_states(
+        params, config, tokens, segment_ids, positions, remat=remat, attention=attention
+    )
     # Token t is predicted from the state at t-1; the last state of a row predicts nothing.
     logprobs, entropy = token_logprobs(
         hidden[:, :-1], lm_head_table(params), tokens[:, 1:], temperature=temperature, dtype=lm_head_dtype

@@ -217,6 +217,7 @@ def make_update(
         temperature=temperature,
         diagnosis=None if several else config.diagnosis,
         keep_gathered=config.mesh.keep_gathered,
+        attention=config.policy.attention,
     )
     forward = functools.partial(step.forward, num_sequences=config.num_sequences, diagnosis=config.diagnosis)
     reference = None if frozen is None else functools.partial(reference_logprobs, forward, frozen)
@@ -245,6 +246,7 @@ def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPa
         objective=make_objective(config, config.num_sequences),
         rows=config.packing.rows_per_micro_batch,
         row_tokens=config.packing.resolve_row_tokens(config.max_engine_tokens),
+        attention=config.policy.attention,
     )
 
 

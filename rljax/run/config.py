@@ -10,6 +10,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.checks import check_at_least, check_finite
 from rljax.data.prompts import DataConfig
+from rljax.policy.options import PolicyOptions
 from rljax.rollout.types import RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.guard import GuardConfig
@@ -114,6 +115,7 @@ class Config:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)

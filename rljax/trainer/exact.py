@@ -21,8 +21,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from rljax.mismatch import Statistics
+from rljax.policy.attention import PackedAttention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import head_operands, matmul_precision
+from rljax.policy.options import AttentionName
 from rljax.policy.qwen3 import Params, abstract_params, cast_params, hidden_states, lm_head_table, param_shardings
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
@@ -34,6 +36,7 @@ from rljax.trainer.step import (
     PrecisionConfig,
     Totals,
     add_micro_batch,
+    mesh_attention,
     micro_gradients,
     place_controls,
     update_state,
@@ -60,7 +63,12 @@ class ExactOutput(NamedTuple):
 
 
 def full_scores(
-    compute: Params, config: PolicyConfig, micro: PackedBatch, temperature: Array, precision: PrecisionConfig
+    compute: Params,
+    config: PolicyConfig,
+    micro: PackedBatch,
+    temperature: Array,
+    precision: PrecisionConfig,
+    attention: PackedAttention,
 ) -> FullScores:
     """Scores of a micro-batch [b, t] whose log-softmax is there in full before any token's is picked.
 
@@ -69,11 +77,11 @@ def full_scores(
       config: their shape.
       micro: one sequence a row.
       temperature: float32 scalar, positive; of the distribution scored.
-      precision: dtype of the LM head's products, and whether to recompute blocks.
+      precision: dtype of the LM head's products, and what is recomputed.
+      attention: from ``choose_attention``.
     """
-    hidden, activation_max = hidden_states(
-        compute, config, micro.tokens, micro.segment_ids, micro.positions, remat=precision.remat_policy
-    )
+    rows = (micro.tokens, micro.segment_ids, micro.positions)
+    hidden, activation_max = hidden_states(compute, config, *rows, remat=precision.remat_policy, attention=attention)
     hidden, table = head_operands(hidden, lm_head_table(compute), precision.head_dtype)
     exactness = matmul_precision(table.dtype)
     logits = jnp.einsum("btd,vd->btv", hidden, table, precision=exactness, preferred_element_type=jnp.float32)
@@ -100,6 +108,7 @@ class ExactPass:
         objective: Objective,
         rows: int,
         row_tokens: int,
+        attention: AttentionName = "auto",
     ):
         """Compiled at the first call; any other shape is an error, never a second compilation.
 
@@ -110,14 +119,16 @@ class ExactPass:
           objective: the loss of a step.
           rows: b, rows of a micro-batch, and sequences sampled at a time.
           row_tokens: t, the longest prompt with its response.
+          attention: from the devices of the mesh (``choose_attention``, which may refuse it).
         """
         dtype = jnp.dtype(precision.compute_dtype)
+        attend = mesh_attention(attention, config, precision, mesh)
 
         def run(
             params: Params, micro: PackedBatch, scale: Array, provisional: Array, temperature: Array
         ) -> ExactOutput:
             def score(compute: Params, micro: PackedBatch) -> FullScores:
-                return full_scores(compute, config, micro, temperature, precision)
+                return full_scores(compute, config, micro, temperature, precision, attend)
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 compute = cast_params(params, dtype)

@@ -20,8 +20,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from rljax.mismatch import Statistics, merge, zeros
+from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision
+from rljax.policy.options import AttentionName
 from rljax.policy.qwen3 import Params, Remat, cast_params, logical_axes
 from rljax.policy.score import Scores, packed_logprobs
 from rljax.schedule import get_learning_rate, set_learning_rate
@@ -126,7 +128,16 @@ def micro_gradients(
     return grads, statistics, scores
 
 
-def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: float) -> Any:
+def mesh_attention(
+    name: AttentionName, config: PolicyConfig, precision: PrecisionConfig, mesh: Mesh
+) -> PackedAttention:
+    """The attention that ``policy.attention`` names, on the devices of the mesh. Raises as ``choose_attention``."""
+    return choose_attention(name, mesh.devices.flat[0], precision.compute_dtype, config.head_dim)
+
+
+def make_score(
+    config: PolicyConfig, precision: PrecisionConfig, temperature: float, attention: PackedAttention = packed_attention
+) -> Any:
     """``score(compute, micro) -> Scores`` of packed rows, a token's numbers on every device."""
 
     def score(compute: Params, micro: PackedBatch) -> Scores:
@@ -139,6 +150,7 @@ def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: fl
             temperature=temperature,
             lm_head_dtype=precision.head_dtype,
             remat=precision.remat_policy,
+            attention=attention,
         )
         logprobs, entropy = (constrain(x, None, None) for x in (scores.logprobs, scores.entropy))
         return scores._replace(logprobs=logprobs, entropy=entropy)
@@ -260,6 +272,7 @@ class TrainStep:
         temperature: float = 1.0,
         diagnosis: DiagnosisConfig | None,
         keep_gathered: bool = False,
+        attention: AttentionName = "auto",
     ):
         """Builds the step; it is compiled at the first call and never again.
 
@@ -273,10 +286,11 @@ class TrainStep:
           temperature: of the rollouts; log-probabilities are of the distribution that was sampled from.
           diagnosis: how the mismatch is taken apart; None: it is not measured here.
           keep_gathered: as ``MeshConfig.keep_gathered``.
+          attention: from the devices of the mesh (``choose_attention``, which may refuse it).
         """
         dynamic = precision.compute_dtype == "float16"
         dtype = jnp.dtype(precision.compute_dtype)
-        score = make_score(config, precision, temperature)
+        score = make_score(config, precision, temperature, mesh_attention(attention, config, precision, mesh))
         axes = logical_axes(config)
         axes_of_copy = jax.tree.map(_without_embed, axes, is_leaf=_is_axes) if keep_gathered else axes
 

@@ -149,7 +149,8 @@ def test_terminated_while_rewards_are_waited_for_a_run_gives_the_step_up(toy_bas
 
 def test_another_run_is_continued_by_its_path(uninterrupted, toy_base, tmp_path):
     source = uninterrupted
-    code, output = complete(small(toy_base, tmp_path / "more", "--run.resume", str(source), "--run.steps", "9"))
+    longer = ("--run.steps", "9", "--policy.attention", "xla")
+    code, output = complete(small(toy_base, tmp_path / "more", "--run.resume", str(source), *longer))
     assert code == 0, output
     rows = comparable(tmp_path / "more")
     assert rows[:STEPS] == comparable(source)
@@ -162,6 +163,7 @@ def test_another_run_is_continued_by_its_path(uninterrupted, toy_base, tmp_path)
         (["--run.resume", "never"], "already holds a run"),
         (["--model.path", "nowhere"], "no model at nowhere"),
         (["--packing.row-tokens", "40"], "row_tokens = 40 is shorter than the longest possible sequence, 44"),
+        (["--policy.attention", "cudnn"], "policy.attention = cudnn needs an NVIDIA GPU, got cpu"),
         (["--mesh.fsdp", "64"], "needs more than the 1 devices here"),
         (["--optimizer.learning-rate", "-1"], "optimizer.learning_rate must be positive and finite, got -1.0"),
         (["--rollout.group-size", "1"], "group_size must be at least 2"),
