@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.attention import PackedAttention, packed_attention
+from rljax.policy.attention_blocks import LSE_NAME, OUT_NAME
 from rljax.policy.config import PolicyConfig
 from rljax.policy.linear import PRODUCT, linear
 from rljax.sharding import constrain, named_sharding
@@ -28,7 +29,7 @@ Remat = Literal["none", "dots", "blocks", "offload"]
 # What the backward pass finds of a block, besides its input, and does not recompute.
 _BLOCK_INPUT = "block_input"
 _SAVED: dict[str, Any] = {
-    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, OUT_NAME, LSE_NAME),
     "blocks": None,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
