@@ -4,7 +4,9 @@ Builds the parts of a run from its configuration, goes on from a checkpoint when
 SIGINT or SIGTERM ends the run after the step under way, saved; or without it where it waits for servers that are gone,
 or samples and would not be done within ``run.grace_s``. The same command then goes on from there. A guard's stop rule
 does likewise, with exit status 3, and so do updates that are skipped in a row because their gradients are not finite.
-``--dry-run`` only tells what the run would take, from shapes alone.
+``--dry-run`` only tells what the run would take, from shapes alone. Beside it ``--compile MACHINE`` compiles the step
+for a machine that is not here (h100:1x8, tpu:v5p:2x2x4), ``--json FILE`` writes what was found and ``--hlo FILE`` the
+compiled program.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from rljax.aot.machines import parse_machine
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
 from rljax.ownership import Ownership
@@ -28,6 +32,7 @@ from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rollout.build import check_engine
 from rljax.run.build import build, load_problems, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
+from rljax.run.compile import compile_step, describe, on_machine, report
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
@@ -45,18 +50,73 @@ GUARD_STATUS = 3
 
 def main(argv: Sequence[str]) -> int:
     """Runs training; returns the exit status."""
-    words = [word for word in argv if word != DRY_RUN]
+    words, options = own_options(argv)
     config = load_config(Config, words, prog=PROG, description=__doc__ or "", example="configs/quickstart.yaml")
     run_dir = Path(config.run.dir)
     with caller_errors():
         check_engine(config.rollout)
-        if DRY_RUN in argv:
-            print(dry_run(config))
+        if options.dry_run:
+            describe_run(config, options)
             return 0
     with contextlib.ExitStack() as stack:
         with caller_errors():
             owner = stack.enter_context(own_directory(run_dir))
         return run(config, owner)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The words of the command line that are not of the configuration."""
+
+    dry_run: bool = False
+    compile: str | None = None
+    json: str | None = None
+    hlo: str | None = None
+
+
+def own_options(argv: Sequence[str]) -> tuple[list[str], Options]:
+    """The other words, and the options of this program.
+
+    Raises:
+      ConfigError: an option without its value, or without the one that it belongs to.
+    """
+    words: list[str] = []
+    found: dict[str, str] = {}
+    waiting = iter(argv)
+    for word in waiting:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in ("compile", "json", "hlo"):
+            found[name] = value if equals else next(waiting, "")
+            if not found[name] or found[name].startswith("--"):
+                raise ConfigError(f"--{name} needs a value, as in: --dry-run --compile h100:1x8 --json FILE --hlo FILE")
+        elif word != DRY_RUN:
+            words.append(word)
+    options = Options(DRY_RUN in argv, **found)
+    if options.compile and not options.dry_run:
+        raise ConfigError("--compile goes with --dry-run")
+    if (options.json or options.hlo) and not options.compile:
+        raise ConfigError("--json and --hlo go with --compile")
+    return words, options
+
+
+def describe_run(config: Config, options: Options) -> None:
+    """Prints the dry run and, where wanted, what the compiled step takes and does.
+
+    Raises:
+      OSError, ValueError: a file cannot be written; as ``dry_run``, ``compile_step`` and ``report``.
+    """
+    if options.compile is None:
+        print(dry_run(config))
+        return
+    machine = parse_machine(options.compile)
+    compiled = compile_step(config, machine)
+    config = on_machine(config, compiled.mesh)
+    found = report(config, compiled)
+    print(dry_run(config))
+    print(describe(found))
+    for path, text in ((options.json, json.dumps(found, indent=1) + "\n"), (options.hlo, compiled.text)):
+        if path is not None:
+            Path(path).write_text(text)
 
 
 def run(config: Config, owner: Ownership) -> int:

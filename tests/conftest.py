@@ -38,10 +38,12 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Puts the longest files first, the tests of one server together, and skips what needs eight devices."""
+    """Puts the longest files first, the tests of one server together, and skips what needs devices or compilers."""
     for item in items:
         if item.get_closest_marker("mesh") and config.option.markexpr != "mesh":
             item.add_marker(pytest.mark.skip(reason="needs eight devices: run pytest -m mesh"))
+        if item.get_closest_marker("compilers") and config.option.markexpr != "compilers":
+            item.add_marker(pytest.mark.skip(reason="needs compilers: run tools/test_compilers.sh"))
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.get_closest_marker("vllm") is None, item.path not in slow_files))
 

@@ -18,9 +18,9 @@ if [ "${1:-}" = --fast ]; then
 fi
 
 prepare_environment test
-selection="not mesh"
+selection="not mesh and not compilers"
 if $fast; then
-  selection="not mesh and not slow and not vllm"
+  selection="not mesh and not slow and not vllm and not compilers"
 elif [ "${RLJAX_SKIP_VLLM:-0}" != 1 ]; then
   bash launch/install_vllm.sh
 fi

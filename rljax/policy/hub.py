@@ -17,7 +17,10 @@ _QWEN3_SIZES = {
     "1.7B": (2048, 6144, 28, 16),
     "4B": (2560, 9728, 36, 32),
     "8B": (4096, 12288, 36, 32),
+    "14B": (5120, 17408, 40, 40),
+    "32B": (5120, 25600, 64, 64),
 }
+_TIED = ("0.6B", "1.7B", "4B")
 
 
 KNOWN_SHAPES: dict[str, PolicyConfig] = {
@@ -30,7 +33,7 @@ KNOWN_SHAPES: dict[str, PolicyConfig] = {
         num_kv_heads=8,
         head_dim=128,
         rope_theta=1e6,
-        tie_word_embeddings=size != "8B",
+        tie_word_embeddings=size in _TIED,
         max_position_embeddings=32_768 if suffix else 40_960,
         bos_token_id=151_643,
         eos_token_id=151_643 if suffix else 151_645,

@@ -193,47 +193,61 @@ def make_update(
 
     ``frozen``: from ``load_reference``.
     """
-    loss, temperature = config.loss, config.rollout.temperature
+    loss = config.loss
     if config.rollout.engine == "exact":
         return ExactUpdate(
             make_exact_pass(config, policy, mesh),
             policy,
             tx,
             precision=config.precision,
-            temperature=temperature,
+            temperature=config.rollout.temperature,
             diagnosis=config.diagnosis,
             reference=frozen,
         )
-    count = config.num_sequences // loss.mini_batches
-    objective = make_objective(config, count)
-    several = loss.mini_batches * loss.epochs > 1 or objective.needs_old_logprobs
-    step = TrainStep(
-        policy,
-        tx,
-        mesh,
-        precision=config.precision,
-        objective=objective,
-        batch_shape=batch_shape(config, count),
-        temperature=temperature,
-        diagnosis=None if several else config.diagnosis,
-        keep_gathered=config.mesh.keep_gathered,
-        attention=config.policy.attention,
-    )
+    step = make_step(config, policy, tx, mesh)
     forward = functools.partial(step.forward, num_sequences=config.num_sequences, diagnosis=config.diagnosis)
     reference = None if frozen is None else functools.partial(reference_logprobs, forward, frozen)
     pack_all = make_pack(config, config.num_sequences)
-    if not several:
+    if not makes_several_updates(config):
         return SingleUpdate(step, pack_all, reference)
     return MultipleUpdates(
         step,
         forward,
         pack_all,
-        make_pack(config, count),
+        make_pack(config, of_update(config)),
         mini_batches=loss.mini_batches,
         epochs=loss.epochs,
         group_size=config.rollout.group_size,
         reference=reference,
     )
+
+
+def make_step(config: Config, policy: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh) -> TrainStep:
+    """The step of an update that does not go through the exact engine's executable."""
+    count = of_update(config)
+    return TrainStep(
+        policy,
+        tx,
+        mesh,
+        precision=config.precision,
+        objective=make_objective(config, count),
+        batch_shape=batch_shape(config, count),
+        temperature=config.rollout.temperature,
+        diagnosis=None if makes_several_updates(config) else config.diagnosis,
+        keep_gathered=config.mesh.keep_gathered,
+        attention=config.policy.attention,
+    )
+
+
+def of_update(config: Config) -> int:
+    """Responses of one update."""
+    return config.num_sequences // config.loss.mini_batches
+
+
+def makes_several_updates(config: Config) -> bool:
+    """Whether a rollout batch's old log-probabilities come from a forward of their own, before its updates."""
+    several = config.loss.mini_batches * config.loss.epochs > 1
+    return several or make_objective(config, of_update(config)).needs_old_logprobs
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ mismatch measurement. ``jax.jit`` with in- and out-shardings is pjit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ from rljax.schedule import get_learning_rate, set_learning_rate
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective, loss_row
-from rljax.trainer.packing import PackedBatch
+from rljax.trainer.packing import PackedBatch, fill
 from rljax.trainer.replicas import merge_over_replicas, on_each_replica, replicas, sum_over_replicas
 from rljax.trainer.state import TrainState, abstract_state, adjust_loss_scale
 
@@ -235,8 +235,7 @@ def add_micro_batch(
 
 def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
     """The batch on the devices, split by rows."""
-    shardings = jax.tree.map(lambda _: by_rows, batch)
-    return jax.device_put(batch, shardings._replace(used=everywhere))
+    return jax.device_put(batch, batch_shardings(batch, by_rows, everywhere))
 
 
 def _add_up(totals: Totals) -> Totals:
@@ -255,6 +254,23 @@ def _without_embed(axes: tuple[str, ...]) -> tuple[str | None, ...]:
 def constrain_tree(params: Params, axes: Params) -> Params:
     """Each parameter constrained to its logical axes."""
     return jax.tree.map(lambda leaf, names: constrain(leaf, *names), params, axes)
+
+
+def batch_shardings(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
+    """The sharding of each array that ``batch`` has (see ``place_batch``)."""
+    return jax.tree.map(lambda _: by_rows, batch)._replace(used=everywhere)
+
+
+def abstract_batch(
+    shape: tuple[int, int, int], by_rows: NamedSharding, everywhere: NamedSharding, given: Sequence[str] = ()
+) -> PackedBatch:
+    """``jax.ShapeDtypeStruct`` with a sharding for each array of a batch [m, b, t]; of the optional ones ``given``."""
+    empty = fill([], {}, (0, 0, 0))._replace(**dict.fromkeys(given, np.zeros(0, np.float32)))
+    return jax.tree.map(
+        lambda array, sharding: jax.ShapeDtypeStruct(shape if array.ndim else (), array.dtype, sharding=sharding),
+        empty,
+        batch_shardings(empty, by_rows, everywhere),
+    )
 
 
 class TrainStep:
@@ -339,6 +355,7 @@ class TrainStep:
 
         abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic)
         self._mesh = mesh
+        self._abstract_state, self._batch_shape = abstract, batch_shape
         self._everywhere = replicated(mesh)
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
         self._jitted = jax.jit(
@@ -380,6 +397,21 @@ class TrainStep:
         controls = place_controls(learning_rate, apply_update, measure_noise, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._jitted(state, placed, controls)
+
+    def lower(self, *given: Literal["old_logprobs", "reference_logprobs"]) -> jax.stages.Lowered:
+        """The step's program for the mesh's devices, which need not be here: shapes stand for state and batch.
+
+        Args:
+          given: the optional arrays of ``PackedBatch`` that the batches have.
+
+        Returns:
+          What ``.compile()`` makes the executable of that ``__call__`` runs.
+        """
+        batch = abstract_batch(self._batch_shape, self._by_rows, self._everywhere, given)
+        scalars = Controls(jnp.float32, jnp.bool_, jnp.bool_)
+        controls = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=self._everywhere), scalars)
+        with jax.set_mesh(self._mesh):
+            return self._jitted.lower(self._abstract_state, batch, controls)
 
     def forward(
         self, params: Params, batch: PackedBatch, *, num_sequences: int, diagnosis: DiagnosisConfig

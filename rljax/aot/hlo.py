@@ -1,0 +1,245 @@
+"""Reads the text of a compiled XLA program: computations, instructions, array shapes and replica groups.
+
+The text is that of ``jax.stages.Compiled.as_text()``, whose grammar is XLA's (xla/hlo/parser/hlo_parser.cc).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+# HLO's name of an element type -> (numpy's or ml_dtypes' name, bits).
+ELEMENT_TYPES: dict[str, tuple[str, int]] = {
+    "pred": ("bool", 8),
+    **{f"s{bits}": (f"int{bits}", bits) for bits in (2, 4, 8, 16, 32, 64)},
+    **{f"u{bits}": (f"uint{bits}", bits) for bits in (2, 4, 8, 16, 32, 64)},
+    "bf16": ("bfloat16", 16),
+    **{f"f{bits}": (f"float{bits}", bits) for bits in (16, 32, 64)},
+    "f8e4m3fn": ("float8_e4m3fn", 8),
+    "f8e5m2": ("float8_e5m2", 8),
+    "c64": ("complex64", 64),
+    "c128": ("complex128", 128),
+}
+_ARRAY = re.compile(r"\b(" + "|".join(ELEMENT_TYPES) + r")\[([\d,<=]*)\](?:\{(?:[^{}]*S\((\d+)\))?[^{}]*\})?")
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+
+
+@dataclass(frozen=True)
+class Array:
+    """Shape of an array. ``memory_space`` 0 is the device's main memory; on a TPU 1 is on the chip, 5 the host's."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    memory_space: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Size without padding (bytes)."""
+        bits = next(bits for name, bits in ELEMENT_TYPES.values() if name == self.dtype)
+        return math.prod(self.dims) * bits // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: unique in the module, without ``%``.
+      arrays: what it gives; of a tuple every array, in order.
+      opcode: such as ``fusion``.
+      operands: names of instructions of the same computation.
+      attributes: the text after the operands.
+      literal: the text between the parentheses.
+      is_root: whether it is the computation's result.
+    """
+
+    name: str
+    arrays: tuple[Array, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    literal: str
+    is_root: bool
+
+    @property
+    def called(self) -> dict[str, str]:
+        """Attribute -> name of the computation that it names; branches are ``branch_0``, ``branch_1``, ..."""
+        found = dict(_CALLED.findall(self.attributes))
+        several = _BRANCHES.search(self.attributes)
+        names = several.group(1).split(",") if several else []
+        return found | {f"branch_{i}": name.strip().lstrip("%") for i, name in enumerate(names)}
+
+    def attribute(self, name: str) -> str | None:
+        """The text of ``name=TEXT`` or, for braces, the inside of ``name={TEXT}``; None without one."""
+        found = re.search(rf"\b{name}=(?:\{{([^{{}}]*)\}}|([\w.\->]+))", self.attributes)
+        return None if found is None else found.group(1) if found.group(1) is not None else found.group(2)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """The integers of ``name={1,2}``; none without such an attribute."""
+        return tuple(int(text) for text in (self.attribute(name) or "").split(",") if text)
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions by name, in the order in which they are scheduled."""
+
+    instructions: dict[str, Instruction]
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        """The result."""
+        return next(one for one in self.instructions.values() if one.is_root)
+
+    def operand_arrays(self, instruction: Instruction) -> list[tuple[Array, ...]]:
+        """The arrays of each operand."""
+        return [self.instructions[name].arrays for name in instruction.operands]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program."""
+
+    computations: dict[str, Computation]
+    entry: str
+
+
+def parse_module(text: str) -> Module:
+    """Reads a program.
+
+    Raises:
+      ValueError: there is no entry computation, so that the text is not a program.
+    """
+    computations: dict[str, Computation] = {}
+    entry: str | None = None
+    inside: dict[str, Instruction] | None = None
+    for line in text.splitlines():
+        if line.startswith("}"):
+            inside = None
+        elif not line.startswith(" "):
+            if header := _HEADER.match(line):
+                inside = {}
+                computations[header.group(2)] = Computation(inside)
+                entry = header.group(2) if header.group(1) else entry
+        elif inside is not None and (instruction := _parse_instruction(line)):
+            inside[instruction.name] = instruction
+    if entry is None:
+        raise ValueError("the text holds no entry computation of an HLO module")
+    return Module(computations, entry)
+
+
+def _parse_instruction(line: str) -> Instruction | None:
+    """The instruction of a line, or None for a line that holds none."""
+    head = _INSTRUCTION.match(line)
+    if head is None:
+        return None
+    start = head.end()
+    end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
+    opened = line.index("(", end)
+    closed = _closing(line, opened)
+    literal = line[opened + 1 : closed]
+    return Instruction(
+        name=head.group(2),
+        arrays=parse_arrays(line[start:end]),
+        opcode=line[end:opened].strip(),
+        operands=tuple(re.findall(r"%([\w.\-]+)", literal)),
+        attributes=line[closed + 1 :],
+        literal=literal,
+        is_root=head.group(1) is not None,
+    )
+
+
+def _closing(line: str, opened: int) -> int:
+    """Index of the parenthesis that closes the one at ``opened``."""
+    depth = 0
+    for found in re.finditer(r"[()]", line[opened:]):
+        depth += 1 if found.group() == "(" else -1
+        if depth == 0:
+            return opened + found.start()
+    raise ValueError(f"unbalanced parentheses in an instruction: {line.strip()[:80]}")
+
+
+def parse_arrays(text: str) -> tuple[Array, ...]:
+    """Every array of a type's text, in order: ``(f32[2,3]{1,0}, bf16[4]{0:S(1)})`` has two."""
+    return tuple(
+        Array(ELEMENT_TYPES[dtype][0], tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), int(space or 0))
+        for dtype, dims, space in _ARRAY.findall(text)
+    )
+
+
+# --- which devices work together --------------------------------------------------------------------------------------
+
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^()]*(?:\([\d,]*\))?)\))? ?\{([^}]*)\}")
+_IOTA = re.compile(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_LISTED = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})?\}")
+_AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?")
+
+
+def replica_groups(instruction: Instruction, devices: int) -> list[list[int]]:
+    """The groups of partitions in which a collective works, of ``devices`` in all.
+
+    Of a ``collective-permute`` each pair of a source and its target is a group.
+
+    Raises:
+      ValueError: the groups are written in a form that is not known here.
+    """
+    text = instruction.attributes
+    if pairs := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})?\}", text):
+        return _listed(pairs.group(1) or "")
+    if found := _MESH.search(text):
+        return _of_mesh(*found.groups())
+    if found := _IOTA.search(text):
+        return _iota(found.group(1)).tolist()
+    if found := _LISTED.search(text):
+        return _listed(found.group(1)) if found.group(1) else [list(range(devices))]
+    raise ValueError(f"{instruction.name}: its replica groups are not readable: {text[:200]}")
+
+
+def _listed(text: str) -> list[list[int]]:
+    return [[int(one) for one in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", text)]
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",") if size]
+
+
+def _iota(text: str) -> np.ndarray:
+    """``[2,4]<=[4,2]T(1,0)``: 0, 1, 2, ... in the second shape, transposed, in the first shape."""
+    shape, dims, order = re.fullmatch(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()  # type: ignore[union-attr]
+    ids = np.arange(math.prod(_sizes(dims))).reshape(_sizes(dims))
+    ids = ids.transpose(_sizes(order)) if order else ids
+    return ids.reshape(_sizes(shape) if shape else -1)
+
+
+def _of_mesh(axes: str, ids: str | None, wanted: str) -> list[list[int]]:
+    """Groups along some axes of a mesh; ``'a':(2)4`` is the part of axis a of size 4 that follows one of size 2."""
+    sizes = {name.strip("' "): int(size) for name, size in (one.split("=") for one in axes.split(",") if one)}
+    count = math.prod(sizes.values())
+    devices = np.arange(count) if ids is None else _iota(ids) if "[" in ids else np.array(_sizes(ids))
+    dims: list[tuple[str, int, int]] = []  # (axis, size of what goes before in it, size)
+    chosen = [
+        (axis, int(before or 1), int(size or sizes[axis])) for axis, before, size in _AXIS.findall(wanted) if axis
+    ]
+    for axis, size in sizes.items():
+        cuts = {1, size}
+        for _, before, part in (one for one in chosen if one[0] == axis):
+            cuts |= {before, before * part}
+        ordered = sorted(cuts)
+        dims += [(axis, low, high // low) for low, high in itertools.pairwise(ordered)]
+    grid = devices.reshape([size for _, _, size in dims])
+    last = [
+        i
+        for axis, before, size in chosen
+        for i, (name, low, part) in enumerate(dims)
+        if name == axis and before <= low and low * part <= before * size
+    ]
+    first = [i for i in range(len(dims)) if i not in last]
+    members = math.prod(dims[i][2] for i in last)
+    return grid.transpose(first + last).reshape(-1, members).tolist()

@@ -1,0 +1,96 @@
+"""What attention kernels multiply inside a custom call, which the program's text does not say: by formula.
+
+A product of one query with one key costs two operations for each element of a head. A forward pass makes two such
+products for every pair of a query and a key that it may see (scores, output), a backward pass five (scores again,
+and the gradients of values, probabilities, queries and keys), or four and three where it is two kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rljax.aot.count import Work
+from rljax.aot.hlo import Array, Computation, Instruction
+
+# What the call's name or its metadata holds -> products for each pair, the first that fits.
+_PRODUCTS = (
+    (re.compile(r"__cudnn\$fmha\w*Backward"), 5),
+    (re.compile(r"__cudnn\$fmha"), 2),
+    (re.compile(r"(splash|flash)\w*dkv\w*fused|fused\w*dkv"), 5),
+    (re.compile(r"(splash|flash)\w*dkv"), 4),
+    (re.compile(r"(splash|flash)\w*dq"), 3),
+    (re.compile(r"splash|flash"), 2),
+)
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """A custom call's executions.
+
+    Attributes:
+      target: its name.
+      count: executions.
+      dtype: of its queries; empty where it is no attention kernel.
+      flops: by formula; None where none is known.
+    """
+
+    target: str
+    count: int
+    dtype: str
+    flops: int | None
+
+    def plus(self, other: KernelUse) -> KernelUse:
+        """The executions of both, of the same target and dtype."""
+        flops = None if self.flops is None or other.flops is None else self.flops + other.flops
+        return KernelUse(self.target, self.count + other.count, self.dtype, flops)
+
+
+def causal_pairs(segments: Sequence[int]) -> int:
+    """(query, key) pairs of a row whose segments have these lengths (tokens): each token sees itself and those before.
+
+    >>> causal_pairs([3, 1])
+    7
+    """
+    return sum(length * (length + 1) // 2 for length in segments)
+
+
+def full_row(row_tokens: int, longest: int) -> list[int]:
+    """Lengths of the segments of a row that is filled with the longest sequences.
+
+    >>> full_row(10, 4)
+    [4, 4, 2]
+    """
+    whole, rest = divmod(row_tokens, min(longest, row_tokens))
+    return [min(longest, row_tokens)] * whole + [rest] * (rest > 0)
+
+
+def kernel_uses(work: Work, segments: Sequence[int]) -> list[KernelUse]:
+    """The custom calls of ``work``, those of the same name, dtype and formula together.
+
+    Args:
+      work: of one device.
+      segments: lengths of the segments of every row (tokens).
+    """
+    uses: dict[tuple[str, str], KernelUse] = {}
+    for computation, call, times in work.kernels:
+        target = _TARGET.search(call.attributes)
+        query = _query(computation, call)
+        products = next((count for pattern, count in _PRODUCTS if pattern.search(call.attributes)), None)
+        if query is None or products is None:
+            one = KernelUse(target.group(1) if target else "", times, "", None)
+        else:
+            flops = 2 * products * causal_pairs(segments) * math.prod(query.dims) // sum(segments)
+            one = KernelUse(target.group(1) if target else "", times, query.dtype, flops * times)
+        before = uses.get((one.target, one.dtype))
+        uses[one.target, one.dtype] = one if before is None else before.plus(one)
+    return list(uses.values())
+
+
+def _query(computation: Computation, call: Instruction) -> Array | None:
+    """The first operand with rows or heads, tokens and a head's width."""
+    arrays = [array for operand in computation.operand_arrays(call) for array in operand]
+    return next((array for array in arrays if "float" in array.dtype and len(array.dims) >= 3), None)

@@ -1,0 +1,271 @@
+"""Compiles a run's step for a machine that is not here, and says what it would take and do.
+
+``python -m rljax.train CONFIG.yaml --dry-run --compile h100:1x8``. The compilers are those of
+``launch/install_compilers.sh``; neither the model's weights nor an accelerator are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh
+
+from rljax.aot.count import Program, Work, count_program
+from rljax.aot.hlo import parse_module
+from rljax.aot.kernels import KernelUse, causal_pairs, full_row, kernel_uses
+from rljax.aot.machines import Machine, node_of, topology_devices
+from rljax.aot.roofline import Times, crosses_nodes, times
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hub import policy_shape
+from rljax.policy.qwen3 import abstract_params
+from rljax.run.build import batch_shape, make_step, makes_several_updates, of_update
+from rljax.run.config import Config
+from rljax.run.dry_run import check_shapes, in_units, state_bytes
+from rljax.sharding import make_mesh
+from rljax.trainer.state import make_optimizer
+
+Report = dict[str, Any]
+MODEL_NOTE = (
+    "a model, not a measurement: max(products, memory) + links at the card's published rates, nothing else overlapped"
+)
+KERNEL_NOTE = "inside custom calls, by formula from segments of the longest sequences"
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A step compiled for a machine.
+
+    Attributes:
+      machine: for which.
+      mesh: of the machine's devices.
+      seconds: that the compiler took.
+      text: the compiled program.
+      memory: bytes on a device by kind.
+    """
+
+    machine: Machine
+    mesh: Mesh
+    seconds: float
+    text: str
+    memory: dict[str, int]
+
+
+def on_machine(config: Config, mesh: Mesh) -> Config:
+    """The configuration with ``mesh.fsdp: -1`` written out."""
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=int(mesh.shape["fsdp"])))
+
+
+def compile_step(config: Config, machine: Machine) -> CompiledStep:
+    """Compiles the step of a run.
+
+    Raises:
+      ValueError: there is no compiler for the machine here, the mesh does not fit it, or the step does not fit its
+        memory.
+    """
+    if config.rollout.engine == "exact":
+        raise ValueError("--compile: rollout.engine = exact has an executable of its own; give another engine")
+    policy = policy_shape(config.model.path)
+    mesh = make_mesh(config.mesh, topology_devices(machine))
+    check_shapes(config, policy, mesh)
+    step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
+    lowered = step.lower(*_given(config))
+    jax.config.update("jax_enable_compilation_cache", False)  # the time is to be the compiler's
+    start = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"--compile {machine.name}: the compiler gives up: {error}") from error
+    seconds = time.perf_counter() - start
+    return CompiledStep(machine, mesh, seconds, compiled.as_text() or "", _memory(compiled.memory_analysis()))
+
+
+def _given(config: Config) -> list[Literal["old_logprobs", "reference_logprobs"]]:
+    """The optional arrays of the batches that the step gets."""
+    given: list[Literal["old_logprobs", "reference_logprobs"]] = []
+    if makes_several_updates(config):
+        given.append("old_logprobs")
+    if config.loss.kl != "none":
+        given.append("reference_logprobs")
+    return given
+
+
+def _memory(analysis: Any) -> dict[str, int]:
+    kinds = {"argument": "argument", "output": "output", "alias": "alias", "temporary": "temp"}
+    sizes = {name: int(getattr(analysis, f"{kind}_size_in_bytes")) for name, kind in kinds.items()}
+    # A TPU's peak leaves out part of the temporaries.
+    together = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temporary"]
+    return sizes | {"peak": int(analysis.peak_memory_in_bytes), "total": together}
+
+
+def report(config: Config, compiled: CompiledStep) -> Report:
+    """What the compiled step takes and does, on one device: plain values for JSON; docs/compile.md says what each is.
+
+    Raises:
+      ValueError: the program is written in a form that is not known here.
+    """
+    policy, machine, mesh = policy_shape(config.model.path), compiled.machine, compiled.mesh
+    shape = batch_shape(config, of_update(config))
+    program = count_program(parse_module(compiled.text), mesh.size)
+    nodes = [node_of(machine, device) for device in mesh.devices.flat]
+    segments = full_row(shape[2], config.max_sequence_tokens)
+    kernels = {part: kernel_uses(getattr(program, part), segments) for part in ("micro_batch", "step")}
+    planned = sum(part for _, part in state_bytes(config, policy, mesh).values())
+    needed = max(compiled.memory["peak"], compiled.memory["total"])
+    return {
+        "machine": machine.name,
+        "card": machine.card.name,
+        "jax": jax.__version__,
+        "mesh": {name: int(size) for name, size in mesh.shape.items()},
+        "model": config.model.path,
+        "batch": dict(zip(("micro_batches", "rows", "tokens"), shape, strict=True)),
+        "compile_s": round(compiled.seconds, 1),
+        "bytes": {
+            **compiled.memory,
+            "planned": planned,
+            "device": machine.card.memory_bytes,
+            "fits": needed <= machine.card.memory_bytes,
+        },
+        "flops_per_micro_batch": program.micro_batch.flops_by_dtype(),
+        "flops_per_step": program.step.flops_by_dtype(),
+        "kernels": [
+            {"per": part, **dataclasses.asdict(use)} for part, uses in kernels.items() for use in uses if use.dtype
+        ],
+        "memory_bytes_per_micro_batch": program.micro_batch.memory_bytes,
+        "memory_bytes_per_step": program.step.memory_bytes,
+        "open_loops": program.open_loops,
+        "collectives": _collectives(program, nodes),
+        "roofline": _roofline(config, policy, compiled, program, kernels, nodes),
+    }
+
+
+def _collectives(program: Program, nodes: list[int]) -> list[Report]:
+    """The collectives of a micro-batch, and those of the rest of a step."""
+    return [
+        {
+            "per": part,
+            "kind": one.kind,
+            "dtype": one.dtype,
+            "count": one.count,
+            "bytes": one.bytes,
+            "group_size": len(set(one.groups[0])),
+            "across_nodes": crosses_nodes(one, nodes),
+        }
+        for part in ("micro_batch", "step")
+        for one in getattr(program, part).merged_collectives()
+    ]
+
+
+def _roofline(
+    config: Config,
+    policy: PolicyConfig,
+    compiled: CompiledStep,
+    program: Program,
+    kernels: dict[str, list[KernelUse]],
+    nodes: list[int],
+) -> Report:
+    card = compiled.machine.card
+    micro, rows, tokens = batch_shape(config, of_update(config))
+
+    def of(work: Work, uses: list[KernelUse]) -> Times:
+        flops: dict[str, int] = {}
+        for use in uses:
+            flops[use.dtype] = flops.get(use.dtype, 0) + (use.flops or 0)
+        return times(work, flops, card, nodes)
+
+    of_micro, of_step = of(program.micro_batch, kernels["micro_batch"]), of(program.step, kernels["step"])
+    seconds = micro * of_micro.total + of_step.total
+    flops = model_flops(policy, rows, full_row(tokens, config.max_sequence_tokens))
+    dtype = config.precision.compute_dtype
+    peak = card.product_rate(dtype, "highest" if dtype == "float32" else "default")
+    return {
+        "note": MODEL_NOTE,
+        "micro_batch_s": {**_rounded(of_micro), "total": round(of_micro.total, 6)},
+        "step_s": {**_rounded(of_step), "total": round(of_step.total, 6)},
+        "seconds_of_a_full_step": round(seconds, 3),
+        "tokens_per_second_and_device": round(micro * rows * tokens / seconds / compiled.mesh.size, 1),
+        "model_flops_per_micro_batch": flops,
+        "model_flops_utilisation": round(micro * flops / (seconds * compiled.mesh.size * peak), 4),
+    }
+
+
+def _rounded(seconds: Times) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in dataclasses.asdict(seconds).items()}
+
+
+def model_flops(policy: PolicyConfig, rows: int, segments: list[int]) -> int:
+    """Operations that a micro-batch's gradient needs, on all devices: nothing recomputed, causal inside each segment.
+
+    Six for each token and each parameter that multiplies (an embedding table of its own does not), and three times the
+    forward's four for each pair of a query and a key, each layer and each element of the query heads.
+    """
+    params = jax.tree.leaves(abstract_params(policy))
+    looked_up = 0 if policy.tie_word_embeddings else policy.vocab_size * policy.hidden_size
+    multiplying = sum(leaf.size for leaf in params) - looked_up
+    attention = 12 * policy.num_layers * policy.num_heads * policy.head_dim * causal_pairs(segments)
+    return rows * (6 * multiplying * sum(segments) + attention)
+
+
+# --- for a reader -----------------------------------------------------------------------------------------------------
+
+
+def describe(found: Report) -> str:
+    """The report as lines of text."""
+    sizes, line = found["bytes"], found["roofline"]
+    mesh = " x ".join(f"{name} {size}" for name, size in found["mesh"].items())
+    batch = found["batch"]
+    against = max(sizes["peak"], sizes["total"]) / sizes["planned"] - 1
+    lines = [
+        f"compiled for {found['machine']} ({found['card']}), mesh {mesh}, in {found['compile_s']:.0f} s; a device:",
+        f"  bytes        {in_units(sizes['argument'])} of arguments, {in_units(sizes['temporary'])} of temporaries, "
+        f"peak {in_units(sizes['peak'])}",
+        f"  fits         {'yes' if sizes['fits'] else 'NO'}: the card has {in_units(sizes['device'])}; "
+        f"the plan says {in_units(sizes['planned'])}, the compiler {against:+.1%}",
+        f"  micro-batch  {batch['rows']} rows of {batch['tokens']:,} tokens on all devices; "
+        f"at most {batch['micro_batches']} a step",
+        *_flops_lines(found),
+        *_collective_lines(found["collectives"]),
+        f"  roofline     {line['note']}",
+        *(f"  {part:<12} {_times_line(line[f'{part}_s'])}" for part in ("micro_batch", "step")),
+        f"  modelled     {line['tokens_per_second_and_device']:,.0f} tokens/s a device, "
+        f"model-FLOPs utilisation {line['model_flops_utilisation']:.1%}",
+    ]
+    if found["open_loops"] != 1:
+        lines.append(
+            f"  warning      {found['open_loops']} loops without a trip count, each counted as one micro-batch"
+        )
+    return "\n".join(lines)
+
+
+def _flops_lines(found: Report) -> list[str]:
+    flops = ", ".join(f"{dtype} {count:.3e}" for dtype, count in found["flops_per_micro_batch"].items()) or "none"
+    rest = ", ".join(f"{dtype} {count:.3e}" for dtype, count in found["flops_per_step"].items()) or "none"
+    lines = [f"  products     {flops} FLOPs a micro-batch; {rest} once a step"]
+    lines += [
+        f"  kernel       {one['target']} x {one['count']} a {one['per']}: {one['dtype']} {one['flops']:.3e} FLOPs "
+        f"{KERNEL_NOTE}"
+        for one in found["kernels"]
+    ]
+    return lines
+
+
+def _collective_lines(collectives: list[Report]) -> list[str]:
+    """A line for each that moves a MiB, and one for the others together."""
+    lines, others = [], [one for one in collectives if one["bytes"] < 2**20]
+    for one in collectives:
+        where = "across nodes" if one["across_nodes"] else "inside a node"
+        what = f"{one['kind']} of {one['dtype']} x {one['count']}"
+        if one not in others:
+            lines.append(f"  {one['per']:<12} {what}: {in_units(one['bytes'])}, groups of {one['group_size']} {where}")
+    if others:
+        count, size = (sum(one[key] for one in others) for key in ("count", "bytes"))
+        lines.append(f"  and          {count} smaller collectives: {in_units(size)}")
+    return lines
+
+
+def _times_line(seconds: dict[str, float]) -> str:
+    parts = ", ".join(f"{name} {1000 * seconds[name]:.1f} ms" for name in ("products", "memory", "links"))
+    return f"{parts}: {1000 * seconds['total']:.1f} ms"
