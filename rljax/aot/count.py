@@ -1,7 +1,8 @@
 """What a compiled training step does: products, traffic to memory and collectives, with the trip counts of its loops.
 
 The micro-batches are a loop whose trip count is known only when the step runs, so everything is counted for one
-micro-batch and, apart from it, for what is done once a step. Of a conditional the branch that moves most bytes counts.
+micro-batch and, apart from it, for what is done once a step. Of a conditional one branch counts: one that calls an
+attention kernel (its alternative is for rare batches), else the one that moves most bytes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
+ATTENTION_KERNEL = re.compile(r"__cudnn\$fmha|splash|flash")
+"""What the attributes of a custom call hold that computes attention."""
 # They move nothing themselves; what they call, if anything, is counted.
 _FREE = {
     "add-dependency",
@@ -81,6 +84,11 @@ class Work:
     memory_bytes: int = 0
     collectives: list[Collective] = field(default_factory=list)
     kernels: list[tuple[Computation, Instruction, int]] = field(default_factory=list)
+
+    @property
+    def calls_attention(self) -> bool:
+        """Whether any of ``kernels`` computes attention."""
+        return any(ATTENTION_KERNEL.search(call.attributes) for _, call, _ in self.kernels)
 
     def add(self, other: Work) -> None:
         """Adds what another part of the program does."""
@@ -146,7 +154,7 @@ class _Counter:
                 work.add(self._loop(computation, one, times))
             elif one.opcode == "conditional":
                 branches = [self._called(one, name, times) for name in one.called]
-                work.add(max(branches, key=lambda branch: branch.memory_bytes))
+                work.add(max(branches, key=lambda branch: (branch.calls_attention, branch.memory_bytes)))
             elif kind in ("call", "async"):
                 work.add(self._called(one, next(iter(one.called)), times))
             elif not one.opcode.endswith(("-done", "-update")):

@@ -46,6 +46,34 @@ def test_a_tpu_step_by_hand():
     assert program.step.kernels == []
 
 
+BRANCHES = """\
+%kernel (p: bf16[1,8,2,4]) -> bf16[1,8,2,4] {
+  %p = bf16[1,8,2,4]{3,2,1,0} parameter(0)
+  ROOT %attention = bf16[1,8,2,4]{3,2,1,0} custom-call(%p, %p, %p), custom_call_target="__cudnn$fmhaSoftmax"
+}
+
+%blocks (q: bf16[1,8,2,4]) -> bf16[1,8,2,4] {
+  %q = bf16[1,8,2,4]{3,2,1,0} parameter(0)
+  %scores = f32[64,64]{1,0} broadcast(%q), dimensions={}
+  %product = f32[64,64]{1,0} dot(%scores, %scores), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %out = bf16[1,8,2,4]{3,2,1,0} copy(%q)
+}
+
+ENTRY %main (which: s32[], x: bf16[1,8,2,4]) -> bf16[1,8,2,4] {
+  %which = s32[] parameter(0)
+  %x = bf16[1,8,2,4]{3,2,1,0} parameter(1)
+  ROOT %y = bf16[1,8,2,4]{3,2,1,0} conditional(%which, %x, %x), branch_computations={%kernel, %blocks}
+}
+"""
+
+
+def test_of_two_branches_the_attention_kernel_counts():
+    step = count_program(parse_module(BRANCHES), 1).step
+    assert [call.name for _, call, _ in step.kernels] == ["attention"]
+    assert not step.flops
+    assert step.memory_bytes == 4 * 1 * 8 * 2 * 4 * 2
+
+
 def compiled(f, *shapes):
     return jax.jit(f).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
 

@@ -133,7 +133,8 @@ def test_a_step_for_a_machine_that_is_not_here(machine, across, tmp_path):
     found = compile_toy(tmp_path, machine, "--mesh.fsdp", "2")
     assert found["mesh"] == {"fsdp": 2, "tp": 1}
     assert found["open_loops"] == 1
-    assert found["flops_per_micro_batch"] == {"float32": toy_flops(2)}
+    # On a GPU a product over 1,016 places may be split into 16 of 64.
+    assert found["flops_per_micro_batch"] == {"float32": pytest.approx(toy_flops(2), rel=2e-5)}
     assert found["flops_per_step"] == {}
     assert {one["across_nodes"] for one in found["collectives"]} == {across}
     assert found["bytes"]["fits"]
