@@ -96,7 +96,6 @@ def _given(config: Config) -> list[Literal["old_logprobs", "reference_logprobs"]
 def _memory(analysis: Any) -> dict[str, int]:
     kinds = {"argument": "argument", "output": "output", "alias": "alias", "temporary": "temp"}
     sizes = {name: int(getattr(analysis, f"{kind}_size_in_bytes")) for name, kind in kinds.items()}
-    # A TPU's peak leaves out part of the temporaries.
     together = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temporary"]
     return sizes | {"peak": int(analysis.peak_memory_in_bytes), "total": together}
 
@@ -114,7 +113,7 @@ def report(config: Config, compiled: CompiledStep) -> Report:
     segments = full_row(shape[2], config.max_sequence_tokens)
     kernels = {part: kernel_uses(getattr(program, part), segments) for part in ("micro_batch", "step")}
     planned = sum(part for _, part in state_bytes(config, policy, mesh).values())
-    needed = max(compiled.memory["peak"], compiled.memory["total"])
+    needed = max(compiled.memory["peak"], compiled.memory["total"])  # a TPU's peak leaves out part of the temporaries
     return {
         "machine": machine.name,
         "card": machine.card.name,
@@ -125,6 +124,7 @@ def report(config: Config, compiled: CompiledStep) -> Report:
         "compile_s": round(compiled.seconds, 1),
         "bytes": {
             **compiled.memory,
+            "needed": needed,
             "planned": planned,
             "device": machine.card.memory_bytes,
             "fits": needed <= machine.card.memory_bytes,
@@ -217,11 +217,11 @@ def describe(found: Report) -> str:
     sizes, line = found["bytes"], found["roofline"]
     mesh = " x ".join(f"{name} {size}" for name, size in found["mesh"].items())
     batch = found["batch"]
-    against = max(sizes["peak"], sizes["total"]) / sizes["planned"] - 1
+    against = sizes["needed"] / sizes["planned"] - 1
     lines = [
         f"compiled for {found['machine']} ({found['card']}), mesh {mesh}, in {found['compile_s']:.0f} s; a device:",
         f"  bytes        {in_units(sizes['argument'])} of arguments, {in_units(sizes['temporary'])} of temporaries, "
-        f"peak {in_units(sizes['peak'])}",
+        f"{in_units(sizes['needed'])} together",
         f"  fits         {'yes' if sizes['fits'] else 'NO'}: the card has {in_units(sizes['device'])}; "
         f"the plan says {in_units(sizes['planned'])}, the compiler {against:+.1%}",
         f"  micro-batch  {batch['rows']} rows of {batch['tokens']:,} tokens on all devices; "
