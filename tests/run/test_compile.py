@@ -131,7 +131,7 @@ def toy_flops(devices):
 @pytest.mark.parametrize(("machine", "across"), [("h100:1x2", False), ("h100:2x1", True), ("tpu:v5e:2x2", False)])
 def test_a_step_for_a_machine_that_is_not_here(machine, across, tmp_path):
     found = compile_toy(tmp_path, machine, "--mesh.fsdp", "2")
-    assert found["mesh"] == {"fsdp": 2, "tp": 1}
+    assert found["mesh"] == {"replica": 1, "fsdp": 2, "tp": 1}
     assert found["open_loops"] == 1
     # On a GPU a product over 1,016 places may be split into 16 of 64.
     assert found["flops_per_micro_batch"] == {"float32": pytest.approx(toy_flops(2), rel=2e-5)}
@@ -145,7 +145,7 @@ def test_a_step_for_a_machine_that_is_not_here(machine, across, tmp_path):
 @pytest.mark.compilers
 def test_the_mesh_takes_all_devices_unless_told(tmp_path):
     found = compile_toy(tmp_path, "h100:1x4", "--mesh.tp", "2")
-    assert found["mesh"] == {"fsdp": 2, "tp": 2}
+    assert found["mesh"] == {"replica": 1, "fsdp": 2, "tp": 2}
 
 
 @pytest.mark.compilers
