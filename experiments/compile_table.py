@@ -1,6 +1,6 @@
 """Compiles the table of docs/compile.md: each row is a ``--dry-run --compile`` of ``python -m rljax.train``.
 
-    .venv-compile/bin/python tools/compile_table.py benchmarks/compile.json [--only TEXT]
+    .venv-compile/bin/python experiments/compile_table.py benchmarks/compile.json [--only TEXT]
 
 A row takes one to four minutes of one core. Rows that the file already holds are kept, unless ``--only`` names them;
 delete the file to begin again. Prints the table at the end.
