@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 # Third party -> the only modules that may import it.
 DOORS = {
     "httpx": {"rollout.served.client"},
+    "msgspec": {"rollout.vllm.wire"},
     "orbax": {"run.checkpoint"},
     "grain": {"data.prompts"},
     "pyarrow": {"data.files", "compare.dump"},

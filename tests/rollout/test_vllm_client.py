@@ -1,5 +1,6 @@
 """The client alone, against a stand-in server."""
 
+import json
 import time
 
 import numpy as np
@@ -86,7 +87,35 @@ def test_body_leaves_no_default_to_the_server(route):
 )
 def test_replies_that_are_none(reply):
     with pytest.raises(ReplyError):
-        WIRE.completion(GENERATE, reply)
+        WIRE.completion(GENERATE, json.dumps(reply).encode(), Request(PROMPT, SamplingParams(1)))
+
+
+@pytest.mark.parametrize("top", [0, 2])
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_a_reply_is_read_as_pythons_json_reads_it(route, top):
+    """Every bit of 2,000 log-probabilities; fields that no one asked for may be anything."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 2**31 - 1, 2000).tolist()
+    logprobs = (-np.exp(rng.normal(-1, 4, 2000))).tolist()
+    tops = [{i: x, (i + 1) % 2**31: 2 * x} for i, x in zip(ids, logprobs, strict=True)]
+    if route == GENERATE:
+        listed = [[{"token_id": i, "logprob": x, "rank": 1} for i, x in each.items()] for each in tops]
+        content = [
+            {"token_id": i, "logprob": x, "rank": None, "top_logprobs": each if top else "unread"}
+            for i, x, each in zip(ids, logprobs, listed, strict=True)
+        ]
+        scored = {"content": content}
+    else:
+        named = [{f"token_id:{i}": x for i, x in each.items()} for each in tops]
+        scored = {"tokens": [f"token_id:{i}" for i in ids], "token_logprobs": logprobs, "text_offset": [0]}
+        scored["top_logprobs"] = named if top else "unread"
+    choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": scored, "routed_experts": None}
+    request = Request(PROMPT, SamplingParams(2000), top_logprobs=top)
+    reply = WIRE.completion(route, json.dumps({"request_id": "é", "choices": [choice]}).encode(), request)
+    assert reply.token_ids.tolist() == ids
+    np.testing.assert_array_equal(reply.logprobs, np.array(logprobs, np.float32))
+    assert reply.logprobs.dtype == np.float32
+    assert reply.top_logprobs == (tuple(tops) if top else ())
 
 
 def test_server_errors_are_retried_and_counted(fake, client):

@@ -58,17 +58,18 @@ def spans(*given):
 
 
 BAD = {
-    "text": (logprob("-1.0"), "expected a number, got '-1.0'"),
-    "none": (logprob(None), "expected a number, got None"),
-    "NaN": (logprob(math.nan), "gave a log-probability of nan"),
-    "infinity": (logprob(math.inf), "gave a log-probability of inf"),
-    "minus infinity": (logprob(-math.inf), "gave a log-probability of -inf"),
+    "text": (logprob("-1.0"), "Expected `float`, got `str` - at `$.choices[0].logprobs.content[1].logprob`"),
+    "none": (logprob(None), "Expected `float`, got `null`"),
+    "NaN": (logprob(math.nan), "JSON is malformed"),
+    "infinity": (logprob(math.inf), "JSON is malformed"),
+    "minus infinity": (logprob(-math.inf), "JSON is malformed"),
+    "beyond float32": (logprob(-1e300), "gave a log-probability of -inf"),
     "positive": (logprob(0.01), "gives logits"),
-    "boolean": (logprob(True), "expected a number, got True"),
+    "boolean": (logprob(True), "Expected `float`, got `bool`"),
     "no log-probabilities": (lambda choice: choice.update(logprobs=None), "gave 3 tokens and log-probabilities of 0"),
-    "a field less": (lambda choice: choice["logprobs"]["content"][0].pop("token_id"), "KeyError 'token_id'"),
-    "fraction of a token": (tokens(5.0, 6, 7), "expected a whole number, got 5.0"),
-    "token as text": (tokens("5", 6, 7), "expected a whole number, got '5'"),
+    "a field less": (lambda choice: choice["logprobs"]["content"][0].pop("token_id"), "required field `token_id`"),
+    "fraction of a token": (tokens(5.0, 6, 7), "Expected `int`, got `float`"),
+    "token as text": (tokens("5", 6, 7), "Expected `int`, got `str`"),
     "huge token": (tokens(2**40, 6, 7), "OverflowError"),
     "negative token": (tokens(-1, 6, 7), "gave token ids from -1 to 7, outside the vocabulary"),
     "token beyond": (tokens(5, 6, 64), "gave token ids from 5 to 64, outside the vocabulary"),
@@ -82,7 +83,7 @@ BAD = {
     "gap": (spans(("default", 0, 1), ("default", 2, 3)), "gave weight versions of other tokens"),
     "too short a span": (spans(("default", 0, 2)), "gave weight versions of other tokens"),
     "overlap": (spans(("default", 0, 2), ("default", 1, 3)), "gave weight versions of other tokens"),
-    "spans of text": (lambda choice: choice.update(weight_versions="abc"), "TypeError"),
+    "spans of text": (lambda choice: choice.update(weight_versions="abc"), "Expected `array | null`, got `str`"),
 }
 
 

@@ -260,6 +260,13 @@ class ServerClient:
             raise ServerError("the event loop of the HTTP client has ended")
 
     async def _call(self, server: _Server, method: str, path: str, timeout_s: float, **content: Any) -> dict[str, Any]:
+        reply = await self._exchange(server, method, path, timeout_s, **content)
+        return _object(reply) if reply.content and path != "/health" else {}
+
+    async def _exchange(
+        self, server: _Server, method: str, path: str, timeout_s: float, **content: Any
+    ) -> httpx.Response:
+        """An answer of status 200. Raises as :meth:`call`."""
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self.limits.connect_timeout_s), pool=None)
         try:
             # httpx's timeouts are of each read: a server that sends a byte now and then never exceeds them.
@@ -272,7 +279,7 @@ class ServerClient:
         except httpx.RequestError as error:  # a body that cannot be decoded
             raise ReplyError(f"{server.url}{path} answered what is no HTTP reply: {error}") from error
         if reply.status_code == 200:
-            return _object(reply) if reply.content and path != "/health" else {}
+            return reply
         if path == "/health":
             raise ServerGoneError(f"{server.url} is not healthy: {_reason(reply)}")
         if reply.status_code >= 500:
@@ -284,9 +291,9 @@ class ServerClient:
     async def _sample(self, server: _Server, request: Request, timeout_s: float) -> Completion:
         """One completion. Raises ServerGoneError, ServerRefusedError or ReplyError."""
         body = self._wire.body(server.route, request, server.model)
-        reply = await self._call(server, "POST", server.route, timeout_s, json=body)
+        reply = await self._exchange(server, "POST", server.route, timeout_s, json=body)
         try:
-            return self._wire.completion(server.route, reply)
+            return self._wire.completion(server.route, reply.content, request)
         except ReplyError as error:
             raise ReplyError(f"{server.url}{error}") from error
 

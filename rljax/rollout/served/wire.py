@@ -43,7 +43,7 @@ class Completion:
       logprobs: float32 [t], of these tokens.
       finish_reason: "stop", "length", or "abort" when the server gave it up.
       spans: (weight version tag, start, end) in order; None when the server does not report them.
-      top_logprobs: at each position the log-probability of each reported token; empty when the route has none.
+      top_logprobs: at each position the log-probability of each reported token; empty unless asked for.
       prompt_logprobs: the same at each position of the prompt, its own token among them; none at the first, and empty
         unless asked for.
     """
@@ -99,8 +99,10 @@ class Wire(Protocol):
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
         """The JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""
 
-    def completion(self, route: str, reply: Mapping[str, Any]) -> Completion:
-        """Reads the reply of ``route``, whatever JSON it is.
+    def completion(self, route: str, reply: bytes, request: Request) -> Completion:
+        """Reads the reply of ``route`` to ``request``, whatever bytes it is.
+
+        It runs on the event loop, once for each response: no Python may run for each of its tokens.
 
         Raises:
           ReplyError: it is no completion. The message opens with ``route``; the caller puts the server before it.
@@ -145,9 +147,8 @@ def check_completion(url: str, completion: Completion, request: Request, vocab_s
         raise ReplyError(f"{url} ended a response of {len(tokens)} tokens with 'stop', not at its first stop token")
     if finish == "length" and len(tokens) != longest:
         raise ReplyError(f"{url} ended a response at {len(tokens)} tokens, its limit was {longest}")
-    reported = np.array(
-        [*completion.logprobs, *(value for top in completion.prompt_logprobs for value in top.values())], np.float64
-    )
+    of_prompt = [value for top in completion.prompt_logprobs for value in top.values()]
+    reported = np.concatenate([completion.logprobs, np.array(of_prompt, np.float64)])
     if not np.isfinite(reported).all():
         raise ReplyError(f"{url} gave a log-probability of {reported[~np.isfinite(reported)][0]}")
     if reported.max() > _ROUNDING:

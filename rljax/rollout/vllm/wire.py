@@ -6,9 +6,11 @@ servers that do not have it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError
@@ -16,6 +18,69 @@ from rljax.rollout.served.wire import Completion, Request
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+
+
+Scores = TypeVar("Scores")
+Item = TypeVar("Item")
+
+
+# What is read of a reply; the decoder skips other fields and makes no Python object of them. ``gc`` is off where
+# thousands of objects would set off the garbage collector: none of them can be part of a cycle.
+class _Scored(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Sampled(_Scored, gc=False):
+    token_id: int
+
+
+class _SampledAmongTops(_Sampled):
+    top_logprobs: list[_Sampled]
+
+
+class _Content(msgspec.Struct, Generic[Item]):
+    content: list[Item]
+
+
+class _Named(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+
+
+class _NamedAmongTops(_Named):
+    top_logprobs: list[dict[str, float]]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+_PromptScores = list[dict[int, _Scored] | None] | None
+
+
+class _Choice(msgspec.Struct, Generic[Scores], kw_only=True):
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: Scores
+    index: int = 0
+    weight_versions: list[_Span] | None = None
+    prompt_logprobs: _PromptScores = None  # of COMPLETIONS
+
+
+class _Reply(msgspec.Struct, Generic[Scores]):
+    choices: list[_Choice[Scores]]
+    prompt_logprobs: _PromptScores = None  # of GENERATE
+
+
+# By route, and whether the likeliest tokens are read.
+_DECODERS: dict[tuple[str, bool], msgspec.json.Decoder[Any]] = {
+    (GENERATE, False): msgspec.json.Decoder(_Reply[_Content[_Sampled] | None]),
+    (GENERATE, True): msgspec.json.Decoder(_Reply[_Content[_SampledAmongTops] | None]),
+    (COMPLETIONS, False): msgspec.json.Decoder(_Reply[_Named]),
+    (COMPLETIONS, True): msgspec.json.Decoder(_Reply[_NamedAmongTops]),
+}
 
 
 class VllmWire:
@@ -54,68 +119,67 @@ class VllmWire:
         as_ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         return {"model": model, "prompt": tokens, **as_ids, **sampling}
 
-    def completion(self, route: str, reply: Mapping[str, Any]) -> Completion:
+    def completion(self, route: str, reply: bytes, request: Request) -> Completion:
         """See Wire.
 
         Raises:
           ReplyError: a field is missing or of another type, there is not one choice, or tokens and log-probabilities
             do not match.
         """
+        has_tops = request.top_logprobs > 0
         try:
-            (choice,) = reply["choices"]
-            if choice.get("index", 0) != 0:
-                raise ValueError(f"the choice of another place, {choice['index']}")
-            tokens = choice["token_ids"]
-            if route == GENERATE:
-                content = (choice["logprobs"] or {"content": []})["content"]
-                logprobs = [item["logprob"] for item in content]
-                named = [item["token_id"] for item in content]
-                tops = tuple({top["token_id"]: top["logprob"] for top in item["top_logprobs"]} for item in content)
-            else:
-                content = choice["logprobs"]
-                logprobs = content["token_logprobs"]
-                named = [_token_id(name) for name in content["tokens"]]
-                tops = tuple({_token_id(name): value for name, value in top.items()} for top in content["top_logprobs"])
-            prompt = (reply if route == GENERATE else choice).get("prompt_logprobs") or ()
+            read = _DECODERS[route, has_tops].decode(reply)
+            (choice,) = read.choices
+            if choice.index != 0:
+                raise ValueError(f"the choice of another place, {choice.index}")
+            tokens = choice.token_ids
+            read_scores = _read_content if route == GENERATE else _read_named
+            are_others, logprobs, tops = read_scores(choice, has_tops)
             completion = Completion(
-                token_ids=np.array([_whole(token) for token in tokens], np.int32),
-                logprobs=np.array([_number(value) for value in logprobs], np.float32),
-                finish_reason=str(choice["finish_reason"]),
-                spans=_spans(choice.get("weight_versions")),
-                top_logprobs=tuple({_whole(token): _number(value) for token, value in top.items()} for top in tops),
+                token_ids=np.array(tokens, np.int32),
+                logprobs=logprobs,
+                finish_reason=str(choice.finish_reason),
+                spans=tuple((span.version, span.start, span.end) for span in choice.weight_versions or ()) or None,
+                top_logprobs=tops,
                 prompt_logprobs=tuple(
-                    {int(token): _number(item["logprob"]) for token, item in (top or {}).items()} for top in prompt
+                    {token: scored.logprob for token, scored in (top or {}).items()}
+                    for top in read.prompt_logprobs or choice.prompt_logprobs or ()
                 ),
             )
-            others = list(named) != list(tokens) or len(logprobs) != len(tokens)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        except (ValueError, ArithmeticError, RecursionError) as error:
             said = f"{type(error).__name__} {error}"
-            raise ReplyError(f"{route} answered with no completion, {said}: {str(reply)[:300]}") from error
-        if others and completion.finish_reason != "abort":
-            raise ReplyError(f"{route} gave {len(tokens)} tokens and log-probabilities of {len(named)} others")
+            shown = " ".join(reply[:300].decode(errors="replace").split())
+            raise ReplyError(f"{route} answered with no completion, {said}: {shown}") from error
+        if (are_others or len(logprobs) != len(tokens)) and completion.finish_reason != "abort":
+            raise ReplyError(f"{route} gave {len(tokens)} tokens and log-probabilities of {len(logprobs)} others")
         return completion
 
 
-def _spans(given: Any) -> tuple[tuple[str, int, int], ...] | None:
-    """(version, start, end) of each; none at all is the same as not reported."""
-    spans = tuple((str(span["version"]), _whole(span["start"]), _whole(span["end"])) for span in given or ())
-    return spans or None
+# Whether a choice scores other tokens than it gives; float32 [t] log-probabilities; the likeliest tokens at each place.
+_Parts = tuple[bool, np.ndarray, tuple[Mapping[int, float], ...]]
+
+
+def _read_content(choice: Any, has_tops: bool) -> _Parts:
+    """Of a choice of GENERATE."""
+    content = choice.logprobs.content if choice.logprobs else []
+    are_others = list(map(attrgetter("token_id"), content)) != choice.token_ids
+    tops = ({top.token_id: top.logprob for top in item.top_logprobs} for item in content) if has_tops else ()
+    return are_others, _floats(map(attrgetter("logprob"), content)), tuple(tops)
+
+
+def _read_named(choice: Any, has_tops: bool) -> _Parts:
+    """Of a choice of COMPLETIONS, whose tokens are named ``token_id:442``."""
+    scored = choice.logprobs
+    are_others = scored.tokens != list(map("token_id:{}".format, choice.token_ids))
+    tops = ({_token_id(name): x for name, x in top.items()} for top in scored.top_logprobs) if has_tops else ()
+    return are_others, _floats(scored.token_logprobs), tuple(tops)
+
+
+def _floats(values: Iterable[float]) -> np.ndarray:
+    with np.errstate(over="ignore"):  # infinity is refused by check_completion
+        return np.fromiter(values, np.float64).astype(np.float32)
 
 
 def _token_id(name: str) -> int:
     """442 from ``token_id:442``."""
     return int(name.removeprefix("token_id:"))
-
-
-def _whole(value: Any) -> int:
-    """``value``, which JSON gave as a whole number: no boolean, no text, no 5.0."""
-    if type(value) is not int:
-        raise TypeError(f"expected a whole number, got {value!r}")
-    return value
-
-
-def _number(value: Any) -> float:
-    """``value``, which JSON gave as a number; NaN and infinity are numbers to Python's JSON."""
-    if type(value) not in (int, float):
-        raise TypeError(f"expected a number, got {value!r}")
-    return float(value)
