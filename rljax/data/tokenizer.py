@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 
 from rljax.checks import parse_json
+from rljax.data.byte_level import ByteLevelDecoder
 
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -53,7 +54,15 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text without special tokens."""
+        if self._by_bytes is not None:
+            return self._by_bytes(np.asarray(token_ids, np.int32))
         return str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
+
+    @functools.cached_property
+    def _by_bytes(self) -> ByteLevelDecoder | None:
+        """None of a tokenizer whose vocabulary is not one of bytes."""
+        is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        return ByteLevelDecoder(self._tokenizer) if is_byte_level else None
 
     @property
     def has_chat_template(self) -> bool:

@@ -131,6 +131,14 @@ def test_ids_of_every_token_become_the_text_of_transformers(pair):
         assert ours.decode([token]) == theirs.decode([token], skip_special_tokens=True)
 
 
+def test_whatever_is_sampled_becomes_the_text_of_transformers(pair):
+    """Halves of characters in any order, special tokens between them, and ids beyond the vocabulary."""
+    ours, theirs = pair
+    rng = np.random.default_rng(0)
+    for ids in rng.integers(0, len(ours) + 40, (200, 60)):
+        assert ours.decode(ids) == theirs.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+
 CALL = {"name": "add", "arguments": {"a": 1, "b": "<2> é"}}
 CHATS = {
     "a question": [{"role": "user", "content": "1+1?"}],
