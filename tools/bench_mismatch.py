@@ -129,7 +129,7 @@ def _micro(rollout: jax.Array, mask: jax.Array, ids: jax.Array) -> PackedBatch:
     """A micro-batch for the training step's measurement: advantages of both signs, some tokens of older policies."""
     zeros = jnp.zeros(ids.shape, jnp.int32)
     advantages = jnp.where(ids % 2 == 0, 1.0, -1.0)
-    return PackedBatch(zeros, zeros, zeros, ids, mask, mask, rollout, advantages, staleness=ids % 3, used=None)
+    return PackedBatch(zeros, zeros, zeros, ids, mask, mask, rollout, advantages, ids % 3, with_loss=None, used=None)
 
 
 def compile_case(function: Callable[..., Any], arrays: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], float]:

@@ -202,7 +202,7 @@ class ExactPass:
 
 def micro_of(batch: PackedBatch, index: int) -> PackedBatch:
     """Micro-batch ``index`` of a batch [m, b, t] of numpy arrays."""
-    return jax.tree.map(lambda array: array[index], batch._replace(used=None))
+    return jax.tree.map(lambda array: array[index], batch._replace(with_loss=None, used=None))
 
 
 def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> PackedBatch:

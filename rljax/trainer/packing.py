@@ -1,4 +1,4 @@
-"""Sequences of any length into rows of one length: first-fit-decreasing, with segment ids that keep them apart."""
+"""Sequences of any length into the arrays of rows of one length, with segment ids that keep them apart."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rljax.checks import check_at_least
+from rljax.trainer.rows import lay_out_rows
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class TrainSequence(NamedTuple):
 class PackedBatch(NamedTuple):
     """Micro-batches of packed rows; m micro-batches, b rows, t tokens. A pytree of numpy or jax arrays.
 
-    Rows beyond the ``used`` micro-batches are padding and are never computed on.
+    Rows beyond the ``used`` micro-batches are padding and are never computed on. The first ``with_loss`` of these take
+    forward and backward, the others carry no loss and take a forward alone.
     """
 
     tokens: Any  # int32 [m, b, t]
@@ -66,30 +68,10 @@ class PackedBatch(NamedTuple):
     rollout_logprobs: Any  # float32 [m, b, t]: of the token at the same place; 0 outside the response
     advantages: Any  # float32 [m, b, t]
     staleness: Any  # int32 [m, b, t]: policy versions between sampling the token and this step
+    with_loss: Any  # int32 []: micro-batches, the first ones, that hold all tokens that carry loss
     used: Any  # int32 []: micro-batches that hold anything
     old_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
     reference_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
-
-
-def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Places each item, longest first, in the first row with room. Returns the item indices of each row.
-
-    Raises:
-      ValueError: an item longer than a row.
-    """
-    rows: list[list[int]] = []
-    room = np.zeros(len(lengths), np.int64)
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if lengths[index] > row_tokens:
-            raise ValueError(f"a sequence of {lengths[index]} tokens does not fit a row of {row_tokens}")
-        row = int(np.argmax(room[: len(rows)] >= lengths[index])) if rows else 0
-        if row >= len(rows) or room[row] < lengths[index]:
-            row = len(rows)
-            rows.append([])
-            room[row] = row_tokens
-        rows[row].append(index)
-        room[row] -= lengths[index]
-    return rows
 
 
 def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: int, rows_per_micro_batch: int) -> int:
@@ -103,25 +85,30 @@ def pack(
 ) -> PackedBatch:
     """Packs a batch into ``[micro_batches, rows_per_micro_batch, row_tokens]``.
 
-    The result depends only on the sequences, not on the order in which responses arrived. Rows, longest sequences
-    first, are dealt to the used micro-batches in turn, so that these are alike and the spread of their gradients is
-    noise.
+    The result depends only on the sequences, not on the order in which responses arrived; ``rows.lay_out_rows`` says
+    which go where.
 
     Raises:
       ValueError: the sequences do not fit, or only some of them have old or reference log-probabilities.
     """
-    rows = first_fit_decreasing([len(s.prompt) + len(s.response) for s in sequences], row_tokens)
-    if len(rows) > micro_batches * rows_per_micro_batch:
-        raise ValueError(f"{len(rows)} rows do not fit {micro_batches} micro-batches of {rows_per_micro_batch}")
-    used = -(-len(rows) // rows_per_micro_batch)
-    places = {(row % used, row // used): members for row, members in enumerate(rows)}
-    return fill(sequences, places, (micro_batches, rows_per_micro_batch, row_tokens))
+    lengths = [len(s.prompt) + len(s.response) for s in sequences]
+    layout = lay_out_rows(
+        lengths,
+        [s.in_loss for s in sequences],
+        row_tokens=row_tokens,
+        rows_per_micro_batch=rows_per_micro_batch,
+        micro_batches=micro_batches,
+    )
+    batch = fill(sequences, layout.rows, (micro_batches, rows_per_micro_batch, row_tokens))
+    return batch._replace(with_loss=np.asarray(layout.with_loss, np.int32))
 
 
 def fill(
     sequences: Sequence[TrainSequence], rows: Mapping[tuple[int, int], Sequence[int]], shape: tuple[int, int, int]
 ) -> PackedBatch:
     """The batch [m, b, t] whose row (micro-batch, row) holds these ``sequences`` one after another; they must fit.
+
+    ``with_loss`` of it is ``used``.
 
     Raises:
       ValueError: only some of them have old or reference log-probabilities.
@@ -150,8 +137,8 @@ def fill(
             for name in ("rollout_logprobs", *given):
                 place[name][middle:end] = getattr(s, name)
             start = end
-    used = 1 + max((micro for micro, _ in rows), default=-1)
-    return PackedBatch(**arrays, used=np.asarray(used, np.int32))
+    used = np.asarray(1 + max((micro for micro, _ in rows), default=-1), np.int32)
+    return PackedBatch(**arrays, with_loss=used, used=used)
 
 
 def _have(sequences: Sequence[TrainSequence], name: str) -> bool:

@@ -45,7 +45,7 @@ def on_each_replica(
         return add_up(found), logprobs
 
     by_rows, whole = PartitionSpec(None, _AXIS), PartitionSpec()
-    rows = jax.tree.map(lambda _: by_rows, batch)._replace(used=whole)
+    rows = jax.tree.map(lambda _: by_rows, batch)._replace(with_loss=whole, used=whole)
     given = (rows, *(jax.tree.map(lambda _: whole, tree) for tree in shared))
     each = jax.shard_map(of_one, in_specs=given, out_specs=(whole, by_rows), axis_names={_AXIS}, check_vma=False)
     return each(batch, *shared)

@@ -1,7 +1,7 @@
 """One training step as one compiled, sharded, donated function.
 
     cast the masters once -> for each micro-batch: forward (log-probabilities, entropy, mismatch), loss, backward,
-    accumulate in float32 -> unscale -> clip -> AdamW
+    accumulate in float32 -> for each micro-batch without loss: forward -> unscale -> clip -> AdamW
 
 With one update per rollout batch ``old_logprobs`` is ``stop_gradient(trainer_logprobs)``: the loss forward is the
 mismatch measurement. ``jax.jit`` with in- and out-shardings is pjit.
@@ -163,32 +163,36 @@ def over_micro_batches(
     each: Callable[[PackedBatch], tuple[Any, jax.Array]],
     zero: Callable[[Any], Any],
     add: Callable[[Any, Any], Any],
+    span: tuple[Any, Any],
+    logprobs: jax.Array | None = None,
 ) -> tuple[Any, jax.Array]:
-    """Adds up the used micro-batches of a batch [m, b, t].
+    """Adds up micro-batches of a batch [m, b, t].
 
     Args:
       batch: arrays on the devices.
       each: what a micro-batch [b, t] gives: numbers to add, and its log-probabilities [b, t].
       zero: the total of none, from ``jax.ShapeDtypeStruct`` of those numbers.
       add: a total with the numbers of one more.
+      span: the first micro-batch, and the first after the last.
+      logprobs: float32 [m, b, t] of other micro-batches; None: there are none.
 
     Returns:
       The total, and the log-probabilities float32 [m, b, t].
     """
 
     def of_index(index: jax.Array | int) -> tuple[Any, jax.Array]:
-        arrays = batch._replace(used=None)
+        arrays = batch._replace(with_loss=None, used=None)
         micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), arrays)
         return each(with_all_rows(micro))
 
     def body(index: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-        found, logprobs = of_index(index)
-        of_rows = constrain(logprobs, "rows", "tokens")
+        found, of_micro = of_index(index)
+        of_rows = constrain(of_micro, "rows", "tokens")
         return add(carry[0], found), jax.lax.dynamic_update_index_in_dim(carry[1], of_rows, index, 0)
 
     start = zero(jax.eval_shape(of_index, 0)[0])
-    nothing = constrain(jnp.zeros(batch.tokens.shape, jnp.float32), "micro", "rows", "tokens")
-    return jax.lax.fori_loop(0, batch.used, body, (start, nothing))
+    before = jnp.zeros(batch.tokens.shape, jnp.float32) if logprobs is None else logprobs
+    return jax.lax.fori_loop(*span, body, (start, constrain(before, "micro", "rows", "tokens")))
 
 
 def with_all_rows(micro: PackedBatch) -> PackedBatch:
@@ -258,7 +262,7 @@ def constrain_tree(params: Params, axes: Params) -> Params:
 
 def batch_shardings(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
     """The sharding of each array that ``batch`` has (see ``place_batch``)."""
-    return jax.tree.map(lambda _: by_rows, batch)._replace(used=everywhere)
+    return jax.tree.map(lambda _: by_rows, batch)._replace(with_loss=everywhere, used=everywhere)
 
 
 def abstract_batch(
@@ -310,6 +314,13 @@ class TrainStep:
         axes = logical_axes(config)
         axes_of_copy = jax.tree.map(_without_embed, axes, is_leaf=_is_axes) if keep_gathered else axes
 
+        def forward_alone(compute: Params, num_sequences: int, diagnosis: DiagnosisConfig | None) -> Any:
+            def each(micro: PackedBatch) -> tuple[dict[str, Statistics], jax.Array]:
+                scores = score(compute, micro)
+                return measure(scores, micro, num_sequences, diagnosis), scores.logprobs
+
+            return each
+
         def train_step(
             state: TrainState, batch: PackedBatch, controls: Controls
         ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
@@ -326,7 +337,13 @@ class TrainStep:
                 def add(totals: Totals, found: Found) -> Totals:
                     return constrained(add_micro_batch(totals, *found, noise))
 
-                return over_micro_batches(batch, each, lambda shapes: constrained(zero_totals(*shapes)), add)
+                with_loss, rest = (0, batch.with_loss), (batch.with_loss, batch.used)
+                totals, logprobs = over_micro_batches(
+                    batch, each, lambda shapes: constrained(zero_totals(*shapes)), add, with_loss
+                )
+                alone = forward_alone(compute, objective.num_sequences, diagnosis)
+                measured, logprobs = over_micro_batches(batch, alone, lambda _: totals.measured, merge, rest, logprobs)
+                return totals._replace(measured=measured), logprobs
 
             def constrained(totals: Totals) -> Totals:
                 return totals._replace(grads=constrain_tree(totals.grads, axes))
@@ -342,11 +359,8 @@ class TrainStep:
             params: Params, batch: PackedBatch, *, num_sequences: int, diagnosis: DiagnosisConfig
         ) -> tuple[dict[str, jax.Array], jax.Array]:
             def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], jax.Array]:
-                def each(micro: PackedBatch) -> tuple[dict[str, Statistics], jax.Array]:
-                    scores = score(compute, micro)
-                    return measure(scores, micro, num_sequences, diagnosis), scores.logprobs
-
-                return over_micro_batches(batch, each, zeros, merge)
+                each = forward_alone(compute, num_sequences, diagnosis)
+                return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 compute = constrain_tree(cast_params(params, dtype), axes_of_copy)
@@ -454,7 +468,7 @@ def update_state(
     adjusted = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
     loss_scale = jax.tree.map(lambda new, old: jnp.where(wanted, new, old), adjusted, state.loss_scale)
     state = TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1))
-    noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, batch.used * replicas())
+    noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, batch.with_loss * replicas())
     return state, loss_row(objective, totals.loss, rescaling) | {
         "optimizer/grad_norm": grad_norm,
         "optimizer/grad_noise": jnp.where(controls.measure_noise, noise, jnp.nan),

@@ -82,7 +82,7 @@ class SingleUpdate:
         """See ``Update``."""
         if self._reference is not None:
             batch = batch._replace(reference_logprobs=self._reference(batch))
-        noise = options.noise and int(batch.used) > 1
+        noise = options.noise and int(batch.with_loss) > 1
         has_loss = any(s.in_loss for s in sequences)
         state, metrics, logprobs = self._step(state, batch, options.learning_rate, has_loss, noise)
         row, histograms = fetch(metrics, noise=noise)
@@ -122,6 +122,7 @@ class MultipleUpdates:
         taken: list[tuple[dict[str, jax.Array], bool]] = []
         for mini in self._split(known, options.seed):
             mini_batch = self._pack_mini(mini)
+            mini_batch = mini_batch._replace(used=mini_batch.with_loss)  # the forward has measured the others
             wanted = options.noise and not taken and int(mini_batch.used) > 1
             has_loss = any(s.in_loss for s in mini)
             state, metrics, _ = self._step(state, mini_batch, options.learning_rate, has_loss, wanted)

@@ -36,7 +36,7 @@ def batch_of(lengths, gaps, staleness, advantages=None):
 def row_of(batch, logprobs, entropy, count):
     total = None
     for i in range(int(batch.used)):
-        micro = jax.tree.map(lambda array, i=i: jnp.asarray(array[i]), batch._replace(used=None))
+        micro = jax.tree.map(lambda array, i=i: jnp.asarray(array[i]), batch._replace(with_loss=None, used=None))
         scores = Scores(jnp.asarray(logprobs[i]), entropy[i], jnp.float32(i + 1))
         found = measure(scores, micro, count, DIAGNOSIS)
         total = merge(zeros(found) if total is None else total, found)

@@ -13,7 +13,6 @@ from rljax.policy.score import make_scorer, packed_logprobs
 from rljax.trainer.packing import (
     PackingConfig,
     TrainSequence,
-    first_fit_decreasing,
     max_micro_batches,
     pack,
     unpack,
@@ -29,29 +28,6 @@ def sequence(rng, prompt, response, in_loss=True):
         float(rng.normal()),
         in_loss,
     )
-
-
-def test_first_fit_decreasing_by_hand():
-    # 7 opens row 0; 5 opens row 1; 4 and 4 do not fit row 0 (3 left): 4 goes to row 1 (5 left); the next 4 opens row 2.
-    assert first_fit_decreasing([4, 5, 7, 4, 3], 10) == [[2, 4], [1, 0], [3]]
-
-
-def test_item_longer_than_a_row_is_refused():
-    with pytest.raises(ValueError, match="11 tokens does not fit a row of 10"):
-        first_fit_decreasing([3, 11], 10)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=80),
-    row=st.integers(20, 100),
-    rows=st.sampled_from([1, 2, 8]),
-)
-def test_declared_micro_batches_always_suffice(lengths, row, rows):
-    placed = first_fit_decreasing(lengths, row)
-    assert sorted(i for members in placed for i in members) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in members) <= row for members in placed)
-    assert len(placed) <= max_micro_batches(len(lengths), 20, row, rows) * rows
 
 
 @settings(max_examples=50, deadline=None)

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 COUNT, LONGEST = 12, 19
+MESH = make_mesh(MeshConfig(1, 1))
 
 
 def sequences(in_loss=lambda i: i % 4 != 0):
@@ -43,21 +44,32 @@ def sequences(in_loss=lambda i: i % 4 != 0):
     return result
 
 
-def run(tx, batch_sequences, *, row=20, rows=2, dtype="float32", apply=True, params=None, rate=1e-2, remat=False):
-    mesh = make_mesh(MeshConfig(1, 1))
-    shape = (max_micro_batches(COUNT, LONGEST, row, rows), rows, row)
-    step = TrainStep(
+def batch_shape(row, rows):
+    return max_micro_batches(COUNT, LONGEST, row, rows), rows, row
+
+
+def packed(batch_sequences, row=20, rows=2):
+    micro = batch_shape(row, rows)[0]
+    return pack(batch_sequences, row_tokens=row, rows_per_micro_batch=rows, micro_batches=micro)
+
+
+def make_step(tx, *, row=20, rows=2, dtype="float32", remat=False):
+    return TrainStep(
         CONFIG,
         tx,
-        mesh,
+        MESH,
         precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
         objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
-        batch_shape=shape,
+        batch_shape=batch_shape(row, rows),
         diagnosis=DiagnosisConfig(),
     )
+
+
+def run(tx, batch_sequences, *, row=20, rows=2, dtype="float32", apply=True, params=None, rate=1e-2, remat=False):
+    step = make_step(tx, row=row, rows=rows, dtype=dtype, remat=remat)
     params = init_params(CONFIG, 0) if params is None else params
-    state = create_state(params, CONFIG, tx, mesh, dynamic_scale=dtype == "float16")
-    batch = pack(batch_sequences, row_tokens=row, rows_per_micro_batch=rows, micro_batches=shape[0])
+    state = create_state(params, CONFIG, tx, MESH, dynamic_scale=dtype == "float16")
+    batch = packed(batch_sequences, row, rows)
     before = jax.device_get(state)
     state, metrics, logprobs = jax.device_get(step(state, batch, rate, apply))
     return before, state, metrics, (batch, logprobs)
@@ -122,6 +134,34 @@ def test_mismatch_rows_are_those_of_unpacked_arrays():
         # On the device a quantile is known to one bin of its histogram, 2% wide.
         rel = 2e-2 if name.endswith(("_p99", "_p999")) else 1e-4
         assert metrics[f"mismatch/{name}"] == pytest.approx(value, rel=rel, abs=1e-6), name
+
+
+def test_a_forward_alone_of_what_carries_no_loss_changes_neither_gradient_nor_row():
+    """Against the same rows of which every micro-batch takes forward and backward."""
+    step = make_step(keep_gradient())
+    batch = packed(sequences(lambda i: i % 3 == 0))
+    assert 2 <= int(batch.with_loss) < int(batch.used)
+    found = []
+    for given in (batch, batch._replace(with_loss=batch.used), packed(sequences(lambda i: False))):
+        state = create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
+        found.append(jax.device_get(step(state, given, 1e-2, True, True)))
+    assert step.compilations == 1
+    (state, row, logprobs), (all_state, all_row, all_logprobs), (_, silent, _) = found
+    for g, expected in zip(*(jax.tree.leaves(s.opt_state.inner_state.trace) for s in (state, all_state)), strict=True):
+        assert np.abs(g - expected).max() / np.abs(expected).max() < 1e-6
+    np.testing.assert_allclose(logprobs, all_logprobs, atol=2e-6, rtol=0)
+    assert row.keys() == all_row.keys() == silent.keys()
+    for key in row.keys() - {"optimizer/grad_noise"}:
+        np.testing.assert_allclose(row[key], all_row[key], atol=1e-6, rtol=1e-6, err_msg=key)
+    # The spread is that of the micro-batches with loss alone: K / (K - 1) (S - norm(G)^2 / K), and S is known from the
+    # estimate that counts all of them.
+    square, few, many = row["optimizer/grad_norm"] ** 2, int(batch.with_loss), int(batch.used)
+    sum_of_squares = all_row["optimizer/grad_noise"] * (many - 1) / many + square / many
+    expected = few / (few - 1) * (sum_of_squares - square / few)
+    assert row["optimizer/grad_noise"] == pytest.approx(expected, rel=1e-5)
+    assert silent["mismatch/token_count"] == sum(len(s.response) for s in sequences())
+    assert (silent["policy/loss"], silent["policy/clip_fraction"], silent["optimizer/grad_norm"]) == (0, 0, 0)
+    assert silent["optimizer/skipped_updates"] == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

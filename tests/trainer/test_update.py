@@ -160,7 +160,7 @@ def test_normalised_weights_leave_the_kl_penalty_as_it_is():
     for found, p, u, w in zip(*map(jax.tree.leaves, (both, policy, unweighted, without)), strict=True):
         assert np.abs(u - w).max() > 0.02 * np.abs(p).max()
         assert np.abs(found - (p + u - w)).max() / np.abs(found).max() < 2.4e-6
-    assert metrics["policy/reference_kl"] == pytest.approx(pure["policy/reference_kl"], rel=1.2e-7)
+    assert metrics["policy/reference_kl"] == pytest.approx(pure["policy/reference_kl"], rel=4e-7)
 
 
 def test_token_weights_multiply_the_gradient_of_each_token():
@@ -355,7 +355,7 @@ def test_one_update_a_batch_normalises_beside_a_penalty_by_a_forward_of_its_own(
 
 def test_a_sequences_sum_is_divided_by_the_length_limit_unless_told():
     batch = packer(240, 1)[0](sequences())
-    micro = jax.tree.map(lambda array: array[0], batch._replace(used=None))
+    micro = jax.tree.map(lambda array: array[0], batch._replace(with_loss=None, used=None))
 
     def loss(constant):
         chosen = LossConfig(kind="policy_gradient", aggregation="sequence_sum", sequence_constant=constant)

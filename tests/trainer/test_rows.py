@@ -1,0 +1,105 @@
+"""Which sequences share a row and a micro-batch: all of them once, never too many, and as few computed as possible."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.trainer.packing import max_micro_batches
+from rljax.trainer.rows import fill_one_by_one, first_fit, lay_out_rows
+
+
+def longest_first(lengths):
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+
+def test_first_fit_by_hand():
+    # 7 opens row 0; 5 opens row 1; 4 and 4 do not fit row 0 (3 left): 4 goes to row 1 (5 left); the next 4 opens row 2.
+    assert first_fit([4, 5, 7, 4, 3], [2, 1, 0, 3, 4], 10) == [[2, 4], [1, 0], [3]]
+
+
+def test_an_item_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="11 tokens does not fit a row of 10"):
+        first_fit([3, 11], [1, 0], 10)
+
+
+def test_rows_filled_one_by_one_by_hand():
+    # In rows of 16 first fit gives 6 5 5 | 4 3 3 3 3; in rows of 12, 6 5 | 5 4 3 | 3 3 3: after 6 it takes the next 5.
+    # Filled one by one, 6 takes the 3 3 that make 12, and 5 the 4 and 3 of its 12; 5 3 are left.
+    lengths = [6, 5, 5, 4, 3, 3, 3, 3]
+    assert [sum(lengths[i] for i in row) for row in first_fit(lengths, range(8), 12)] == [11, 12, 9]
+    assert [sum(lengths[i] for i in row) for row in fill_one_by_one(lengths, range(8), 12)] == [12, 12, 8]
+    assert [sorted(row) for row in fill_one_by_one(lengths, range(8), 16)] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9), row=st.integers(30, 60))
+def test_the_first_row_filled_is_the_fullest_that_its_first_item_can_have(lengths, row):
+    order = longest_first(lengths)
+    filled = sum(lengths[i] for i in fill_one_by_one(lengths, order, row)[0])
+    others = [lengths[i] for i in order[1:]]
+    sums = (lengths[order[0]] + sum(some) for k in range(len(lengths)) for some in itertools.combinations(others, k))
+    assert filled == max(total for total in sums if total <= row)
+
+
+LAYOUTS = {
+    "lengths": st.lists(st.integers(1, 20), max_size=80),
+    "row": st.integers(20, 100),
+    "rows": st.sampled_from([1, 2, 8]),
+    "seed": st.integers(0, 99),
+    "share": st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(**LAYOUTS)
+def test_every_sequence_has_one_place_and_the_declared_micro_batches_suffice(lengths, row, rows, seed, share):
+    in_loss = (np.random.default_rng(seed).random(len(lengths)) < share).tolist()
+    most = max_micro_batches(len(lengths), 20, row, rows)
+    layout = lay_out_rows(lengths, in_loss, row_tokens=row, rows_per_micro_batch=rows, micro_batches=most)
+    assert sorted(i for members in layout.rows.values() for i in members) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in members) <= row for members in layout.rows.values())
+    assert all(members for members in layout.rows.values())
+    assert layout.used <= most
+    assert {micro for micro, _ in layout.rows} == set(range(layout.used))
+    assert all(place < rows for _, place in layout.rows)
+    carrying = {micro for (micro, _), members in layout.rows.items() if any(in_loss[i] for i in members)}
+    assert carrying == set(range(layout.with_loss))
+    mixed = -(-len(first_fit(lengths, longest_first(lengths), row)) // rows)
+    assert layout.with_loss + (layout.used - layout.with_loss) / 3 <= mixed
+
+
+def test_sequences_without_loss_fill_up_and_then_stand_alone():
+    """Rows of 10, two to a micro-batch: loss 8 7 7 6 in four rows take 2 3 3 4; 9 9 9 are left for two forwards."""
+    lengths = [8, 7, 7, 6, 2, 3, 3, 4, 9, 9, 9]
+    in_loss = [True] * 4 + [False] * 7
+    layout = lay_out_rows(lengths, in_loss, row_tokens=10, rows_per_micro_batch=2, micro_batches=6)
+    assert (layout.with_loss, layout.used) == (2, 4)
+    assert layout.rows == {
+        (0, 0): [0, 4],
+        (1, 0): [1, 5],
+        (0, 1): [2, 6],
+        (1, 1): [3, 7],
+        (2, 0): [8],
+        (3, 0): [9],
+        (2, 1): [10],
+    }
+
+
+def test_two_micro_batches_with_loss_where_the_noise_of_one_could_not_be_told():
+    """Two rows with loss and four without, four to a micro-batch: one of forward alone would leave one with loss."""
+    layout = lay_out_rows([9] * 6, [True, True] + [False] * 4, row_tokens=10, rows_per_micro_batch=4, micro_batches=6)
+    assert (layout.with_loss, layout.used) == (2, 2)
+    assert {place: members for place, members in layout.rows.items() if members[0] < 2} == {(0, 0): [0], (1, 0): [1]}
+
+
+def test_a_batch_without_loss_takes_forwards_alone():
+    layout = lay_out_rows([9] * 6, [False] * 6, row_tokens=10, rows_per_micro_batch=4, micro_batches=2)
+    assert (layout.with_loss, layout.used) == (0, 2)
+
+
+def test_more_rows_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="3 rows do not fit 1 micro-batches of 2"):
+        lay_out_rows([9] * 3, [True] * 3, row_tokens=10, rows_per_micro_batch=2, micro_batches=1)
