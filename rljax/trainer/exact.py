@@ -31,17 +31,8 @@ from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch, TrainSequence, fill, pack, unpack
 from rljax.trainer.state import TrainState, abstract_state
-from rljax.trainer.step import (
-    Controls,
-    PrecisionConfig,
-    Totals,
-    add_micro_batch,
-    mesh_attention,
-    micro_gradients,
-    place_controls,
-    update_state,
-    zero_totals,
-)
+from rljax.trainer.step import PrecisionConfig, mesh_attention, micro_gradients
+from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_controls, update_state, zero_totals
 from rljax.trainer.update import Updated, UpdateOptions, fetch
 
 

@@ -9,15 +9,13 @@ mismatch measurement. ``jax.jit`` with in- and out-shardings is pjit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
@@ -26,17 +24,24 @@ from rljax.policy.head import matmul_precision
 from rljax.policy.options import AttentionName
 from rljax.policy.qwen3 import Params, Remat, cast_params, logical_axes
 from rljax.policy.score import Scores, packed_logprobs
-from rljax.schedule import get_learning_rate, set_learning_rate
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
-from rljax.trainer.objective import Objective, loss_row
-from rljax.trainer.packing import PackedBatch, fill
-from rljax.trainer.replicas import merge_over_replicas, on_each_replica, replicas, sum_over_replicas
-from rljax.trainer.state import TrainState, abstract_state, adjust_loss_scale
+from rljax.trainer.micro_batches import abstract_batch, over_micro_batches, place_batch
+from rljax.trainer.objective import Objective
+from rljax.trainer.packing import PackedBatch
+from rljax.trainer.replicas import merge_over_replicas, on_each_replica
+from rljax.trainer.state import TrainState, abstract_state
+from rljax.trainer.totals import (
+    Controls,
+    Totals,
+    add_micro_batch,
+    add_up_replicas,
+    place_controls,
+    update_state,
+    zero_totals,
+)
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-OF_POLICY = ("tokens", "segment_ids", "positions")
-"""Arrays of a batch that the policy reads."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +75,6 @@ class PrecisionConfig:
 
 # Of one micro-batch: gradients, the statistics of ``Objective.micro_loss`` and those of ``measure``.
 Found = tuple[Params, Statistics, dict[str, Statistics]]
-
-
-class Totals(NamedTuple):
-    """What the micro-batches add up."""
-
-    grads: Params  # float32, of the scaled loss over the provisional denominator
-    square_norms: jax.Array  # sum over micro-batches of the squared norm of each one's ``grads``; 0 when not asked for
-    loss: Statistics  # from ``Objective.micro_loss``
-    measured: dict[str, Statistics]  # from ``measure``
-
-
-class Controls(NamedTuple):
-    """What decides about a step besides its batch: scalars on every device."""
-
-    learning_rate: jax.Array  # float32
-    apply_update: jax.Array  # bool
-    measure_noise: jax.Array  # bool
-
-
-def place_controls(learning_rate: float, apply_update: bool, measure_noise: bool, where: NamedSharding) -> Controls:
-    """The controls on the devices."""
-    values = Controls(np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))  # type: ignore[arg-type]
-    return jax.device_put(values, where)
 
 
 def micro_gradients(
@@ -158,95 +140,6 @@ def make_score(
     return score
 
 
-def over_micro_batches(
-    batch: PackedBatch,
-    each: Callable[[PackedBatch], tuple[Any, jax.Array]],
-    zero: Callable[[Any], Any],
-    add: Callable[[Any, Any], Any],
-    span: tuple[Any, Any],
-    logprobs: jax.Array | None = None,
-) -> tuple[Any, jax.Array]:
-    """Adds up micro-batches of a batch [m, b, t].
-
-    Args:
-      batch: arrays on the devices.
-      each: what a micro-batch [b, t] gives: numbers to add, and its log-probabilities [b, t].
-      zero: the total of none, from ``jax.ShapeDtypeStruct`` of those numbers.
-      add: a total with the numbers of one more.
-      span: the first micro-batch, and the first after the last.
-      logprobs: float32 [m, b, t] of other micro-batches; None: there are none.
-
-    Returns:
-      The total, and the log-probabilities float32 [m, b, t].
-    """
-
-    def of_index(index: jax.Array | int) -> tuple[Any, jax.Array]:
-        arrays = batch._replace(with_loss=None, used=None)
-        micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), arrays)
-        return each(with_all_rows(micro))
-
-    def body(index: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-        found, of_micro = of_index(index)
-        of_rows = constrain(of_micro, "rows", "tokens")
-        return add(carry[0], found), jax.lax.dynamic_update_index_in_dim(carry[1], of_rows, index, 0)
-
-    start = zero(jax.eval_shape(of_index, 0)[0])
-    before = jnp.zeros(batch.tokens.shape, jnp.float32) if logprobs is None else logprobs
-    return jax.lax.fori_loop(*span, body, (start, constrain(before, "micro", "rows", "tokens")))
-
-
-def with_all_rows(micro: PackedBatch) -> PackedBatch:
-    """A micro-batch whose arrays, but for those that the policy reads, hold all rows on each device.
-
-    Losses, corrections and measurements are a few operations a token with many sums. Done by every device for all
-    tokens they take no collective of their own; on simulated CPU devices, whose order of independent collectives is
-    not fixed, many of them can wait for each other for good. The arrays travel together, as one.
-    """
-    kept = {name: getattr(micro, name) for name in OF_POLICY}
-    arrays, structure = jax.tree.flatten(micro._replace(**dict.fromkeys(OF_POLICY)))
-    bits = [x.astype(jnp.int32) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, jnp.int32) for x in arrays]
-    whole = constrain(jnp.stack(bits), None, None, None)
-    found = [
-        part.astype(x.dtype) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(part, x.dtype)
-        for part, x in zip(whole, arrays, strict=True)
-    ]
-    return jax.tree.unflatten(structure, found)._replace(**kept)
-
-
-def square_norm(grads: Params) -> jax.Array:
-    """Squared global norm, in float32."""
-    return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)), start=jnp.float32(0.0))
-
-
-def zero_totals(grads: Params, loss: Statistics, measured: dict[str, Statistics]) -> Totals:
-    """The totals of no micro-batch, in the shapes and dtypes of what one micro-batch gives."""
-    no_grads = jax.tree.map(lambda shape: jnp.zeros(shape.shape, jnp.float32), grads)
-    return Totals(no_grads, jnp.float32(0.0), zeros(loss), zeros(measured))
-
-
-def add_micro_batch(
-    totals: Totals, grads: Params, loss: Statistics, measured: dict[str, Statistics], measure_noise: jax.Array
-) -> Totals:
-    """Totals with one more micro-batch."""
-    norm = jax.lax.cond(measure_noise, square_norm, lambda _: jnp.float32(0.0), grads)
-    return Totals(
-        jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals.grads, grads),
-        totals.square_norms + norm,
-        merge(totals.loss, loss),
-        merge(totals.measured, measured),
-    )
-
-
-def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
-    """The batch on the devices, split by rows."""
-    return jax.device_put(batch, batch_shardings(batch, by_rows, everywhere))
-
-
-def _add_up(totals: Totals) -> Totals:
-    grads, square_norms = sum_over_replicas((totals.grads, totals.square_norms))
-    return Totals(grads, square_norms, merge_over_replicas(totals.loss), merge_over_replicas(totals.measured))
-
-
 def _is_axes(node: Any) -> bool:
     return isinstance(node, tuple)
 
@@ -258,23 +151,6 @@ def _without_embed(axes: tuple[str, ...]) -> tuple[str | None, ...]:
 def constrain_tree(params: Params, axes: Params) -> Params:
     """Each parameter constrained to its logical axes."""
     return jax.tree.map(lambda leaf, names: constrain(leaf, *names), params, axes)
-
-
-def batch_shardings(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
-    """The sharding of each array that ``batch`` has (see ``place_batch``)."""
-    return jax.tree.map(lambda _: by_rows, batch)._replace(with_loss=everywhere, used=everywhere)
-
-
-def abstract_batch(
-    shape: tuple[int, int, int], by_rows: NamedSharding, everywhere: NamedSharding, given: Sequence[str] = ()
-) -> PackedBatch:
-    """``jax.ShapeDtypeStruct`` with a sharding for each array of a batch [m, b, t]; of the optional ones ``given``."""
-    empty = fill([], {}, (0, 0, 0))._replace(**dict.fromkeys(given, np.zeros(0, np.float32)))
-    return jax.tree.map(
-        lambda array, sharding: jax.ShapeDtypeStruct(shape if array.ndim else (), array.dtype, sharding=sharding),
-        empty,
-        batch_shardings(empty, by_rows, everywhere),
-    )
 
 
 class TrainStep:
@@ -351,7 +227,9 @@ class TrainStep:
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 compute = constrain_tree(cast_params(state.params, dtype), axes_of_copy)
                 shared = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
-                totals, logprobs = on_each_replica(work, _add_up, batch, compute, *shared, controls.measure_noise)
+                totals, logprobs = on_each_replica(
+                    work, add_up_replicas, batch, compute, *shared, controls.measure_noise
+                )
             state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
             return state, row | finalize_measured(totals.measured, diagnosis), logprobs
 
@@ -437,63 +315,3 @@ class TrainStep:
         placed = place_batch(batch, self._by_rows, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._jitted_forward(params, placed, num_sequences=num_sequences, diagnosis=diagnosis)
-
-
-def update_state(
-    state: TrainState,
-    totals: Totals,
-    batch: PackedBatch,
-    tx: optax.GradientTransformation,
-    objective: Objective,
-    controls: Controls,
-    *,
-    dynamic: bool,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Unscales, clips and applies, or skips. Returns the state and the step's row less what was measured."""
-    rescaling = objective.rescaling(totals.loss, objective.provisional(batch))
-    factor = rescaling / state.loss_scale.scale
-    grads = jax.tree.map(lambda g: g * factor, totals.grads)
-    grad_norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(grad_norm)
-    opt_state = set_learning_rate(state.opt_state, controls.learning_rate)
-
-    def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    wanted = controls.apply_update & (totals.loss["denominator"] > 0)
-    applied = wanted & finite
-    params, opt_state = jax.lax.cond(applied, update, lambda p, s: (p, s), state.params, opt_state)
-    # A batch without loss has zero gradients, which say nothing about the scale.
-    adjusted = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
-    loss_scale = jax.tree.map(lambda new, old: jnp.where(wanted, new, old), adjusted, state.loss_scale)
-    state = TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1))
-    noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, batch.with_loss * replicas())
-    return state, loss_row(objective, totals.loss, rescaling) | {
-        "optimizer/grad_norm": grad_norm,
-        "optimizer/grad_noise": jnp.where(controls.measure_noise, noise, jnp.nan),
-        "optimizer/skipped_updates": state.skipped_updates,
-        "precision/loss_scale": state.loss_scale.scale,
-        "precision/overflows": state.loss_scale.overflows,
-        "schedule/learning_rate": get_learning_rate(state.opt_state),
-    }
-
-
-def gradient_noise(square_norms: jax.Array, square_of_sum: jax.Array, count: jax.Array) -> jax.Array:
-    """Variance of the step's gradient, estimated from the spread of its micro-batches.
-
-    With K micro-batches whose gradients g_k add up to the step's gradient G, K / (K - 1) sum_k norm(g_k - G / K)^2 is
-    an unbiased estimate of E norm(G - E G)^2, the trace of its covariance (as in arXiv 1812.06162, appendix A.1, where
-    two batch sizes serve).
-
-    Args:
-      square_norms: sum_k norm(g_k)^2.
-      square_of_sum: norm(G)^2.
-      count: K.
-
-    Returns:
-      The variance, at least 0; not a number with fewer than two micro-batches.
-    """
-    k = count.astype(jnp.float32)
-    variance = k / jnp.maximum(k - 1, 1) * jnp.maximum(square_norms - square_of_sum / jnp.maximum(k, 1), 0.0)
-    return jnp.where(count > 1, variance, jnp.nan)

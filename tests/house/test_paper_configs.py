@@ -22,7 +22,7 @@ from rljax.run.rate import make_rate_controller
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.state import abstract_state, create_state, make_optimizer
-from rljax.trainer.step import Controls
+from rljax.trainer.totals import Controls
 from rljax.trainer.update import SingleUpdate, UpdateOptions
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from rljax.mismatch.histogram import bin_edges
 from rljax.policy.score import Scores
 from rljax.trainer.measure import HISTOGRAM, DiagnosisConfig, finalize_measured, measure, without_empty_buckets
 from rljax.trainer.packing import TrainSequence, pack
-from rljax.trainer.step import gradient_noise
+from rljax.trainer.totals import gradient_noise
 
 DIAGNOSIS = DiagnosisConfig(position_edges=(3, 6), entropy_edges=(0.5,), staleness_buckets=3, is_threshold=1.5)
 

@@ -9,10 +9,12 @@ from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.qwen3 import init_params
 from rljax.sharding import MeshConfig, make_mesh, replicated
+from rljax.trainer.micro_batches import place_batch
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence, pack
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
-from rljax.trainer.step import PrecisionConfig, TrainStep, place_batch, place_controls
+from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.totals import place_controls
 
 CONFIG = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True)
 SHAPE = (2, 1, 16)

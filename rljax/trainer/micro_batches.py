@@ -1,0 +1,94 @@
+"""A batch on the devices, and the loop over its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from rljax.sharding import constrain
+from rljax.trainer.packing import PackedBatch, fill
+
+OF_POLICY = ("tokens", "segment_ids", "positions")
+"""Arrays of a batch that the policy reads."""
+
+
+def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
+    """The batch on the devices, split by rows."""
+    return jax.device_put(batch, batch_shardings(batch, by_rows, everywhere))
+
+
+def batch_shardings(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
+    """The sharding of each array that ``batch`` has (see ``place_batch``)."""
+    return jax.tree.map(lambda _: by_rows, batch)._replace(with_loss=everywhere, used=everywhere)
+
+
+def abstract_batch(
+    shape: tuple[int, int, int], by_rows: NamedSharding, everywhere: NamedSharding, given: Sequence[str] = ()
+) -> PackedBatch:
+    """``jax.ShapeDtypeStruct`` with a sharding for each array of a batch [m, b, t]; of the optional ones ``given``."""
+    empty = fill([], {}, (0, 0, 0))._replace(**dict.fromkeys(given, np.zeros(0, np.float32)))
+    return jax.tree.map(
+        lambda array, sharding: jax.ShapeDtypeStruct(shape if array.ndim else (), array.dtype, sharding=sharding),
+        empty,
+        batch_shardings(empty, by_rows, everywhere),
+    )
+
+
+def over_micro_batches(
+    batch: PackedBatch,
+    each: Callable[[PackedBatch], tuple[Any, jax.Array]],
+    zero: Callable[[Any], Any],
+    add: Callable[[Any, Any], Any],
+    span: tuple[Any, Any],
+    logprobs: jax.Array | None = None,
+) -> tuple[Any, jax.Array]:
+    """Adds up micro-batches of a batch [m, b, t].
+
+    Args:
+      batch: arrays on the devices.
+      each: what a micro-batch [b, t] gives: numbers to add, and its log-probabilities [b, t].
+      zero: the total of none, from ``jax.ShapeDtypeStruct`` of those numbers.
+      add: a total with the numbers of one more.
+      span: the first micro-batch, and the first after the last.
+      logprobs: float32 [m, b, t] of other micro-batches; None: there are none.
+
+    Returns:
+      The total, and the log-probabilities float32 [m, b, t].
+    """
+
+    def of_index(index: jax.Array | int) -> tuple[Any, jax.Array]:
+        arrays = batch._replace(with_loss=None, used=None)
+        micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), arrays)
+        return each(with_all_rows(micro))
+
+    def body(index: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        found, of_micro = of_index(index)
+        of_rows = constrain(of_micro, "rows", "tokens")
+        return add(carry[0], found), jax.lax.dynamic_update_index_in_dim(carry[1], of_rows, index, 0)
+
+    start = zero(jax.eval_shape(of_index, 0)[0])
+    before = jnp.zeros(batch.tokens.shape, jnp.float32) if logprobs is None else logprobs
+    return jax.lax.fori_loop(*span, body, (start, constrain(before, "micro", "rows", "tokens")))
+
+
+def with_all_rows(micro: PackedBatch) -> PackedBatch:
+    """A micro-batch whose arrays, but for those that the policy reads, hold all rows on each device.
+
+    Losses, corrections and measurements are a few operations a token with many sums. Done by every device for all
+    tokens they take no collective of their own; on simulated CPU devices, whose order of independent collectives is
+    not fixed, many of them can wait for each other for good. The arrays travel together, as one.
+    """
+    kept = {name: getattr(micro, name) for name in OF_POLICY}
+    arrays, structure = jax.tree.flatten(micro._replace(**dict.fromkeys(OF_POLICY)))
+    bits = [x.astype(jnp.int32) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, jnp.int32) for x in arrays]
+    whole = constrain(jnp.stack(bits), None, None, None)
+    found = [
+        part.astype(x.dtype) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(part, x.dtype)
+        for part, x in zip(whole, arrays, strict=True)
+    ]
+    return jax.tree.unflatten(structure, found)._replace(**kept)

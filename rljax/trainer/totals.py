@@ -1,0 +1,132 @@
+"""What the micro-batches of a step add up to, and the state that it makes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from rljax.mismatch import Statistics, merge, zeros
+from rljax.policy.qwen3 import Params
+from rljax.schedule import get_learning_rate, set_learning_rate
+from rljax.trainer.objective import Objective, loss_row
+from rljax.trainer.packing import PackedBatch
+from rljax.trainer.replicas import merge_over_replicas, replicas, sum_over_replicas
+from rljax.trainer.state import TrainState, adjust_loss_scale
+
+
+class Totals(NamedTuple):
+    """What the micro-batches add up."""
+
+    grads: Params  # float32, of the scaled loss over the provisional denominator
+    square_norms: jax.Array  # sum over micro-batches of the squared norm of each one's ``grads``; 0 when not asked for
+    loss: Statistics  # from ``Objective.micro_loss``
+    measured: dict[str, Statistics]  # from ``measure``
+
+
+class Controls(NamedTuple):
+    """What decides about a step besides its batch: scalars on every device."""
+
+    learning_rate: jax.Array  # float32
+    apply_update: jax.Array  # bool
+    measure_noise: jax.Array  # bool
+
+
+def place_controls(learning_rate: float, apply_update: bool, measure_noise: bool, where: NamedSharding) -> Controls:
+    """The controls on the devices."""
+    values = Controls(np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))  # type: ignore[arg-type]
+    return jax.device_put(values, where)
+
+
+def square_norm(grads: Params) -> jax.Array:
+    """Squared global norm, in float32."""
+    return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)), start=jnp.float32(0.0))
+
+
+def zero_totals(grads: Params, loss: Statistics, measured: dict[str, Statistics]) -> Totals:
+    """The totals of no micro-batch, in the shapes and dtypes of what one micro-batch gives."""
+    no_grads = jax.tree.map(lambda shape: jnp.zeros(shape.shape, jnp.float32), grads)
+    return Totals(no_grads, jnp.float32(0.0), zeros(loss), zeros(measured))
+
+
+def add_micro_batch(
+    totals: Totals, grads: Params, loss: Statistics, measured: dict[str, Statistics], measure_noise: jax.Array
+) -> Totals:
+    """Totals with one more micro-batch."""
+    norm = jax.lax.cond(measure_noise, square_norm, lambda _: jnp.float32(0.0), grads)
+    return Totals(
+        jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals.grads, grads),
+        totals.square_norms + norm,
+        merge(totals.loss, loss),
+        merge(totals.measured, measured),
+    )
+
+
+def add_up_replicas(totals: Totals) -> Totals:
+    """The totals of all copies of the weights, inside ``on_each_replica``."""
+    grads, square_norms = sum_over_replicas((totals.grads, totals.square_norms))
+    return Totals(grads, square_norms, merge_over_replicas(totals.loss), merge_over_replicas(totals.measured))
+
+
+def update_state(
+    state: TrainState,
+    totals: Totals,
+    batch: PackedBatch,
+    tx: optax.GradientTransformation,
+    objective: Objective,
+    controls: Controls,
+    *,
+    dynamic: bool,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Unscales, clips and applies, or skips. Returns the state and the step's row less what was measured."""
+    rescaling = objective.rescaling(totals.loss, objective.provisional(batch))
+    factor = rescaling / state.loss_scale.scale
+    grads = jax.tree.map(lambda g: g * factor, totals.grads)
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(grad_norm)
+    opt_state = set_learning_rate(state.opt_state, controls.learning_rate)
+
+    def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    wanted = controls.apply_update & (totals.loss["denominator"] > 0)
+    applied = wanted & finite
+    params, opt_state = jax.lax.cond(applied, update, lambda p, s: (p, s), state.params, opt_state)
+    # A batch without loss has zero gradients, which say nothing about the scale.
+    adjusted = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
+    loss_scale = jax.tree.map(lambda new, old: jnp.where(wanted, new, old), adjusted, state.loss_scale)
+    state = TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1))
+    noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, batch.with_loss * replicas())
+    return state, loss_row(objective, totals.loss, rescaling) | {
+        "optimizer/grad_norm": grad_norm,
+        "optimizer/grad_noise": jnp.where(controls.measure_noise, noise, jnp.nan),
+        "optimizer/skipped_updates": state.skipped_updates,
+        "precision/loss_scale": state.loss_scale.scale,
+        "precision/overflows": state.loss_scale.overflows,
+        "schedule/learning_rate": get_learning_rate(state.opt_state),
+    }
+
+
+def gradient_noise(square_norms: jax.Array, square_of_sum: jax.Array, count: jax.Array) -> jax.Array:
+    """Variance of the step's gradient, estimated from the spread of its micro-batches.
+
+    With K micro-batches whose gradients g_k add up to the step's gradient G, K / (K - 1) sum_k norm(g_k - G / K)^2 is
+    an unbiased estimate of E norm(G - E G)^2, the trace of its covariance (as in arXiv 1812.06162, appendix A.1, where
+    two batch sizes serve).
+
+    Args:
+      square_norms: sum_k norm(g_k)^2.
+      square_of_sum: norm(G)^2.
+      count: K.
+
+    Returns:
+      The variance, at least 0; not a number with fewer than two micro-batches.
+    """
+    k = count.astype(jnp.float32)
+    variance = k / jnp.maximum(k - 1, 1) * jnp.maximum(square_norms - square_of_sum / jnp.maximum(k, 1), 0.0)
+    return jnp.where(count > 1, variance, jnp.nan)
