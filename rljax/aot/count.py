@@ -1,7 +1,8 @@
 """What a compiled training step does: products, traffic to memory and collectives, with the trip counts of its loops.
 
-The micro-batches are a loop whose trip count is known only when the step runs, so everything is counted for one
-micro-batch and, apart from it, for what is done once a step. Of a conditional one branch counts: one that calls an
+The micro-batches are loops whose trip counts are known only when the step runs: one over those that carry loss, and one
+over the others, which take a forward alone. So everything is counted for one micro-batch of either and, apart from
+them, for what is done once a step. Of a conditional one branch counts: one that calls an
 attention kernel (its alternative is for rare batches), else the one that moves most bytes.
 """
 
@@ -116,13 +117,17 @@ class Work:
 
 @dataclass
 class Program:
-    """A training step: what is done for each micro-batch, and what once a step.
+    """A training step.
 
-    ``open_loops`` is the number of loops without a trip count: 1 where the only one is that over the micro-batches. One
-    more would be counted as if it ran once.
+    Attributes:
+      micro_batch: what is done for each micro-batch: the loop without a trip count that moves most bytes.
+      forward: what is done for each micro-batch without loss: the other such loops.
+      step: what is done once.
+      open_loops: number of loops without a trip count. One more than two would be counted as if it ran once a forward.
     """
 
     micro_batch: Work
+    forward: Work
     step: Work
     open_loops: int
 
@@ -135,7 +140,11 @@ def count_program(module: Module, devices: int) -> Program:
     """
     counter = _Counter(module, devices)
     step = counter.scheduled(module.computations[module.entry], 1)
-    return Program(counter.micro_batch, step, counter.open_loops)
+    first, *others = sorted(counter.open_loops, key=lambda loop: -loop.memory_bytes) or [Work()]
+    forward = Work()
+    for loop in others:
+        forward.add(loop)
+    return Program(first, forward, step, len(counter.open_loops))
 
 
 class _Counter:
@@ -143,7 +152,7 @@ class _Counter:
 
     def __init__(self, module: Module, devices: int):
         self._module, self._devices = module, devices
-        self.micro_batch, self.open_loops = Work(), 0
+        self.open_loops: list[Work] = []
 
     def scheduled(self, computation: Computation, times: int) -> Work:
         """What a computation of which every instruction is a kernel or control flow does in ``times`` executions."""
@@ -168,8 +177,7 @@ class _Counter:
         trips = trip_count(self._module, computation, one)
         if trips is not None:
             return self._called(one, "body", times * trips)
-        self.micro_batch.add(self._called(one, "body", times))
-        self.open_loops += 1
+        self.open_loops.append(self._called(one, "body", times))
         return Work()
 
     def _collective(self, work: Work, computation: Computation, one: Instruction, times: int) -> None:

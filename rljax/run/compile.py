@@ -114,7 +114,7 @@ def report(config: Config, compiled: CompiledStep) -> Report:
     program = count_program(parse_module(compiled.text), mesh.size)
     nodes = [node_of(machine, device) for device in mesh.devices.flat]
     segments = full_row(shape[2], config.max_sequence_tokens)
-    kernels = {part: kernel_uses(getattr(program, part), segments) for part in ("micro_batch", "step")}
+    kernels = {part: kernel_uses(getattr(program, part), segments) for part in ("micro_batch", "forward", "step")}
     planned = sum(part for _, part in state_bytes(config, policy, mesh).values())
     needed = max(compiled.memory["peak"], compiled.memory["total"])  # a TPU's peak leaves out part of the temporaries
     return {
@@ -133,6 +133,7 @@ def report(config: Config, compiled: CompiledStep) -> Report:
             "fits": needed <= machine.card.memory_bytes,
         },
         "flops_per_micro_batch": program.micro_batch.flops_by_dtype(),
+        "flops_per_forward": program.forward.flops_by_dtype(),
         "flops_per_step": program.step.flops_by_dtype(),
         "kernels": [
             {"per": part, **dataclasses.asdict(use)} for part, uses in kernels.items() for use in uses if use.dtype
@@ -157,7 +158,7 @@ def _collectives(program: Program, nodes: list[int]) -> list[Report]:
             "group_size": len(set(one.groups[0])),
             "across_nodes": crosses_nodes(one, nodes),
         }
-        for part in ("micro_batch", "step")
+        for part in ("micro_batch", "forward", "step")
         for one in getattr(program, part).merged_collectives()
     ]
 
@@ -179,7 +180,9 @@ def _roofline(
             flops[use.dtype] = flops.get(use.dtype, 0) + (use.flops or 0)
         return times(work, flops, card, nodes)
 
-    of_micro, of_step = of(program.micro_batch, kernels["micro_batch"]), of(program.step, kernels["step"])
+    of_micro, of_forward, of_step = (
+        of(getattr(program, part), kernels[part]) for part in ("micro_batch", "forward", "step")
+    )
     seconds = micro * of_micro.total + of_step.total
     flops = model_flops(policy, rows, full_row(tokens, config.max_sequence_tokens))
     dtype = config.precision.compute_dtype
@@ -187,6 +190,7 @@ def _roofline(
     return {
         "note": MODEL_NOTE,
         "micro_batch_s": {**_rounded(of_micro), "total": round(of_micro.total, 6)},
+        "forward_s": {**_rounded(of_forward), "total": round(of_forward.total, 6)},
         "step_s": {**_rounded(of_step), "total": round(of_step.total, 6)},
         "seconds_of_a_full_step": round(seconds, 3),
         "tokens_per_second_and_device": round(micro * rows * tokens / seconds / compiled.mesh.size, 1),
@@ -232,13 +236,13 @@ def describe(found: Report) -> str:
         *_flops_lines(found),
         *_collective_lines(found["collectives"]),
         f"  roofline     {line['note']}",
-        *(f"  {part:<12} {_times_line(line[f'{part}_s'])}" for part in ("micro_batch", "step")),
+        *(f"  {part:<12} {_times_line(line[f'{part}_s'])}" for part in ("micro_batch", "forward", "step")),
         f"  modelled     {line['tokens_per_second_and_device']:,.0f} tokens/s a device, "
         f"model-FLOPs utilisation {line['model_flops_utilisation']:.1%}",
     ]
-    if found["open_loops"] != 1:
+    if found["open_loops"] > 2:
         lines.append(
-            f"  warning      {found['open_loops']} loops without a trip count, each counted as one micro-batch"
+            f"  warning      {found['open_loops']} loops without a trip count; all but the largest count as one forward"
         )
     return "\n".join(lines)
 

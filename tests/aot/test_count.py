@@ -113,3 +113,14 @@ def test_a_loop_whose_end_is_an_input_is_counted_once():
     assert program.open_loops == 1
     assert sum(program.micro_batch.flops.values()) == 2 * 8**3
     assert not program.step.flops
+
+
+def test_of_two_such_loops_the_smaller_is_the_forward():
+    def f(n, x):
+        with_loss = jax.lax.fori_loop(0, n, lambda _, x: x @ x @ x, x)
+        return jax.lax.fori_loop(n, 9, lambda _, x: x @ x, with_loss)
+
+    lowered = jax.jit(f).lower(jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    program = count_program(parse_module(lowered.compile().as_text()), 1)
+    assert program.open_loops == 2
+    assert [sum(work.flops.values()) for work in (program.micro_batch, program.forward)] == [4 * 8**3, 2 * 8**3]
