@@ -119,8 +119,7 @@ class Checkpointer:
         place = self._directory / str(step)
         if place.is_symlink() or place.is_file():
             self._set_aside(step, self._damaged(step, "it is no folder"))
-        # A copy, because the next step gets the originals donated while orbax may still read the buffers.
-        frozen = jax.tree.map(jnp.copy, state)
+        frozen = jax.tree.map(_kept, state)
         content = host | {ARRAYS: array_checksums(frozen)}
         content[SELF] = json_checksum(content)
         args = self._ocp.args
@@ -307,6 +306,15 @@ class Checkpointer:
             why = " ".join(str(error).split())[:200]
             said = f"{self._place(step)} could not be written, those before it are kept: {why}"
             raise NotWrittenError(said) from error
+
+
+def _kept(array: jax.Array) -> jax.Array:
+    """An array that orbax may read for as long as it writes, whatever happens to ``array``, which a step may donate.
+
+    Orbax copies what is on an accelerator to the host before its ``save`` returns, so that the memory there needs no
+    room for a second state. On a CPU its copy is a view of the array's own memory.
+    """
+    return jnp.copy(array) if any(device.platform == "cpu" for device in array.devices()) else array
 
 
 @functools.cache
