@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import jax
 import optax
 from jax.sharding import Mesh
 
@@ -166,9 +167,15 @@ def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
 def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:
     """(micro-batches, rows, tokens) that hold any batch of ``num_sequences``, by default those of a step."""
     tokens = config.packing.resolve_row_tokens(config.max_sequence_tokens)
-    rows = config.packing.rows_per_micro_batch
+    rows = micro_batch_rows(config, tokens)
     count = num_sequences or config.num_sequences
     return max_micro_batches(count, config.max_sequence_tokens, tokens, rows), rows, tokens
+
+
+def micro_batch_rows(config: Config, row_tokens: int) -> int:
+    """Rows of a micro-batch, of ``row_tokens`` each, on the run's mesh."""
+    replica, fsdp, _ = config.mesh.shape(jax.device_count())
+    return config.packing.resolve_rows(row_tokens, replica * fsdp)
 
 
 def load_reference(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params | None:
@@ -253,13 +260,14 @@ def makes_several_updates(config: Config) -> bool:
 @functools.lru_cache(maxsize=1)
 def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPass:
     """The executable of ``rollout.engine: exact``: one for a run, shared by the engine and the update."""
+    row_tokens = config.packing.resolve_row_tokens(config.max_engine_tokens)
     return ExactPass(
         policy,
         mesh,
         precision=config.precision,
         objective=make_objective(config, config.num_sequences),
-        rows=config.packing.rows_per_micro_batch,
-        row_tokens=config.packing.resolve_row_tokens(config.max_engine_tokens),
+        rows=micro_batch_rows(config, row_tokens),
+        row_tokens=row_tokens,
         attention=config.policy.attention,
     )
 

@@ -72,6 +72,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
         raise ValueError("--compile: rollout.engine = exact has an executable of its own; give another engine")
     policy = policy_shape(config.model.path)
     mesh = make_mesh(config.mesh, topology_devices(machine))
+    config = on_machine(config, mesh)
     check_shapes(config, policy, mesh)
     step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
     with compiled_for_hopper() if machine.platform == "cuda" else contextlib.nullcontext():

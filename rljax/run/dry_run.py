@@ -53,7 +53,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
             f"model's max_position_embeddings = {policy.max_position_embeddings}"
         )
     ways = mesh.shape["replica"] * mesh.shape["fsdp"]
-    if config.packing.rows_per_micro_batch % ways:
+    if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
             f"{ways} ways that the mesh splits rows (mesh.replica x mesh.fsdp)"

@@ -22,8 +22,13 @@ class PackingConfig:
     rows_per_micro_batch: int = 8
     """Rows of a micro-batch. It must be a multiple of the sizes of the mesh axes replica and fsdp together."""
 
+    tokens_per_device: int = 0
+    """Tokens of a micro-batch on a device: as many rows as fit, at least one, on each part of the mesh axes replica and
+    fsdp. It takes the place of ``rows_per_micro_batch`` and keeps its meaning on any mesh. 0: ``rows_per_micro_batch``
+    decides."""
+
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "row_tokens")
+        check_at_least(self, 0, "row_tokens", "tokens_per_device")
         check_at_least(self, 1, "rows_per_micro_batch")
 
     def resolve_row_tokens(self, max_sequence_tokens: int) -> int:
@@ -37,6 +42,12 @@ class PackingConfig:
                 f"{max_sequence_tokens} tokens (prompt + response)"
             )
         return self.row_tokens
+
+    def resolve_rows(self, row_tokens: int, ways: int) -> int:
+        """Rows of a micro-batch, of ``row_tokens`` each, on a mesh that splits rows ``ways`` ways."""
+        if self.tokens_per_device == 0:
+            return self.rows_per_micro_batch
+        return ways * max(1, self.tokens_per_device // row_tokens)
 
 
 class TrainSequence(NamedTuple):

@@ -207,7 +207,7 @@ def toy_sized(config):
     sizes = {
         "data": {"batch_size": 4, "max_prompt_tokens": 4},
         "rollout": {"engine": "jax", "urls": (), "group_size": 2, "max_response_tokens": 12},
-        "packing": {"row_tokens": 32, "rows_per_micro_batch": 2},
+        "packing": {"row_tokens": 32, "rows_per_micro_batch": 2, "tokens_per_device": 0},
         "mesh": {"fsdp": 1, "tp": 1},
     }
     return dataclasses.replace(
