@@ -26,7 +26,7 @@ from rljax.policy.hub import policy_shape
 from rljax.policy.qwen3 import abstract_params
 from rljax.run.build import batch_shape, make_step, makes_several_updates, of_update
 from rljax.run.config import Config
-from rljax.run.dry_run import check_shapes, in_units, state_bytes
+from rljax.run.dry_run import check_shapes, in_units, planned_bytes
 from rljax.sharding import make_mesh
 from rljax.trainer.state import make_optimizer
 
@@ -116,7 +116,7 @@ def report(config: Config, compiled: CompiledStep) -> Report:
     nodes = [node_of(machine, device) for device in mesh.devices.flat]
     segments = full_row(shape[2], config.max_sequence_tokens)
     kernels = {part: kernel_uses(getattr(program, part), segments) for part in ("micro_batch", "forward", "step")}
-    planned = sum(part for _, part in state_bytes(config, policy, mesh).values())
+    planned = sum(part for _, part in planned_bytes(config, policy, mesh).values())
     needed = max(compiled.memory["peak"], compiled.memory["total"])  # a TPU's peak leaves out part of the temporaries
     return {
         "machine": machine.name,

@@ -17,6 +17,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.run.build import batch_shape
 from rljax.run.config import Config
+from rljax.run.memory_plan import working_bytes
 from rljax.sharding import MESH_AXES, MeshConfig
 from rljax.trainer.state import abstract_state, make_optimizer
 
@@ -32,7 +33,7 @@ def dry_run(config: Config) -> str:
     policy = policy_shape(config.model.path)
     mesh = shape_mesh(config.mesh)
     check_shapes(config, policy, mesh)
-    sizes = state_bytes(config, policy, mesh)
+    sizes = planned_bytes(config, policy, mesh)
     lines = describe_batch(config) | describe_model(config, policy, mesh) | describe_recipe(config)
     width = max(map(len, lines))
     head = f"dry run of {config.run.dir}: no weights read, no server asked, no run directory made"
@@ -75,6 +76,13 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
     return {name: _bytes(tree) for name, tree in trees.items()}
 
 
+def planned_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
+    """(bytes on all devices, bytes on one) of what the trainer keeps during a step, and what the step works with."""
+    working = working_bytes(config, policy, mesh)
+    devices = math.prod(mesh.shape.values())
+    return state_bytes(config, policy, mesh) | {name: (size * devices, size) for name, size in working.items()}
+
+
 def _bytes(tree: Any) -> tuple[int, int]:
     """Bytes of a tree's leaves, and of one device's part of them."""
     leaves = jax.tree.leaves(tree)
@@ -85,7 +93,7 @@ def _bytes(tree: Any) -> tuple[int, int]:
 def byte_table(sizes: dict[str, tuple[int, int]]) -> list[str]:
     """Lines of a table."""
     in_all, per_device = map(sum, zip(*sizes.values(), strict=True))
-    every = sizes | {"sum, without activations": (in_all, per_device)}
+    every = sizes | {"sum": (in_all, per_device)}
     rows = {"bytes": ("in all", "per device")} | {name: (in_units(a), in_units(b)) for name, (a, b) in every.items()}
     width = max(map(len, rows))
     return [f"{name:<{width}}  {all_bytes:>12}  {part:>12}" for name, (all_bytes, part) in rows.items()]

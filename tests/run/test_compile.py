@@ -10,7 +10,8 @@ import pytest
 
 from rljax.aot.machines import parse_machine
 from rljax.errors import ConfigError, run_cli
-from rljax.policy.config import PolicyConfig, read_config
+from rljax.policy.config import PolicyConfig, config_to_hf, read_config
+from rljax.policy.hub import KNOWN_SHAPES
 from rljax.run.compile import CompiledStep, describe, model_flops, report
 from rljax.run.config import Config
 from rljax.sharding import MeshConfig, make_mesh
@@ -146,6 +147,21 @@ def test_a_step_for_a_machine_that_is_not_here(machine, across, tmp_path):
 def test_the_mesh_takes_all_devices_unless_told(tmp_path):
     found = compile_toy(tmp_path, "h100:1x4", "--mesh.tp", "2")
     assert found["mesh"] == {"replica": 1, "fsdp": 2, "tp": 2}
+
+
+@pytest.mark.compilers
+def test_the_plan_is_near_the_compiler(tmp_path):
+    """Three layers of Qwen3-4B on two cards, a row of 9,216 tokens each."""
+    policy = dataclasses.replace(KNOWN_SHAPES["Qwen/Qwen3-4B-Base"], num_layers=3)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(policy, "bfloat16")))
+    out = tmp_path / "report.json"
+    words = ["--model.path", str(tmp_path), "--mesh.fsdp", "2", "--packing.rows_per_micro_batch", "2"]
+    argv = [str(ROOT / "configs/paper/qwen3_4b_length_triggered.yaml"), "--dry-run", "--compile", "h100:1x2", *words]
+    assert run_cli(main, [*argv, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["bytes"]["planned"] == pytest.approx(found["bytes"]["needed"], rel=0.1)
+    kernels = {kernel["target"]: kernel["count"] for kernel in found["kernels"]}
+    assert kernels["__cudnn$fmhaSoftmaxBackward"] == 3
 
 
 @pytest.mark.compilers

@@ -1,0 +1,111 @@
+"""Bytes that a step works with on one device beside its state: an estimate from shapes of what the compiler takes.
+
+A step keeps the batch, the gradients of a micro-batch and what the forward pass leaves for the backward pass. On top of
+these stands the wider of two places: the backward pass of a block, and the head's chunk of logits. What lives at each
+was read from XLA's buffer assignment of compiled steps for H100s; docs/compile.md compares the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.head import vocabulary_chunks
+from rljax.policy.qwen3 import abstract_params, hidden_states, logical_axes
+from rljax.run.build import batch_shape, of_update
+from rljax.run.config import Config
+from rljax.sharding import named_sharding
+
+_BATCH_BYTES = 38
+"""Of a place of the batch: seven arrays of four bytes that the policy and the loss read, two masks, and beside them the
+log-probabilities, twice."""
+_FLOAT32 = 4
+_LAYERS = 1009  # a size that no other dimension has; nothing of it is allocated
+
+
+def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, int]:
+    """Bytes on one device by what they are for; ``mesh`` may have no devices."""
+    micro, rows, tokens = batch_shape(config, of_update(config))
+    (local_rows,) = named_sharding(mesh, ("rows",), (rows,)).shard_shape((rows,))
+    part = local_policy(policy, mesh)
+    itemsize = jnp.dtype(config.precision.compute_dtype).itemsize
+    kept = kept_by_a_block(part, local_rows, tokens, config) * policy.num_layers
+    gradients = _sharded_size(policy, mesh) * itemsize
+    places = local_rows * tokens
+    block = gradients + block_bytes(part, places, itemsize)
+    head = head_bytes(policy, mesh, places, itemsize)
+    return {
+        "batch": micro * places * _BATCH_BYTES,
+        "kept for the backward pass": kept,
+        "at work in a micro-batch": max(block, head),
+    }
+
+
+def local_policy(policy: PolicyConfig, mesh: Any) -> PolicyConfig:
+    """The policy whose activations have the shapes of one device's part of them."""
+
+    def of(logical: str, size: int) -> int:
+        return int(named_sharding(mesh, (logical,), (size,)).shard_shape((size,))[0])
+
+    heads = of("act_heads", policy.num_heads)
+    return dataclasses.replace(
+        policy,
+        intermediate_size=of("act_mlp", policy.intermediate_size),
+        num_heads=heads,
+        num_kv_heads=math.gcd(heads, of("kv_heads", policy.num_kv_heads)),
+    )
+
+
+def kept_by_a_block(part: PolicyConfig, rows: int, tokens: int, config: Config) -> int:
+    """Bytes of activations that a block leaves for its backward pass under ``precision.remat``."""
+    dtype = jnp.dtype(config.precision.compute_dtype)
+    remat = config.precision.remat_policy
+    if remat == "offload":
+        return 0
+    part = dataclasses.replace(part, num_layers=_LAYERS)
+    params = jax.tree.map(lambda leaf: leaf.update(dtype=dtype), abstract_params(part))
+    ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+
+    def pullback(params: Any, ids: Any) -> Any:
+        return jax.vjp(lambda params: hidden_states(params, part, ids, ids, ids, remat=remat)[0], params)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(pullback, params, ids))
+    # The scan stacks what a block leaves, and its weights among it.
+    of_blocks = sum(leaf.size * leaf.dtype.itemsize for leaf in kept if leaf.shape[:1] == (_LAYERS,))
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["layers"]))
+    return int(max(0, of_blocks - weights)) // _LAYERS
+
+
+def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:
+    """The backward pass of a block, where attention computes again what it needs and the MLP's cotangents wait.
+
+    Four arrays of the MLP's width, seven of the heads' and three of the model's; in float32 the gradients of the heads.
+    The weights of one product are there complete, and the gradients of two.
+    """
+    heads = part.num_heads * part.head_dim
+    activations = 4 * part.intermediate_size + 7 * heads + 3 * part.hidden_size
+    weight = part.hidden_size * part.intermediate_size
+    return places * (itemsize * activations + _FLOAT32 * 3 * heads // 2) + weight * (itemsize + 2 * _FLOAT32)
+
+
+def head_bytes(policy: PolicyConfig, mesh: Any, places: int, itemsize: int) -> int:
+    """A chunk of logits in the backward pass: twice in float32, once rounded; hidden states and the chunk's rows."""
+    (shard,) = named_sharding(mesh, ("vocab",), (policy.vocab_size,)).shard_shape((policy.vocab_size,))
+    chunk = shard // vocabulary_chunks(shard)
+    logits = places * chunk * (2 * _FLOAT32 + itemsize)
+    return logits + (places + chunk) * policy.hidden_size * (_FLOAT32 + 2 * itemsize)
+
+
+def _sharded_size(policy: PolicyConfig, mesh: Any) -> int:
+    """Parameters that one device holds."""
+    sizes = jax.tree.map(
+        lambda leaf, axes: math.prod(named_sharding(mesh, axes, leaf.shape).shard_shape(leaf.shape)),
+        abstract_params(policy),
+        logical_axes(policy),
+    )
+    return sum(jax.tree.leaves(sizes))
