@@ -39,20 +39,13 @@ def on(model: str, label: str, machine: str, devices: int) -> Row:
     return Row(f"{model}, {label}", machine, SETUP, ("--model.path", f"Qwen/Qwen3-{model}", *mesh))
 
 
+PLACES = [("8 H100", "h100:1x8", 8), ("64 H100", "h100:8x8", 64), ("v5p-32", "tpu:v5p:2x2x4", 16)]
 ROWS = [
-    Row("1.7B as written", "h100:1x4", f"{PAPER}/qwen3_1.7b_sanity_bf16.yaml"),
+    *(on(model, *place) for place in PLACES for model in ("4B", "8B", "14B", "32B")),
     Row("4B as written", "h100:1x4", SETUP),
-    Row("4B fp16 as written", "h100:1x4", f"{PAPER}/qwen3_4b_fp16.yaml"),
     Row("8B as written", "h100:1x4", f"{PAPER}/qwen3_8b_length_triggered.yaml"),
-    *(
-        on(model, label, machine, devices)
-        for label, machine, devices in [
-            ("8 H100", "h100:1x8", 8),
-            ("64 H100", "h100:8x8", 64),
-            ("v5p-32", "tpu:v5p:2x2x4", 16),
-        ]
-        for model in ("4B", "8B", "14B", "32B")
-    ),
+    Row("4B float16 as written", "h100:1x4", f"{PAPER}/qwen3_4b_fp16.yaml"),
+    Row("1.7B as written", "h100:1x4", f"{PAPER}/qwen3_1.7b_sanity_bf16.yaml"),
 ]
 
 

@@ -140,6 +140,7 @@ def report(config: Config, compiled: CompiledStep) -> Report:
             {"per": part, **dataclasses.asdict(use)} for part, uses in kernels.items() for use in uses if use.dtype
         ],
         "memory_bytes_per_micro_batch": program.micro_batch.memory_bytes,
+        "memory_bytes_per_forward": program.forward.memory_bytes,
         "memory_bytes_per_step": program.step.memory_bytes,
         "open_loops": program.open_loops,
         "collectives": _collectives(program, nodes),
