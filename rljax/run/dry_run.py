@@ -15,10 +15,11 @@ from jax.sharding import AbstractMesh, AxisType
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
+from rljax.policy.qwen3 import logical_axes
 from rljax.run.build import batch_shape
 from rljax.run.config import Config
 from rljax.run.memory_plan import working_bytes
-from rljax.sharding import MESH_AXES, MeshConfig
+from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
 from rljax.trainer.state import abstract_state, make_optimizer
 
 Lines = dict[str, str]
@@ -69,7 +70,12 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
     dynamic = config.precision.compute_dtype == "float16"
     state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic)
     copy_dtype = jnp.dtype(config.precision.compute_dtype)
-    copy = jax.tree.map(lambda leaf: leaf.update(dtype=copy_dtype), state.params)
+
+    def of_copy(leaf: Any, axes: tuple[str, ...]) -> Any:
+        kept = [None if axis == "embed" and config.mesh.keep_gathered else axis for axis in axes]
+        return leaf.update(dtype=copy_dtype, sharding=named_sharding(mesh, kept, leaf.shape))
+
+    copy = jax.tree.map(of_copy, state.params, logical_axes(policy))
     trees = {"masters": state.params, "moments": state.opt_state, "gradients": state.params, f"{copy_dtype} copy": copy}
     if config.loss.kl != "none":
         trees["reference policy"] = state.params
