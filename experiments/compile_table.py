@@ -41,7 +41,7 @@ def on(model: str, label: str, machine: str, devices: int) -> Row:
 
 PLACES = [("8 H100", "h100:1x8", 8), ("64 H100", "h100:8x8", 64), ("v5p-32", "tpu:v5p:2x2x4", 16)]
 ROWS = [
-    *(on(model, *place) for place in PLACES for model in ("4B", "8B", "14B", "32B")),
+    *(on(model, *place) for model in ("4B", "8B", "14B", "32B") for place in PLACES),
     Row("4B as written", "h100:1x4", SETUP),
     Row("8B as written", "h100:1x4", f"{PAPER}/qwen3_8b_length_triggered.yaml"),
     Row("4B float16 as written", "h100:1x4", f"{PAPER}/qwen3_4b_fp16.yaml"),
