@@ -1,7 +1,9 @@
 """The client alone, against a stand-in server."""
 
 import json
+import sys
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from vllm_fake import FakeVllm
 
 from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
 from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.wire import Request
+from rljax.rollout.served.wire import Request, check_completion
 from rljax.rollout.types import ClientLimits, SamplingParams
 from rljax.rollout.vllm.wire import COMPLETIONS, GENERATE, VllmWire
 
@@ -116,6 +118,32 @@ def test_a_reply_is_read_as_pythons_json_reads_it(route, top):
     np.testing.assert_array_equal(reply.logprobs, np.array(logprobs, np.float32))
     assert reply.logprobs.dtype == np.float32
     assert reply.top_logprobs == (tuple(tops) if top else ())
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_no_python_runs_for_each_token_of_a_reply(route):
+    """The interpreter makes as many calls for 3,000 tokens as for 3: the event loop is held by compiled code alone."""
+
+    def calls(count):
+        ids = list(range(count))
+        content = [{"token_id": i, "logprob": -1.0, "rank": 1, "top_logprobs": []} for i in ids]
+        named = {
+            "tokens": [f"token_id:{i}" for i in ids],
+            "token_logprobs": [-1.0] * count,
+            "top_logprobs": [{}] * count,
+        }
+        scored = {"content": content} if route == GENERATE else named
+        choice = {"token_ids": ids, "finish_reason": "length", "logprobs": scored}
+        reply, request = json.dumps({"choices": [choice]}).encode(), Request(PROMPT, SamplingParams(count))
+        counted = Counter()
+        sys.setprofile(lambda frame, event, argument: counted.update([event]))
+        try:
+            check_completion("", WIRE.completion(route, reply, request), request, None)
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    assert calls(3) == calls(3000)
 
 
 def test_server_errors_are_retried_and_counted(fake, client):
