@@ -110,13 +110,14 @@ def describe_run(config: Config, options: Options) -> None:
         return
     machine = parse_machine(options.compile)
     compiled = compile_step(config, machine)
+    if options.hlo:
+        Path(options.hlo).write_text(compiled.text)
     config = on_machine(config, compiled.mesh)
     found = report(config, compiled)
     print(dry_run(config))
     print(describe(found))
-    for path, text in ((options.json, json.dumps(found, indent=1) + "\n"), (options.hlo, compiled.text)):
-        if path is not None:
-            Path(path).write_text(text)
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def run(config: Config, owner: Ownership) -> int:

@@ -27,7 +27,7 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-ATTENTION_KERNEL = re.compile(r"__cudnn\$fmha|splash|flash")
+ATTENTION_KERNEL = re.compile(r'__cudnn\$fmha|"tpu_custom_call".*(splash|flash)')
 """What the attributes of a custom call hold that computes attention."""
 # They move nothing themselves; what they call, if anything, is counted.
 _FREE = {

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,7 @@ ELEMENT_TYPES: dict[str, tuple[str, int]] = {
 _ARRAY = re.compile(r"\b(" + "|".join(ELEMENT_TYPES) + r")\[([\d,<=]*)\](?:\{(?:[^{}]*S\((\d+)\))?[^{}]*\})?")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_END = re.compile(r"\}(, execution_thread=.*)?$")
 _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 
@@ -120,8 +122,8 @@ def parse_module(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry: str | None = None
     inside: dict[str, Instruction] | None = None
-    for line in text.splitlines():
-        if line.startswith("}"):
+    for line in _logical_lines(text):
+        if _END.match(line):
             inside = None
         elif not line.startswith(" "):
             if header := _HEADER.match(line):
@@ -133,6 +135,19 @@ def parse_module(text: str) -> Module:
     if entry is None:
         raise ValueError("the text holds no entry computation of an HLO module")
     return Module(computations, entry)
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+    """The lines; what goes on with an instruction (a kernel's metadata has line breaks) is added to it."""
+    line = ""
+    for following in text.splitlines():
+        is_new = not following or any(kind.match(following) for kind in (_INSTRUCTION, _END, _HEADER))
+        if _INSTRUCTION.match(line) and not is_new:
+            line += following
+        else:
+            yield line
+            line = following
+    yield line
 
 
 def _parse_instruction(line: str) -> Instruction | None:

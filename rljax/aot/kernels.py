@@ -19,10 +19,9 @@ from rljax.aot.hlo import Array, Computation, Instruction
 _PRODUCTS = (
     (re.compile(r"__cudnn\$fmha\w*Backward"), 5),
     (re.compile(r"__cudnn\$fmha"), 2),
-    (re.compile(r"(splash|flash)\w*dkv\w*fused|fused\w*dkv"), 5),
-    (re.compile(r"(splash|flash)\w*dkv"), 4),
-    (re.compile(r"(splash|flash)\w*dq"), 3),
-    (re.compile(r"splash|flash"), 2),
+    (re.compile(r'"tpu_custom_call".*(splash|flash)\w*dkv'), 4),
+    (re.compile(r'"tpu_custom_call".*(splash|flash)\w*dq'), 3),
+    (re.compile(r'"tpu_custom_call".*(splash|flash)'), 2),
 )
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 

@@ -49,6 +49,27 @@ def test_a_program_by_hand():
     ]
 
 
+BROKEN_LINES = """\
+%body (p: f32[2]) -> f32[2] {
+  %p = f32[2]{0} parameter(0)
+  ROOT %k = f32[2]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block\\": 512}"
+}}, metadata={op_name="jit(f)/splash_mha_dq/pallas_call"}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: f32[2]) -> f32[2] {
+  %x = f32[2]{0} parameter(0)
+  ROOT %c = f32[2]{0} call(%x), to_apply=%body
+}
+"""
+
+
+def test_an_instruction_may_go_on_over_lines():
+    module = parse_module(BROKEN_LINES)
+    assert {name: len(each.instructions) for name, each in module.computations.items()} == {"body": 2, "main": 2}
+    assert "splash_mha_dq" in module.computations["body"].root.attributes
+
+
 def test_what_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no entry computation"):
         parse_module("HloModule empty")

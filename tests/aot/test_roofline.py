@@ -101,19 +101,25 @@ ENTRY %main (q: bf16[2,8,4,16], k: bf16[2,8,2,16], s: s32[2,8]) -> bf16[2,8,4,16
   %s = s32[2,8]{1,0} parameter(2)
   %f = (bf16[2,8,4,16], u8[128]) custom-call(%q, %k, %k, %s), custom_call_target="__cudnn$fmhaSoftmax"
   %b = (bf16[2,8,4,16], u8[128]) custom-call(%q, %k, %k, %s), custom_call_target="__cudnn$fmhaSoftmaxBackward"
-  %o = s32[2,8]{1,0} custom-call(%s), custom_call_target="Other"
+  %o = s32[2,8]{1,0} custom-call(%s), custom_call_target="Other", metadata={op_name="splash/gather"}
+  %h = bf16[8,8,16]{2,1,0} parameter(3)
+  %d = bf16[8,8,16] custom-call(%s, %h, %h), custom_call_target="tpu_custom_call", metadata={op_name="splash_mha_dkv"}
   ROOT %r = bf16[2,8,4,16]{3,2,1,0} get-tuple-element(%b), index=0
 }
 """
 
 
 def test_attention_kernels_by_formula():
-    """Rows of 5 + 3 tokens have 15 + 6 pairs; 2 rows x 4 heads x 16 wide; 2 products forward, 5 backward."""
+    """Rows of 5 + 3 tokens have 15 + 6 pairs; 2 rows x 4 heads x 16 wide; 2 products forward, 5 backward;
+    a TPU's kernel has rows and heads in one dimension, and its gradients of keys and values take 4."""
     main = parse_module(CALLS).computations["main"]
-    work = Work(kernels=[(main, main.instructions[name], times) for name, times in (("f", 3), ("b", 1), ("o", 7))])
+    work = Work(
+        kernels=[(main, main.instructions[name], times) for name, times in (("f", 3), ("b", 1), ("o", 7), ("d", 1))]
+    )
     a_product = 2 * 2 * 4 * 16 * 21
     assert kernel_uses(work, [5, 3]) == [
         KernelUse("__cudnn$fmhaSoftmax", 3, "bfloat16", 3 * 2 * a_product),
         KernelUse("__cudnn$fmhaSoftmaxBackward", 1, "bfloat16", 5 * a_product),
         KernelUse("Other", 7, "", None),
+        KernelUse("tpu_custom_call", 1, "bfloat16", 4 * a_product),
     ]
