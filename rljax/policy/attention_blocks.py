@@ -26,6 +26,9 @@ FEWEST = 11  # n blocks have n (n + 1) / 2 pairs: 54.5% of the square with 11
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
 """Names (``jax.ad_checkpoint.checkpoint_name``) of the output and the log-sum-exp: a remat policy that keeps both does
 not compute the forward pass again."""
+FLOAT16_SHIFT = 2.0**8
+"""Gradients of scores are this many times larger while they are float16. They are products with probabilities, which
+are small in long segments, and would otherwise lose digits below 6e-5."""
 _MASKED = -1e30
 _LAST = np.iinfo(np.int32).max
 
@@ -169,12 +172,13 @@ def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
     mean = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
     lse_of, mean_of, d_out_of = (_heads_in_blocks(x, g, block) for x in (lse, mean, d_out))
     shared = shared_blocks(row.segment_ids)
+    shift = FLOAT16_SHIFT if q.dtype == jnp.float16 else 1.0
 
     def add_pair(grads: Triple, i: Array, j: Array) -> Triple:
         scores, mask = _scores(row, i, j)
         p = jnp.where(mask, jnp.exp(scores - _get(lse_of, i)), 0.0)
         dp = _dot(_get(d_out_of, i), _get(row.v, j), 2, 2)
-        ds = (p * (dp - _get(mean_of, i))).astype(q.dtype)
+        ds = (p * (dp - _get(mean_of, i)) * shift).astype(q.dtype)
         dq, dk, dv = grads
         dq = _put(dq, _get(dq, i) + _dot(ds, _get(row.k, j), 2, 1), i)
         dk = _put(dk, _get(dk, j) + _dot(ds, _get(row.q, i), 1, 1), j)
@@ -183,7 +187,7 @@ def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
 
     dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (row.q, row.k, row.v))
     dq, dk, dv = _over_pairs(add_pair, (dq, dk, dv), shared)
-    scale = d**-0.5
+    scale = d**-0.5 / shift
     return (
         _in_tokens((dq * scale).astype(q.dtype), q.shape[1]),
         _in_tokens((dk * scale).astype(k.dtype), g),

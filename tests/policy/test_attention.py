@@ -56,6 +56,15 @@ def test_nothing_of_a_segment_reaches_another(dtype):
         assert not np.array_equal(x, y)
 
 
+def test_what_follows_a_token_changes_no_bit_of_it():
+    # As the exact engine samples: the same row, longer with each token.
+    t, so_far = 96, 45
+    q, k, v, _ = heads(batch([90]), "bfloat16")
+    attention = jax.jit(small_blocks)
+    whole, part = attention(q, k, v, batch([90])), attention(q, k, v, batch([so_far], t=t))
+    np.testing.assert_array_equal(whole[:, :so_far], part[:, :so_far])
+
+
 def test_blocks_that_share_no_segment_are_not_multiplied():
     # A product with not-a-number would not be a number, whatever its mask.
     segments = batch([32, 50], [32, 32, 10])
@@ -66,6 +75,16 @@ def test_blocks_that_share_no_segment_are_not_multiplied():
     for x, y in zip(gradients(small_blocks, (*spoiled, d_out), segments), clean, strict=True):
         assert np.isnan(x[segments == 1]).any()
         np.testing.assert_array_equal(x[segments > 1], y[segments > 1])
+
+
+def test_small_float16_gradients_keep_their_digits():
+    segments = batch([512], t=512)
+    q, k, v, d_out = heads(segments, "float16")
+    d_out = (d_out * np.float16(2.0**-8)).astype(np.float16)  # then most gradients of scores are below 6e-5
+    got = gradients(block_attention, (q, k, v, d_out), segments)
+    for x, expected in zip(got[1:3], reference(q, k, v, d_out, segments)[1:3], strict=True):
+        error = np.sqrt(np.mean((x.astype(np.float64) - expected) ** 2) / np.mean(expected**2))
+        assert error < 1.5 * 2.0**-11
 
 
 def test_large_float16_scores_stay_finite():
