@@ -19,6 +19,11 @@ class Layout(NamedTuple):
     with_loss: int  # micro-batches, the first ones, that hold all sequences in the loss
     used: int  # micro-batches that hold anything
 
+    @property
+    def cost(self) -> float:
+        """In micro-batches of forward and backward."""
+        return self.with_loss + FORWARD_SHARE * (self.used - self.with_loss)
+
 
 def lay_out_rows(
     lengths: Sequence[int], in_loss: Sequence[bool], *, row_tokens: int, rows_per_micro_batch: int, micro_batches: int
@@ -42,24 +47,27 @@ def lay_out_rows(
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     loss_first = sorted(longest_first, key=lambda i: not in_loss[i])
-    least = _least_cost(lengths, in_loss, row_tokens, rows_per_micro_batch)
-    found: list[tuple[float, int, list[list[int]], int]] = []
+    least = _least_cost(lengths, in_loss, row_tokens * rows_per_micro_batch)
+    layouts: list[Layout] = []
     for rows in _candidates(lengths, longest_first, loss_first, row_tokens):
-        rows = sorted(rows, key=lambda members: not any(in_loss[i] for i in members))
-        count = sum(any(in_loss[i] for i in members) for members in rows)
-        used = -(-len(rows) // rows_per_micro_batch)
-        with_loss = max(-(-count // rows_per_micro_batch), min(2, count, used))
-        cost = with_loss + FORWARD_SHARE * (used - with_loss)
-        found.append((cost, with_loss, rows, used))
-        if used <= micro_batches and cost <= least:
+        layouts.append(_deal(rows, in_loss, rows_per_micro_batch))
+        if layouts[-1].cost <= least and layouts[-1].used <= micro_batches:
             break
-    fitting = [one for one in found if one[-1] <= micro_batches]
+    fitting = [layout for layout in layouts if layout.used <= micro_batches]
     if not fitting:
-        raise ValueError(f"{len(found[0][2])} rows do not fit {micro_batches} micro-batches of {rows_per_micro_batch}")
-    _, with_loss, rows, used = min(fitting, key=lambda one: one[0])
-    first = with_loss * rows_per_micro_batch
+        count = len(layouts[0].rows)
+        raise ValueError(f"{count} rows do not fit {micro_batches} micro-batches of {rows_per_micro_batch}")
+    return min(fitting, key=lambda layout: layout.cost)
+
+
+def _deal(rows: Sequence[list[int]], in_loss: Sequence[bool], rows_per_micro_batch: int) -> Layout:
+    """Rows to micro-batches, those with loss before the others and otherwise in their order."""
+    rows = sorted(rows, key=lambda members: not any(in_loss[i] for i in members))
+    count = sum(any(in_loss[i] for i in members) for members in rows)
+    used = -(-len(rows) // rows_per_micro_batch)
+    with_loss = max(-(-count // rows_per_micro_batch), min(2, count, used))
+    without, first = used - with_loss, with_loss * rows_per_micro_batch
     dealt = {(i % with_loss, i // with_loss): members for i, members in enumerate(rows[:first])}
-    without = used - with_loss
     dealt |= {(with_loss + i % without, i // without): members for i, members in enumerate(rows[first:])}
     return Layout(dealt, with_loss, used)
 
@@ -74,12 +82,11 @@ def _candidates(
             yield fill_rows(lengths, loss_first, row_tokens)
 
 
-def _least_cost(lengths: Sequence[int], in_loss: Sequence[bool], row_tokens: int, rows_per_micro_batch: int) -> float:
+def _least_cost(lengths: Sequence[int], in_loss: Sequence[bool], micro_batch_tokens: int) -> float:
     """What no layout goes below: every row full."""
-    size = row_tokens * rows_per_micro_batch
-    in_all = -(-sum(lengths) // size)
-    with_loss = -(-sum(length for length, carries in zip(lengths, in_loss, strict=True) if carries) // size)
-    return with_loss + FORWARD_SHARE * (in_all - with_loss)
+    with_loss = sum(length for length, carries in zip(lengths, in_loss, strict=True) if carries)
+    counts = (-(-tokens // micro_batch_tokens) for tokens in (with_loss, sum(lengths)))
+    return Layout({}, *counts).cost
 
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], row_tokens: int) -> list[list[int]]:

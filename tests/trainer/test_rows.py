@@ -68,7 +68,7 @@ def test_every_sequence_has_one_place_and_the_declared_micro_batches_suffice(len
     carrying = {micro for (micro, _), members in layout.rows.items() if any(in_loss[i] for i in members)}
     assert carrying == set(range(layout.with_loss))
     mixed = -(-len(first_fit(lengths, longest_first(lengths), row)) // rows)
-    assert layout.with_loss + (layout.used - layout.with_loss) / 3 <= mixed
+    assert layout.cost <= mixed
 
 
 def test_sequences_without_loss_fill_up_and_then_stand_alone():
@@ -76,7 +76,7 @@ def test_sequences_without_loss_fill_up_and_then_stand_alone():
     lengths = [8, 7, 7, 6, 2, 3, 3, 4, 9, 9, 9]
     in_loss = [True] * 4 + [False] * 7
     layout = lay_out_rows(lengths, in_loss, row_tokens=10, rows_per_micro_batch=2, micro_batches=6)
-    assert (layout.with_loss, layout.used) == (2, 4)
+    assert (layout.with_loss, layout.used, layout.cost) == (2, 4, pytest.approx(2 + 2 / 3))
     assert layout.rows == {
         (0, 0): [0, 4],
         (1, 0): [1, 5],
