@@ -8,8 +8,10 @@ import pytest
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
+from rljax.aot.count import count_program
+from rljax.aot.hlo import parse_module
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import init_params, param_shardings
+from rljax.policy.qwen3 import abstract_params, init_params, param_shardings
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
@@ -134,3 +136,18 @@ def test_one_compilation_whatever_the_rate_the_batch_and_the_skips(dtype):
     assert step.compilations == 1
     assert int(metrics["optimizer/skipped_updates"]) == 1
     assert float(metrics["schedule/learning_rate"]) == np.float32(1e-3 / 5)
+
+
+def test_only_the_sum_of_gradients_crosses_replicas():
+    _, step, _ = build(2, 2, make_optimizer(OptimizerConfig()), replica=2)
+    given = ("old_logprobs", "reference_logprobs")
+    program = count_program(parse_module(step.lower(*given).compile().as_text()), 8)
+    assert program.open_loops == 2
+
+    def crossing(work):
+        return [one for one in work.merged_collectives() if any({0, 1, 2, 3} & {*g} and max(g) > 3 for g in one.groups)]
+
+    assert program.micro_batch.collectives
+    assert crossing(program.micro_batch) == crossing(program.forward) == []
+    gradient = sum(leaf.size * 4 for leaf in jax.tree.leaves(abstract_params(CONFIG)))
+    assert gradient / 4 <= sum(one.bytes for one in crossing(program.step)) <= 4 * gradient
