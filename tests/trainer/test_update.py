@@ -270,15 +270,19 @@ def test_epochs_and_mini_batches_train_on_every_group_against_the_first_log_prob
         MESH,
         precision=PRECISION,
         objective=Objective(LossConfig(), CorrectionConfig(), 6, LIMIT),
-        batch_shape=packer(20, 2, 6)[1],
+        batch_shape=packer(20, 1, 6)[1],
         diagnosis=None,
     )
     update = MultipleUpdates(
-        step, make_forward(20, 2), packer(20, 2)[0], packer(20, 2, 6)[0], mini_batches=2, epochs=2, group_size=3
+        step, make_forward(20, 2), packer(20, 2)[0], packer(20, 1, 6)[0], mini_batches=2, epochs=2, group_size=3
     )
     given = sequences()
     updated = train(update, fresh_state(tx), given, 0.5, seed=3, noise=True)
     assert len(taken) == 4
+    # What carries no loss has been measured by the forward, and is computed again only where it fills up.
+    assert all(int(batch.used) == int(batch.with_loss) for batch in taken)
+    assert any(batch.response_mask[batch.used :].any() for batch in taken)
+    assert not any(batch.loss_mask[batch.used :].any() for batch in taken)
     for first in (0, 2):
         tokens = sorted(t for batch in taken[first : first + 2] for t in batch.tokens[batch.response_mask].tolist())
         assert tokens == sorted(t for s in given for t in s.response.tolist())
