@@ -76,12 +76,14 @@ class Work:
     Attributes:
       flops: (dtype of the operands, their precision) -> floating-point operations of products, two per multiply-add.
         The precision is ``default``, ``high`` or ``highest``; dtypes that differ are joined by ``x``.
+      untaken_flops: as ``flops``, in branches of conditionals that are not counted.
       memory_bytes: read from and written to the device's memory by every kernel, as if no cache kept anything.
       collectives: exchanges.
       kernels: custom calls with their number of executions; what they multiply is not in ``flops``.
     """
 
     flops: Counter[tuple[str, str]] = field(default_factory=Counter)
+    untaken_flops: Counter[tuple[str, str]] = field(default_factory=Counter)
     memory_bytes: int = 0
     collectives: list[Collective] = field(default_factory=list)
     kernels: list[tuple[Computation, Instruction, int]] = field(default_factory=list)
@@ -94,16 +96,10 @@ class Work:
     def add(self, other: Work) -> None:
         """Adds what another part of the program does."""
         self.flops.update(other.flops)
+        self.untaken_flops.update(other.untaken_flops)
         self.memory_bytes += other.memory_bytes
         self.collectives += other.collectives
         self.kernels += other.kernels
-
-    def flops_by_dtype(self) -> dict[str, int]:
-        """Floating-point operations of products by the dtype of their operands."""
-        totals: Counter[str] = Counter()
-        for (dtype, _), count in self.flops.items():
-            totals[dtype] += count
-        return dict(sorted(totals.items()))
 
     def merged_collectives(self) -> list[Collective]:
         """One entry for each kind, dtype and grouping, the largest first."""
@@ -113,6 +109,14 @@ class Work:
             before = merged.get(key, dataclasses.replace(one, count=0, bytes=0))
             merged[key] = dataclasses.replace(one, count=before.count + one.count, bytes=before.bytes + one.bytes)
         return sorted(merged.values(), key=lambda one: -one.bytes)
+
+
+def by_dtype(flops: Counter[tuple[str, str]]) -> dict[str, int]:
+    """Floating-point operations by the dtype of the operands alone."""
+    totals: Counter[str] = Counter()
+    for (dtype, _), count in flops.items():
+        totals[dtype] += count
+    return dict(sorted(totals.items()))
 
 
 @dataclass
@@ -163,7 +167,7 @@ class _Counter:
                 work.add(self._loop(computation, one, times))
             elif one.opcode == "conditional":
                 branches = [self._called(one, name, times) for name in one.called]
-                work.add(max(branches, key=lambda branch: (branch.calls_attention, branch.memory_bytes)))
+                _add_branches(work, branches)
             elif kind in ("call", "async"):
                 work.add(self._called(one, next(iter(one.called)), times))
             elif not one.opcode.endswith(("-done", "-update")):
@@ -232,6 +236,15 @@ class _Counter:
         if one.opcode == "scatter":
             return sum(operands) + operands[-1] - operands[0]
         return sum(operands) + _main_memory(one.arrays)
+
+
+def _add_branches(work: Work, branches: list[Work]) -> None:
+    """Adds the branch of a conditional that counts, and of the others what they would multiply."""
+    *others, taken = sorted(branches, key=lambda branch: (branch.calls_attention, branch.memory_bytes))
+    work.add(taken)
+    for branch in others:
+        work.untaken_flops.update(branch.flops)
+        work.untaken_flops.update(branch.untaken_flops)
 
 
 def _main_memory(arrays: tuple[Array, ...]) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from rljax.aot.count import Program, Work, count_program
+from rljax.aot.count import Program, Work, by_dtype, count_program
 from rljax.aot.hlo import parse_module
 from rljax.aot.kernels import KernelUse, causal_pairs, full_row, kernel_uses
 from rljax.aot.machines import Machine, node_of, topology_devices
@@ -133,9 +133,10 @@ def report(config: Config, compiled: CompiledStep) -> Report:
             "device": machine.card.memory_bytes,
             "fits": needed <= machine.card.memory_bytes,
         },
-        "flops_per_micro_batch": program.micro_batch.flops_by_dtype(),
-        "flops_per_forward": program.forward.flops_by_dtype(),
-        "flops_per_step": program.step.flops_by_dtype(),
+        "flops_per_micro_batch": by_dtype(program.micro_batch.flops),
+        "flops_per_forward": by_dtype(program.forward.flops),
+        "flops_per_step": by_dtype(program.step.flops),
+        "flops_per_micro_batch_in_other_branches": by_dtype(program.micro_batch.untaken_flops),
         "kernels": [
             {"per": part, **dataclasses.asdict(use)} for part, uses in kernels.items() for use in uses if use.dtype
         ],

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rljax.aot.count import Collective, count_program
+from rljax.aot.count import Collective, by_dtype, count_program
 from rljax.aot.hlo import parse_module
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -71,6 +71,7 @@ def test_of_two_branches_the_attention_kernel_counts():
     step = count_program(parse_module(BRANCHES), 1).step
     assert [call.name for _, call, _ in step.kernels] == ["attention"]
     assert not step.flops
+    assert by_dtype(step.untaken_flops) == {"float32": 2 * 64**3}
     assert step.memory_bytes == 4 * 1 * 8 * 2 * 4 * 2
 
 
