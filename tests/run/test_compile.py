@@ -104,6 +104,7 @@ def test_a_report_of_a_written_program():
 
 # --- with the compilers -----------------------------------------------------------------------------------------------
 
+PARTS = ("micro_batch", "forward", "step")
 TOY = ["--precision.compute_dtype", "float32", "--packing.rows_per_micro_batch", "16", "--packing.row_tokens", "128"]
 
 
@@ -147,6 +148,18 @@ def test_a_step_for_a_machine_that_is_not_here(machine, across, tmp_path):
 def test_the_mesh_takes_all_devices_unless_told(tmp_path):
     found = compile_toy(tmp_path, "h100:1x4", "--mesh.tp", "2")
     assert found["mesh"] == {"replica": 1, "fsdp": 2, "tp": 2}
+
+
+@pytest.mark.compilers
+def test_with_hybrid_sharding_only_the_gradients_sum_crosses_nodes(tmp_path):
+    found = compile_toy(tmp_path, "h100:2x2", "--mesh.replica", "2", "--mesh.fsdp", "2")
+    across = {
+        part: [one for one in found["collectives"] if one["per"] == part and one["across_nodes"]] for part in PARTS
+    }
+    assert not across["micro_batch"]
+    assert not across["forward"]
+    gradients = 4 * 124_352 // 2  # of the half of the toy policy's parameters that a device has
+    assert gradients <= max(one["bytes"] for one in across["step"]) < 1.01 * gradients
 
 
 @pytest.mark.compilers
