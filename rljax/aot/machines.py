@@ -1,12 +1,13 @@
 """Machines to compile for by name, with the published rates of their cards, and their devices as JAX describes them.
 
-Rates are a card's peaks as its maker publishes them, without sparsity: NVIDIA's H100 data sheet and white paper, and
-Google's pages of TPU v4, v5e, v5p, v6e and 7x (docs.cloud.google.com/tpu/docs). A link's rate is that of one direction,
-half of what is advertised for both.
+Rates are a card's peaks as its maker publishes them, without sparsity: NVIDIA's H100 and H200 data sheets and the H100
+white paper, and Google's pages of TPU v4, v5e, v5p, v6e and 7x (docs.cloud.google.com/tpu/docs). A link's rate is that
+of one direction, half of what is advertised for both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ H100 = Card(
     link_rate=450e9,  # NVLink 4: 18 links of 25 GB/s
     network_rate=50e9,  # one 400 Gb/s InfiniBand adapter a card
 )
+H200 = dataclasses.replace(H100, name="NVIDIA H200 SXM", memory_bytes=141_000_000_000, memory_rate=4.8e12)
 
 
 def _tpu(name: str, tflops: float, memory_gib: int, memory_gb_s: float, link_gb_s: float) -> Card:
@@ -107,6 +109,28 @@ TPUS = {
     # A chip is two devices, which share its links.
     "tpu7x": _tpu("TPU7x, half a chip", 2307 / 2, 96, 7380 / 2, 300),
 }
+
+
+_KINDS = {
+    "NVIDIA H100 80GB HBM3": H100,
+    "NVIDIA H200": H200,
+    "TPU v4": TPUS["v4"],
+    "TPU v5 lite": TPUS["v5e"],
+    "TPU v5e": TPUS["v5e"],
+    "TPU v5": TPUS["v5p"],
+    "TPU v5p": TPUS["v5p"],
+    "TPU v6 lite": TPUS["v6e"],
+    "TPU v6e": TPUS["v6e"],
+    "TPU7x": TPUS["tpu7x"],
+}
+
+
+def card_of_kind(device_kind: str) -> Card | None:
+    """The card that JAX calls ``device_kind``, or None where its rates are not known here.
+
+    An H100 of another form (PCIe, NVL) is not known: it is slower than the SXM one.
+    """
+    return _KINDS.get(device_kind)
 
 
 def parse_machine(name: str) -> Machine:

@@ -84,7 +84,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"--compile {machine.name}: the compiler gives up: {error}") from error
     seconds = time.perf_counter() - start
-    return CompiledStep(machine, mesh, seconds, compiled.as_text() or "", _memory(compiled.memory_analysis()))
+    return CompiledStep(machine, mesh, seconds, compiled.as_text() or "", memory_by_kind(compiled.memory_analysis()))
 
 
 def _given(config: Config) -> list[Literal["old_logprobs", "reference_logprobs"]]:
@@ -97,7 +97,8 @@ def _given(config: Config) -> list[Literal["old_logprobs", "reference_logprobs"]
     return given
 
 
-def _memory(analysis: Any) -> dict[str, int]:
+def memory_by_kind(analysis: Any) -> dict[str, int]:
+    """Bytes on a device that the compiler planned, from ``memory_analysis()`` of an executable; docs/compile.md."""
     kinds = {"argument": "argument", "output": "output", "alias": "alias", "temporary": "temp"}
     sizes = {name: int(getattr(analysis, f"{kind}_size_in_bytes")) for name, kind in kinds.items()}
     together = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temporary"]

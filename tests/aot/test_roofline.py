@@ -7,7 +7,7 @@ import pytest
 from rljax.aot.count import Collective, Work
 from rljax.aot.hlo import parse_module
 from rljax.aot.kernels import KernelUse, causal_pairs, full_row, kernel_uses
-from rljax.aot.machines import H100, TPUS, parse_machine
+from rljax.aot.machines import H100, TPUS, card_of_kind, parse_machine
 from rljax.aot.roofline import collective_seconds, crosses_nodes, times
 
 # 1e12 operations, 1e9 bytes of memory, 1e8 between cards and 1e7 between nodes, each a second.
@@ -123,3 +123,12 @@ def test_attention_kernels_by_formula():
         KernelUse("Other", 7, "", None),
         KernelUse("tpu_custom_call", 1, "bfloat16", 4 * a_product),
     ]
+
+
+def test_the_card_that_jax_names():
+    assert card_of_kind("NVIDIA H100 80GB HBM3") is H100
+    assert card_of_kind("NVIDIA H200").product_rate("bfloat16", "default") == 989.4e12
+    assert card_of_kind("TPU v5 lite") is TPUS["v5e"]
+    assert card_of_kind("TPU v5") is TPUS["v5p"]
+    assert card_of_kind("NVIDIA H100 PCIe") is None
+    assert card_of_kind("cpu") is None
