@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Checks rljax on the accelerator of this machine and writes one JSON file to send (docs/check_accelerator.md).
+#
+#   bash launch/check_accelerator.sh [--tpu] [options of tools/check_accelerator.py]
+#   bash launch/check_accelerator.sh --models 0.6B 1.7B 4B
+#   bash launch/check_accelerator.sh --tiny          tries the program itself, on a CPU too
+#
+# Makes an environment first, with jax for CUDA where nvidia-smi finds a GPU; with --tpu one of its own, with jax for
+# TPU, in .venv-tpu. No model is downloaded. The exit status is 1 when something is not as it should be. Not run on an
+# accelerator yet.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+source launch/environment.sh
+case "${1:-}" in
+  -h | --help)
+    sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+  --tpu)
+    shift
+    export RLJAX_VENV="${RLJAX_VENV:-$PWD/.venv-tpu}"
+    prepare_environment train
+    "$RLJAX_BIN/python" -m pip install -qq --progress-bar off 'jax[tpu]>=0.10,<0.13'
+    ;;
+  *) prepare_trainer_environment ;;
+esac
+exec "$RLJAX_BIN/python" tools/check_accelerator.py "$@"

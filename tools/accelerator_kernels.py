@@ -1,0 +1,260 @@
+"""Attention and the head on the device that is here: errors, leaks, times, memory. Used by ``check_accelerator.py``.
+
+Each function returns plain values for JSON, with what is wrong under ``problems``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rljax.policy.attention import PackedAttention, choose_attention
+from rljax.policy.attention_flops import attention_flops
+from rljax.policy.config import PolicyConfig
+from rljax.policy.head import MAX_CHUNK, token_logprobs
+from rljax.policy.options import AttentionName
+
+Found = dict[str, Any]
+RESULTS = ("output", "dq", "dk", "dv")
+_SHARES = (0.35, 0.25, 0.2, 0.12, 0.06)
+_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+MOST_UNITS = 2.0
+"""Largest relative error of a kernel, in units of the last place of its dtype."""
+MOST_LOGPROB_ERROR = 1e-3
+_CALLS = 4
+
+
+def median_ms(run: Callable[[], Any], repeats: int) -> float:
+    """Milliseconds of a call that was called before: calls are queued by fours, so that the host does not count."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready([run() for _ in range(_CALLS)])
+        seconds.append((time.perf_counter() - start) / _CALLS)
+    return 1000 * statistics.median(seconds)
+
+
+@jax.jit
+def relative_error(x: jax.Array, expected: jax.Array) -> jax.Array:
+    """Root of the mean square of the error over that of the expected values."""
+    x, expected = x.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.sqrt(jnp.mean((x - expected) ** 2) / jnp.mean(expected**2))
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def implementation(dtype: str, head_dim: int) -> AttentionName:
+    """What ``policy.attention: auto`` picks for long rows on this device."""
+    names: tuple[AttentionName, ...] = ("cudnn", "splash")
+    for name in names:
+        try:
+            choose_attention(name, jax.devices()[0], dtype, head_dim)
+        except ValueError:
+            continue
+        return name
+    return "xla"
+
+
+def packed_row(tokens: int) -> tuple[np.ndarray, list[int]]:
+    """Segment ids [1, tokens] of five sequences and padding, and the lengths of the sequences."""
+    lengths = [int(share * tokens) for share in _SHARES]
+    ids = np.zeros((1, tokens), np.int32)
+    ids[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return ids, lengths
+
+
+def random_heads(policy: PolicyConfig, segments: np.ndarray, dtype: str) -> list[jax.Array]:
+    """q, k, v and the cotangent of the output, normal; the cotangent is 0 on padding, as a loss gives it."""
+    rng = np.random.default_rng(0)
+    h, g = policy.num_heads, policy.num_kv_heads
+    arrays = [rng.standard_normal((*segments.shape, n, policy.head_dim), np.float32) for n in (h, g, g, h)]
+    arrays[3] *= (segments > 0)[:, :, None, None]
+    return [jnp.asarray(x, dtype) for x in arrays]
+
+
+def gradients(attention: PackedAttention) -> Callable[..., tuple[jax.Array, ...]]:
+    """(q, k, v, cotangent, segments) -> (output, dq, dk, dv); the output of padding is 0."""
+
+    def run(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, segments), q, k, v)
+        return jnp.where((segments > 0)[:, :, None, None], out, 0), *pull(d_out)
+
+    return run
+
+
+@jax.jit
+def reference(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Array, ...]:
+    """What ``gradients`` gives, in float32 at the highest precision: whole squares of scores, a kv head at a time."""
+    b, t, h, d = q.shape
+    g = k.shape[2]
+    same = segments[:, :, None] == segments[:, None, :]
+    mask = (same & jnp.tri(t, dtype=bool)[None])[:, None]
+    inside = (segments > 0)[:, :, None, None]
+
+    def attend(q: Any, k: Any, v: Any) -> jax.Array:
+        scores = jnp.where(mask, jnp.einsum("btwk,bsk->bwts", q, k) * d**-0.5, -1e30)
+        return jnp.where(inside, jnp.einsum("bwts,bsk->btwk", jax.nn.softmax(scores, axis=-1), v), 0)
+
+    def of_kv_head(arrays: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        q, k, v, d_out = arrays
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(d_out)
+
+    q, k, v, d_out = (x.astype(jnp.float32) for x in (q, k, v, d_out))
+    by_group = [jnp.moveaxis(x.reshape(b, t, g, h // g, d), 2, 0) for x in (q, d_out)]
+    with jax.default_matmul_precision("highest"):
+        out, dq, dk, dv = jax.lax.map(of_kv_head, (by_group[0], *(jnp.moveaxis(x, 2, 0) for x in (k, v)), by_group[1]))
+    of_heads = (jnp.moveaxis(x, 0, 2).reshape(b, t, h, d) for x in (out, dq))
+    return *of_heads, *(jnp.moveaxis(x, 0, 2) for x in (dk, dv))
+
+
+def check_attention(attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig, repeats: int) -> Found:
+    """Errors of one row's forward and backward pass against float32, their times and operations a second."""
+    segments, lengths = packed_row(tokens)
+    arrays = random_heads(policy, segments, dtype)
+    both, alone = jax.jit(gradients(attention)), jax.jit(attention)
+    got, expected = both(*arrays, segments), reference(*arrays, segments)
+    errors = {what: float(relative_error(x, y)) for what, x, y in zip(RESULTS, got, expected, strict=True)}
+    del got, expected
+    most = MOST_UNITS * _UNIT[dtype]
+    problems = [f"relative error of {what} is {error:.2g}" for what, error in errors.items() if not error <= most]
+    q, k, v, _ = arrays
+    jax.block_until_ready(alone(q, k, v, segments))
+    forward_ms = median_ms(lambda: alone(q, k, v, segments), repeats)
+    both_ms = median_ms(lambda: both(*arrays, segments), repeats)
+    flops = attention_flops(lengths, num_heads=policy.num_heads, head_dim=policy.head_dim)
+    return {
+        "tokens": tokens,
+        "segments": lengths,
+        "dtype": dtype,
+        "heads": [policy.num_heads, policy.num_kv_heads, policy.head_dim],
+        "relative_error": errors,
+        "largest_relative_error_allowed": most,
+        "forward_ms": forward_ms,
+        "forward_and_backward_ms": both_ms,
+        "forward_tflops_per_s": flops.forward / forward_ms / 1e9,
+        "forward_and_backward_tflops_per_s": sum(flops) / both_ms / 1e9,
+        "problems": problems,
+    }
+
+
+@jax.jit
+def _unequal(x: jax.Array, y: jax.Array, where: jax.Array) -> jax.Array:
+    return jnp.sum((x != y) & where[:, :, None, None])
+
+
+def check_leak(attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig) -> Found:
+    """Counts the values of other segments that change when everything that one segment holds is changed.
+
+    On a GPU the program is compiled with deterministic sums: otherwise two runs of one input need not have equal bits.
+    """
+    segments, lengths = packed_row(tokens)
+    arrays = random_heads(policy, segments, dtype)
+    changed = segments == 2
+    others = [jnp.where(changed[:, :, None, None], x * 3 + 1, x).astype(x.dtype) for x in arrays]
+    options = {"xla_gpu_deterministic_ops": True} if jax.default_backend() == "gpu" else None
+    program = jax.jit(gradients(attention)).lower(*arrays, segments).compile(compiler_options=options)
+    before, again, after = (program(*x, segments) for x in (arrays, arrays, others))
+
+    def unequal(xs: Any, ys: Any, where: np.ndarray) -> dict[str, int]:
+        return {what: int(_unequal(x, y, where)) for what, x, y in zip(RESULTS, xs, ys, strict=True)}
+
+    leaked = unequal(before, after, (segments > 0) & ~changed)
+    unrepeatable = unequal(before, again, segments > 0)
+    own = unequal(before, after, changed)
+    problems = [f"{count} values of {what} differ between equal runs" for what, count in unrepeatable.items() if count]
+    if not problems:
+        problems = [f"{count} values of {what} leaked" for what, count in leaked.items() if count]
+    problems += [f"{what} of the changed segment did not change" for what, count in own.items() if not count]
+    return {
+        "tokens": tokens,
+        "segments": lengths,
+        "dtype": dtype,
+        "leaked_values": leaked,
+        "values_that_differ_between_equal_runs": unrepeatable,
+        "values_that_changed_in_the_changed_segment": own,
+        "problems": problems,
+    }
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+def naive_logprobs(hidden: Any, table: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
+    """``token_logprobs`` from all logits at once."""
+    logits = jnp.einsum("nd,vd->nv", hidden, table, preferred_element_type=jnp.float32)
+    logp = jax.nn.log_softmax(logits, axis=-1)
+    picked = jnp.take_along_axis(logp, targets[:, None], axis=-1)[:, 0]
+    return picked, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+
+def _head_gradients(head: Callable[..., Any]) -> Any:
+    def run(hidden: Any, table: Any, targets: Any, cotangents: Any) -> tuple[jax.Array, ...]:
+        values, pull = jax.vjp(lambda hidden, table: head(hidden, table, targets), hidden, table)
+        return *values, *pull(cotangents)
+
+    return run
+
+
+def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_chunk: int = MAX_CHUNK) -> Found:
+    """The head in chunks beside naive logits: errors of both against float32, their times and their temporaries."""
+    rng = np.random.default_rng(0)
+    d, v = policy.hidden_size, policy.vocab_size
+    hidden = jnp.asarray(rng.standard_normal((tokens, d), np.float32), dtype)
+    table = jnp.asarray(rng.standard_normal((v, d), np.float32) * (2 * d**-0.5), dtype)
+    targets = jnp.asarray(rng.integers(0, v, tokens), jnp.int32)
+    cotangents = tuple(jnp.asarray(rng.standard_normal(tokens, np.float32)) for _ in range(2))
+    given = (hidden, table, targets, cotangents)
+    with jax.default_matmul_precision("highest"):
+        wide = (hidden.astype(jnp.float32), table.astype(jnp.float32), targets, cotangents)
+        expected = jax.device_get(jax.jit(_head_gradients(naive_logprobs))(*wide))
+    del wide
+    found: Found = {"tokens": tokens, "dtype": dtype, "hidden_size": d, "vocabulary": v, "problems": []}
+
+    def in_chunks(hidden: Any, table: Any, targets: Any) -> Any:
+        return token_logprobs(hidden, table, targets, max_chunk=max_chunk)
+
+    for name, head in {"chunks": in_chunks, "naive": naive_logprobs}.items():
+        compiled = jax.jit(_head_gradients(head)).lower(*given).compile()
+        got = compiled(*given)
+        logprobs, entropy = (float(jnp.max(jnp.abs(x - y))) for x, y in zip(got[:2], expected[:2], strict=True))
+        of_hidden, of_table = (float(relative_error(x, y)) for x, y in zip(got[2:], expected[2:], strict=True))
+        del got
+        found[name] = {
+            "largest_logprob_error": logprobs,
+            "largest_entropy_error": entropy,
+            "relative_error_of_d_hidden": of_hidden,
+            "relative_error_of_d_table": of_table,
+            "forward_and_backward_ms": median_ms(lambda compiled=compiled: compiled(*given), repeats),
+            "temporary_bytes": _temporaries(compiled),
+        }
+    of_chunks, most = found["chunks"], MOST_UNITS * _UNIT[dtype]
+    for key, limit in (
+        ("largest_logprob_error", MOST_LOGPROB_ERROR),
+        ("largest_entropy_error", MOST_LOGPROB_ERROR),
+        ("relative_error_of_d_hidden", most),
+        ("relative_error_of_d_table", most),
+    ):
+        if not of_chunks[key] <= limit:
+            found["problems"].append(f"{key.replace('_', ' ')} is {of_chunks[key]:.2g}")
+    return found
+
+
+def memory_analysis(compiled: jax.stages.Compiled) -> Any:
+    """What the compiler planned; None where a backend does not say, as of some programs read from the cache."""
+    try:
+        return compiled.memory_analysis()
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
+def _temporaries(compiled: jax.stages.Compiled) -> int | None:
+    analysis = memory_analysis(compiled)
+    return None if analysis is None else int(analysis.temp_size_in_bytes)

@@ -1,0 +1,208 @@
+"""A training step of a model's shapes on the devices that are here. Used by ``check_accelerator.py``.
+
+Weights and rows are random. Everything else is a run's own: the step of ``rljax.run.build.make_step``, the plan of the
+dry run, the floating-point operations of ``--compile``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from accelerator_kernels import memory_analysis
+from jax.sharding import Mesh
+
+from rljax.aot.machines import card_of_kind
+from rljax.data.prompts import DataConfig
+from rljax.policy.config import PolicyConfig
+from rljax.policy.qwen3 import Remat, init_params, param_shardings
+from rljax.rollout.types import RolloutConfig
+from rljax.run.build import batch_shape, make_pack, make_step
+from rljax.run.compile import memory_by_kind, model_flops
+from rljax.run.config import Config
+from rljax.run.dry_run import planned_bytes
+from rljax.sharding import make_mesh
+from rljax.trainer.packing import PackedBatch, PackingConfig, TrainSequence
+from rljax.trainer.state import TrainState, create_state, make_optimizer
+from rljax.trainer.step import Dtype, PrecisionConfig, TrainStep
+
+Found = dict[str, Any]
+WARM_UP = 2
+"""Steps before those that are timed; the first one compiles."""
+FULL = 0.9
+"""Share of a device's memory that the plan may fill where ``remat`` is chosen by it."""
+_REMATS: tuple[Remat, ...] = ("none", "dots", "blocks")
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Rows of a step; each device takes one row at a time."""
+
+    row_tokens: int = 9216
+    max_prompt_tokens: int = 1024
+    max_response_tokens: int = 8192
+    sequences_per_device: int = 16
+
+
+TINY = StepSize(row_tokens=64, max_prompt_tokens=16, max_response_tokens=48, sequences_per_device=4)
+
+
+def step_config(size: StepSize, dtype: Dtype, remat: Remat) -> Config:
+    """The configuration of a run with these rows on all devices."""
+    return Config(
+        data=DataConfig(batch_size=jax.device_count(), max_prompt_tokens=size.max_prompt_tokens),
+        rollout=RolloutConfig(group_size=size.sequences_per_device, max_response_tokens=size.max_response_tokens),
+        precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
+        packing=PackingConfig(row_tokens=size.row_tokens, tokens_per_device=size.row_tokens),
+    )
+
+
+def random_sequences(size: StepSize, count: int, vocab_size: int) -> list[TrainSequence]:
+    """Random tokens; responses of up to half of the longest, with the log-probability of an even guess."""
+    rng = np.random.default_rng(0)
+    sequences = []
+    for index in range(count):
+        prompt = int(rng.integers(size.max_prompt_tokens // 16, size.max_prompt_tokens + 1))
+        response = int(rng.integers(size.max_response_tokens // 16, size.max_response_tokens // 2 + 1))
+        sequences.append(
+            TrainSequence(
+                prompt=rng.integers(0, vocab_size, prompt, dtype=np.int32),
+                response=rng.integers(0, vocab_size, response, dtype=np.int32),
+                rollout_logprobs=np.full(response, -math.log(vocab_size), np.float32),
+                advantage=1.0 if index % 2 else -1.0,
+                in_loss=True,
+            )
+        )
+    return sequences
+
+
+def random_state(config: Config, policy: PolicyConfig, mesh: Mesh) -> TrainState:
+    """A fresh state, made on the devices in its place."""
+    params = jax.jit(lambda: init_params(policy, 0), out_shardings=param_shardings(policy, mesh))()
+    dynamic = config.precision.compute_dtype == "float16"
+    return create_state(params, policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic)
+
+
+def device_memory() -> int | None:
+    """Bytes of a device that JAX may use; None where it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def peak_bytes() -> int | None:
+    """Most bytes that were in use on a device since this process began; None where JAX does not say."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return max((int(peak) for peak in peaks if peak is not None), default=None)
+
+
+def plan(config: Config, policy: PolicyConfig, mesh: Mesh) -> int:
+    """Bytes on a device that the dry run plans."""
+    return sum(part for _, part in planned_bytes(config, policy, mesh).values())
+
+
+def choose_remat(size: StepSize, dtype: Dtype, policy: PolicyConfig, mesh: Mesh, limit: int | None) -> Config:
+    """The configuration that recomputes least and is planned within the memory; that which recomputes most if none."""
+    configs = [step_config(size, dtype, remat) for remat in _REMATS]
+    fitting = (one for one in configs if limit is None or plan(one, policy, mesh) <= FULL * limit)
+    return next(fitting, configs[-1])
+
+
+def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: StepSize, remat: Remat | None) -> Found:
+    """Compiles and times a step; compares its plan with the compiler's bytes and the device's.
+
+    Args:
+      name: of the model, for the report.
+      policy: its shape.
+      dtype: ``precision.compute_dtype``.
+      steps: that are timed.
+      size: of the rows.
+      remat: ``precision.remat``; None: the first that the plan says fits.
+    """
+    mesh, limit = make_mesh(Config().mesh), device_memory()
+    config = choose_remat(size, dtype, policy, mesh, limit)
+    if remat is not None:
+        config = step_config(size, dtype, remat)
+    planned = plan(config, policy, mesh)
+    found: Found = {
+        "model": name,
+        "dtype": dtype,
+        "devices": mesh.size,
+        "remat": config.precision.remat,
+        "batch": dict(zip(("micro_batches", "rows", "tokens"), batch_shape(config), strict=True)),
+        "bytes": {"planned": planned, "device": limit},
+        "problems": [],
+    }
+    if limit is not None and planned > limit:
+        return found | {"skipped": f"the plan needs {planned / limit:.0%} of a device's memory"}
+    step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
+    start = time.perf_counter()
+    analysis = memory_analysis(step.lower().compile())
+    found["compile_s"] = time.perf_counter() - start
+    found["bytes"]["compiled"] = None if analysis is None else memory_by_kind(analysis)
+    sequences = random_sequences(size, config.num_sequences, policy.vocab_size)
+    batch = make_pack(config, config.num_sequences)(sequences)
+    seconds, row = run_steps(step, random_state(config, policy, mesh), batch, config, steps)
+    found["bytes"]["peak_in_use"] = peak_bytes()
+    lengths, kind = [len(s.prompt) + len(s.response) for s in sequences], jax.devices()[0].device_kind
+    found |= speeds(policy, lengths, seconds, dtype, devices=mesh.size, kind=kind)
+    found |= {"compilations": step.compilations, "row": row, "used_micro_batches": int(batch.used)}
+    if step.compilations != 1:
+        found["problems"].append(f"the step was compiled {step.compilations} times")
+    if not all(math.isfinite(value) for value in row.values()):
+        found["problems"].append(f"not finite: {[key for key, value in row.items() if not math.isfinite(value)]}")
+    if row["optimizer/skipped_updates"]:
+        found["problems"].append(f"{row['optimizer/skipped_updates']:.0f} updates were skipped")
+    return found
+
+
+def run_steps(
+    step: TrainStep, state: TrainState, batch: PackedBatch, config: Config, steps: int
+) -> tuple[list[float], dict[str, float]]:
+    """Seconds of each step after the warm-up, and some numbers of the last one's row."""
+    seconds, row = [], {}
+    for _ in range(WARM_UP + steps):
+        start = time.perf_counter()
+        state, row, logprobs = step(state, batch, config.optimizer.learning_rate, True)
+        jax.block_until_ready((state, row, logprobs))
+        seconds.append(time.perf_counter() - start)
+    wanted = ("policy/loss", "policy/entropy", "optimizer/grad_norm", "optimizer/skipped_updates")
+    return seconds[WARM_UP:], {key: float(row[key]) for key in wanted}
+
+
+def speeds(
+    policy: PolicyConfig, lengths: Sequence[int], seconds: Sequence[float], dtype: Dtype, *, devices: int, kind: str
+) -> Found:
+    """Tokens a second and device, and model-FLOPs utilisation; padding counts as neither.
+
+    Args:
+      policy: shape of the model.
+      lengths: tokens of each sequence of a step.
+      seconds: of each step.
+      dtype: ``precision.compute_dtype``.
+      devices: that share a step.
+      kind: of a device, as JAX names it.
+    """
+    median = statistics.median(seconds)
+    flops = model_flops(policy, 1, list(lengths))
+    found: Found = {
+        "step_s": list(seconds),
+        "median_step_s": median,
+        "tokens": sum(lengths),
+        "tokens_per_second_and_device": sum(lengths) / median / devices,
+        "model_flops": flops,
+        "model_flops_per_second_and_device": flops / median / devices,
+    }
+    card = card_of_kind(kind)
+    if card is None:
+        return found | {"model_flops_utilisation": None, "why_no_utilisation": f"the peak rate of {kind} is not known"}
+    peak = card.product_rate(dtype, "default")
+    return found | {
+        "card": card.name,
+        "peak_flops_per_second": peak,
+        "model_flops_utilisation": flops / (median * devices * peak),
+    }
