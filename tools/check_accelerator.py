@@ -74,7 +74,7 @@ class Arguments:
     remat: Literal["auto", "none", "dots", "blocks", "offload"] = "auto"
     """As precision.remat. auto: the first of none, dots and blocks whose plan fits the memory."""
     output: Path | None = None
-    """JSON file for the result. None: benchmarks/accelerator_KIND.json of this checkout; with --tiny, none."""
+    """JSON file for the result. None: benchmarks/accelerator_NAME.json, NAME the kind of device; with --tiny, none."""
     only: tuple[str, ...] = ()
     """Names of parts, or beginnings of them, such as attention or "step 0.6B". Empty: all."""
     tiny: bool = False
