@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 # What the toy's run on the embedded engine cannot show: tests/rollout/test_vllm_engine.py and
 # test_exact_run.py show it.
 ELSEWHERE = re.compile(
-    r"publish/.*|rollout/(requests|retries|server_losses|servers_brought_back|responses_without_version|executable_runs)"
+    r"publish/.*|rollout/(requests|retries|server_losses|servers_brought_back|servers_rejected"
+    r"|responses_without_version|executable_runs)"
     r"|time/(server_)?checksums_s"
 )
 SMALL = [
