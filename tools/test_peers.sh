@@ -16,7 +16,7 @@ packages() {
     tunix) echo "google-tunix==0.1.7" ;;
     skyrl_tx) echo "skyrl-tx==0.3.0 jax flax optax torch" ;;
     trl) echo "trl==1.16.0 transformers==5.23.0 torch" ;;
-    verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools uvicorn" ;; # the last two it imports undeclared
+    verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools fastapi uvicorn" ;; # the last three undeclared
     easydel) echo "easydel==0.3.0 pillow torch" ;; # likewise
     *) echo "unknown package $1" >&2; return 2 ;;
   esac
