@@ -35,8 +35,9 @@ from rljax.trainer.step import Dtype, PrecisionConfig, TrainStep
 Found = dict[str, Any]
 WARM_UP = 2
 """Steps before those that are timed; the first one compiles."""
-FULL = 0.9
-"""Share of a device's memory that the plan may fill where ``remat`` is chosen by it."""
+FULL = 0.8
+"""Share of a device's memory that the plan may fill where ``remat`` is chosen by it. Compiled for an H100, Qwen3-0.6B's
+step in bfloat16 with remat none takes 45.8 GiB, and the plan says 39.4."""
 _REMATS: tuple[Remat, ...] = ("none", "dots", "blocks")
 
 
