@@ -190,6 +190,10 @@ class TrainStep:
         axes = logical_axes(config)
         axes_of_copy = jax.tree.map(_without_embed, axes, is_leaf=_is_axes) if keep_gathered else axes
 
+        def copy_weights(params: Params) -> Params:
+            # Cast where they lie, and gathered after that: what travels has the compute dtype.
+            return constrain_tree(constrain_tree(cast_params(params, dtype), axes), axes_of_copy)
+
         def forward_alone(compute: Params, num_sequences: int, diagnosis: DiagnosisConfig | None) -> Any:
             def each(micro: PackedBatch) -> tuple[dict[str, Statistics], jax.Array]:
                 scores = score(compute, micro)
@@ -225,7 +229,7 @@ class TrainStep:
                 return totals._replace(grads=constrain_tree(totals.grads, axes))
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
-                compute = constrain_tree(cast_params(state.params, dtype), axes_of_copy)
+                compute = copy_weights(state.params)
                 shared = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
                 totals, logprobs = on_each_replica(
                     work, add_up_replicas, batch, compute, *shared, controls.measure_noise
@@ -241,7 +245,7 @@ class TrainStep:
                 return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
-                compute = constrain_tree(cast_params(params, dtype), axes_of_copy)
+                compute = copy_weights(params)
                 measured, logprobs = on_each_replica(work, merge_over_replicas, batch, compute)
             return finalize_measured(measured, diagnosis), logprobs
 
