@@ -17,6 +17,8 @@ from rljax.algorithms.correction_choice import CorrectionConfig, correct, gradie
 from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss
 from rljax.mismatch.correction import finalize_correction
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (7, 1, 12, 5, 9, 3)
 S, T = len(LENGTHS), max(LENGTHS)
 PLACES = ((0, 0), (1, 14), (2, 2), (0, 10), (1, 1), (2, 16))  # row and first token of each sequence in the packed rows

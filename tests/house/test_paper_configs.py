@@ -234,6 +234,7 @@ def random_sequences(count):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", combinations())
 def test_a_toy_sized_step_is_built_and_lowered(full):
     config, mesh = toy_sized(full), make_mesh(MeshConfig(1, 1))
@@ -259,6 +260,7 @@ def test_a_toy_sized_step_is_built_and_lowered(full):
     assert ("correction/weight_mean" in row) == (config.correction.resolved().level != "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_4b_token_mis_schedule", "qwen3_1.7b_sanity_fp16"])
 def test_a_toy_sized_step_moves_the_policy(name):
     config, mesh = toy_sized(load_arm(name)), make_mesh(MeshConfig(1, 1))

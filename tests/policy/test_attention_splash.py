@@ -1,9 +1,12 @@
 """The TPU's kernel, interpreted on the CPU: float64's values and gradients, and nothing leaks."""
 
 import numpy as np
+import pytest
 from packed_rows import gradients, heads, reference, row
 
 from rljax.policy.attention_splash import splash_attention
+
+pytestmark = pytest.mark.slow
 
 SEGMENTS = np.stack([row(300, [100, 130, 1, 20]), row(300, [300])])
 

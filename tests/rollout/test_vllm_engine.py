@@ -115,6 +115,7 @@ def test_a_server_restarted_between_rollouts_is_recovered_first(fake, caplog):
     assert "is back with policy version 2, verified" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_server_gone_at_publish_is_waited_for(fake, caplog):
     caplog.set_level(logging.WARNING)
     engine = make(fake.url)
@@ -179,6 +180,7 @@ def test_responses_are_given_up_while_the_servers_sample(fake):
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_ends_the_run(fake):
     engine = make(fake.url, server_wait_s=1.0)
     try:
@@ -256,6 +258,7 @@ def test_a_publish_goes_on_with_the_others_and_recovers_the_one_that_was_gone(fa
     assert metrics["rollout/server_losses"] == metrics["rollout/servers_brought_back"] == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_is_used_though_another_never_falls_silent(fake):
     """600 responses, one every few milliseconds: the recovered server answers a good share of them."""
     other = FakeVllm()

@@ -224,6 +224,7 @@ def test_skipped_updates_that_are_not_in_a_row_do_not_stop_the_run(go):
     assert run.rows[-1]["precision/overflows"] == run.rows[-1]["optimizer/skipped_updates"] == 4
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_counting_and_0_sets_no_limit(go):
     first = go(not_finite=range(1, 99), stop_after=2, **SKIPPING)
     assert (first.progress.stopped_by, first.saved) == ([], [2])
@@ -325,6 +326,7 @@ def test_asked_to_stop_in_a_rollout_without_time_the_step_is_given_up(go, capsys
     jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_longer_than_the_last_is_given_up_in_time(go, capsys):
     run = go(engine=asked_to_stop(step=3, pause_s=1.0), grace_s=2.5, **ALWAYS_SAVED)
     assert (len(run.rows), run.saved) == (2, [1, 2])
@@ -405,6 +407,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_steps_run_again(go, capsys)
     jax.tree.map(np.testing.assert_array_equal, again.after, whole.after)
 
 
+@pytest.mark.slow
 def test_with_no_whole_checkpoint_the_run_ends_in_one_line(go):
     run = go()
     for host in (run.directory / "checkpoints").glob("*/host/metadata"):
@@ -444,6 +447,7 @@ def without_evaluation(rows):
 
 
 # Calls of ``generate``: steps 1 and 2, the evaluation of step 2, steps 3 and 4, the evaluation of step 4.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [RuntimeError("it failed 6 times"), KeyboardInterrupt(), OSError(28, "No space left")]
 )
@@ -472,6 +476,7 @@ def test_a_failed_publish_records_and_saves_the_new_state_and_is_made_up_for(go,
     jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [{"version": 2}, {"call": 3, "answers": 7}])
 def test_an_evaluation_that_fails_is_all_that_its_row_lacks(engine, go, capsys):
     whole, rows = go("whole"), []

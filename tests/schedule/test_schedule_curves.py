@@ -10,6 +10,8 @@ import study_surge
 
 from rljax.schedule import SurgeConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 SURGE_SEEDS, QUIET_SEEDS = 300, 60

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, length_triggered_schedule
 
+pytestmark = pytest.mark.slow
+
 STEPS = 48
 ABOVE, BELOW = (float(np.nextafter(np.float32(300), np.float32(x))) for x in (np.inf, 0))
 BAD = [math.nan, math.inf, -math.inf, 0.0, -0.0, -100.0, 1e-45, 1e-39, 3.5e38]

@@ -17,6 +17,8 @@ from rljax.policy.config import PolicyConfig
 from rljax.run.config import Config
 from rljax.sharding import make_mesh
 
+pytestmark = pytest.mark.slow
+
 POLICY = PolicyConfig(
     vocab_size=10,
     hidden_size=8,

@@ -20,6 +20,8 @@ from rljax.trainer.packing import TrainSequence, pack
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import PrecisionConfig, TrainStep
 
+pytestmark = pytest.mark.slow
+
 CONFIG = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 COUNT = 4
 MESH = make_mesh(MeshConfig(1, 1))
