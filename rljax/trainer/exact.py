@@ -241,7 +241,7 @@ class ExactUpdate:
         by_state = jax.tree.map(
             lambda leaf: leaf.sharding, abstract_state(config, tx, exact.mesh, dynamic_scale=dynamic)
         )
-        shardings: Any = (by_state.params, *[self._everywhere] * 3)
+        shardings: Any = (by_state.params, *[self._everywhere] * 4)
         totals = Totals(*shardings)
 
         def measured(output: ExactOutput, micro: PackedBatch) -> dict[str, Statistics]:

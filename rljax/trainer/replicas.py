@@ -20,7 +20,7 @@ from rljax.trainer.packing import PackedBatch
 _AXIS = "replica"
 
 
-def replicas() -> int:
+def _replicas() -> int:
     """Copies of the weights on the mesh of the context (``jax.set_mesh``); 1 without one."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else int(mesh.shape[_AXIS])
@@ -37,7 +37,7 @@ def on_each_replica(
       batch: [m, b, t].
       shared: arrays that every copy gets whole.
     """
-    if replicas() == 1:
+    if _replicas() == 1:
         return work(batch, *shared)
 
     def of_one(batch: PackedBatch, *shared: Any) -> tuple[Any, jax.Array]:
@@ -53,13 +53,11 @@ def on_each_replica(
 
 def sum_over_replicas(tree: Any) -> Any:
     """The sum of each array over the copies, inside ``on_each_replica``."""
-    return tree if replicas() == 1 else jax.lax.psum(tree, _AXIS)
+    return jax.lax.psum(tree, _AXIS)
 
 
 def merge_over_replicas(statistics: Any) -> Any:
     """``Statistics``, or a dictionary of them, of all copies, inside ``on_each_replica``."""
-    if replicas() == 1:
-        return statistics
     gathered = jax.tree.map(lambda x: jax.lax.all_gather(jnp.asarray(x), _AXIS), statistics)
-    parts = [jax.tree.map(lambda x, i=i: x[i], gathered) for i in range(replicas())]
+    parts = [jax.tree.map(lambda x, i=i: x[i], gathered) for i in range(_replicas())]
     return functools.reduce(merge, parts)

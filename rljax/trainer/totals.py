@@ -15,7 +15,7 @@ from rljax.policy.qwen3 import Params
 from rljax.schedule import get_learning_rate, set_learning_rate
 from rljax.trainer.objective import Objective, loss_row
 from rljax.trainer.packing import PackedBatch
-from rljax.trainer.replicas import merge_over_replicas, replicas, sum_over_replicas
+from rljax.trainer.replicas import merge_over_replicas, sum_over_replicas
 from rljax.trainer.state import TrainState, adjust_loss_scale
 
 
@@ -24,6 +24,7 @@ class Totals(NamedTuple):
 
     grads: Params  # float32, of the scaled loss over the provisional denominator
     square_norms: jax.Array  # sum over micro-batches of the squared norm of each one's ``grads``; 0 when not asked for
+    number: jax.Array  # int32: of micro-batches whose ``grads`` were added up, each copy of the weights for itself
     loss: Statistics  # from ``Objective.micro_loss``
     measured: dict[str, Statistics]  # from ``measure``
 
@@ -50,7 +51,7 @@ def square_norm(grads: Params) -> jax.Array:
 def zero_totals(grads: Params, loss: Statistics, measured: dict[str, Statistics]) -> Totals:
     """The totals of no micro-batch, in the shapes and dtypes of what one micro-batch gives."""
     no_grads = jax.tree.map(lambda shape: jnp.zeros(shape.shape, jnp.float32), grads)
-    return Totals(no_grads, jnp.float32(0.0), zeros(loss), zeros(measured))
+    return Totals(no_grads, jnp.float32(0.0), jnp.int32(0), zeros(loss), zeros(measured))
 
 
 def add_micro_batch(
@@ -61,6 +62,7 @@ def add_micro_batch(
     return Totals(
         jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals.grads, grads),
         totals.square_norms + norm,
+        totals.number + 1,
         merge(totals.loss, loss),
         merge(totals.measured, measured),
     )
@@ -68,8 +70,9 @@ def add_micro_batch(
 
 def add_up_replicas(totals: Totals) -> Totals:
     """The totals of all copies of the weights, inside ``on_each_replica``."""
-    grads, square_norms = sum_over_replicas((totals.grads, totals.square_norms))
-    return Totals(grads, square_norms, merge_over_replicas(totals.loss), merge_over_replicas(totals.measured))
+    grads, square_norms, number = sum_over_replicas((totals.grads, totals.square_norms, totals.number))
+    loss, measured = merge_over_replicas(totals.loss), merge_over_replicas(totals.measured)
+    return Totals(grads, square_norms, number, loss, measured)
 
 
 def update_state(
@@ -101,7 +104,7 @@ def update_state(
     adjusted = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
     loss_scale = jax.tree.map(lambda new, old: jnp.where(wanted, new, old), adjusted, state.loss_scale)
     state = TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1))
-    noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, batch.with_loss * replicas())
+    noise = gradient_noise(totals.square_norms * factor**2, grad_norm**2, totals.number)
     return state, loss_row(objective, totals.loss, rescaling) | {
         "optimizer/grad_norm": grad_norm,
         "optimizer/grad_noise": jnp.where(controls.measure_noise, noise, jnp.nan),

@@ -58,7 +58,7 @@ def batch(seed=0):
     return pack(sequences(seed), row_tokens=t, rows_per_micro_batch=b, micro_batches=m)
 
 
-def build(fsdp, tp, tx, dtype="float32", replica=1, keep_gathered=False, remat="none"):
+def build(fsdp, tp, tx, dtype="float32", replica=1, keep_gathered=False, remat="none", batch_shape=None):
     mesh = make_mesh(MeshConfig(fsdp, tp, replica))
     step = TrainStep(
         CONFIG,
@@ -66,7 +66,7 @@ def build(fsdp, tp, tx, dtype="float32", replica=1, keep_gathered=False, remat="
         mesh,
         precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
         objective=Objective(LOSS, CORRECTION, COUNT, 16),
-        batch_shape=shape(),
+        batch_shape=batch_shape or shape(),
         diagnosis=DiagnosisConfig(),
         keep_gathered=keep_gathered,
     )
@@ -151,3 +151,15 @@ def test_only_the_sum_of_gradients_crosses_replicas():
     assert crossing(program.micro_batch) == crossing(program.forward) == []
     gradient = sum(leaf.size * 4 for leaf in jax.tree.leaves(abstract_params(CONFIG)))
     assert gradient / 4 <= sum(one.bytes for one in crossing(program.step)) <= 4 * gradient
+
+
+def test_noise_is_that_of_each_replicas_micro_batches():
+    """On one device the two replicas' parts of a micro-batch are micro-batches of their own."""
+    _, step, state = build(2, 1, gradient_keeper(), replica=2)
+    found = step(state, batch(), 0.1, True, True)[1]["optimizer/grad_noise"]
+    m, b, t = shape()
+    parted = jax.tree.map(lambda x: x.reshape(2 * m, b // 2, t) if x.ndim else 2 * x, batch())
+    _, step, state = build(1, 1, gradient_keeper(), batch_shape=(2 * m, b // 2, t))
+    expected = step(state, parted, 0.1, True, True)[1]["optimizer/grad_noise"]
+    assert float(expected) > 0
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
