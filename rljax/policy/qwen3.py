@@ -190,6 +190,13 @@ def logical_axes(config: PolicyConfig) -> Params:
     return _declaration(config)[2]
 
 
+def gathered_axes(config: PolicyConfig) -> Params:
+    """``logical_axes`` of weights that are gathered over the mesh axis that splits the model's width."""
+    paths = traverse_util.flatten_dict(logical_axes(config))
+    gathered = {path: tuple(None if axis == "embed" else axis for axis in axes) for path, axes in paths.items()}
+    return traverse_util.unflatten_dict(gathered)
+
+
 def param_shardings(config: PolicyConfig, mesh: jax.sharding.Mesh) -> Params:
     """The pytree with a NamedSharding at each leaf."""
     return jax.tree.map(
@@ -277,8 +284,7 @@ def run_blocks(
     if remat != "none":
         body = jax.checkpoint(body, prevent_cse=False, policy=_SAVED[remat])
     x = constrain(x, "rows", "tokens", "act_embed")
-    layers = _scales_of_rows(params["layers"], x.shape[0])
-    (x, carry), largest = jax.lax.scan(body, (x, carry), (layers, jnp.arange(config.num_layers)))
+    (x, carry), largest = jax.lax.scan(body, (x, carry), (params["layers"], jnp.arange(config.num_layers)))
     hidden = rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps)
     return hidden, carry, functools.reduce(jnp.maximum, map(jnp.max, largest))
 
@@ -317,5 +323,7 @@ def hidden_states(
         del layer
         return attention(q, k, v, segment_ids), carry
 
-    hidden, _, largest = run_blocks(params, config, embed_tokens(params, tokens), positions, attention_fn, remat=remat)
+    x = embed_tokens(params, tokens)
+    params = params | {"layers": _scales_of_rows(params["layers"], tokens.shape[0])}
+    hidden, _, largest = run_blocks(params, config, x, positions, attention_fn, remat=remat)
     return hidden, largest

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
-from rljax.policy.qwen3 import logical_axes
+from rljax.policy.qwen3 import gathered_axes, logical_axes
 from rljax.run.build import batch_shape
 from rljax.run.config import Config
 from rljax.run.memory_plan import working_bytes
@@ -70,12 +70,12 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
     dynamic = config.precision.compute_dtype == "float16"
     state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic)
     copy_dtype = jnp.dtype(config.precision.compute_dtype)
-
-    def of_copy(leaf: Any, axes: tuple[str, ...]) -> Any:
-        kept = [None if axis == "embed" and config.mesh.keep_gathered else axis for axis in axes]
-        return leaf.update(dtype=copy_dtype, sharding=named_sharding(mesh, kept, leaf.shape))
-
-    copy = jax.tree.map(of_copy, state.params, logical_axes(policy))
+    axes = gathered_axes(policy) if config.mesh.keep_gathered else logical_axes(policy)
+    copy = jax.tree.map(
+        lambda leaf, names: leaf.update(dtype=copy_dtype, sharding=named_sharding(mesh, names, leaf.shape)),
+        state.params,
+        axes,
+    )
     trees = {"masters": state.params, "moments": state.opt_state, "gradients": state.params, f"{copy_dtype} copy": copy}
     if config.loss.kl != "none":
         trees["reference policy"] = state.params

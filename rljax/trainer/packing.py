@@ -18,10 +18,9 @@ class PackingConfig:
 
     row_tokens: int = 0
     """Length of a row (tokens). 0: the longest sequence that can occur, rounded up to a multiple of 64, or above 1024
-    to a multiple of 1024 (attention processes long rows in chunks of 1024 queries)."""
+    to a multiple of 1024 (attention computes long rows block by block)."""
     rows_per_micro_batch: int = 8
     """Rows of a micro-batch. It must be a multiple of the sizes of the mesh axes replica and fsdp together."""
-
     tokens_per_device: int = 0
     """Tokens of a micro-batch on a device: as many rows as fit, at least one, on each part of the mesh axes replica and
     fsdp. It takes the place of ``rows_per_micro_batch`` and keeps its meaning on any mesh. 0: ``rows_per_micro_batch``

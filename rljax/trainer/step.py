@@ -22,7 +22,7 @@ from rljax.policy.attention import PackedAttention, choose_attention, packed_att
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision
 from rljax.policy.options import AttentionName
-from rljax.policy.qwen3 import Params, Remat, cast_params, logical_axes
+from rljax.policy.qwen3 import Params, Remat, cast_params, gathered_axes, logical_axes
 from rljax.policy.score import Scores, packed_logprobs
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
@@ -140,14 +140,6 @@ def make_score(
     return score
 
 
-def _is_axes(node: Any) -> bool:
-    return isinstance(node, tuple)
-
-
-def _without_embed(axes: tuple[str, ...]) -> tuple[str | None, ...]:
-    return tuple(None if axis == "embed" else axis for axis in axes)
-
-
 def constrain_tree(params: Params, axes: Params) -> Params:
     """Each parameter constrained to its logical axes."""
     return jax.tree.map(lambda leaf, names: constrain(leaf, *names), params, axes)
@@ -188,7 +180,7 @@ class TrainStep:
         dtype = jnp.dtype(precision.compute_dtype)
         score = make_score(config, precision, temperature, mesh_attention(attention, config, precision, mesh))
         axes = logical_axes(config)
-        axes_of_copy = jax.tree.map(_without_embed, axes, is_leaf=_is_axes) if keep_gathered else axes
+        axes_of_copy = gathered_axes(config) if keep_gathered else axes
 
         def copy_weights(params: Params) -> Params:
             # Cast where they lie, and gathered after that: what travels has the compute dtype.
