@@ -32,7 +32,7 @@ from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rollout.build import check_engine
 from rljax.run.build import build, load_problems, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
-from rljax.run.compile import compile_step, describe, on_machine, report
+from rljax.run.compile import compile_step, describe, report
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
@@ -112,9 +112,8 @@ def describe_run(config: Config, options: Options) -> None:
     compiled = compile_step(config, machine)
     if options.hlo:
         Path(options.hlo).write_text(compiled.text)
-    config = on_machine(config, compiled.mesh)
-    found = report(config, compiled)
-    print(dry_run(config))
+    found = report(compiled)
+    print(dry_run(compiled.config))
     print(describe(found))
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")

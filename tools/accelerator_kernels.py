@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.policy.attention import PackedAttention, choose_attention
-from rljax.policy.attention_flops import attention_flops
+from rljax.aot.kernels import attention_flops
+from rljax.policy.attention import PackedAttention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import MAX_CHUNK, token_logprobs
-from rljax.policy.options import AttentionName
 
 Found = dict[str, Any]
 RESULTS = ("output", "dq", "dk", "dv")
@@ -53,18 +52,6 @@ def relative_error(x: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
-
-
-def implementation(dtype: str, head_dim: int) -> AttentionName:
-    """What ``policy.attention: auto`` picks for long rows on this device."""
-    names: tuple[AttentionName, ...] = ("cudnn", "splash")
-    for name in names:
-        try:
-            choose_attention(name, jax.devices()[0], dtype, head_dim)
-        except ValueError:
-            continue
-        return name
-    return "xla"
 
 
 def packed_row(tokens: int) -> tuple[np.ndarray, list[int]]:

@@ -37,7 +37,7 @@ import tyro
 from tqdm import tqdm
 
 from rljax.errors import ConfigError, run_cli
-from rljax.policy.attention import choose_attention
+from rljax.policy.attention import choose_attention, find_implementation
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.policy.options import AttentionName
@@ -121,10 +121,11 @@ def on_attention(
     check: Callable[..., Found], name: AttentionName, tokens: int, dtype: str, policy: PolicyConfig, *rest: Any
 ) -> Found:
     """A check of an implementation; where auto is xla, the latter's part is enough."""
-    picked = kernels.implementation(dtype, policy.head_dim) if name == "auto" else name
+    here = (jax.devices()[0], dtype, policy.head_dim)
+    picked = find_implementation(name, *here)
     if name != picked == "xla":
         return {"skipped": "auto is xla here"}
-    attention = choose_attention(name, jax.devices()[0], dtype, policy.head_dim)
+    attention = choose_attention(name, *here)
     return {"implementation": picked} | check(attention, tokens, dtype, policy, *rest)
 
 

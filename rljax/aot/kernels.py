@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rljax.aot.count import Work
 from rljax.aot.hlo import Array, Computation, Instruction
@@ -55,6 +56,25 @@ def causal_pairs(segments: Sequence[int]) -> int:
     7
     """
     return sum(length * (length + 1) // 2 for length in segments)
+
+
+class AttentionFlops(NamedTuple):
+    """Operations of the products of one layer; a multiply-add is two."""
+
+    forward: int  # scores, output
+    backward: int  # scores again, gradients of the probabilities, and of queries, keys and values
+
+
+def attention_flops(lengths: Sequence[int], *, num_heads: int, head_dim: int) -> AttentionFlops:
+    """Operations that causal attention inside segments needs in one layer, whatever computes it.
+
+    Args:
+      lengths: tokens of each segment.
+      num_heads: query heads; key-value heads do not matter.
+      head_dim: width of a head.
+    """
+    product = 2 * causal_pairs(lengths) * num_heads * head_dim
+    return AttentionFlops(2 * product, 5 * product)
 
 
 def full_row(row_tokens: int, longest: int) -> list[int]:

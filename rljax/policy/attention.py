@@ -86,6 +86,23 @@ def _short_rows_in_one_piece(kernel: PackedAttention) -> PackedAttention:
     return attention
 
 
+def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> AttentionName:
+    """What ``policy.attention`` comes to for rows of more than ``ONE_PIECE`` tokens: never auto.
+
+    Arguments and errors as those of ``choose_attention``.
+    """
+    refusals = {
+        "cudnn": _why_not_cudnn(device, dtype, head_dim),
+        "splash": _why_not_splash(device, dtype, head_dim),
+    }
+    if name == "auto":
+        fitting: tuple[AttentionName, ...] = ("cudnn", "splash")
+        return next((one for one in fitting if not refusals[one]), "xla")
+    if refusal := refusals.get(name):
+        raise ValueError(f"policy.attention = {name} {refusal}; auto takes what fits")
+    return name
+
+
 def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> PackedAttention:
     """The implementation of ``policy.attention``.
 
@@ -98,20 +115,10 @@ def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int
     Raises:
       ValueError: the device or the heads are not for what was asked for; opens with the key.
     """
-    kernels: dict[str, tuple[PackedAttention, str | None]] = {
-        "cudnn": (cudnn_attention, _why_not_cudnn(device, dtype, head_dim)),
-        "splash": (splash_attention, _why_not_splash(device, dtype, head_dim)),
-    }
-    if name == "auto":
-        return next(
-            (_short_rows_in_one_piece(run) for run, refusal in kernels.values() if not refusal), packed_attention
-        )
-    if name == "xla":
-        return packed_attention
-    kernel, refusal = kernels[name]
-    if refusal:
-        raise ValueError(f"policy.attention = {name} {refusal}; auto takes what fits")
-    return kernel
+    kernels: dict[str, PackedAttention] = {"cudnn": cudnn_attention, "splash": splash_attention}
+    found = find_implementation(name, device, dtype, head_dim)
+    kernel = kernels.get(found, packed_attention)
+    return _short_rows_in_one_piece(kernel) if name == "auto" and found in kernels else kernel
 
 
 def _why_not_cudnn(device: Any, dtype: Any, head_dim: int) -> str | None:

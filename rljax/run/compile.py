@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from rljax.aot.count import Program, Work, by_dtype, count_program
 from rljax.aot.hlo import parse_module
-from rljax.aot.kernels import KernelUse, causal_pairs, full_row, kernel_uses
+from rljax.aot.kernels import KernelUse, attention_flops, full_row, kernel_uses
 from rljax.aot.machines import Machine, node_of, topology_devices
 from rljax.aot.roofline import Times, crosses_nodes, times
 from rljax.policy.attention_cudnn import compiled_for_hopper
@@ -31,6 +31,8 @@ from rljax.sharding import make_mesh
 from rljax.trainer.state import make_optimizer
 
 Report = dict[str, Any]
+PARTS = ("micro_batch", "forward", "step")
+"""What is counted apart: fields of ``Program``."""
 MODEL_NOTE = (
     "a model, not a measurement: max(products, memory) + links at the card's published rates, nothing else overlapped"
 )
@@ -42,6 +44,7 @@ class CompiledStep:
     """A step compiled for a machine.
 
     Attributes:
+      config: of the run, with ``mesh.fsdp: -1`` written out.
       machine: for which.
       mesh: of the machine's devices.
       seconds: that the compiler took.
@@ -49,16 +52,12 @@ class CompiledStep:
       memory: bytes on a device by kind.
     """
 
+    config: Config
     machine: Machine
     mesh: Mesh
     seconds: float
     text: str
     memory: dict[str, int]
-
-
-def on_machine(config: Config, mesh: Mesh) -> Config:
-    """The configuration with ``mesh.fsdp: -1`` written out."""
-    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=int(mesh.shape["fsdp"])))
 
 
 def compile_step(config: Config, machine: Machine) -> CompiledStep:
@@ -72,7 +71,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
         raise ValueError("--compile: rollout.engine = exact has an executable of its own; give another engine")
     policy = policy_shape(config.model.path)
     mesh = make_mesh(config.mesh, topology_devices(machine))
-    config = on_machine(config, mesh)
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=int(mesh.shape["fsdp"])))
     check_shapes(config, policy, mesh)
     step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
     with compiled_for_hopper() if machine.platform == "cuda" else contextlib.nullcontext():
@@ -84,7 +83,8 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"--compile {machine.name}: the compiler gives up: {error}") from error
     seconds = time.perf_counter() - start
-    return CompiledStep(machine, mesh, seconds, compiled.as_text() or "", memory_by_kind(compiled.memory_analysis()))
+    memory = memory_by_kind(compiled.memory_analysis())
+    return CompiledStep(config, machine, mesh, seconds, compiled.as_text() or "", memory)
 
 
 def _given(config: Config) -> list[Literal["old_logprobs", "reference_logprobs"]]:
@@ -105,18 +105,19 @@ def memory_by_kind(analysis: Any) -> dict[str, int]:
     return sizes | {"peak": int(analysis.peak_memory_in_bytes), "total": together}
 
 
-def report(config: Config, compiled: CompiledStep) -> Report:
+def report(compiled: CompiledStep) -> Report:
     """What the compiled step takes and does, on one device: plain values for JSON; docs/compile.md says what each is.
 
     Raises:
       ValueError: the program is written in a form that is not known here.
     """
-    policy, machine, mesh = policy_shape(config.model.path), compiled.machine, compiled.mesh
+    config, machine, mesh = compiled.config, compiled.machine, compiled.mesh
+    policy = policy_shape(config.model.path)
     shape = batch_shape(config, of_update(config))
     program = count_program(parse_module(compiled.text), mesh.size)
     nodes = [node_of(machine, device) for device in mesh.devices.flat]
     segments = full_row(shape[2], config.max_sequence_tokens)
-    kernels = {part: kernel_uses(getattr(program, part), segments) for part in ("micro_batch", "forward", "step")}
+    kernels = {part: kernel_uses(getattr(program, part), segments) for part in PARTS}
     planned = sum(part for _, part in planned_bytes(config, policy, mesh).values())
     needed = max(compiled.memory["peak"], compiled.memory["total"])  # a TPU's peak leaves out part of the temporaries
     return {
@@ -146,7 +147,7 @@ def report(config: Config, compiled: CompiledStep) -> Report:
         "memory_bytes_per_step": program.step.memory_bytes,
         "open_loops": program.open_loops,
         "collectives": _collectives(program, nodes),
-        "roofline": _roofline(config, policy, compiled, program, kernels, nodes),
+        "roofline": _roofline(policy, compiled, program, kernels, nodes),
     }
 
 
@@ -162,20 +163,19 @@ def _collectives(program: Program, nodes: list[int]) -> list[Report]:
             "group_size": len(set(one.groups[0])),
             "across_nodes": crosses_nodes(one, nodes),
         }
-        for part in ("micro_batch", "forward", "step")
+        for part in PARTS
         for one in getattr(program, part).merged_collectives()
     ]
 
 
 def _roofline(
-    config: Config,
     policy: PolicyConfig,
     compiled: CompiledStep,
     program: Program,
     kernels: dict[str, list[KernelUse]],
     nodes: list[int],
 ) -> Report:
-    card = compiled.machine.card
+    config, card = compiled.config, compiled.machine.card
     micro, rows, tokens = batch_shape(config, of_update(config))
 
     def of(work: Work, uses: list[KernelUse]) -> Times:
@@ -184,18 +184,14 @@ def _roofline(
             flops[use.dtype] = flops.get(use.dtype, 0) + (use.flops or 0)
         return times(work, flops, card, nodes)
 
-    of_micro, of_forward, of_step = (
-        of(getattr(program, part), kernels[part]) for part in ("micro_batch", "forward", "step")
-    )
-    seconds = micro * of_micro.total + of_step.total
+    found = {part: of(getattr(program, part), kernels[part]) for part in PARTS}
+    seconds = micro * found["micro_batch"].total + found["step"].total
     flops = model_flops(policy, rows, full_row(tokens, config.max_sequence_tokens))
     dtype = config.precision.compute_dtype
     peak = card.product_rate(dtype, "highest" if dtype == "float32" else "default")
     return {
         "note": MODEL_NOTE,
-        "micro_batch_s": {**_rounded(of_micro), "total": round(of_micro.total, 6)},
-        "forward_s": {**_rounded(of_forward), "total": round(of_forward.total, 6)},
-        "step_s": {**_rounded(of_step), "total": round(of_step.total, 6)},
+        **{f"{part}_s": {**_rounded(one), "total": round(one.total, 6)} for part, one in found.items()},
         "seconds_of_a_full_step": round(seconds, 3),
         "tokens_per_second_and_device": round(micro * rows * tokens / seconds / compiled.mesh.size, 1),
         "model_flops_per_micro_batch": flops,
@@ -216,7 +212,8 @@ def model_flops(policy: PolicyConfig, rows: int, segments: list[int]) -> int:
     params = jax.tree.leaves(abstract_params(policy))
     looked_up = 0 if policy.tie_word_embeddings else policy.vocab_size * policy.hidden_size
     multiplying = sum(leaf.size for leaf in params) - looked_up
-    attention = 12 * policy.num_layers * policy.num_heads * policy.head_dim * causal_pairs(segments)
+    of_layer = attention_flops(segments, num_heads=policy.num_heads, head_dim=policy.head_dim).forward
+    attention = 3 * policy.num_layers * of_layer
     return rows * (6 * multiplying * sum(segments) + attention)
 
 
@@ -240,7 +237,7 @@ def describe(found: Report) -> str:
         *_flops_lines(found),
         *_collective_lines(found["collectives"]),
         f"  roofline     {line['note']}",
-        *(f"  {part:<12} {_times_line(line[f'{part}_s'])}" for part in ("micro_batch", "forward", "step")),
+        *(f"  {part:<12} {_times_line(line[f'{part}_s'])}" for part in PARTS),
         f"  modelled     {line['tokens_per_second_and_device']:,.0f} tokens/s a device, "
         f"model-FLOPs utilisation {line['model_flops_utilisation']:.1%}",
     ]

@@ -1,4 +1,4 @@
-from rljax.policy.attention_flops import attention_flops
+from rljax.aot.kernels import attention_flops
 
 
 def test_flops_by_hand():

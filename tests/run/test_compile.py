@@ -83,7 +83,7 @@ def test_a_report_of_a_written_program():
     config = Config(mesh=MeshConfig(4, 1))
     memory = {"argument": 2000, "output": 900, "alias": 800, "temporary": 100, "peak": 2150, "total": 2200}
     mesh = make_mesh(config.mesh)
-    found = report(config, CompiledStep(parse_machine("h100:1x4"), mesh, 1.25, GPU_STEP.read_text(), memory))
+    found = report(CompiledStep(config, parse_machine("h100:1x4"), mesh, 1.25, GPU_STEP.read_text(), memory))
     assert json.loads(json.dumps(found)) == found
     assert found["compile_s"] == 1.2
     assert found["bytes"]["fits"]
