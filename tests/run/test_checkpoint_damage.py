@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -96,8 +97,10 @@ def test_no_damage_to_any_file_goes_unnoticed(damage, saved, tmp_path, capfd):
             continue
         noticed.add(name)
         assert steps == [2]
-        # On a busy machine tensorstore may still end a read that was given up, with lines of its own.
-        (line,) = [line for line in err.splitlines() if line.startswith("warning: ")]
+        lines = err.splitlines()
+        (line,) = [line for line in lines if line.startswith("warning: ")]
+        if len(lines) > 1:  # seen once, on a busy machine: other threads of the process, perhaps reads given up
+            warnings.warn(f"besides the warning stderr holds: {err}", stacklevel=1)
         assert line.startswith(f"warning: checkpoint 4 in {run}/checkpoints is damaged: ")
         assert line.endswith(f"; moved to {run}/damaged/4")
         kept = [path.read_bytes() for path in sorted((run / "damaged").rglob("4/**/*")) if path.is_file()]
