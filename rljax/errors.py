@@ -8,10 +8,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+START_AGAIN_STATUS = 75
+"""Exit status (EX_TEMPFAIL) of a run that ended for want of another process: the same command goes on."""
+
 
 class ConfigError(ValueError):
     """A mistake in what the caller wrote. The message is one line that prints; the middle of a very long one is cut."""
 
+    exit_status = 2
     LONGEST = 2000  # characters
 
     def __init__(self, message: object) -> None:
@@ -31,7 +35,7 @@ def caller_errors(*more: type[Exception]) -> Iterator[None]:
     caught: tuple[type[Exception], ...] = (ValueError, ServerError, *more)
     try:
         yield
-    except ConfigError:
+    except (ConfigError, StartAgainError):
         raise
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}" if error.filename else error) from error
@@ -70,18 +74,25 @@ def full_disk_errors() -> Iterator[None]:
 def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Runs a program's ``main`` (on ``sys.argv[1:]`` unless told) and returns its exit status.
 
-    A ``ConfigError`` becomes one line ``error: ...`` on stderr and status 2, an interrupt status 130. Everything else,
-    a plain ``ValueError`` included, keeps its traceback: deep in a run it is a bug, not the caller's mistake. Where it
-    is the caller's, say so with ``caller_errors``.
+    A ``ConfigError`` becomes one line ``error: ...`` on stderr and status 2, a ``StartAgainError`` likewise with
+    ``START_AGAIN_STATUS``, an interrupt status 130. Everything else, a plain ``ValueError`` included, keeps its
+    traceback: deep in a run it is a bug, not the caller's mistake. Where it is the caller's, say so with
+    ``caller_errors``.
     """
     try:
         return main(sys.argv[1:] if argv is None else argv)
-    except ConfigError as error:
+    except (ConfigError, StartAgainError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+class StartAgainError(RuntimeError):
+    """Another process of the run is lost, or failed; the same command goes on from the last checkpoint."""
+
+    exit_status = START_AGAIN_STATUS
 
 
 class NotWrittenError(RuntimeError):

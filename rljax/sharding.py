@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.experimental import mesh_utils
+import numpy as np
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("replica", "fsdp", "tp")
@@ -72,13 +73,16 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     Neighbours on ``tp``, then on ``fsdp``, are neighbours on the links of a TPU, and devices of one process elsewhere.
 
     Raises:
-      ValueError: more devices asked for than there are.
+      ValueError: more devices asked for than there are, or so few that a process has none of them.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = config.shape(len(devices))
+    sizes = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True))
     if math.prod(shape) > len(devices):
-        sizes = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True))
         raise ValueError(f"a mesh of {sizes} needs more than the {len(devices)} devices here")
+    used = {device.process_index for device in devices[: math.prod(shape)]}
+    if used != {device.process_index for device in devices}:
+        raise ValueError(f"a mesh of {sizes} leaves processes without a part of it: there are {len(devices)} devices")
     grid = mesh_utils.create_device_mesh(shape, devices[: math.prod(shape)])
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
@@ -110,6 +114,33 @@ def named_sharding(mesh: Mesh, logical: Sequence[str | None], shape: Sequence[in
 def replicated(mesh: Mesh) -> NamedSharding:
     """Every device has all of the array."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def put(tree: Any, sharding: Any) -> Any:
+    """Arrays of the host, the same on every process, on the devices of ``sharding``, one for all or a tree of them.
+
+    Each process takes the parts that its devices hold. ``jax.device_put`` would compare the arrays across processes.
+    """
+
+    def place(value: Any, where: NamedSharding) -> jax.Array:
+        if where.is_fully_addressable or isinstance(value, jax.Array):
+            return jax.device_put(value, where)
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+
+    if isinstance(sharding, NamedSharding):
+        return jax.tree.map(lambda value: place(value, sharding), tree)
+    return jax.tree.map(place, tree, sharding)
+
+
+def fetch(tree: Any) -> Any:
+    """Arrays of the devices on the host; where other processes hold parts of one, all of them call this."""
+
+    def whole(array: Any) -> Any:
+        is_here = not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated
+        return array if is_here else multihost_utils.process_allgather(array, tiled=True)
+
+    return jax.device_get(jax.tree.map(whole, tree))
 
 
 def constrain(x: jax.Array, *logical: str | None) -> jax.Array:

@@ -18,31 +18,45 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
 from rljax.aot.machines import parse_machine
-from rljax.data.tokenizer import load_tokenizer
+from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
 from rljax.ownership import Ownership
-from rljax.policy.config import read_config
+from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hub import model_directory
+from rljax.processes import Processes, ProcessOptions, start_processes
 from rljax.report.rows import Row
 from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rollout.build import check_engine
-from rljax.run.build import build, load_problems, make_run_engine, starting_point
-from rljax.run.checkpoint import Checkpointer
+from rljax.run.build import (
+    build,
+    load_problems,
+    make_acts,
+    make_checkpointer,
+    make_run_engine,
+    make_trainer,
+    starting_point,
+    starting_state,
+)
 from rljax.run.compile import compile_step, describe, report
-from rljax.run.config import Config
+from rljax.run.config import Config, RunConfig
 from rljax.run.config_file import config_to_yaml, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
 from rljax.run.dry_run import check_shapes, dry_run
+from rljax.run.follow import Follower
+from rljax.run.logs import log_file, output_to
 from rljax.run.loop import train
 from rljax.run.record import Recorder
 from rljax.run.stop import StopRequest
 from rljax.sharding import make_mesh
 from rljax.trainer.step import mesh_attention
 
+BEGIN = "begin"
 PROG = "python -m rljax.train"
 DRY_RUN = "--dry-run"
 GUARD_STATUS = 3
@@ -58,10 +72,16 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             describe_run(config, options)
             return 0
-    with contextlib.ExitStack() as stack:
-        with caller_errors():
-            owner = stack.enter_context(own_directory(run_dir))
-        return run(config, owner)
+    with start_processes(process_options(config.run)) as processes:
+        if not processes.is_leader:
+            status = follow(config, processes)
+        else:
+            with contextlib.ExitStack() as stack:
+                with caller_errors():
+                    owner = stack.enter_context(own_directory(run_dir))
+                status = run(config, owner, processes)
+        processes.end(status)
+        return status
 
 
 @dataclass(frozen=True)
@@ -119,9 +139,17 @@ def describe_run(config: Config, options: Options) -> None:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
 
 
-def run(config: Config, owner: Ownership) -> int:
-    """Trains in the run directory, which is this process's; returns the exit status."""
-    run_dir = Path(config.run.dir)
+class Setting(NamedTuple):
+    """What every process of a run reads for itself."""
+
+    config: Config  # with the model's local directory
+    policy: PolicyConfig
+    tokenizer: Tokenizer
+    mesh: Mesh
+
+
+def find_setting(config: Config) -> Setting:
+    """Raises ConfigError where model, tokenizer and devices do not go together."""
     with caller_errors():
         model = dataclasses.replace(config.model, path=model_directory(config.model.path))
         config = dataclasses.replace(config, model=model)
@@ -133,18 +161,42 @@ def run(config: Config, owner: Ownership) -> int:
             raise ConfigError(f"{config.model.path}: {sizes}")
         check_shapes(config, policy, mesh)
         mesh_attention(config.policy.attention, policy, config.precision, mesh)  # what the devices lack is refused
+    return Setting(config, policy, tokenizer, mesh)
+
+
+def follow(config: Config, processes: Processes) -> int:
+    """What a process other than 0 does: its part of whatever process 0 announces. Returns the run's exit status."""
+    with processes.reported_signals():
+        processes.listen()  # BEGIN: the run directory is process 0's, and can be gone on from
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(output_to(log_file(Path(config.run.dir), processes.index)))
+            config, policy, _, mesh = find_setting(config)
+            with caller_errors():
+                checkpointer = make_checkpointer(config, processes)
+            update, _ = make_trainer(config, policy, mesh)
+            state, _ = starting_state(config, policy, mesh, checkpointer)
+            acts = make_acts(config, policy, mesh)
+            return Follower(state, update, checkpointer, acts).run(processes)
+
+
+def run(config: Config, owner: Ownership, processes: Processes) -> int:
+    """Trains in the run directory, which is this process's; returns the exit status."""
+    run_dir = Path(config.run.dir)
+    config, policy, tokenizer, mesh = find_setting(config)
+    with caller_errors():
         problems = load_problems(config, tokenizer)
         prepare_directory(config, run_dir)
-        stop = StopRequest(config.run.grace_s)
-        engine = make_run_engine(config, policy, mesh, stop)
+        stop = StopRequest(config.run.grace_s, processes.signal)
+        engine = make_run_engine(config, policy, mesh, stop, processes)
     with full_disk_errors(), contextlib.ExitStack() as stack:
         stack.callback(engine.close)
-        with caller_errors():
-            checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
-        stack.callback(checkpointer.close)
-        components = build(config, policy, tokenizer, mesh, engine, checkpointer, problems, stop.gives_up)
-        stack.callback(components.rewards.close)
-        state, progress = starting_point(components, mesh)
+        with processes.together(BEGIN), caller_errors():
+            checkpointer = make_checkpointer(config, processes)
+            stack.callback(checkpointer.close)
+            run_parts = (config, policy, tokenizer, mesh, engine, checkpointer, problems, stop.gives_up, processes)
+            components = build(*run_parts)
+            stack.callback(components.rewards.close)
+            state, progress = starting_point(components, mesh)
         with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)
         stack.callback(recorder.close)
@@ -177,6 +229,11 @@ def run(config: Config, owner: Ownership) -> int:
         print(f"{done}; the same command goes on from there", file=sys.stderr)
         return 128 + stop.signal
     return 0
+
+
+def process_options(config: RunConfig) -> ProcessOptions:
+    """What ``run`` says of the processes."""
+    return ProcessOptions(config.processes, config.process_id, config.coordinator, config.heartbeat_s, config.stuck_s)
 
 
 def write_config(config: Config, run_dir: Path) -> None:

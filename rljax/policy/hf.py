@@ -26,6 +26,7 @@ from rljax.checks import parse_json
 from rljax.checksum import Checksum, checksum, mixed
 from rljax.policy.config import PolicyConfig, config_to_hf
 from rljax.policy.qwen3 import Params, abstract_params
+from rljax.sharding import fetch
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -167,13 +168,31 @@ def load_params(directory: str | Path, config: PolicyConfig, shardings: Params |
 def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields ``(HF name, array)`` in a fixed order, in ``dtype``; one leaf at a time is on the host.
 
-    A tied head is not yielded: the file has no tensor of its own for it.
+    Where several processes hold the parameters, all of them take all tensors, which are gathered layer by layer. A tied
+    head is not yielded: the file has no tensor of its own for it.
     """
     leaves = flatten_dict(params)
     for path, names, shape, inputs in _leaves(config):
-        host = np.asarray(jnp.asarray(leaves[path]).astype(dtype))
-        for name, array in zip(names, host.reshape(len(names), *shape), strict=True):
+        layers = _host_layers(jnp.asarray(leaves[path]), path[0] == "layers", jnp.dtype(dtype))
+        for name, array in zip(names, layers, strict=True):
             yield name, np.ascontiguousarray(array.reshape(math.prod(shape[:inputs]), -1).T if inputs else array)
+
+
+def _host_layers(leaf: jax.Array, stacked: bool, dtype: Any) -> Iterator[np.ndarray]:
+    """The layers of a stacked leaf, or the leaf itself, on the host."""
+    if leaf.is_fully_addressable:
+        host = np.asarray(leaf.astype(dtype))
+        yield from host if stacked else [host]
+    elif not stacked:
+        yield fetch(leaf.astype(dtype))
+    else:
+        for index in range(leaf.shape[0]):
+            yield fetch(_layer(leaf, np.int32(index), dtype))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _layer(leaf: jax.Array, index: Any, dtype: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False).astype(dtype)
 
 
 def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, Checksum]:
@@ -184,7 +203,7 @@ def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, 
     """
     leaves, flat = list(_leaves(config)), flatten_dict(params)
     stacked = tuple(path[0] == "layers" for path, *_ in leaves)
-    sums = jax.device_get(_leaf_sums([flat[path] for path, *_ in leaves], stacked, jnp.dtype(dtype)))
+    sums = fetch(_leaf_sums([flat[path] for path, *_ in leaves], stacked, jnp.dtype(dtype)))
     found = {}
     for (_, names, shape, _), columns in zip(leaves, sums, strict=True):
         for name, (first, second, finite) in zip(names, np.reshape(columns, (3, -1)).T.tolist(), strict=True):

@@ -14,6 +14,7 @@ from rljax.policy.attention import PackedAttention, packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision, token_logprobs
 from rljax.policy.qwen3 import Params, Remat, cast_params, hidden_states, lm_head_table
+from rljax.sharding import fetch
 
 
 class Scores(NamedTuple):
@@ -88,7 +89,7 @@ def make_scorer(
         for i, sequence in enumerate(sequences):
             tokens[i, : len(sequence)] = sequence
             segments[i, : len(sequence)] = 1
-        logprobs = np.asarray(run(params, tokens, segments))
+        logprobs = fetch(run(params, tokens, segments))
         return [logprobs[i, : len(sequence)] for i, sequence in enumerate(sequences)]
 
     return score

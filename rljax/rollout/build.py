@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from rljax.checksum import Checksum
 from rljax.errors import ConfigError
 from rljax.policy.config import PolicyConfig, config_to_hf, read_config
 from rljax.policy.hf import hf_checksums, hf_tensors, load_params
@@ -21,9 +24,28 @@ from rljax.rollout.injected_engine import InjectedEngine
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.served.model import ServedModel
+from rljax.rollout.served.verify import Score
 from rljax.rollout.types import ClientLimits, RolloutConfig
 from rljax.rollout.vllm.backend import VllmBackend
 from rljax.sharding import MeshConfig, make_mesh
+
+
+@dataclass(frozen=True)
+class PolicyFunctions:
+    """What an HTTP engine computes from the policy's pytree (``ServedEngine``)."""
+
+    tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]]
+    checksums: Callable[[Any], Mapping[str, Checksum]]
+    score: Score
+
+
+def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
+    """Those of a policy that is published in ``dtype``."""
+    return PolicyFunctions(
+        functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(dtype)),
+        functools.partial(hf_checksums, config=policy, dtype=jnp.dtype(dtype)),
+        make_scorer(policy, dtype),
+    )
 
 
 def check_engine(config: RolloutConfig) -> None:
@@ -47,6 +69,7 @@ def make_engine(
     max_tokens: int,
     lm_head_dtype: Literal["compute", "float32"] | None = None,
     make_executable: Callable[[], Executable] | None = None,
+    functions: PolicyFunctions | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> RolloutEngine:
@@ -61,6 +84,7 @@ def make_engine(
       lm_head_dtype: as ``PrecisionConfig`` has it; the exact engine has it in its executable. None: vLLM servers may
         compute the LM head in any dtype, and the embedded engine does so in its own.
       make_executable: the trainer's executable; engine exact alone needs and makes it.
+      functions: for HTTP servers; None: ``policy_functions``.
       should_stop: asked while no server answers; true ends the wait.
       gives_up: asked while responses are sampled, at least four times a second; true ends it.
 
@@ -70,15 +94,16 @@ def make_engine(
     """
     check_engine(config)
     if config.engine == "vllm":
+        functions = functions or policy_functions(policy, config.dtype)
         try:
             return ServedEngine(
                 config,
                 VllmBackend(),
                 hf_config=config_to_hf(policy, config.dtype),
                 max_tokens=max_tokens,
-                tensors=functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(config.dtype)),
-                checksums=functools.partial(hf_checksums, config=policy, dtype=jnp.dtype(config.dtype)),
-                score=make_scorer(policy, config.dtype),
+                tensors=functions.tensors,
+                checksums=functions.checksums,
+                score=functions.score,
                 head_dtype=config.dtype if lm_head_dtype == "compute" else lm_head_dtype,
                 should_stop=should_stop,
                 gives_up=gives_up,

@@ -6,6 +6,8 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import optax
@@ -17,15 +19,18 @@ from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import Params, param_shardings
+from rljax.processes import Processes
 from rljax.rewards.pool import RewardPool
-from rljax.rollout.build import make_engine
+from rljax.rollout.build import make_engine, policy_functions
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import evaluate_datasets
 from rljax.run.fingerprint import array_checksums, json_checksum
+from rljax.run.follow import OfParams, engine_acts, function_acts
 from rljax.run.guard import Guard, SkippedUpdates
+from rljax.run.lead import LedCheckpointer, LedEngine, LedUpdate, led_functions
 from rljax.run.loop import Components
 from rljax.run.progress import Progress
 from rljax.run.rate import make_rate_controller
@@ -76,9 +81,19 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     return Problems(stream, fingerprint, datasets)
 
 
-def make_run_engine(config: Config, policy: PolicyConfig, mesh: Mesh, stop: StopRequest) -> RolloutEngine:
-    """The engine that ``rollout.engine`` names; the exact one gets the trainer's executable. Raises as make_engine."""
-    return make_engine(
+def make_run_engine(
+    config: Config, policy: PolicyConfig, mesh: Mesh, stop: StopRequest, processes: Processes | None = None
+) -> RolloutEngine:
+    """The engine that ``rollout.engine`` names, of process 0; the exact one gets the trainer's executable.
+
+    Raises as ``make_engine``.
+    """
+    processes = processes or Processes()
+    several, is_served = processes.count > 1, config.rollout.engine == "vllm"
+    functions = None
+    if several and is_served:
+        functions = led_functions(policy_functions(policy, config.rollout.dtype), processes)
+    engine = make_engine(
         config.rollout,
         policy,
         mesh,
@@ -86,9 +101,26 @@ def make_run_engine(config: Config, policy: PolicyConfig, mesh: Mesh, stop: Stop
         max_tokens=config.max_engine_tokens,
         lm_head_dtype=config.precision.lm_head_dtype,
         make_executable=functools.partial(make_exact_pass, config, policy, mesh),
+        functions=functions,
         should_stop=stop.requested,
         gives_up=stop.gives_up,
     )
+    return LedEngine(engine, processes) if several and not is_served else engine
+
+
+def make_checkpointer(config: Config, processes: Processes) -> Checkpointer:
+    """Of the run's directory; all processes make one. Raises as ``Checkpointer``."""
+    directory, keep = Path(config.run.dir) / "checkpoints", config.checkpoint.keep
+    if processes.count > 1 and processes.is_leader:
+        return LedCheckpointer(directory, keep=keep, processes=processes)
+    return Checkpointer(directory, keep=keep)
+
+
+def make_acts(config: Config, policy: PolicyConfig, mesh: Mesh) -> dict[str, OfParams]:
+    """What a process other than 0 does for the engine of process 0."""
+    if config.rollout.engine == "vllm":
+        return function_acts(policy_functions(policy, config.rollout.dtype))
+    return engine_acts(make_run_engine(config, policy, mesh, StopRequest()))
 
 
 def build(
@@ -100,8 +132,11 @@ def build(
     checkpointer: Checkpointer,
     problems: Problems,
     gives_up: Callable[[], bool] = lambda: False,
+    processes: Processes | None = None,
 ) -> Components:
     """The components of a run at its first step; ``gives_up`` ends what is sampled (``StopRequest.gives_up``).
+
+    Of several processes, 0 calls it, while the others make what they have of it (``make_trainer``).
 
     Raises:
       ConfigError: the reward cannot be used.
@@ -118,10 +153,8 @@ def build(
         evaluate = functools.partial(
             evaluate_datasets, *run, n=wanted.n, pass_k=wanted.pass_k, seed=wanted.seed, gives_up=gives_up
         )
-    reference = load_reference(config, policy, mesh)
-    fingerprints = {"problems": problems.fingerprint}
-    if reference is not None:
-        fingerprints["reference"] = json_checksum(array_checksums(reference))
+    update, of_reference = make_trainer(config, policy, mesh)
+    processes = processes or Processes()
     return Components(
         config=config,
         policy=policy,
@@ -131,14 +164,28 @@ def build(
         rewards=rewards,
         sampling=SamplingParams(config.rollout.max_response_tokens, config.rollout.temperature, stops),
         evaluate=evaluate,
-        update=make_update(config, policy, make_optimizer(config.optimizer), mesh, reference),
+        update=LedUpdate(update, processes) if processes.count > 1 else update,
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
         guard=Guard(config.guard),
         skipped=SkippedUpdates(config.guard.max_skipped_updates, config.loss.mini_batches * config.loss.epochs),
         checkpointer=checkpointer,
-        fingerprints=fingerprints,
+        fingerprints={"problems": problems.fingerprint} | of_reference,
         gives_up=gives_up,
+        enter_phase=processes.at,
     )
+
+
+def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> tuple[Update, dict[str, str]]:
+    """The update, and the fingerprint of the reference policy of a KL penalty; all processes call it.
+
+    Raises:
+      OSError, ValueError: as ``load_reference``.
+    """
+    reference = load_reference(config, policy, mesh)
+    update = make_update(config, policy, make_optimizer(config.optimizer), mesh, reference)
+    if reference is None:
+        return update, {}
+    return update, {"reference": json_checksum(array_checksums(reference))}
 
 
 def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
@@ -148,20 +195,36 @@ def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
 
     Raises:
       ConfigError: the model or the checkpoint cannot be used.
+      StartAgainError: as ``starting_state``.
     """
-    config, policy = run.config, run.policy
+    config = run.config
+    state, host = starting_state(config, run.policy, mesh, run.checkpointer, run.load_state_dict)
+    print(f"training {config.model.path} for {config.run.steps} steps into {config.run.dir}", file=sys.stderr)
+    return state, Progress.from_state_dict(host) if host else Progress()
+
+
+def starting_state(
+    config: Config,
+    policy: PolicyConfig,
+    mesh: Mesh,
+    checkpointer: Checkpointer,
+    load_host: Callable[[dict[str, Any]], object] = lambda host: None,
+) -> tuple[TrainState, dict[str, Any]]:
+    """The state that a run starts from, and the host state of its checkpoint, {} without one; all processes call it.
+
+    Raises:
+      ConfigError: the model or the checkpoint cannot be used.
+      StartAgainError: as ``Checkpointer.restore_newest``.
+    """
     tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
     with caller_errors(RuntimeError):
         wanted = abstract_state(policy, tx, mesh, dynamic_scale=dynamic)
-        found = run.checkpointer.restore_newest(wanted, run.load_state_dict)
+        found = checkpointer.restore_newest(wanted, load_host)
     if found:
-        state, progress = found[0], Progress.from_state_dict(found[1])
-    else:
-        with caller_errors():
-            params = load_params(config.model.path, policy, param_shardings(policy, mesh))
-        state, progress = create_state(params, policy, tx, mesh, dynamic_scale=dynamic), Progress()
-    print(f"training {config.model.path} for {config.run.steps} steps into {config.run.dir}", file=sys.stderr)
-    return state, progress
+        return found
+    with caller_errors():
+        params = load_params(config.model.path, policy, param_shardings(policy, mesh))
+    return create_state(params, policy, tx, mesh, dynamic_scale=dynamic), {}
 
 
 def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from rljax.checks import check_at_least
-from rljax.errors import NotWrittenError
+from rljax.errors import NotWrittenError, StartAgainError
 from rljax.run.fingerprint import array_checksums, array_forms, json_checksum
 
 BEST = "best"  # folder of the run directory
@@ -197,13 +197,14 @@ class Checkpointer:
     ) -> tuple[Any, dict[str, Any]] | None:
         """Reads the newest checkpoint that is whole; None where there is no checkpoint.
 
-        Each damaged one after it is named in a line on stderr and moved to ``damaged/<step>`` of the run directory.
+          Each damaged one after it is named in a line on stderr and moved to ``damaged/<step>`` of the run directory.
 
-        Args:
-          abstract_state, load_host: as for ``restore``; the last call is with the host state that is returned.
+          Args:
+            abstract_state, load_host: as for ``restore``; the last call is with the host state that is returned.
 
-        Raises:
-          RuntimeError: as ``restore``, or all are damaged; then nothing is moved.
+          Raises:
+            RuntimeError: as ``restore``, or all are damaged; then nothing is moved.
+        StartAgainError: one of several processes found the newest one damaged, and moved it; the others wait for it.
         """
         damaged: dict[int, DamagedCheckpointError] = {}
         for step in reversed(self.all_steps()):
@@ -211,6 +212,8 @@ class Checkpointer:
                 found = self.restore(step, abstract_state, load_host)
             except DamagedCheckpointError as error:
                 damaged[step] = error
+                if jax.process_count() > 1 and step != self.all_steps()[0]:
+                    self._start_again_without(step, error)
                 continue
             for other, why in damaged.items():
                 self._set_aside(other, why)
@@ -281,10 +284,15 @@ class Checkpointer:
         names = [name, *(f"{name}.{again}" for again in range(1, 1000))]
         target = next(folder / each for each in names if not (folder / each).exists())
         print(f"warning: {error}; moved to {target}", file=sys.stderr)
-        if jax.process_index() == 0:
-            folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process of the run moved it
             (self._directory / str(step)).rename(target)
         self._manager.reload()
+
+    def _start_again_without(self, step: int, error: DamagedCheckpointError) -> NoReturn:
+        """Which process finds damage depends on the shards that it reads: they agree by starting again."""
+        self._set_aside(step, error)
+        raise StartAgainError(f"{error}; it is moved away, and the same command goes on from the one before") from error
 
     def _clear_incomplete(self) -> None:
         if jax.process_index() == 0:
@@ -298,14 +306,19 @@ class Checkpointer:
             with _quiet():
                 yield
         except Exception as error:
+            if jax.process_count() > 1:  # the others are at another place: nothing is saved together any more
+                raise NotWrittenError(f"{self._place(step)} could not be written: {_one_line(error)}") from error
             # The manager has already struck off what the failed save would have replaced, and repeats its error.
             with _quiet(), contextlib.suppress(Exception):
                 self._manager.close()
             self._clear_incomplete()
             self._manager = self._ocp.CheckpointManager(self._directory, options=self._options)
-            why = " ".join(str(error).split())[:200]
-            said = f"{self._place(step)} could not be written, those before it are kept: {why}"
+            said = f"{self._place(step)} could not be written, those before it are kept: {_one_line(error)}"
             raise NotWrittenError(said) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _kept(array: jax.Array) -> jax.Array:

@@ -39,12 +39,26 @@ class RunConfig:
     """Longest time from a request to stop (SIGTERM or Ctrl-C) to the end of the run, saving included (seconds). Where
     the step under way still samples and is not expected to be done and saved by then, judged by the last step and the
     last save, it is given up and the step before it is saved; so it is while nothing is known of either."""
+    processes: int = 0
+    """Number of processes that train together. 0: as the cluster says (Slurm, Kubernetes, TPU pod, Open MPI), and one
+    where there is none. 1: this one, whatever the cluster says."""
+    process_id: int = -1
+    """Which of ``processes`` this one is, from 0. -1: as the cluster says."""
+    coordinator: str = ""
+    """HOST:PORT of process 0, at which the others find it. Empty: as the cluster says."""
+    heartbeat_s: float = 30.0
+    """Longest time that one of several processes may give no sign of life before the others end (seconds)."""
+    stuck_s: float = 3600.0
+    """Longest time in one phase of a step without any progress (a response that arrives is progress) before the run
+    ends and says where each process stands (seconds). 0: no limit."""
     profile_steps: tuple[int, ...] = ()
     """First and last step (counted from 1) of a JAX profile, which is written to ``dir``/profile. Empty: no profile."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "steps")
-        check_at_least(self, 0, "seed", "grace_s")
+        check_at_least(self, 0, "seed", "grace_s", "processes", "stuck_s")
+        check_at_least(self, -1, "process_id")
+        check_at_least(self, 2, "heartbeat_s")
         if self.profile_steps and not (
             len(self.profile_steps) == 2 and 1 <= self.profile_steps[0] <= self.profile_steps[1]
         ):

@@ -19,6 +19,7 @@ OWNER = "owner.json"  # of the run directory: the process that trains there
 
 # Settings that may be changed when a run is continued: they do not change the meaning of a row.
 MAY_DIFFER = (
+    *("run.processes", "run.process_id", "run.coordinator", "run.heartbeat_s", "run.stuck_s"),
     *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
     *("eval.every", "eval.at_start", "checkpoint.", "model.path", "data.reward_workers", "rollout.urls"),
     *("rollout.transfer_dir", "rollout.api_key_file", "rollout.server_wait_s", "rollout.limits.", "rollout.verify."),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.checksum import mixed
+from rljax.sharding import fetch
 
 
 def array_checksums(tree: Any) -> dict[str, str]:
@@ -22,7 +23,7 @@ def array_checksums(tree: Any) -> dict[str, str]:
     devices that share one never wait for each other in two.
     """
     leaves = jax.tree.leaves_with_path(tree)
-    sums = {path: np.asarray(_sums(leaf)) for path, leaf in leaves}
+    sums = {path: fetch(_sums(leaf)) for path, leaf in leaves}
     return {tree_path(path): f"{array_form(leaf)} {sums[path][0]:08x}{sums[path][1]:08x}" for path, leaf in leaves}
 
 

@@ -23,11 +23,11 @@ import contextlib
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -54,6 +54,7 @@ from rljax.trainer.packing import useful_fraction
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, UpdateOptions
 
+T = TypeVar("T")
 Record = Callable[[Row, dict[str, np.ndarray]], None]
 
 
@@ -76,6 +77,7 @@ class Components:
     checkpointer: Checkpointer
     fingerprints: dict[str, str]
     gives_up: Callable[[], bool]
+    enter_phase: Callable[[str], None] = lambda name: None
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
         """The JSON part of a checkpoint; later changes of the components do not show in it."""
@@ -112,12 +114,15 @@ class Components:
 class Timers:
     """Seconds of each phase of a step, as ``time/<phase>_s``."""
 
-    def __init__(self) -> None:
+    def __init__(self, enter_phase: Callable[[str], None]) -> None:
+        """``enter_phase`` is called with the name of each phase."""
         self.row: Row = {}
+        self._enter_phase = enter_phase
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times the block."""
+        self._enter_phase(name)
         start = time.perf_counter()
         yield
         self.row[f"time/{name}_s"] = time.perf_counter() - start
@@ -154,7 +159,7 @@ class Standing:
 
 def one_step(run: Components, at: Standing) -> None:
     """Points 1 to 8 of the next step, but for the record; ``at`` is advanced after point 6."""
-    config, timers, start = run.config, Timers(), time.perf_counter()
+    config, timers, start = run.config, Timers(run.enter_phase), time.perf_counter()
     progress, last_row = at.progress, at.row
     step, version = progress.step + 1, progress.policy_version
     seed = step_seed(config.run.seed, step)
@@ -175,7 +180,7 @@ def one_step(run: Components, at: Standing) -> None:
             seed=seed,
             gives_up=run.gives_up,
         )
-        rollouts = collect_rollouts(scored, len(problems), group_size)
+        rollouts = collect_rollouts(entering(scored, run.enter_phase, "rollout"), len(problems), group_size)
     row |= rollout_row(rollouts, version) | run.rewards.pop_metrics()
 
     observed = observed_value(config.schedule.metric, row, last_row)
@@ -211,6 +216,13 @@ def one_step(run: Components, at: Standing) -> None:
         row |= timers.row | {"time/step_s": time.perf_counter() - start}
         response_tokens = sum(response.length for response in rollouts.all())
         row["perf/response_tokens_per_s"] = response_tokens / timers.row["time/rollout_s"]
+
+
+def entering(items: Iterable[T], enter_phase: Callable[[str], None], phase: str) -> Iterator[T]:
+    """The items; each one counts as progress of the phase."""
+    for item in items:
+        enter_phase(phase)
+        yield item
 
 
 def is_evaluated(config: Config, step: int) -> bool:

@@ -14,9 +14,15 @@ from typing import Any
 class StopRequest:
     """Turns the first SIGINT or SIGTERM inside a ``with`` block into a request; a second one acts as usual."""
 
-    def __init__(self, grace_s: float = math.inf) -> None:
-        """``grace_s``: from the request to the end of the run, saving included (seconds)."""
+    def __init__(self, grace_s: float = math.inf, signal_elsewhere: Callable[[], int | None] = lambda: None) -> None:
+        """A run that nobody asked to stop.
+
+        Args:
+          grace_s: from the request to the end of the run, saving included (seconds).
+          signal_elsewhere: the signal that another process of the run was sent, which counts like one of this process.
+        """
         self.signal: int | None = None
+        self._elsewhere = signal_elsewhere
         self._grace_s, self._asked_at = grace_s, 0.0
         self._began = time.monotonic()
         self._step_s: float | None = None
@@ -25,6 +31,8 @@ class StopRequest:
 
     def requested(self) -> bool:
         """True once a signal came."""
+        if self.signal is None and (number := self._elsewhere()) is not None:
+            self.request(number)
         return self.signal is not None
 
     def begin_step(self, last_step_s: float | None, last_save_s: Callable[[], float | None]) -> None:
@@ -33,7 +41,7 @@ class StopRequest:
 
     def gives_up(self) -> bool:
         """Whether the step under way is not expected to be done, and saved, in what is left of the grace."""
-        if self.signal is None:
+        if not self.requested():
             return False
         now = time.monotonic()
         left_s = self._asked_at + self._grace_s - now
@@ -41,6 +49,10 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        self.request(number)
+
+    def request(self, number: int) -> None:
+        """The run is asked to stop, by this signal, of this process or another of the run."""
         self.signal, self._asked_at = number, time.monotonic()
         for each, handler in self._previous.items():
             signal.signal(each, handler)

@@ -26,14 +26,14 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.options import AttentionName
 from rljax.policy.qwen3 import Params, abstract_params, cast_params, hidden_states, lm_head_table, param_shardings
-from rljax.sharding import constrain, named_sharding, replicated
+from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch, TrainSequence, fill, pack, unpack
 from rljax.trainer.state import TrainState, abstract_state
 from rljax.trainer.step import PrecisionConfig, mesh_attention, micro_gradients
 from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_controls, update_state, zero_totals
-from rljax.trainer.update import Updated, UpdateOptions, fetch
+from rljax.trainer.update import Updated, UpdateOptions, fetch_metrics
 
 
 class FullScores(NamedTuple):
@@ -141,7 +141,7 @@ class ExactPass:
             in_shardings=(by_param, by_rows, everywhere, everywhere, everywhere),
             out_shardings=ExactOutput(by_param, everywhere, FullScores(*shardings)),
         )
-        self._by_rows, self._everywhere, self._one = by_rows, everywhere, jax.device_put(np.float32(1.0), everywhere)
+        self._by_rows, self._everywhere, self._one = by_rows, everywhere, put(np.float32(1.0), everywhere)
         self._arguments = (abstract_params(config), self._empty, self._one, self._one, self._one)
 
     @functools.cached_property
@@ -151,11 +151,11 @@ class ExactPass:
 
     def place(self, micro: PackedBatch) -> PackedBatch:
         """A micro-batch [b, t] on the devices, rows over the mesh."""
-        return jax.device_put(micro, self._by_rows)
+        return put(micro, self._by_rows)
 
     def scalar(self, value: Any) -> jax.Array:
         """A float32 scalar on every device."""
-        return jax.device_put(value if isinstance(value, jax.Array) else np.float32(value), self._everywhere)
+        return put(value if isinstance(value, jax.Array) else np.float32(value), self._everywhere)
 
     def __call__(
         self, params: Params, micro: PackedBatch, scale: jax.Array, provisional: jax.Array, temperature: jax.Array
@@ -288,8 +288,8 @@ class ExactUpdate:
                     totals = self._start(output, micro)
                 totals = self._add(totals, output, micro, controls.measure_noise)
             state, metrics = self._finish(state, totals, batch, controls)
-        row, histograms = fetch(metrics, noise=noise)
-        return Updated(state, row, histograms, lambda: unpack(np.stack(jax.device_get(logprobs)), batch, sequences))
+        row, histograms = fetch_metrics(metrics, noise=noise)
+        return Updated(state, row, histograms, lambda: unpack(np.stack(fetch(logprobs)), batch, sequences))
 
     def _with_reference(self, batch: PackedBatch, reference: Params) -> PackedBatch:
         """The batch with the frozen policy's log-probabilities, from the same executable."""
@@ -299,4 +299,4 @@ class ExactUpdate:
             exact(reference, exact.place(micro_of(batch, index)), one, one, self._temperature).scores.logprobs
             for index in range(int(batch.used))
         ]
-        return batch._replace(reference_logprobs=np.stack(jax.device_get(found)))
+        return batch._replace(reference_logprobs=np.stack(fetch(found)))

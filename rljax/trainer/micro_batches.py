@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from rljax.sharding import constrain
+from rljax.sharding import constrain, put
 from rljax.trainer.packing import PackedBatch, fill
 
 OF_POLICY = ("tokens", "segment_ids", "positions")
@@ -19,7 +19,7 @@ OF_POLICY = ("tokens", "segment_ids", "positions")
 
 def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
     """The batch on the devices, split by rows."""
-    return jax.device_put(batch, batch_shardings(batch, by_rows, everywhere))
+    return put(batch, batch_shardings(batch, by_rows, everywhere))
 
 
 def batch_shardings(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.qwen3 import Params
 from rljax.schedule import get_learning_rate, set_learning_rate
+from rljax.sharding import put
 from rljax.trainer.objective import Objective, loss_row
 from rljax.trainer.packing import PackedBatch
 from rljax.trainer.replicas import merge_over_replicas, sum_over_replicas
@@ -40,7 +41,7 @@ class Controls(NamedTuple):
 def place_controls(learning_rate: float, apply_update: bool, measure_noise: bool, where: NamedSharding) -> Controls:
     """The controls on the devices."""
     values = Controls(np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))  # type: ignore[arg-type]
-    return jax.device_put(values, where)
+    return put(values, where)
 
 
 def square_norm(grads: Params) -> jax.Array:

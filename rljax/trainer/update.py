@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from rljax.policy.qwen3 import Params
+from rljax.sharding import fetch
 from rljax.trainer.packing import PackedBatch, TrainSequence, unpack
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
@@ -66,7 +67,7 @@ class Update(Protocol):
 
 def reference_logprobs(forward: Forward, params: Params, batch: PackedBatch) -> np.ndarray:
     """Float32 [m, b, t]: what the frozen ``params`` give the response tokens of ``batch``, 0 elsewhere."""
-    return np.where(batch.response_mask, jax.device_get(forward(params, batch)[1]), np.float32(0.0))
+    return np.where(batch.response_mask, fetch(forward(params, batch)[1]), np.float32(0.0))
 
 
 class SingleUpdate:
@@ -85,8 +86,8 @@ class SingleUpdate:
         noise = options.noise and int(batch.with_loss) > 1
         has_loss = any(s.in_loss for s in sequences)
         state, metrics, logprobs = self._step(state, batch, options.learning_rate, has_loss, noise)
-        row, histograms = fetch(metrics, noise=noise)
-        return Updated(state, row, histograms, lambda: unpack(jax.device_get(logprobs), batch, sequences))
+        row, histograms = fetch_metrics(metrics, noise=noise)
+        return Updated(state, row, histograms, lambda: unpack(fetch(logprobs), batch, sequences))
 
 
 class MultipleUpdates:
@@ -114,7 +115,7 @@ class MultipleUpdates:
     ) -> Updated:
         """See ``Update``."""
         measured, logprobs = self._forward(state.params, batch)
-        old = unpack(jax.device_get(logprobs), batch, sequences)
+        old = unpack(fetch(logprobs), batch, sequences)
         known = [s._replace(old_logprobs=values) for s, values in zip(sequences, old, strict=True)]
         if self._reference is not None:
             of_reference = unpack(self._reference(batch), batch, sequences)
@@ -127,8 +128,8 @@ class MultipleUpdates:
             has_loss = any(s.in_loss for s in mini)
             state, metrics, _ = self._step(state, mini_batch, options.learning_rate, has_loss, wanted)
             taken.append((metrics, wanted))
-        of_batch, histograms = fetch(measured, noise=False)
-        minis = [fetch(metrics, noise=wanted)[0] for metrics, wanted in taken]
+        of_batch, histograms = fetch_metrics(measured, noise=False)
+        minis = [fetch_metrics(metrics, noise=wanted)[0] for metrics, wanted in taken]
         return Updated(state, _combine(minis) | of_batch, histograms, lambda: old)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
@@ -143,7 +144,7 @@ class MultipleUpdates:
         ]
 
 
-def fetch(metrics: dict[str, jax.Array], *, noise: bool) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+def fetch_metrics(metrics: dict[str, jax.Array], *, noise: bool) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Scalars and arrays on the host; ``NOISE`` only when it was measured."""
     host: dict[str, Any] = jax.device_get(metrics)
     scalars = {key: value.item() for key, value in host.items() if value.ndim == 0 and (noise or key != NOISE)}

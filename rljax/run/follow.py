@@ -1,0 +1,100 @@
+"""What a process other than 0 does: it waits for announcements of process 0 and makes the same calls (run/lead.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rljax.processes import Act, Processes
+from rljax.rollout.build import PolicyFunctions
+from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.types import SamplingParams
+from rljax.run.checkpoint import Checkpointer
+from rljax.run.lead import sequences_of, vectors_of
+from rljax.trainer.packing import PackedBatch, TrainSequence
+from rljax.trainer.state import TrainState
+from rljax.trainer.update import Update, Updated, UpdateOptions
+
+# What is done with the newest parameters.
+OfParams = Callable[[Act, Any], object]
+
+
+def engine_acts(engine: RolloutEngine) -> dict[str, OfParams]:
+    """The acts of ``LedEngine``."""
+
+    def generate(act: Act, params: Any) -> None:
+        del params
+        sampling = act.fields["sampling"] | {"stop_token_ids": tuple(act.fields["sampling"]["stop_token_ids"])}
+        prompts = vectors_of("prompts", act.arrays)
+        for _ in engine.generate(prompts, act.fields["n"], SamplingParams(**sampling), seed=act.fields["seed"]):
+            pass
+        engine.pop_metrics()
+
+    return {"publish": lambda act, params: engine.publish(params, act.fields["version"]), "generate": generate}
+
+
+def function_acts(functions: PolicyFunctions) -> dict[str, OfParams]:
+    """The acts of ``led_functions``."""
+
+    def tensors(act: Act, params: Any) -> None:
+        del act
+        for _ in functions.tensors(params):
+            pass
+
+    return {
+        "tensors": tensors,
+        "checksums": lambda act, params: functions.checksums(params),
+        "score": lambda act, params: functions.score(params, vectors_of("sequences", act.arrays)),
+    }
+
+
+class Follower:
+    """Holds this process's shards of the state, and does what is announced."""
+
+    def __init__(self, state: TrainState, update: Update, checkpointer: Checkpointer, acts: dict[str, OfParams]):
+        """Takes its parts.
+
+        Args:
+          state: at the step where the run starts; taken over.
+          update: that of ``LedUpdate``.
+          checkpointer: that of ``LedCheckpointer``.
+          acts: those of the engine.
+        """
+        self._state, self._update, self._checkpointer, self._of_params = state, update, checkpointer, acts
+        self._sequences: list[TrainSequence] = []
+        self._batch: PackedBatch | None = None
+        self._updated: Updated | None = None
+        self._acts: dict[str, Callable[[Act], object]] = {
+            "pack": self._pack,
+            "update": self._make_update,
+            "trainer_logprobs": self._trainer_logprobs,
+            "save": lambda act: checkpointer.save(act.fields["step"], self._state, act.fields["host"]),
+            "save_best": lambda act: checkpointer.save_best(state=self._state, **act.fields),
+            "close": lambda act: checkpointer.close(),
+        }
+
+    def run(self, processes: Processes) -> int:
+        """Follows to the end of the run; returns its exit status."""
+        while (act := processes.listen()).name != "end":
+            processes.do(lambda act=act: self._do(act))  # type: ignore[misc]
+        return int(act.fields["status"])
+
+    def _do(self, act: Act) -> None:
+        if act.name in self._of_params:
+            self._of_params[act.name](act, self._state.params)
+        else:
+            self._acts[act.name](act)
+
+    def _pack(self, act: Act) -> None:
+        self._sequences = sequences_of(act.arrays)
+        self._batch = self._update.pack(self._sequences)
+
+    def _make_update(self, act: Act) -> None:
+        assert self._batch is not None
+        options = UpdateOptions(**act.fields)
+        self._updated = self._update(self._state, self._batch, self._sequences, options)
+        self._state = self._updated.state
+
+    def _trainer_logprobs(self, act: Act) -> None:
+        assert self._updated is not None
+        self._updated.trainer_logprobs()

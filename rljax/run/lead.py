@@ -1,0 +1,165 @@
+"""What process 0 of several does together with the others: each part announces a call before it makes it.
+
+The parts have the interfaces of those that they stand before, so that the loop knows nothing of processes.
+``run/follow.py`` does what is announced here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rljax.checksum import Checksum
+from rljax.processes import Processes
+from rljax.rollout.build import PolicyFunctions
+from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.types import Response, SamplingParams
+from rljax.run.checkpoint import Checkpointer
+from rljax.trainer.packing import PackedBatch, TrainSequence
+from rljax.trainer.state import TrainState
+from rljax.trainer.update import Update, Updated, UpdateOptions
+
+
+class LedEngine:
+    """RolloutEngine whose devices are those of all processes."""
+
+    def __init__(self, engine: RolloutEngine, processes: Processes):
+        """``engine`` samples on the mesh of all processes."""
+        self._engine, self._processes = engine, processes
+
+    def publish(self, params: Any, policy_version: int) -> None:
+        """See RolloutEngine."""
+        with self._processes.together("publish", {"version": policy_version}):
+            self._engine.publish(params, policy_version)
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
+    ) -> Iterator[Response]:
+        """See RolloutEngine. Who does not want the rest waits for it all the same: the others sample it, too."""
+        fields = {"n": n, "sampling": vars(sampling), "seed": seed}
+        with self._processes.together("generate", fields, ragged("prompts", prompts)):
+            yield from to_the_end(self._engine.generate(prompts, n, sampling, seed=seed))
+
+    def pop_metrics(self) -> dict[str, float]:
+        """See RolloutEngine."""
+        return self._engine.pop_metrics()
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+        self._engine.close()
+
+
+def led_functions(functions: PolicyFunctions, processes: Processes) -> PolicyFunctions:
+    """What an HTTP engine of process 0 computes from a policy whose shards all processes hold."""
+
+    def tensors(params: Any) -> Iterator[tuple[str, np.ndarray]]:
+        with processes.together("tensors"):
+            yield from to_the_end(iter(functions.tensors(params)))
+
+    def checksums(params: Any) -> Mapping[str, Checksum]:
+        with processes.together("checksums"):
+            return functions.checksums(params)
+
+    def score(params: Any, sequences: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        with processes.together("score", {}, ragged("sequences", sequences)):
+            return functions.score(params, sequences)
+
+    return PolicyFunctions(tensors, checksums, score)
+
+
+class LedUpdate:
+    """Update of a state whose shards all processes hold; each of them packs the batch."""
+
+    def __init__(self, update: Update, processes: Processes):
+        """``update`` works on the mesh of all processes."""
+        self._update, self._processes = update, processes
+
+    def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
+        """See ``Update``; the same sequences go to the next call."""
+        with self._processes.together("pack", {}, sequence_arrays(sequences)):
+            return self._update.pack(sequences)
+
+    def __call__(
+        self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
+    ) -> Updated:
+        """See ``Update``."""
+        with self._processes.together("update", options._asdict()):
+            updated = self._update(state, batch, sequences, options)
+
+        def trainer_logprobs() -> list[np.ndarray]:
+            with self._processes.together("trainer_logprobs"):
+                return updated.trainer_logprobs()
+
+        return updated._replace(trainer_logprobs=trainer_logprobs)
+
+
+class LedCheckpointer(Checkpointer):
+    """Checkpointer to which every process writes its shards."""
+
+    def __init__(self, *args: Any, processes: Processes, **options: Any):
+        """As ``Checkpointer``; all processes make one at the same time."""
+        super().__init__(*args, **options)
+        self._processes = processes
+
+    def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
+        """See ``Checkpointer``."""
+        with self._processes.together("save", {"step": step, "host": host}):
+            super().save(step, state, host)
+
+    def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
+        """See ``Checkpointer``."""
+        with self._processes.together("save_best", {"step": step, "accuracy": accuracy, "host": host}):
+            return super().save_best(step, accuracy, state, host)
+
+    def close(self) -> None:
+        """See ``Checkpointer``. After something that was done together failed, files are left as they are."""
+        if self._processes.are_together:
+            with self._processes.together("close"):
+                super().close()
+
+
+def to_the_end(items: Iterator[Any]) -> Iterator[Any]:
+    """The items; the rest of them is taken, too, when nobody wants it any more."""
+    try:
+        yield from items
+    finally:
+        for _ in items:
+            pass
+
+
+# ---- arrays of several lengths -----------------------------------------------------------------------------------
+
+
+def ragged(name: str, vectors: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """Vectors one after another under ``name``, and their lengths under ``name/lengths``."""
+    all_of_them = [np.asarray(vector) for vector in vectors]
+    lengths = np.asarray([len(vector) for vector in all_of_them], np.int64)
+    return {name: np.concatenate(all_of_them), f"{name}/lengths": lengths}
+
+
+def vectors_of(name: str, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """The inverse of ``ragged``."""
+    return np.split(arrays[name], np.cumsum(arrays[f"{name}/lengths"])[:-1])
+
+
+_VECTORS = ("prompt", "response", "rollout_logprobs", "staleness")
+
+
+def sequence_arrays(sequences: Sequence[TrainSequence]) -> dict[str, np.ndarray]:
+    """The sequences of a step as arrays, every bit kept."""
+    arrays: dict[str, np.ndarray] = {
+        "advantage": np.asarray([sequence.advantage for sequence in sequences], np.float64),
+        "in_loss": np.asarray([sequence.in_loss for sequence in sequences], np.bool_),
+    }
+    for name in _VECTORS:
+        arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
+    return arrays
+
+
+def sequences_of(arrays: Mapping[str, np.ndarray]) -> list[TrainSequence]:
+    """The inverse of ``sequence_arrays``."""
+    prompts, responses, logprobs, staleness = (vectors_of(name, arrays) for name in _VECTORS)
+    advantages, in_loss = arrays["advantage"].tolist(), arrays["in_loss"].tolist()
+    return list(map(TrainSequence, prompts, responses, logprobs, advantages, in_loss, staleness))
