@@ -30,7 +30,8 @@ WAITING = "waiting for process 0"
 _ROOT = "rljax/life/"  # of its own: a folder of the store is read whole
 _BEATS, _WORDS, _SIGNAL = f"{_ROOT}beat/", f"{_ROOT}word/", f"{_ROOT}signal"
 _WORD = f"{_WORDS}first"
-_PARTS = 10  # beats in the time after which a process counts as lost
+_PARTS = 20  # beats in the time within which the others end
+_SILENT = 0.7  # of that time, after which a process counts as lost; the rest is for telling the others
 
 
 @dataclass
@@ -69,11 +70,12 @@ class Liveness:
           store: the client of ``jax.distributed``.
           index: of this process, from 0.
           count: of processes.
-          heartbeat_s: how long a process may be silent before the others end (seconds).
+          heartbeat_s: from the last sign of life of a process to the end of the others (seconds).
           stuck_s: how long a process may be in one place (seconds).
         """
         self._store, self._index, self._count = store, index, count
         self._heartbeat_s, self._stuck_s = heartbeat_s, stuck_s
+        self._silent_s = _SILENT * heartbeat_s
         self._period_s = min(1.0, heartbeat_s / _PARTS)
         self._place, self._moved, self._number = "starting", 0, 0
         self._seen: dict[int, Seen] = {}
@@ -165,12 +167,12 @@ class Liveness:
             if self._moved != place:
                 place, since = self._moved, now
             silent_s = now - self._answered
-            if silent_s > self._heartbeat_s and not self._stopped.is_set():
+            if silent_s > self._silent_s and not self._stopped.is_set():
                 self._end(START_AGAIN_STATUS, self._lost(0, silent_s))
             if self._index:
                 continue
             for index, seen in list(self._seen.items()):
-                if now - seen.changed > self._heartbeat_s and not self._stopped.is_set():
+                if now - seen.changed > self._silent_s and not self._stopped.is_set():
                     self._end_everywhere(self._lost(index, now - seen.changed))
             standing = [since, *(seen.place_changed for seen in self._seen.values() if seen.place != WAITING)]
             if self._stuck_s and now - min(standing) > self._stuck_s:

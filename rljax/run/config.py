@@ -47,7 +47,8 @@ class RunConfig:
     coordinator: str = ""
     """HOST:PORT of process 0, at which the others find it. Empty: as the cluster says."""
     heartbeat_s: float = 30.0
-    """Longest time that one of several processes may give no sign of life before the others end (seconds)."""
+    """Longest time from the last sign of life of one of several processes to the end of the others, with a line that
+    names it and exit status 75 (seconds)."""
     stuck_s: float = 3600.0
     """Longest time in one phase of a step without any progress (a response that arrives is progress) before the run
     ends and says where each process stands (seconds). 0: no limit."""

@@ -123,7 +123,8 @@ class LedCheckpointer(Checkpointer):
 def to_the_end(items: Iterator[Any]) -> Iterator[Any]:
     """The items; the rest of them is taken, too, when nobody wants it any more."""
     try:
-        yield from items
+        for item in items:  # noqa: UP028 ("yield from" would close them with this generator)
+            yield item
     finally:
         for _ in items:
             pass

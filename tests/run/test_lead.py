@@ -1,0 +1,76 @@
+"""What process 0 sends to the others arrives bit for bit."""
+
+import numpy as np
+import pytest
+
+from rljax.errors import ConfigError
+from rljax.processes import Processes, ProcessOptions, _packed, _unpacked, start_processes
+from rljax.run.lead import ragged, sequence_arrays, sequences_of, to_the_end, vectors_of
+from rljax.trainer.packing import TrainSequence
+
+
+def test_sequences_come_out_as_they_went_in():
+    rng = np.random.default_rng(0)
+    lengths = [(3, 5), (1, 1), (4, 2)]
+    sequences = [
+        TrainSequence(
+            rng.integers(0, 9, p).astype(np.int32),
+            rng.integers(0, 9, r).astype(np.int32),
+            rng.normal(size=r).astype(np.float32),
+            float(rng.normal()),
+            bool(r % 2),
+            rng.integers(0, 3, r).astype(np.int32),
+        )
+        for p, r in lengths
+    ]
+    act = _unpacked(_packed("pack", {"a": 1}, sequence_arrays(sequences), inline=True))
+    found = sequences_of(act.arrays)
+    assert (act.name, act.fields) == ("pack", {"a": 1})
+    assert len(found) == len(sequences)
+    for one, other in zip(found, sequences, strict=True):
+        assert (one.advantage, one.in_loss) == (other.advantage, other.in_loss)
+        for name in ("prompt", "response", "rollout_logprobs", "staleness"):
+            got, expected = getattr(one, name), getattr(other, name)
+            assert got.dtype == expected.dtype
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_vectors_may_be_empty():
+    vectors = [np.arange(2), np.arange(0), np.arange(3)]
+    assert [v.tolist() for v in vectors_of("x", ragged("x", vectors))] == [[0, 1], [], [0, 1, 2]]
+
+
+def test_who_stops_early_takes_the_rest_all_the_same():
+    taken = []
+
+    def items():
+        for item in range(5):
+            taken.append(item)
+            yield item
+
+    stream = to_the_end(items())
+    assert next(stream) == 0
+    stream.close()
+    assert taken == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (ProcessOptions(processes=2), "are given together, or none"),
+        (ProcessOptions(process_id=0), "are given together, or none"),
+        (ProcessOptions(2, 2, "host:1"), "run.process_id = 2 must be below run.processes = 2"),
+        (ProcessOptions(2, 0, "host"), "run.coordinator must be HOST:PORT of process 0, got 'host'"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        start_processes(options)
+
+
+def test_one_process_does_everything_alone():
+    processes = Processes()
+    with processes, processes.together("anything", {}, {"x": np.zeros(3)}):
+        pass
+    assert (processes.index, processes.count, processes.is_leader, processes.signal()) == (0, 1, True, None)
+    processes.end(0)

@@ -1,0 +1,99 @@
+"""Runs of several real processes on one machine, four simulated devices in all, that are ended by their ids."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from toy_runs import ROOT, TIMEOUT, environment
+
+DEVICES = 4
+FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
+
+
+def free_port():
+    """A TCP port of 127.0.0.1 that nobody listened at a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Run:
+    """``python -m rljax.train`` as ``count`` processes; a context manager that leaves none of them."""
+
+    def __init__(self, words, count, output, heartbeat_s=10, **settings):
+        """What process i prints goes to ``output``.i, a path."""
+        self.count, self.output = count, output
+        share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // count}"
+        common = ["--run.heartbeat-s", str(heartbeat_s), "--run.processes", str(count)]
+        address = f"127.0.0.1:{free_port()}"
+        self.processes = []
+        for index in range(count):
+            place = ["--run.process-id", str(index), "--run.coordinator", address] if count > 1 else []
+            with open(f"{output}.{index}", "wb") as file:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "rljax.train", *map(str, words), *common, *place],
+                        env=environment(XLA_FLAGS=share, **settings),
+                        cwd=ROOT,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def wait(self, timeout=TIMEOUT, but=()):
+        """Exit statuses of the processes ``but`` for some, within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        wanted = [process for index, process in enumerate(self.processes) if index not in but]
+        return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in wanted]
+
+    def wait_for_rows(self, run_dir, count):
+        """Returns when so many steps are recorded."""
+        deadline, path = time.monotonic() + TIMEOUT, run_dir / "metrics.jsonl"
+        while not path.exists() or len(path.read_text().splitlines()) < count:
+            ended = [process.poll() for process in self.processes]
+            assert ended == [None] * self.count, f"statuses {ended}: {self.printed()}"
+            assert time.monotonic() < deadline, f"no {count} rows within {TIMEOUT} s: {self.printed()}"
+            time.sleep(0.05)
+
+    def send(self, index, number=signal.SIGKILL):
+        """Sends a signal to one process."""
+        self.processes[index].send_signal(number)
+
+    def printed(self):
+        """What each process printed."""
+        outputs = []
+        for index in range(self.count):
+            with open(f"{self.output}.{index}", errors="replace") as file:
+                outputs.append(file.read())
+        return outputs
+
+
+def complete_together(words, count, output, **settings):
+    """Trains to the end; the test fails unless every process ends with status 0."""
+    with Run(words, count, output, **settings) as run:
+        statuses = run.wait()
+        assert statuses == [0] * count, run.printed()
+
+
+def largest_differences(rows, others):
+    """Metric -> largest relative difference between two lists of rows; {} when they are equal."""
+    assert len(rows) == len(others)
+    found = {}
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys(), row.keys() ^ other.keys()
+        for key, value in row.items():
+            if value != other[key]:
+                both = abs(value), abs(other[key])
+                found[key] = max(found.get(key, 0.0), abs(value - other[key]) / max(*both, 1e-12))
+    return found
