@@ -8,6 +8,11 @@ from quick_compile import FLAGS
 
 ROOT = Path(__file__).parents[1]
 MESH_DEVICES = 8
+# Markers of tests that need more than an environment of this package, and what runs them.
+OF_A_SCRIPT = {
+    "compilers": "tools/test_compilers.sh",
+    "processes": "tools/test_processes.sh",
+}
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
@@ -38,14 +43,24 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Puts the longest files first, the tests of one server together, and skips what needs devices or compilers."""
+    """Puts the longest files first, the tests of one server together, and skips what a script of its own runs."""
     for item in items:
         if item.get_closest_marker("mesh") and config.option.markexpr != "mesh":
             item.add_marker(pytest.mark.skip(reason="needs eight devices: run pytest -m mesh"))
-        if item.get_closest_marker("compilers") and config.option.markexpr != "compilers":
-            item.add_marker(pytest.mark.skip(reason="needs compilers: run tools/test_compilers.sh"))
+        for marker, script in OF_A_SCRIPT.items():
+            if item.get_closest_marker(marker) and config.option.markexpr != marker:
+                item.add_marker(pytest.mark.skip(reason=f"run {script}"))
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.get_closest_marker("vllm") is None, item.path not in slow_files))
+
+
+@pytest.fixture(scope="session")
+def toy_base() -> Path:
+    """A toy base that was fitted for 400 steps on half scratchpads: about one response in five earns its reward.
+
+    Made by ``tools/make_toy_base.py tests/data/practised-base --steps 400 --settle-steps 0 --batch-size 64 --seed 1``.
+    """
+    return ROOT / "tests/data/practised-base"
 
 
 @pytest.fixture

@@ -17,10 +17,11 @@ if [ "${1:-}" = --fast ]; then
   shift
 fi
 
+elsewhere="compilers and not processes" # what has a script of its own
 prepare_environment test
-selection="not mesh and not compilers"
+selection="not mesh and not $elsewhere"
 if $fast; then
-  selection="not mesh and not slow and not vllm and not compilers"
+  selection="not mesh and not slow and not vllm and not $elsewhere"
 elif [ "${RLJAX_SKIP_VLLM:-0}" != 1 ]; then
   bash launch/install_vllm.sh
 fi

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_runs import ROOT
 
 from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import hf_checksums, hf_tensors, load_params
@@ -234,12 +233,3 @@ def prompts() -> list[np.ndarray]:
     """Five prompts of 3 to 7 tokens."""
     draw = np.random.default_rng(5)
     return [draw.integers(2, 256, size=3 + i).astype(np.int32) for i in range(5)]
-
-
-@pytest.fixture(scope="session")
-def toy_base() -> Path:
-    """A toy base that was fitted for 400 steps on half scratchpads: about one response in five earns its reward.
-
-    Made by ``tools/make_toy_base.py tests/data/practised-base --steps 400 --settle-steps 0 --batch-size 64 --seed 1``.
-    """
-    return ROOT / "tests/data/practised-base"

@@ -4,18 +4,17 @@ import signal
 import time
 
 import pytest
-from process_runs import FLOAT32, Run, complete_together, largest_differences
+from process_runs import FLOAT32, TINY, Run, complete_together, largest_differences
 from toy_runs import comparable, tiny
 
 from rljax.errors import START_AGAIN_STATUS
 
 pytestmark = pytest.mark.slow
 STEPS = 8
-WITH_ALL = ("--packing.rows-per-micro-batch", "4", "--data.batch-size", "4", "--rollout.dump-every", "4")
 
 
 def words(base, run_dir, *options):
-    return tiny(base, run_dir, STEPS, *FLOAT32, *WITH_ALL, *options)
+    return tiny(base, run_dir, STEPS, *FLOAT32, *TINY, "--rollout.dump-every", "4", *options)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,9 @@ def alone(toy_base, tmp_path_factory):
     """The rows of one process on four devices."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
     complete_together(words(toy_base, run_dir), 1, run_dir.with_name("printed"))
-    return comparable(run_dir)
+    rows = comparable(run_dir)
+    assert all(row["optimizer/grad_norm"] > 0 for row in rows)
+    return rows
 
 
 def assert_same(run_dir, rows):

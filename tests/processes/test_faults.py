@@ -1,0 +1,167 @@
+"""What may happen to one of several processes, planted: each ends all of them in time, and the run goes on."""
+
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+from process_runs import FLOAT32, TINY, Run, complete_together, largest_differences
+from toy_runs import comparable, tiny
+
+from rljax.errors import START_AGAIN_STATUS
+
+pytestmark = pytest.mark.processes
+STEPS = 10
+HEARTBEAT_S = 10
+
+
+def words(base, run_dir, *options):
+    return tiny(base, run_dir, STEPS, *FLOAT32, *TINY, *options)
+
+
+@pytest.fixture(scope="module")
+def alone(toy_base, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    complete_together(words(toy_base, run_dir), 1, run_dir.with_name("printed"))
+    return comparable(run_dir)
+
+
+def goes_on(toy_base, run_dir, alone, tmp_path):
+    complete_together(words(toy_base, run_dir), 2, tmp_path / "again", heartbeat_s=30)
+    differences = largest_differences(comparable(run_dir), alone)
+    assert max(differences.values(), default=0.0) < 1e-5, differences
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_any_time_the_others_end_in_time_and_name_it(seed, alone, toy_base, tmp_path):
+    rng = np.random.default_rng(seed)
+    run_dir, count = tmp_path / "run", (2, 2, 4, 4)[seed]
+    with Run(words(toy_base, run_dir), count, tmp_path / "first", heartbeat_s=HEARTBEAT_S) as run:
+        run.wait_for_rows(run_dir, int(rng.integers(2, 7)))
+        time.sleep(rng.uniform(0, 1))
+        victim = int(rng.integers(count))
+        run.send(victim)
+        began = time.monotonic()
+        assert run.wait(but=[victim]) == [START_AGAIN_STATUS] * (count - 1), run.printed()
+        took = time.monotonic() - began
+        said = run.printed()[0] if victim else "".join(p.read_text() for p in (run_dir / "logs").iterdir())
+    print(f"process {victim} of {count} killed: the others ended after {took:.1f} s")
+    assert took < HEARTBEAT_S + 2  # two cores, on which four processes run
+    assert f"error: process {victim} on " in said
+    goes_on(toy_base, run_dir, alone, tmp_path)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_stands_still_ends_the_others_and_itself_once_it_goes_on(victim, alone, toy_base, tmp_path):
+    run_dir = tmp_path / "run"
+    with Run(words(toy_base, run_dir), 2, tmp_path / "first", heartbeat_s=HEARTBEAT_S) as run:
+        run.wait_for_rows(run_dir, 3)
+        run.send(victim, signal.SIGSTOP)
+        began = time.monotonic()
+        assert run.wait(but=[victim]) == [START_AGAIN_STATUS], run.printed()
+        assert time.monotonic() - began < HEARTBEAT_S + 2
+        run.send(victim, signal.SIGCONT)
+        assert run.wait(timeout=HEARTBEAT_S + 20)[victim] == START_AGAIN_STATUS, run.printed()
+    goes_on(toy_base, run_dir, alone, tmp_path)
+
+
+# A process that loads this at its start (PYTHONPATH) does at its fourth update what FAULT says, if it is process 1.
+SITE = """
+import os, sys, time
+
+def plant():
+    import rljax.trainer.step as step
+    calls, plain = [], step.TrainStep.__call__
+
+    def call(self, *args, **options):
+        calls.append(None)
+        if len(calls) == 4:
+            if os.environ["FAULT"] == "raise":
+                raise ValueError("planted")
+            time.sleep(600)
+        return plain(self, *args, **options)
+
+    step.TrainStep.__call__ = call
+
+if os.environ["WHO"] in sys.orig_argv[sys.orig_argv.index("--run.process-id") :][1:2]:
+    plant()
+"""
+
+
+@pytest.mark.parametrize("who", ["0", "1"])
+def test_an_error_in_one_process_ends_all_with_its_status(who, alone, toy_base, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    run_dir, planted = tmp_path / "run", {"FAULT": "raise", "WHO": who, "path": tmp_path}
+    with Run(words(toy_base, run_dir), 2, tmp_path / "first", heartbeat_s=HEARTBEAT_S, **planted) as run:
+        assert run.wait(timeout=180) == [1, 1], run.printed()
+        outputs = [*run.printed(), (run_dir / "logs/process_1.log").read_text()]
+    assert "ValueError: planted" in outputs[0]  # its own traceback, or what the other said
+    assert "ValueError: planted" in outputs[2]
+    goes_on(toy_base, run_dir, alone, tmp_path)
+
+
+def test_a_step_that_hangs_is_noticed_and_each_process_says_where_it_is(alone, toy_base, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    run_dir, planted = tmp_path / "run", {"FAULT": "hang", "WHO": "1", "path": tmp_path}
+    limits = ("--run.stuck-s", "25")
+    with Run(words(toy_base, run_dir, *limits), 2, tmp_path / "first", heartbeat_s=HEARTBEAT_S, **planted) as run:
+        assert run.wait(timeout=300) == [START_AGAIN_STATUS] * 2, run.printed()
+        printed, log = run.printed()[0], (run_dir / "logs/process_1.log").read_text()
+    assert "nothing moved for run.stuck_s = 25 s: process 0 on " in printed
+    assert ": update for " in printed
+    assert "sitecustomize.py" in log, "the traceback does not show where it hangs"
+    goes_on(toy_base, run_dir, alone, tmp_path)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_asked_to_stop_at_any_process_all_save_one_step_and_leave(who, alone, toy_base, tmp_path):
+    run_dir = tmp_path / "run"
+    with Run(words(toy_base, run_dir, "--checkpoint.every", "0"), 2, tmp_path / "first") as run:
+        run.wait_for_rows(run_dir, 3)
+        run.send(who, signal.SIGTERM)
+        assert run.wait(timeout=60) == [128 + signal.SIGTERM] * 2, run.printed()
+        assert f"stopped after step {len(comparable(run_dir))}, saved" in run.printed()[0]
+    goes_on(toy_base, run_dir, alone, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["arrays", "host"])
+def test_a_damaged_checkpoint_is_left_for_the_one_before_it(damage, alone, toy_base, tmp_path):
+    run_dir = tmp_path / "run"
+    complete_together([*words(toy_base, run_dir), "--run.steps", "6"], 2, tmp_path / "first", heartbeat_s=30)
+    place = run_dir / "checkpoints" / "6"
+    if damage == "host":
+        (place / "host" / "metadata").write_text("{")
+    else:
+        largest = max((path for path in (place / "state").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[len(content) // 2 : len(content) // 2 + 400] = bytes(400)
+        largest.write_bytes(content)
+    with Run(words(toy_base, run_dir), 2, tmp_path / "second", heartbeat_s=HEARTBEAT_S) as run:
+        statuses = run.wait(timeout=120)
+        printed = [*run.printed(), (run_dir / "logs/process_1.log").read_text()]
+    assert statuses == [START_AGAIN_STATUS] * 2, printed
+    assert any("checkpoint 6 in " in each and "is damaged" in each for each in printed)
+    assert [path.name for path in (run_dir / "damaged").iterdir()] == ["6"]
+    goes_on(toy_base, run_dir, alone, tmp_path)
+
+
+def test_a_process_lost_in_the_middle_of_a_save_leaves_the_one_before(alone, toy_base, tmp_path):
+    """Killed as soon as a folder of a save that is not complete appears, several times."""
+    run_dir, caught = tmp_path / "run", 0
+    for attempt in range(3):
+        with Run(words(toy_base, run_dir, "--checkpoint.every", "1"), 2, tmp_path / f"kill_{attempt}") as run:
+            seen, deadline = {p.name for p in run_dir.glob("checkpoints/*")}, time.monotonic() + 120
+            while time.monotonic() < deadline and run.processes[1].poll() is None:
+                new = [p for p in run_dir.glob("checkpoints/*") if p.name not in seen and not p.name.isdecimal()]
+                if new:
+                    run.send(1)
+                    caught += 1
+                    break
+                time.sleep(0.002)
+            assert run.wait(timeout=60)[0] in (0, START_AGAIN_STATUS), run.printed()
+    assert caught
+    complete = [path for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()]
+    for path in complete:
+        assert json.loads((path / "_CHECKPOINT_METADATA").read_text())["commit_timestamp_nsecs"]
+    goes_on(toy_base, run_dir, alone, tmp_path)

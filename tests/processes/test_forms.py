@@ -1,0 +1,74 @@
+"""Every engine and every form of update by 2 and 4 processes: the rows of one process on the same mesh."""
+
+import numpy as np
+import pytest
+from process_runs import FLOAT32, TINY, Run, complete_together, largest_differences
+from toy_runs import comparable, tiny
+
+pytestmark = pytest.mark.processes
+STEPS = 4
+EXACT = ("--rollout.engine", "exact", "--rollout.max-response-tokens", "6")
+FORMS = {
+    "evaluated and dumped": ("--eval.every", "2", "--rollout.dump-every", "2", "--checkpoint.keep-best", "true"),
+    "mini-batches": ("--loss.mini-batches", "2", "--loss.epochs", "2"),
+    "kl": ("--loss.kl", "k3", "--loss.kl-coefficient", "0.1"),
+    "mini-batches with kl": ("--loss.mini-batches", "2", "--loss.kl", "k3", "--loss.kl-coefficient", "0.1"),
+    "tensor parallel": ("--mesh.tp", "2"),
+    "replicas": ("--mesh.replica", "2", "--mesh.fsdp", "2"),
+    "gathered weights": ("--mesh.keep-gathered", "true"),
+    "gradient noise": ("--diagnosis.grad-noise-every", "1"),
+    "injected mismatch": ("--rollout.inject.weight-noise", "0.01", "--rollout.inject.staleness", "1"),
+    "exact": EXACT,
+    "exact with kl": (*EXACT, "--loss.kl", "k3", "--loss.kl-coefficient", "0.1"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_rows_are_those_of_one_process(form, toy_base, tmp_path):
+    rows = {}
+    for count in (1, 2, 4):
+        run_dir = tmp_path / f"run_{count}"
+        words = tiny(toy_base, run_dir, STEPS, *FLOAT32, *TINY, *FORMS[form])
+        complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30)
+        rows[count] = comparable(run_dir)
+        assert [row["step"] for row in rows[count]] == list(range(1, STEPS + 1))
+        assert all(row["optimizer/grad_norm"] > 0 for row in rows[count])
+    for count in (2, 4):
+        differences = largest_differences(rows[1], rows[count])
+        worst = max(differences, key=differences.get, default=None)
+        print(f"{form}, {count} processes: {(worst, differences[worst]) if worst else 'bit for bit'}")
+        assert max(differences.values(), default=0.0) < 1e-5, (count, differences)
+
+
+def test_bfloat16_weights_move_alike_at_first(toy_base, tmp_path):
+    rows = {}
+    for count in (1, 2):
+        words = tiny(toy_base, tmp_path / f"run_{count}", 2, *TINY)
+        complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30)
+        rows[count] = comparable(tmp_path / f"run_{count}")
+    one, two = (rows[count][0] for count in (1, 2))
+    assert one["response_length/mean"] == two["response_length/mean"]
+    assert np.isclose(one["mismatch/logprob_abs_diff_mean"], two["mismatch/logprob_abs_diff_mean"], rtol=0.1)
+
+
+def test_a_run_goes_on_with_other_numbers_of_processes(toy_base, tmp_path):
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    complete_together(tiny(toy_base, whole, 10, *FLOAT32, *TINY), 1, tmp_path / "printed_whole")
+    moves = [(1, "1"), (2, "2"), (4, "1"), (2, "1"), (1, "4")]
+    for place, (count, tp) in enumerate(moves):
+        words = tiny(toy_base, moved, 2 * (place + 1), *FLOAT32, *TINY, "--mesh.tp", tp)
+        complete_together(words, count, tmp_path / f"printed_{place}", heartbeat_s=30)
+    differences = largest_differences(comparable(whole), comparable(moved))
+    print(f"1, 2, 4, 2, 1 processes: {differences or 'bit for bit'}")
+    assert max(differences.values(), default=0.0) < 1e-5, differences
+
+
+def test_four_processes_write_one_record(toy_base, tmp_path):
+    run_dir = tmp_path / "run"
+    with Run(tiny(toy_base, run_dir, 3, *FLOAT32, *TINY), 4, tmp_path / "printed") as run:
+        assert run.wait() == [0] * 4, run.printed()
+        first, *others = run.printed()
+    assert others == ["", "", ""]
+    assert "step 3/3" in first
+    assert sorted(path.name for path in (run_dir / "logs").iterdir()) == [f"process_{i}.log" for i in (1, 2, 3)]
+    assert len(list((run_dir / "tb").glob("events*"))) == 1
