@@ -67,7 +67,7 @@ class Liveness:
         """Nothing happens before ``start``.
 
         Args:
-          store: the client of ``jax.distributed``.
+          store: the client of ``jax.distributed``; None where there is one process, which is only watched.
           index: of this process, from 0.
           count: of processes.
           heartbeat_s: from the last sign of life of a process to the end of the others (seconds).
@@ -89,8 +89,7 @@ class Liveness:
         if self._index:
             self._die_with_process_0()
         self._answered = time.monotonic()
-        threads = (self._beat, self._watch)
-        for work in threads:
+        for work in (self._beat, self._watch) if self._store is not None else (self._watch,):
             threading.Thread(target=work, name=f"rljax{work.__name__}", daemon=True).start()
 
     def stop(self) -> None:
@@ -167,7 +166,7 @@ class Liveness:
             if self._moved != place:
                 place, since = self._moved, now
             silent_s = now - self._answered
-            if silent_s > self._silent_s and not self._stopped.is_set():
+            if self._store is not None and silent_s > self._silent_s and not self._stopped.is_set():
                 self._end(START_AGAIN_STATUS, self._lost(0, silent_s))
             if self._index:
                 continue
@@ -192,6 +191,8 @@ class Liveness:
 
     def _end_everywhere(self, line: str, *, trace: bool = False) -> NoReturn:
         """The word is written by another thread: this one must not wait for the store."""
+        if self._store is None:
+            self._end(START_AGAIN_STATUS, line, trace=trace)
         word = json.dumps({"status": START_AGAIN_STATUS, "line": line, "by": self._index, "trace": trace})
         writing = threading.Thread(target=self._store.key_value_set, args=(_WORD, word), daemon=True)
         writing.start()

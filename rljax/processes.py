@@ -28,6 +28,10 @@ from rljax.liveness import WAITING, Liveness
 
 Arrays = Mapping[str, np.ndarray]
 
+UPDATE = "update"
+COMPARED = ("pack", UPDATE, "save")
+"""Acts of which processes are compared."""
+
 _ACTS = "rljax/act/"
 _END = "end"
 _SMALL_BYTES = 256 * 1024  # that go through the key-value store
@@ -75,10 +79,11 @@ class Processes:
         """Of several processes ``jax.distributed`` was initialised before."""
         self.index, self.count = index, count
         self._heartbeat_s, self._number, self._broken = heartbeat_s, 0, ""
-        self._liveness: Liveness | None = None
-        if count > 1:
-            self._store = _store()
-            self._liveness = Liveness(self._store, index, count, heartbeat_s=heartbeat_s, stuck_s=stuck_s)
+        self._store: Any = _store() if count > 1 else None
+        self._took = dict.fromkeys(COMPARED, 0.0)
+        limits = {"heartbeat_s": heartbeat_s, "stuck_s": stuck_s}
+        wanted = count > 1 or stuck_s > 0
+        self._liveness = Liveness(self._store, index, count, **limits) if wanted else None
 
     @property
     def is_leader(self) -> bool:
@@ -122,7 +127,8 @@ class Processes:
             raise StartAgainError(f"the processes stand at different places since {self._broken} failed")
         self._announce(name, fields or {}, arrays or {})
         try:
-            yield
+            with self._timed(name):
+                yield
         except BaseException as error:
             self._broken = name
             if isinstance(error, jax.errors.JaxRuntimeError):
@@ -145,13 +151,44 @@ class Processes:
         self.at(act.name)
         return act
 
-    def do(self, act: Callable[[], None]) -> None:
+    def do(self, name: str, act: Callable[[], None]) -> None:
         """``act`` as a process other than 0 does it; where a collective fails, the dead process is named first."""
         try:
-            act()
+            with self._timed(name):
+                act()
         except jax.errors.JaxRuntimeError:
             self._let_others_be_found_dead()
             raise
+
+    def compare(self) -> dict[str, float]:
+        """Which process was slowest since the last call, at what each does for itself; all of them call it.
+
+        Returns:
+          ``perf/<act>_slowest_s`` and ``perf/<act>_slowest_process`` of the acts in ``COMPARED`` that were done; {} of
+          a single process. All leave an update at the same time, so that the slowest one is that which came last to it,
+          by so many seconds after the first.
+        """
+        if self.count == 1:
+            return {}
+        mine = np.asarray([self._took[name] for name in COMPARED], np.float32)
+        self._took = dict.fromkeys(COMPARED, 0.0)
+        all_of_them = np.asarray(multihost_utils.process_allgather(mine)).reshape(self.count, len(COMPARED))
+        found: dict[str, float] = {}
+        for name, seconds in zip(COMPARED, all_of_them.T, strict=True):
+            own = seconds.max() - seconds if name == UPDATE else seconds
+            if seconds.any():
+                found[f"perf/{name}_slowest_s"] = float(own.max())
+                found[f"perf/{name}_slowest_process"] = int(own.argmax())
+        return found
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            if name in self._took:
+                self._took[name] += time.monotonic() - began
 
     @contextlib.contextmanager
     def reported_signals(self) -> Iterator[None]:
@@ -185,12 +222,14 @@ class Processes:
     def end(self, status: int) -> None:
         """The run is over: the others leave with this exit status (process 0), or this one heard so."""
         if self._liveness is not None:
-            if self.is_leader:
+            if self.is_leader and self.count > 1:
                 self._announce(_END, {"status": status}, {})
             self.at("ending")
-            multihost_utils.sync_global_devices("rljax end")
+            if self.count > 1:
+                multihost_utils.sync_global_devices("rljax end")
             self._liveness.stop()
-            jax.distributed.shutdown()
+            if self.count > 1:
+                jax.distributed.shutdown()
             self._liveness = None
 
     def __enter__(self) -> Processes:
@@ -200,6 +239,9 @@ class Processes:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._liveness is None or error is None:
+            return
+        if self.count == 1:
+            self._liveness.stop()
             return
         status = exit_status(error)
         line = " ".join(str(error).split())[:300]
@@ -233,8 +275,9 @@ def start_processes(options: ProcessOptions) -> Processes:
       StartAgainError: the other processes did not come.
     """
     given = (options.processes > 1, options.process_id >= 0, bool(options.coordinator))
+    limits: dict[str, Any] = {"heartbeat_s": options.heartbeat_s, "stuck_s": options.stuck_s}
     if options.processes == 1 and not any(given):
-        return Processes()
+        return Processes(**limits)
     if any(given) and not all(given):
         raise ConfigError("run.processes (above 1), run.process_id and run.coordinator are given together, or none")
     if all(given) and options.process_id >= options.processes:
@@ -253,10 +296,9 @@ def start_processes(options: ProcessOptions) -> Processes:
     except ValueError as error:
         if any(given) or "coordinator_address" not in str(error):
             raise ConfigError(f"the processes of this run cannot be started: {error}") from error
-        return Processes()  # no cluster
+        return Processes(**limits)  # no cluster
     except jax.errors.JaxRuntimeError as error:
         raise StartAgainError(f"the processes of this run did not find each other: {error}") from error
-    limits = {"heartbeat_s": options.heartbeat_s, "stuck_s": options.stuck_s}
     return Processes(jax.process_index(), jax.process_count(), **limits)
 
 

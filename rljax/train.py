@@ -176,7 +176,7 @@ def follow(config: Config, processes: Processes) -> int:
             update, _ = make_trainer(config, policy, mesh)
             state, _ = starting_state(config, policy, mesh, checkpointer)
             acts = make_acts(config, policy, mesh)
-            return Follower(state, update, checkpointer, acts).run(processes)
+            return Follower(processes, state, update, checkpointer, acts).run()
 
 
 def run(config: Config, owner: Ownership, processes: Processes) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from rljax.processes import Act, Processes
+from rljax.processes import UPDATE, Act, Processes
 from rljax.rollout.build import PolicyFunctions
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import SamplingParams
@@ -51,32 +52,42 @@ def function_acts(functions: PolicyFunctions) -> dict[str, OfParams]:
 class Follower:
     """Holds this process's shards of the state, and does what is announced."""
 
-    def __init__(self, state: TrainState, update: Update, checkpointer: Checkpointer, acts: dict[str, OfParams]):
+    def __init__(
+        self,
+        processes: Processes,
+        state: TrainState,
+        update: Update,
+        checkpointer: Checkpointer,
+        acts: dict[str, OfParams],
+    ):
         """Takes its parts.
 
         Args:
+          processes: of the run.
           state: at the step where the run starts; taken over.
           update: that of ``LedUpdate``.
           checkpointer: that of ``LedCheckpointer``.
           acts: those of the engine.
         """
         self._state, self._update, self._checkpointer, self._of_params = state, update, checkpointer, acts
+        self._processes = processes
         self._sequences: list[TrainSequence] = []
         self._batch: PackedBatch | None = None
         self._updated: Updated | None = None
         self._acts: dict[str, Callable[[Act], object]] = {
             "pack": self._pack,
-            "update": self._make_update,
+            UPDATE: self._make_update,
+            "compare": lambda act: processes.compare(),
             "trainer_logprobs": self._trainer_logprobs,
             "save": lambda act: checkpointer.save(act.fields["step"], self._state, act.fields["host"]),
             "save_best": lambda act: checkpointer.save_best(state=self._state, **act.fields),
             "close": lambda act: checkpointer.close(),
         }
 
-    def run(self, processes: Processes) -> int:
+    def run(self) -> int:
         """Follows to the end of the run; returns its exit status."""
-        while (act := processes.listen()).name != "end":
-            processes.do(lambda act=act: self._do(act))  # type: ignore[misc]
+        while (act := self._processes.listen()).name != "end":
+            self._processes.do(act.name, functools.partial(self._do, act))
         return int(act.fields["status"])
 
     def _do(self, act: Act) -> None:

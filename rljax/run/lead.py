@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rljax.checksum import Checksum
-from rljax.processes import Processes
+from rljax.processes import UPDATE, Processes
 from rljax.rollout.build import PolicyFunctions
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import Response, SamplingParams
@@ -85,14 +85,16 @@ class LedUpdate:
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """See ``Update``."""
-        with self._processes.together("update", options._asdict()):
+        with self._processes.together(UPDATE, options._asdict()):
             updated = self._update(state, batch, sequences, options)
+        with self._processes.together("compare"):
+            slowest = self._processes.compare()
 
         def trainer_logprobs() -> list[np.ndarray]:
             with self._processes.together("trainer_logprobs"):
                 return updated.trainer_logprobs()
 
-        return updated._replace(trainer_logprobs=trainer_logprobs)
+        return updated._replace(trainer_logprobs=trainer_logprobs, row=updated.row | slowest)
 
 
 class LedCheckpointer(Checkpointer):
