@@ -49,7 +49,7 @@ from rljax.run.config_file import config_to_yaml, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
 from rljax.run.dry_run import check_shapes, dry_run
 from rljax.run.follow import Follower
-from rljax.run.logs import log_file, output_to
+from rljax.run.logs import log_file, send_output_to
 from rljax.run.loop import train
 from rljax.run.record import Recorder
 from rljax.run.stop import StopRequest
@@ -168,15 +168,14 @@ def follow(config: Config, processes: Processes) -> int:
     """What a process other than 0 does: its part of whatever process 0 announces. Returns the run's exit status."""
     with processes.reported_signals():
         processes.listen()  # BEGIN: the run directory is process 0's, and can be gone on from
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(output_to(log_file(Path(config.run.dir), processes.index)))
-            config, policy, _, mesh = find_setting(config)
-            with caller_errors():
-                checkpointer = make_checkpointer(config, processes)
+        send_output_to(log_file(Path(config.run.dir), processes.index))
+        config, policy, _, mesh = find_setting(config)
+        with caller_errors():
+            checkpointer = make_checkpointer(config, processes)
             update, _ = make_trainer(config, policy, mesh)
-            state, _ = starting_state(config, policy, mesh, checkpointer)
-            acts = make_acts(config, policy, mesh)
-            return Follower(processes, state, update, checkpointer, acts).run()
+        state, _ = starting_state(config, policy, mesh, checkpointer)
+        acts = make_acts(config, policy, mesh)
+        return Follower(processes, state, update, checkpointer, acts).run()
 
 
 def run(config: Config, owner: Ownership, processes: Processes) -> int:

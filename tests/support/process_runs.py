@@ -25,8 +25,11 @@ def free_port():
 class Run:
     """``python -m rljax.train`` as ``count`` processes; a context manager that leaves none of them."""
 
-    def __init__(self, words, count, output, heartbeat_s=10, **settings):
-        """What process i prints goes to ``output``.i, a path. ``path``: more of PYTHONPATH; others: environment."""
+    def __init__(self, words, count, output, heartbeat_s=10, inside=(), **settings):
+        """What process i prints goes to ``output``.i, a path.
+
+        ``inside``: words before each command; ``path``: more of PYTHONPATH; other settings: environment variables.
+        """
         self.count, self.output = count, output
         share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // count}"
         path = f"{ROOT}:{ROOT / 'tests/support'}:{settings.pop('path', '')}"
@@ -38,7 +41,7 @@ class Run:
             with open(f"{output}.{index}", "wb") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "rljax.train", *map(str, words), *common, *place],
+                        [*inside, sys.executable, "-m", "rljax.train", *map(str, words), *common, *place],
                         env=environment(XLA_FLAGS=share, PYTHONPATH=path, **settings),
                         cwd=ROOT,
                         stdout=file,
