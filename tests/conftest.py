@@ -11,6 +11,7 @@ MESH_DEVICES = 8
 # Markers of tests that need more than an environment of this package, and what runs them.
 OF_A_SCRIPT = {
     "compilers": "tools/test_compilers.sh",
+    "launch_files": "tools/test_kubernetes.sh",
     "processes": "tools/test_processes.sh",
 }
 

@@ -1,0 +1,47 @@
+"""Makes the schemas of this folder from the CustomResourceDefinitions of JobSet and LeaderWorkerSet.
+
+python tests/launch/schemas/cut_crd.py CRD.yaml OUTPUT.json
+
+What is left out: descriptions, the status, and the templates of Jobs and pods, which kubernetes-validate checks.
+Objects whose properties are known refuse others, as the API server does for ``kubectl apply``.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TEMPLATES = {"template", "leaderTemplate", "workerTemplate"}
+KEPT = ("type", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "required")
+
+
+def cut(schema: dict[str, Any], name: str = "") -> dict[str, Any]:
+    """The JSON schema of an OpenAPI schema of a CRD; ``name`` is the property's that it describes."""
+    if name in TEMPLATES or name == "metadata":
+        return {"type": "object"}
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    found = {key: schema[key] for key in KEPT if key in schema}
+    if "items" in schema:
+        found["items"] = cut(schema["items"])
+    if isinstance(schema.get("additionalProperties"), dict):
+        found["additionalProperties"] = cut(schema["additionalProperties"])
+    if "properties" in schema:
+        found["properties"] = {key: cut(value, key) for key, value in schema["properties"].items() if key != "status"}
+        found["additionalProperties"] = False
+    return found
+
+
+def main(source: str, output: str) -> None:
+    spec = yaml.safe_load(Path(source).read_text(encoding="utf-8"))["spec"]
+    (version,) = spec["versions"]
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **cut(version["schema"]["openAPIV3Schema"])}
+    schema["properties"]["apiVersion"]["const"] = f"{spec['group']}/{version['name']}"
+    schema["properties"]["kind"]["const"] = spec["names"]["kind"]
+    Path(output).write_text(json.dumps(schema, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,122 @@
+"""The files of launch/kubernetes without further packages: they parse, run dry, and agree with rljax's own code."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+from kubernetes_manifests import OVERLAYS, ROOT, renderer
+from serve_vllm import parse
+
+from rljax.rollout.vllm.server import ServerConfig, command
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
+
+FOLDER = ROOT / "launch/kubernetes"
+RUN = FOLDER / "run.sh"
+IN_IMAGE = "/opt/rljax"  # where the images hold the checkout
+
+
+def bash(*words, path=None):
+    env = os.environ if path is None else {"PATH": path}
+    return subprocess.run([shutil.which("bash"), *map(str, words)], capture_output=True, text=True, timeout=60, env=env)
+
+
+@pytest.mark.parametrize("script", ["launch/kubernetes/run.sh", "tools/test_kubernetes.sh"])
+def test_a_script_is_bash(script):
+    assert bash("-n", ROOT / script).stderr == ""
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.rglob("*.yaml")), ids=lambda file: str(file.relative_to(FOLDER)))
+def test_a_file_is_yaml(file):
+    documents = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
+    assert documents
+    assert all(isinstance(document, dict) for document in documents)
+
+
+@pytest.mark.skipif(renderer() is None, reason="neither kubectl nor kustomize is here")
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)
+def test_a_dry_run_prints_commands_and_manifests(overlay):
+    done = bash(RUN, overlay, "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines[:3]] == ["kubectl", "openssl", "kubectl"]
+    kinds = [one["kind"] for one in yaml.safe_load_all(done.stdout)]
+    assert {"JobSet", "PersistentVolumeClaim", "Role"} < set(kinds)
+    assert "Secret" not in kinds  # made once, and in no file
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "name an overlay"),
+        ([FOLDER / "nowhere"], "holds no kustomization.yaml"),
+        ([OVERLAYS[0], "--dry"], "unknown option --dry"),
+        ([OVERLAYS[0], OVERLAYS[0]], "unexpected argument"),
+    ],
+)
+def test_what_is_wrong_is_said(words, says):
+    done = bash(RUN, *words)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_nothing_is_done_without_kubectl(tmp_path):
+    done = bash(RUN, OVERLAYS[0], path=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == "run: neither kubectl nor kustomize is on the PATH\n"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)
+def test_the_servers_are_started_as_the_configuration_says(overlay, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text((overlay / "config.yaml").read_text(encoding="utf-8").replace(IN_IMAGE, str(ROOT)))
+    config = load_config(Config, [str(file)], prog="test", description="")
+    generators = yaml.safe_load((overlay / "kustomization.yaml").read_text(encoding="utf-8"))["configMapGenerator"]
+    (literals,) = (one["literals"] for one in generators if one["name"] == "rljax-server")
+    settings = dict(line.split("=", 1) for line in literals)
+    assert config.rollout.engine == "vllm"
+    assert settings["MODEL"] == config.model.path
+    assert settings["DTYPE"] == config.rollout.dtype
+    assert int(settings["MAX_MODEL_LEN"]) >= config.max_engine_tokens
+    assert config.precision.lm_head_dtype != "float32"  # it would want --head-dtype of the servers
+
+
+def test_a_server_is_started_with_options_that_there_are():
+    deployment = yaml.safe_load((FOLDER / "server/deployment.yaml").read_text(encoding="utf-8"))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["python3", f"{IN_IMAGE}/tools/serve_vllm.py"]
+    words = [word.replace("$(DTYPE)", "bfloat16").replace("$(MAX_MODEL_LEN)", "9216") for word in container["args"]]
+    options = parse(words)
+    assert (options["model"], options["port"], options["host"]) == ("$(MODEL)", 8000, "$(POD_IP)")
+    assert options["extra_args"] == ("--tensor-parallel-size=$(TENSOR_PARALLEL)",)
+
+
+def pairs(words):
+    """The options of a command line, with their values or without; ``--a b`` and ``--a=b`` alike."""
+    found: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            found.append(word)
+        else:
+            found[-1] += f"={word}"
+    return set(found)
+
+
+def test_every_host_of_a_server_has_the_leaders_engine_arguments():
+    lws = yaml.safe_load((FOLDER / "leaderworkerset/leaderworkerset.yaml").read_text(encoding="utf-8"))
+    templates = lws["spec"]["leaderWorkerTemplate"]
+    (leader,) = templates["leaderTemplate"]["spec"]["containers"]
+    (worker,) = templates["workerTemplate"]["spec"]["containers"]
+    words = [word.replace("$(DTYPE)", "float16").replace("$(MAX_MODEL_LEN)", "77") for word in leader["args"]]
+    options = {
+        key: value for key, value in parse(words).items() if key in ("model", "dtype", "max_model_len", "extra_args")
+    }
+    started = pairs(command(ServerConfig(python=sys.executable, **options), 8000, gpu=True)[3:])
+    started = {word.replace("=float16", "=$(DTYPE)").replace("=77", "=$(MAX_MODEL_LEN)") for word in started}
+    of_http = {"--port=8000", "--host=127.0.0.1", "--disable-uvicorn-access-log"}
+    assert of_http < started
+    expected = started - of_http - {"--node-rank=0"} | {"--node-rank=$(LWS_WORKER_INDEX)", "--headless"}
+    assert pairs(worker["args"]) == expected

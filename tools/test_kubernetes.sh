@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Checks the manifests of launch/kubernetes, and JAX's detection of a cluster in them (marker launch_files).
+#
+#   bash tools/test_kubernetes.sh [pytest arguments]
+#
+# Needs kubectl or kustomize on the PATH, and no cluster. The environment is made once, in $RLJAX_KUBERNETES_VENV (default
+# .venv-kubernetes). RLJAX_PYTHON: the interpreter to make it with.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
+
+if ! command -v kubectl >/dev/null 2>&1 && ! command -v kustomize >/dev/null 2>&1; then
+  echo "test_kubernetes: neither kubectl nor kustomize is on the PATH; one of them renders the manifests" >&2
+  exit 2
+fi
+venv="${RLJAX_KUBERNETES_VENV:-.venv-kubernetes}"
+if [ ! -e "$venv/.ready" ]; then
+  [ -x "$venv/bin/python" ] || "$(rljax_python)" -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet 'kubernetes-validate>=1.37,<2' 'jsonschema>=4.20,<5' pyyaml \
+    'jax[k8s]>=0.10,<0.13' cryptography 'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3'
+  touch "$venv/.ready"
+fi
+PYTHONPATH=. exec "$venv/bin/python" -m pytest -p no:cacheprovider -m launch_files --durations=5 tests/launch "$@"
