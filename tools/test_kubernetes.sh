@@ -3,7 +3,7 @@
 #
 #   bash tools/test_kubernetes.sh [pytest arguments]
 #
-# Needs kubectl or kustomize on the PATH, and no cluster. The environment is made once, in $RLJAX_KUBERNETES_VENV (default
+# Needs kubectl or kustomize on the PATH, openssl, and (as root or not) Linux namespaces; no cluster. The environment is made once, in $RLJAX_KUBERNETES_VENV (default
 # .venv-kubernetes). RLJAX_PYTHON: the interpreter to make it with.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,7 +17,8 @@ venv="${RLJAX_KUBERNETES_VENV:-.venv-kubernetes}"
 if [ ! -e "$venv/.ready" ]; then
   [ -x "$venv/bin/python" ] || "$(rljax_python)" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet 'kubernetes-validate>=1.37,<2' 'jsonschema>=4.20,<5' pyyaml \
-    'jax[k8s]>=0.10,<0.13' cryptography 'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3'
+    'jax[k8s]>=0.10,<0.13' 'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3'
   touch "$venv/.ready"
 fi
-PYTHONPATH=. exec "$venv/bin/python" -m pytest -p no:cacheprovider -m launch_files --durations=5 tests/launch "$@"
+[ $# -gt 0 ] || set -- tests/launch/test_kubernetes.py tests/launch/test_kubernetes_detection.py
+PYTHONPATH=. exec "$venv/bin/python" -m pytest -p no:cacheprovider -m launch_files --durations=5 "$@"

@@ -1,0 +1,53 @@
+"""JAX finds its processes by what the manifests make: the Job, its pods, and what their account may ask."""
+
+import json
+
+import pytest
+
+pytest.importorskip("kubernetes", reason="bash tools/test_kubernetes.sh makes its environment")
+
+from kubernetes_manifests import OVERLAYS, job_templates, rendered, trainer
+from kubernetes_pods import in_pods
+from kubernetes_references import allowed
+
+pytestmark = pytest.mark.launch_files
+NEEDED = {("", "pods", "list"), ("batch", "jobs", "get")}
+
+
+@pytest.fixture(scope="module")
+def manifests():
+    """(Job, JobSet's name, namespace, what the trainers' account may do) of two trainer hosts."""
+    (overlay,) = (overlay for overlay in OVERLAYS if overlay.name == "qwen3-8b")
+    objects = rendered(overlay)
+    ((jobset, replicated),) = job_templates(objects)
+    job, metadata = replicated["template"]["spec"], jobset["metadata"]
+    assert (job["parallelism"], replicated["name"]) == (2, "trainers")
+    may = allowed(objects, trainer(objects).spec["serviceAccountName"])
+    return job, metadata["name"], metadata["namespace"], sorted(map(list, may))
+
+
+def test_two_pods_form_one_cluster(manifests, tmp_path):
+    found = in_pods(tmp_path, *manifests)
+    assert [status for status, _, _ in found["processes"]] == [0, 0], found["processes"]
+    said = [json.loads(out.splitlines()[-1]) for _, out, _ in found["processes"]]  # Gloo speaks first
+    coordinator = "rljax-trainers-0-0.rljax:55527"
+    assert said == [[0, 2, [1, 2], coordinator], [1, 2, [1, 2], coordinator]]
+    # The account may do what is asked, and nothing else.
+    assert {tuple(one) for one in found["asked"]} == {tuple(one) for one in manifests[3]} == NEEDED
+
+
+@pytest.mark.parametrize("missing", sorted(NEEDED))
+def test_without_a_permission_there_is_no_cluster(manifests, tmp_path, missing):
+    job, jobset, namespace, may = manifests
+    found = in_pods(tmp_path, job, jobset, namespace, [one for one in may if tuple(one) != missing])
+    for status, _, errors in found["processes"]:
+        assert status != 0
+        assert "Kubernetes API Error: 403" in errors
+
+
+def test_a_job_that_is_not_indexed_forms_none(manifests, tmp_path):
+    job, jobset, namespace, may = manifests
+    found = in_pods(tmp_path, {**job, "completionMode": "NonIndexed"}, jobset, namespace, may)
+    for status, _, errors in found["processes"]:
+        assert status != 0
+        assert "jobs must be indexed" in errors
