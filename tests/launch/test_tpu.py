@@ -1,0 +1,159 @@
+"""launch/tpu.sh: what it would run, and the systemd unit that its commands write on a host."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "launch/tpu.sh"
+PLACE = ["--tpu", "slice", "--zone", "us-central2-b"]
+CASES = {
+    "install trainer": ["install", "trainer", *PLACE, "--nfs", "10.0.0.2:/share", "--api-key-file", "rljax.key"],
+    "install server": ["install", "server", *PLACE, "--project", "mine"],
+    "train": ["train", "/shared/config.yaml", *PLACE, "--", "--run.steps", "3"],
+    "serve": ["serve", "/shared/model", *PLACE, "--", "--dtype=bfloat16"],
+    "logs": ["logs", *PLACE],
+    "stop": ["stop", *PLACE],
+    "xpk": ["xpk", "/shared/config.yaml", "--cluster", "c", "--tpu-type", "v6e-32", "--image", "registry/rljax:1"],
+}
+
+
+def script(*words):
+    done = subprocess.run(["bash", SCRIPT, *words], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def dry_run(case):
+    """The words of each command."""
+    status, out, err = (
+        script(*CASES[case], "--dry-run") if "--" not in CASES[case] else script("--dry-run", *CASES[case])
+    )
+    assert (status, err) == (0, "")
+    return [shlex.split(line) for line in out.splitlines()]
+
+
+def remote(case):
+    """What each host's shell is given, in order."""
+    found = [word.partition("=")[2] for words in dry_run(case) for word in words if word.startswith("--command=")]
+    assert found
+    return found
+
+
+def test_the_script_is_bash():
+    done = subprocess.run(["bash", "-n", SCRIPT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "xpk"])
+def test_every_host_is_given_every_command(case):
+    for words in dry_run(case):
+        if words[0] == "git":
+            continue
+        assert words[:4] == ["gcloud", "compute", "tpus", "tpu-vm"]
+        assert words[4] in ("ssh", "scp")
+        assert {"--worker=all", "--zone=us-central2-b"} < set(words)
+        assert ("--project=mine" in words) == (case == "install server")
+    for command in remote(case) if case != "xpk" else []:
+        done = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_xpk_starts_again_what_may_be_started_again():
+    (words,) = dry_run("xpk")
+    assert words[:3] == ["xpk", "workload", "create"]
+    assert "--command=python3 -m rljax.train /shared/config.yaml" in words
+    assert "--restart-on-exit-codes=1,75" in words  # and 127 to 255, which are xpk's own; never 2 and 3
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "expected install, train"),
+        (["train", *PLACE], "train: name a configuration"),
+        (["train", "c.yaml"], "train: give --tpu and --zone"),
+        (["install", "both", *PLACE], "expected trainer or server"),
+        (["logs", "x", *PLACE], "unexpected argument x"),
+        (["xpk", "c.yaml", "--cluster", "c"], "give --cluster, --tpu-type and --image"),
+        (["train", "c.yaml", *PLACE, "--worker", "0"], "unknown option --worker"),
+        (["train", "c.yaml", *PLACE, "--", "--run.dir", "a b"], "write what is not plain into the configuration"),
+        (["train", "$(id).yaml", *PLACE], "write what is not plain into the configuration"),
+        (["train", "c.yaml", "--tpu"], "--tpu: expected a value"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_run(words, says):
+    status, out, err = script(*words)
+    assert (status, out) == (2, "")
+    assert says in err
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A directory that stands for a host: ``sudo`` does what it is told, ``systemctl`` writes down what it was told."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"sudo": 'exec "$@"', "systemctl": f'echo "$*" >> {tmp_path}/systemctl'}.items():
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    return tmp_path
+
+
+def written(host, case):
+    """The unit that a case's command writes there, as {key: value}."""
+    (command,) = remote(case)
+    env = {"PATH": f"{host / 'bin'}:{os.environ['PATH']}", "HOME": str(host), "USER": "root"}
+    command = command.replace("/etc/systemd/system", str(host))
+    subprocess.run(["sh", "-c", command], env=env, check=True, capture_output=True, timeout=60)
+    (unit,) = host.glob("*.service")
+    return unit, dict(re.findall(r"^(\w+)=(.*)$", unit.read_text(), re.MULTILINE))
+
+
+def test_training_is_a_unit_that_starts_again(host):
+    unit, values = written(host, "train")
+    assert unit.name == "rljax-train.service"
+    assert values["ExecStart"] == f"{host}/rljax/.venv/bin/python -m rljax.train /shared/config.yaml --run.steps 3"
+    assert (values["Restart"], values["RestartPreventExitStatus"]) == ("on-failure", "2 3")
+    assert values["KillMode"] == "mixed"  # SIGTERM to the program alone
+    assert values["Environment"] == "PYTHONUNBUFFERED=1 "
+    told = (host / "systemctl").read_text().splitlines()
+    assert told == ["daemon-reload", "enable rljax-train", "restart rljax-train"]
+
+
+def test_a_server_binds_to_its_own_address_and_has_the_key(host):
+    (host / ".rljax.key").write_text("k")
+    _, values = written(host, "serve")
+    address = re.search(r"--host=(\S+)", values["ExecStart"])[1]
+    assert re.fullmatch(r"[\d.]+|[\da-f:]+", address)
+    assert values["ExecStart"].endswith("--port=8000 --timeout=3600 --dtype=bfloat16")
+    assert values["Environment"] == f"PYTHONUNBUFFERED=1 RLJAX_API_KEY_FILE={host}/.rljax.key"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+@pytest.mark.parametrize("case", ["train", "serve"])
+def test_systemd_takes_the_unit(host, case):
+    unit, values = written(host, case)
+    python = Path(values["ExecStart"].split()[0])
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60)
+    ours = [line for line in done.stderr.splitlines() if unit.name in line]
+    assert ours == []
+    unit.write_text(unit.read_text().replace("Restart=on-failure", "Restart=on-failures"))
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60)
+    assert "on-failures" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="no gcloud")
+@pytest.mark.parametrize("verb", ["ssh", "scp"])
+def test_gcloud_has_the_options(verb):
+    used = {word.partition("=")[0] for case in CASES for words in dry_run(case) if verb in words for word in words[5:]}
+    used = {word for word in used if word.startswith("--")} - {"--project"}  # of gcloud, for every verb
+    words = ["gcloud", "compute", "tpus", "tpu-vm", verb, "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | {"TERM": "dumb"})
+    text = re.sub(r"\x1b\[\d*;?\d*m", "", done.stdout)
+    assert used
+    assert [option for option in sorted(used) if option not in text] == []
