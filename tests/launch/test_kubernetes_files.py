@@ -84,6 +84,13 @@ def test_the_servers_are_started_as_the_configuration_says(overlay, tmp_path):
     assert config.precision.lm_head_dtype != "float32"  # it would want --head-dtype of the servers
 
 
+@pytest.mark.parametrize("image", ["trainer", "server"])
+def test_an_image_holds_the_checkout_where_the_pods_look_for_it(image):
+    lines = (FOLDER / f"{image}.Dockerfile").read_text(encoding="utf-8").splitlines()
+    assert f"WORKDIR {IN_IMAGE}" in lines
+    assert "COPY . ." in lines
+
+
 def test_a_server_is_started_with_options_that_there_are():
     deployment = yaml.safe_load((FOLDER / "server/deployment.yaml").read_text(encoding="utf-8"))
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
