@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks the manifests of launch/kubernetes, and JAX's detection of a cluster in them (marker launch_files).
 #
-#   bash tools/test_kubernetes.sh [pytest arguments]
+#   bash tools/test_kubernetes.sh [pytest options, such as -k cluster]
 #
 # Needs kubectl or kustomize on the PATH, openssl, and (as root or not) Linux namespaces; no cluster. The environment is made once, in $RLJAX_KUBERNETES_VENV (default
 # .venv-kubernetes). RLJAX_PYTHON: the interpreter to make it with.
@@ -20,5 +20,5 @@ if [ ! -e "$venv/.ready" ]; then
     'jax[k8s]>=0.10,<0.13' 'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3'
   touch "$venv/.ready"
 fi
-[ $# -gt 0 ] || set -- tests/launch/test_kubernetes.py tests/launch/test_kubernetes_detection.py
-PYTHONPATH=. exec "$venv/bin/python" -m pytest -p no:cacheprovider -m launch_files --durations=5 "$@"
+PYTHONPATH=. exec "$venv/bin/python" -m pytest -p no:cacheprovider -m launch_files --durations=5 \
+  tests/launch/test_kubernetes.py tests/launch/test_kubernetes_detection.py "$@"

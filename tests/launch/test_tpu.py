@@ -1,5 +1,6 @@
 """launch/tpu.sh: what it would run, and the systemd unit that its commands write on a host."""
 
+import argparse
 import os
 import re
 import shlex
@@ -67,6 +68,16 @@ def test_xpk_starts_again_what_may_be_started_again():
     assert words[:3] == ["xpk", "workload", "create"]
     assert "--command=python3 -m rljax.train /shared/config.yaml" in words
     assert "--restart-on-exit-codes=1,75" in words  # and 127 to 255, which are xpk's own; never 2 and 3
+
+
+def test_xpk_takes_the_line():
+    core = pytest.importorskip("xpk.parser.core", reason="xpk is installed by nothing here: pip install xpk")
+    (words,) = dry_run("xpk")
+    parser = argparse.ArgumentParser()
+    core.set_parser(parser)
+    values = vars(parser.parse_args(words[1:]))
+    assert values["command"] == "python3 -m rljax.train /shared/config.yaml"
+    assert (values["tpu_type"], values["max_restarts"], values["restart_on_exit_codes"]) == ("v6e-32", "20", "1,75")
 
 
 @pytest.mark.parametrize(
