@@ -17,17 +17,11 @@ if [ "${1:-}" = --fast ]; then
   shift
 fi
 
-elsewhere="compilers and not processes" # what has a script of its own
+elsewhere="compilers and not processes and not launch_files and not slurm" # what has a script of its own
 prepare_environment test
-<<<<<<< HEAD
 selection="not mesh and not $elsewhere"
 if $fast; then
   selection="not mesh and not slow and not vllm and not $elsewhere"
-=======
-selection="not mesh and not compilers and not launch_files"
-if $fast; then
-  selection="not mesh and not slow and not vllm and not compilers and not launch_files"
->>>>>>> dacac55 (Test that the manifests are valid and agree with each other)
 elif [ "${RLJAX_SKIP_VLLM:-0}" != 1 ]; then
   bash launch/install_vllm.sh
 fi
