@@ -7,7 +7,8 @@
 #
 # Needs Debian's packages slurm-wlm and munge (tools/test_slurm.sh installs them), no root, and ports from 17000 up
 # (RLJAX_SLURM_PORT). The nodes are 127.0.0.1, 127.0.0.2 and so on, each with 16 CPUs and two GPUs that are no GPUs
-# (/dev/null, /dev/zero): what Slurm does with GPUs is tried, not what GPUs do. Returns when a step on all nodes has run.
+# (/dev/null, /dev/zero): what Slurm does with GPUs is tried, not what GPUs do. Jobs of the partition urgent take
+# the nodes of others, which have 30 s to end and are queued again. Returns when a step on all nodes has run.
 set -euo pipefail
 
 (($# == 1 || $# == 2)) || { echo "usage: bash tools/start_slurm.sh DIR [NODES]" >&2; exit 2; }
@@ -62,11 +63,14 @@ ReturnToService=2
 KillWait=8
 SlurmdParameters=config_overrides
 GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 CONF
   for ((i = 1; i <= nodes; i++)); do
     echo "NodeName=127.0.0.$i NodeHostname=$host NodeAddr=127.0.0.$i Port=$((port + i)) CPUs=16 RealMemory=8000 Gres=gpu:2"
   done
-  echo "PartitionName=test Nodes=127.0.0.[1-$nodes] Default=YES MaxTime=20"
+  echo "PartitionName=test Nodes=127.0.0.[1-$nodes] Default=YES MaxTime=20 PriorityTier=1 GraceTime=30"
+  echo "PartitionName=urgent Nodes=127.0.0.[1-$nodes] MaxTime=20 PriorityTier=2"
 } >"$dir/slurm.conf"
 : >"$dir/cgroup.conf"
 printf 'Name=gpu File=%s\n' /dev/null /dev/zero >"$dir/gres.conf"

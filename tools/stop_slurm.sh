@@ -10,7 +10,7 @@ set -euo pipefail
 dir="$(cd "$1" && pwd)"
 export SLURM_CONF="$dir/slurm.conf"
 
-# waits COMMAND...: until it fails, for 20 seconds; status 1 when it does not.
+# while_true COMMAND...: waits until it fails, for 20 seconds; status 1 when it does not.
 while_true() {
   local tries
   for ((tries = 0; tries < 100; tries++)); do

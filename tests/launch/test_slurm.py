@@ -1,0 +1,151 @@
+"""Whole runs as jobs of a real Slurm: the rows of one process, whatever ends the job on the way."""
+
+import os
+import time
+
+import pytest
+from process_runs import FLOAT32, TINY, complete_together, largest_differences
+from slurm_jobs import Cluster, of_jobs, slurm
+from toy_runs import comparable, tiny
+
+pytestmark = pytest.mark.slurm
+STEPS = 12
+SLOWLY = {"TEST_REWARD_S": "0.06"}  # of 16 responses: a second a step
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Cluster(tmp_path_factory.mktemp("slurm") / "s") as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(cluster):
+    yield
+    slurm("scancel", f"--user={os.environ.get('USER') or os.getuid()}")
+    deadline = time.monotonic() + 60
+    while slurm("squeue", "--noheader") or of_jobs():
+        assert time.monotonic() < deadline, f"{slurm('squeue')} {of_jobs()}"
+        time.sleep(0.2)
+
+
+def words(base, run_dir, *options):
+    reward = ("--data.reward", "slow_reward:reward", "--run.heartbeat-s", "10")
+    return tiny(base, run_dir, STEPS, *FLOAT32, *TINY, *reward, *options)
+
+
+@pytest.fixture(scope="module")
+def alone(toy_base, tmp_path_factory):
+    """The rows of one process on four devices."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    complete_together(words(toy_base, run_dir), 1, run_dir.with_name("printed"))
+    rows = comparable(run_dir)
+    assert sum(row["optimizer/grad_norm"] > 0 for row in rows) > STEPS / 2
+    return rows
+
+
+@pytest.fixture
+def submit(cluster, toy_base, tmp_path):
+    """Submits a run of ``STEPS`` steps in ``tmp_path / "run"`` on two nodes."""
+
+    def job(*options, sbatch=(), **settings):
+        config, *others = words(toy_base, tmp_path / "run", *options)
+        return cluster.submit(tmp_path / "log", config, sbatch=sbatch, words=others, **settings)
+
+    return job
+
+
+def assert_done(job, run_dir, alone, *, restarts):
+    assert job.wait() == "COMPLETED", job.printed()
+    assert job.restarts == restarts, job.printed()
+    differences = largest_differences(comparable(run_dir), alone)
+    print(f"{restarts} restarts, largest difference of a row {max(differences.values(), default=0.0):.1e}")
+    assert max(differences.values(), default=0.0) < 1e-5, differences
+
+
+def test_two_nodes_give_the_rows_of_one_process(submit, alone, tmp_path):
+    job = submit()
+    assert_done(job, tmp_path / "run", alone, restarts=0)
+    assert "2 nodes train, 0 serve" in job.printed()
+    assert f"0: step {STEPS}/{STEPS}" in job.printed()
+    assert "\n1: step" not in job.printed()
+    assert (tmp_path / "run/logs/process_1.log").exists()
+
+
+@pytest.mark.parametrize("to", ["steps", "script"])
+def test_sigterm_ends_the_job_saved_and_queued_again(to, submit, alone, tmp_path):
+    job = submit("--checkpoint.every", "0", **SLOWLY)
+    job.wait_for_rows(tmp_path / "run", 3)
+    whom = {"steps": [], "script": ["--batch"]}[to]
+    slurm("scancel", "--signal=TERM", *whom, job.number)
+    job.wait_until(lambda: job.restarts == 1, timeout=180)
+    done = len(comparable(tmp_path / "run"))
+    assert f"stopped after step {done}, saved" in job.printed()
+    assert "status 143, queued again" in job.printed()
+    assert_done(job, tmp_path / "run", alone, restarts=1)
+
+
+def test_the_time_limit_ends_no_run(submit, alone, tmp_path):
+    """Slurm looks at time limits every 30 s: the signal comes 50 to 80 s after the start."""
+    long = {"TEST_REWARD_S": "0.45"}  # 7 s a step
+    job = submit("--checkpoint.every", "0", sbatch=["--time=3", "--signal=B:TERM@100"], **long)
+    assert job.wait(timeout=500) == "COMPLETED", job.printed()
+    assert "SIGTERM, which the trainers now get" in job.printed()
+    assert_done(job, tmp_path / "run", alone, restarts=job.restarts)
+    assert job.restarts >= 1
+
+
+def test_a_job_that_another_takes_the_nodes_of_goes_on_after_it(submit, alone, tmp_path):
+    job = submit("--checkpoint.every", "0", **SLOWLY)
+    job.wait_for_rows(tmp_path / "run", 3)
+    options = ["--partition=urgent", "--nodes=3", "--exclusive", f"--output={tmp_path / 'urgent'}", "--wrap=sleep 5"]
+    slurm("sbatch", *options)
+    job.wait_until(lambda: job.restarts == 1, timeout=180)
+    assert f"stopped after step {len(comparable(tmp_path / 'run'))}, saved" in job.printed()
+    assert_done(job, tmp_path / "run", alone, restarts=1)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_trainer_that_is_killed_ends_the_others_and_the_job_is_queued_again(victim, submit, alone, tmp_path):
+    job = submit(**SLOWLY)
+    job.wait_for_rows(tmp_path / "run", 5)
+    job.kill(victim)
+    job.wait_until(lambda: job.restarts == 1, timeout=180)
+    assert "queued again" in job.printed()
+    assert_done(job, tmp_path / "run", alone, restarts=1)
+
+
+def test_a_job_that_is_cancelled_is_saved_and_not_queued_again(submit, tmp_path):
+    job = submit("--checkpoint.every", "0", **SLOWLY)
+    job.wait_for_rows(tmp_path / "run", 3)
+    slurm("scancel", job.number)
+    assert job.wait(timeout=180) == "CANCELLED"
+    job.wait_until(lambda: "the trainers ended with status 143" in job.printed(), timeout=120)
+    assert f"stopped after step {len(comparable(tmp_path / 'run'))}, saved" in job.printed()
+    assert "queued again" not in job.printed()
+    assert job.restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (("--optimizer.learning-rate", "fast"), "error: "),  # seen before a step of the job starts
+        (("--mesh.fsdp", "2"), "0: error: a mesh of replica=1, fsdp=2, tp=1 leaves processes without a part"),
+    ],
+)
+def test_a_wrong_configuration_ends_the_job_with_status_2(wrong, message, submit):
+    job = submit(*wrong)
+    assert job.wait() == "FAILED", job.printed()
+    assert (job.status, job.restarts) == (2, 0), job.printed()
+    assert message in job.printed()
+
+
+def test_a_job_that_ends_three_times_without_a_step_is_given_up(submit, tmp_path):
+    job = submit("--checkpoint.every", "0", TEST_REWARD_S="5")
+    for restart in range(3):
+        job.wait_until(lambda restart=restart: job.printed().count("training ") == restart + 1)
+        slurm("scancel", "--signal=TERM", job.number)
+        job.wait_until(lambda restart=restart: job.printed().count("ended with status 143") == restart + 1, timeout=180)
+    assert job.wait() == "FAILED", job.printed()
+    assert (job.status, job.restarts) == (143, 2), job.printed()
+    assert "ended three times after 0 steps; not queued again" in job.printed()

@@ -1,0 +1,138 @@
+"""A real Slurm on this machine (tools/start_slurm.sh), and jobs of launch/slurm.sbatch on it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from toy_runs import ROOT, environment
+
+DEVICES_A_NODE = 2
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+
+
+class Cluster:
+    """Three nodes of two simulated devices. A context manager that leaves no process of it."""
+
+    def __init__(self, directory):
+        """``directory``: for configuration, logs and sockets; not there yet."""
+        self.directory = directory
+        os.environ["SLURM_CONF"] = str(directory / "slurm.conf")
+
+    def __enter__(self):
+        subprocess.run(["bash", ROOT / "tools/start_slurm.sh", self.directory, "3"], check=True, timeout=120)
+        return self
+
+    def __exit__(self, *exception):
+        subprocess.run(["bash", ROOT / "tools/stop_slurm.sh", self.directory], check=True, timeout=180)
+        del os.environ["SLURM_CONF"]
+
+    def submit(self, log, config, *options, sbatch=(), words=(), **settings):
+        """Submits launch/slurm.sbatch on two nodes.
+
+        Args:
+          log: file for what the job prints.
+          config: path of the configuration.
+          options: of launch/slurm.sbatch.
+          sbatch: options of sbatch.
+          words: options of rljax.train.
+          settings: environment variables of the job.
+        """
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES_A_NODE}"
+        env = environment(
+            PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}", XLA_FLAGS=flags, RLJAX_VENV=sys.prefix, **settings
+        )
+        small = ["--nodes=2", "--gpus-per-node=2", "--mem=4000", "--time=15", "--signal=B:TERM@60"]
+        job = ["launch/slurm.sbatch", config, *options, "--", *words]
+        line = ["sbatch", "--parsable", *small, f"--output={log}", *sbatch, *map(str, job)]
+        done = subprocess.run(line, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return Job(done.stdout.strip(), log)
+
+
+def slurm(*words):
+    """What a command of Slurm prints."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Job:
+    """A job, and what it printed."""
+
+    def __init__(self, number, log):
+        """``log`` is a path."""
+        self.number, self._log = number, log
+
+    def printed(self):
+        """Everything that the job printed so far, of each of its starts."""
+        return self._log.read_text(errors="replace") if self._log.exists() else "nothing"
+
+    def _of(self, key):
+        return re.search(rf"\b{key}=(\S+)", slurm("scontrol", "--oneliner", "show", "job", self.number))[1]
+
+    @property
+    def state(self):
+        """As Slurm names it."""
+        return self._of("JobState")
+
+    @property
+    def restarts(self):
+        """How often it was queued again."""
+        return int(self._of("Restarts"))
+
+    @property
+    def status(self):
+        """Exit status of the batch script (of its last start)."""
+        return int(self._of("ExitCode").partition(":")[0])
+
+    def wait_until(self, done, timeout=300):
+        """Returns when ``done()`` holds; the test fails after ``timeout`` seconds, or once the job has ended."""
+        deadline = time.monotonic() + timeout
+        while not done():
+            assert self.state not in _ENDED or done(), f"{self.state}: {self.printed()}"
+            assert time.monotonic() < deadline, f"{self.state} after {timeout} s: {self.printed()}"
+            time.sleep(0.2)
+
+    def wait(self, timeout=300):
+        """Returns the job's last state."""
+        self.wait_until(lambda: self.state in _ENDED, timeout)
+        return self.state
+
+    def wait_for_rows(self, run_dir, count, timeout=300):
+        """Returns when so many steps are recorded."""
+        path = run_dir / "metrics.jsonl"
+        self.wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= count, timeout)
+
+    def processes(self, program):
+        """SLURM_PROCID -> id of each process of this job whose command line holds ``program``, and no shell."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (path / "cmdline").read_text().split("\0")
+                settings = dict(word.partition("=")[::2] for word in (path / "environ").read_text().split("\0"))
+            except OSError:
+                continue
+            of_job = settings.get("SLURM_JOB_ID") == self.number and "SLURM_PROCID" in settings
+            if of_job and program in command and "python" in command[0]:
+                found[int(settings["SLURM_PROCID"])] = int(path.name)
+        return found
+
+    def kill(self, process):
+        """Ends one of the trainers as the kernel does where memory is short."""
+        os.kill(self.processes("rljax.train")[process], signal.SIGKILL)
+
+
+def of_jobs():
+    """Ids of all processes that run in a step or script of a job."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"SLURM_JOB_ID=" in (path / "environ").read_bytes():
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
