@@ -129,6 +129,8 @@ class Processes:
         try:
             with self._timed(name):
                 yield
+        except GeneratorExit:  # a stream that was taken to its end for one who had enough of it (run/lead.py)
+            raise
         except BaseException as error:
             self._broken = name
             if isinstance(error, jax.errors.JaxRuntimeError):
