@@ -301,6 +301,10 @@ def start_processes(options: ProcessOptions) -> Processes:
         return Processes(**limits)  # no cluster
     except jax.errors.JaxRuntimeError as error:
         raise StartAgainError(f"the processes of this run did not find each other: {error}") from error
+    except RuntimeError:
+        if any(given):
+            raise
+        return Processes(**limits)  # a program that used its devices before it called this one
     return Processes(jax.process_index(), jax.process_count(), **limits)
 
 
