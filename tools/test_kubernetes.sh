@@ -16,8 +16,8 @@ fi
 venv="${RLJAX_KUBERNETES_VENV:-.venv-kubernetes}"
 if [ ! -e "$venv/.ready" ]; then
   [ -x "$venv/bin/python" ] || "$(rljax_python)" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet 'kubernetes-validate>=1.37,<2' 'jsonschema>=4.20,<5' pyyaml \
-    'jax[k8s]>=0.10,<0.13' 'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3'
+  "$venv/bin/python" -m pip install --quiet 'kubernetes-validate>=1.37,<2' 'jsonschema>=4.20,<5' -e '.[train]' \
+    'jax[k8s]' 'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3'
   touch "$venv/.ready"
 fi
 PYTHONPATH=. exec "$venv/bin/python" -m pytest -p no:cacheprovider -m launch_files --durations=5 \

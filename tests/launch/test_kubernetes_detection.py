@@ -6,19 +6,28 @@ import pytest
 
 pytest.importorskip("kubernetes", reason="bash tools/test_kubernetes.sh makes its environment")
 
-from kubernetes_manifests import OVERLAYS, job_templates, rendered, trainer
+from kubernetes_manifests import ROOT, job_templates, rendered, trainer
 from kubernetes_pods import in_pods
 from kubernetes_references import allowed
 
 pytestmark = pytest.mark.launch_files
+FORMED = """
+import json, jax, numpy as np
+jax.distributed.initialize()
+from jax._src import distributed
+from jax.experimental import multihost_utils
+gathered = multihost_utils.process_allgather(np.array([jax.process_index() + 1]))
+state = distributed.global_state
+print(json.dumps([jax.process_index(), jax.process_count(), gathered.ravel().tolist(), state.coordinator_address]))
+"""
+OVERLAY = ROOT / "launch/kubernetes/overlays/qwen3-8b"
 NEEDED = {("", "pods", "list"), ("batch", "jobs", "get")}
 
 
 @pytest.fixture(scope="module")
 def manifests():
     """(Job, JobSet's name, namespace, what the trainers' account may do) of two trainer hosts."""
-    (overlay,) = (overlay for overlay in OVERLAYS if overlay.name == "qwen3-8b")
-    objects = rendered(overlay)
+    objects = rendered(OVERLAY)
     ((jobset, replicated),) = job_templates(objects)
     job, metadata = replicated["template"]["spec"], jobset["metadata"]
     assert (job["parallelism"], replicated["name"]) == (2, "trainers")
@@ -27,7 +36,7 @@ def manifests():
 
 
 def test_two_pods_form_one_cluster(manifests, tmp_path):
-    found = in_pods(tmp_path, *manifests)
+    found = in_pods(tmp_path, ["-c", FORMED], *manifests)
     assert [status for status, _, _ in found["processes"]] == [0, 0], found["processes"]
     said = [json.loads(out.splitlines()[-1]) for _, out, _ in found["processes"]]  # Gloo speaks first
     coordinator = "rljax-trainers-0-0.rljax:55527"
@@ -36,10 +45,30 @@ def test_two_pods_form_one_cluster(manifests, tmp_path):
     assert {tuple(one) for one in found["asked"]} == {tuple(one) for one in manifests[3]} == NEEDED
 
 
+def test_a_run_trains_in_two_pods(manifests, tmp_path):
+    """The trainers' own command: nothing under ``run`` says how many processes there are."""
+    words = [str(ROOT / "configs/quickstart.yaml"), "--run.dir", "run", "--run.steps", "2", "--eval.every", "0"]
+    words += [
+        "--model.path",
+        str(ROOT / "configs/toy-base"),
+        "--data.batch-size",
+        "4",
+        "--rollout.max-response-tokens",
+        "8",
+    ]
+    command = trainer(rendered(OVERLAY)).spec["containers"][0]["command"]
+    assert command == ["python3", "-m", "rljax.train", "/etc/rljax/config.yaml"]
+    found = in_pods(tmp_path, [*command[1:3], *words], *manifests)
+    assert [status for status, _, _ in found["processes"]] == [0, 0], found["processes"]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert [path.name for path in (tmp_path / "run/logs").iterdir()] == ["process_1.log"]
+
+
 @pytest.mark.parametrize("missing", sorted(NEEDED))
 def test_without_a_permission_there_is_no_cluster(manifests, tmp_path, missing):
     job, jobset, namespace, may = manifests
-    found = in_pods(tmp_path, job, jobset, namespace, [one for one in may if tuple(one) != missing])
+    found = in_pods(tmp_path, ["-c", FORMED], job, jobset, namespace, [one for one in may if tuple(one) != missing])
     for status, _, errors in found["processes"]:
         assert status != 0
         assert "Kubernetes API Error: 403" in errors
@@ -47,7 +76,7 @@ def test_without_a_permission_there_is_no_cluster(manifests, tmp_path, missing):
 
 def test_a_job_that_is_not_indexed_forms_none(manifests, tmp_path):
     job, jobset, namespace, may = manifests
-    found = in_pods(tmp_path, {**job, "completionMode": "NonIndexed"}, jobset, namespace, may)
+    found = in_pods(tmp_path, ["-c", FORMED], {**job, "completionMode": "NonIndexed"}, jobset, namespace, may)
     for status, _, errors in found["processes"]:
         assert status != 0
         assert "jobs must be indexed" in errors

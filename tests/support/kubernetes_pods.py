@@ -13,15 +13,6 @@ from typing import Any
 from fake_api_server import FakeApiServer
 
 TOKEN = "the-service-accounts-token"
-FORMED = """
-import json, jax, numpy as np
-jax.distributed.initialize()
-from jax._src import distributed
-from jax.experimental import multihost_utils
-gathered = multihost_utils.process_allgather(np.array([jax.process_index() + 1]))
-state = distributed.global_state
-print(json.dumps([jax.process_index(), jax.process_count(), gathered.ravel().tolist(), state.coordinator_address]))
-"""
 # A tmpfs on /var/run, where JAX and the kubernetes package look for the service account; names as the cluster's DNS.
 IN_NAMESPACES = """set -e
 ip link set lo up
@@ -33,11 +24,12 @@ exec "$2" "$3" "$1"
 """
 
 
-def in_pods(work: Path, job: Any, jobset: str, namespace: str, allowed: list[list[str]]) -> Any:
+def in_pods(work: Path, words: list[str], job: Any, jobset: str, namespace: str, allowed: list[list[str]]) -> Any:
     """What became of a JobSet's only Job, with the pods that the controllers make of it.
 
     Args:
-      work: an empty directory.
+      work: an empty directory, and that which the processes start in.
+      words: what each process runs with this interpreter.
       job: specification of the Job.
       jobset: name of the JobSet; the Job is called JOBSET-trainers-0.
       namespace: of all objects.
@@ -45,7 +37,7 @@ def in_pods(work: Path, job: Any, jobset: str, namespace: str, allowed: list[lis
 
     Returns:
       ``asked``: [API group, resource, verb] of each request. ``processes``: [exit status, what it printed, its errors]
-      of each process; the last line printed is JSON of [process, processes, numbers gathered from all, coordinator].
+      of each process.
     """
     name = f"{jobset}-trainers-0"
     hosts = [f"{name}-{index}" for index in range(job["parallelism"])]
@@ -59,14 +51,22 @@ def in_pods(work: Path, job: Any, jobset: str, namespace: str, allowed: list[lis
     (work / "server.pem").write_text((work / "key.pem").read_text() + (account / "ca.crt").read_text())
     (account / "token").write_text(TOKEN)
     (account / "namespace").write_text(namespace)
-    made = {"name": name, "hosts": hosts, "job": job, "jobset": jobset, "namespace": namespace, "allowed": allowed}
+    made = {
+        "words": words,
+        "name": name,
+        "hosts": hosts,
+        "job": job,
+        "jobset": jobset,
+        "namespace": namespace,
+        "allowed": allowed,
+    }
     (work / "made.json").write_text(json.dumps(made))
     unshare = ["unshare", "--mount", "--net", *([] if os.getuid() == 0 else ["--map-root-user"])]
     done = subprocess.run(
         [*unshare, "bash", "-c", IN_NAMESPACES, "node", str(work), sys.executable, __file__],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -99,16 +99,19 @@ def _node(work: Path) -> Any:
     server = FakeApiServer(_objects(made), made["allowed"], TOKEN, work / "server.pem")
     processes = []
     for index, host in enumerate(made["hosts"]):
-        env = {"PATH": os.environ["PATH"], "HOME": str(work), "JAX_PLATFORMS": "cpu", "HOSTNAME": host}
+        env = {
+            key: value for key, value in os.environ.items() if key.startswith(("JAX_", "XLA_", "PYTHONPATH", "PATH"))
+        }
+        env |= {"HOME": str(work), "HOSTNAME": host}
         env |= {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.port)}
         if made["job"].get("completionMode") == "Indexed":
             env["JOB_COMPLETION_INDEX"] = str(index)
         named = 'hostname "$HOSTNAME" && exec "$0" "$@"'
-        command = ["unshare", "--uts", "sh", "-c", named, sys.executable, "-c", FORMED]
+        command = ["unshare", "--uts", "sh", "-c", named, sys.executable, *made["words"]]
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, cwd=work))
     try:
-        ended = [(*one.communicate(timeout=120), one.returncode) for one in processes]
+        ended = [(*one.communicate(timeout=400), one.returncode) for one in processes]
     finally:
         for one in processes:
             one.kill()
