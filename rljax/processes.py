@@ -298,7 +298,11 @@ def start_processes(options: ProcessOptions) -> Processes:
     except ValueError as error:
         if any(given) or "coordinator_address" not in str(error):
             raise ConfigError(f"the processes of this run cannot be started: {error}") from error
-        return Processes(**limits)  # no cluster
+        if several := _several_by_environment():
+            raise ConfigError(
+                f"{several}, but jax.distributed finds no cluster; run.processes = 1 trains alone"
+            ) from error
+        return Processes(**limits)
     except jax.errors.JaxRuntimeError as error:
         raise StartAgainError(f"the processes of this run did not find each other: {error}") from error
     except RuntimeError:
@@ -306,6 +310,16 @@ def start_processes(options: ProcessOptions) -> Processes:
             raise
         return Processes(**limits)  # a program that used its devices before it called this one
     return Processes(jax.process_index(), jax.process_count(), **limits)
+
+
+def _several_by_environment() -> str:
+    """What in the environment says that there are several processes, where the cluster's own way was not found."""
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        if os.environ.get(name, "1") not in ("", "0", "1"):
+            return f"{name} is {os.environ[name]}"
+    if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= os.environ.keys():
+        return "this is a pod of an Indexed Job (is the package kubernetes installed?)"
+    return ""
 
 
 def exit_status(error: BaseException) -> int:

@@ -1,5 +1,9 @@
 """What process 0 sends to the others arrives bit for bit."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -74,3 +78,18 @@ def test_one_process_does_everything_alone():
         pass
     assert (processes.index, processes.count, processes.is_leader, processes.signal()) == (0, 1, True, None)
     processes.end(0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is 2, but jax.distributed finds no cluster"),
+        ({"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "0"}, "a pod of an Indexed Job"),
+    ],
+)
+def test_several_processes_that_do_not_find_each_other_do_not_train_alone(environment, message):
+    line = "from rljax.processes import *; start_processes(ProcessOptions())"
+    found = subprocess.run([sys.executable, "-c", line], env=os.environ | environment, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "ConfigError" in found.stderr
+    assert message in found.stderr
