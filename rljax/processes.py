@@ -133,7 +133,7 @@ class Processes:
             raise
         except BaseException as error:
             self._broken = name
-            if isinstance(error, jax.errors.JaxRuntimeError):
+            if is_of_devices(error):
                 self._let_others_be_found_dead()
             raise
 
@@ -158,8 +158,9 @@ class Processes:
         try:
             with self._timed(name):
                 act()
-        except jax.errors.JaxRuntimeError:
-            self._let_others_be_found_dead()
+        except Exception as error:
+            if is_of_devices(error):
+                self._let_others_be_found_dead()
             raise
 
     def compare(self) -> dict[str, float]:
@@ -320,6 +321,16 @@ def _several_by_environment() -> str:
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= os.environ.keys():
         return "this is a pod of an Indexed Job (is the package kubernetes installed?)"
     return ""
+
+
+def is_of_devices(error: BaseException) -> bool:
+    """Whether an error, or what it came from, is one of a computation, as that of a collective without a process is."""
+    while not isinstance(error, jax.errors.JaxRuntimeError):
+        before = error.__cause__ or error.__context__
+        if before is None:
+            return False
+        error = before
+    return True
 
 
 def exit_status(error: BaseException) -> int:

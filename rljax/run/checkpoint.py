@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from rljax.checks import check_at_least
 from rljax.errors import NotWrittenError, StartAgainError
+from rljax.processes import is_of_devices
 from rljax.run.fingerprint import array_checksums, array_forms, json_checksum
 
 BEST = "best"  # folder of the run directory
@@ -307,6 +308,8 @@ class Checkpointer:
                 yield
         except Exception as error:
             if jax.process_count() > 1:  # the others are at another place: nothing is saved together any more
+                if is_of_devices(error):
+                    raise
                 raise NotWrittenError(f"{self._place(step)} could not be written: {_one_line(error)}") from error
             # The manager has already struck off what the failed save would have replaced, and repeats its error.
             with _quiet(), contextlib.suppress(Exception):
