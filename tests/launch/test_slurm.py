@@ -7,6 +7,9 @@ import pytest
 from process_runs import FLOAT32, TINY, complete_together, largest_differences
 from slurm_jobs import Cluster, of_jobs, slurm
 from toy_runs import comparable, tiny
+from vllm_processes import members
+
+from rljax.rollout.vllm.server import vllm_python
 
 pytestmark = pytest.mark.slurm
 STEPS = 12
@@ -149,3 +152,41 @@ def test_a_job_that_ends_three_times_without_a_step_is_given_up(submit, tmp_path
     assert job.wait() == "FAILED", job.printed()
     assert (job.status, job.restarts) == (143, 2), job.printed()
     assert "ended three times after 0 steps; not queued again" in job.printed()
+
+
+@pytest.fixture
+def vllm_environment():
+    try:
+        return str(vllm_python().parents[1])
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+def test_two_nodes_train_from_two_vllm_servers_on_a_third(cluster, vllm_environment, toy_base, tmp_path):
+    run_dir, servers = tmp_path / "run", tmp_path / "run-servers"
+    rate = ("--optimizer.learning-rate", "2e-4", "--rollout.engine", "vllm", "--checkpoint.every", "0")
+    config, *others = words(toy_base, run_dir, *rate)
+    settings = {"sbatch": ["--nodes=3"], "words": others, "RLJAX_VLLM_VENV": vllm_environment, **SLOWLY}
+    job = cluster.submit(tmp_path / "log", config, **settings)
+    job.wait_for_rows(run_dir, 3, timeout=600)
+    guards = job.processes("rljax.rollout.vllm.server")
+    assert sorted(guards) == [0, 1]
+    urls = [(servers / f"{task}.url").read_text().strip() for task in guards]
+    assert all(url.startswith("http://127.0.0.3:") for url in urls)
+    assert len(set(urls)) == 2
+    slurm("scancel", "--signal=TERM", job.number)
+    job.wait_until(lambda: job.restarts == 1, timeout=180)
+    done = len(comparable(run_dir))
+    assert f"stopped after step {done}, saved" in job.printed()
+    assert 0 < done < STEPS
+    assert job.wait(timeout=600) == "COMPLETED", job.printed()
+    assert "2 nodes train, 1 serve" in job.printed()
+    rows = comparable(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert 0 < row["mismatch/logprob_abs_diff_max"] < 1e-4
+        assert row["rollout/policy_version"] == row["step"] - 1
+        assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
+    assert (servers / "api_key").stat().st_mode & 0o077 == 0
+    assert list((servers / "weights").iterdir()) == []
+    assert [members(group) for group in guards.values()] == [{}, {}]
