@@ -12,4 +12,6 @@ trap : TERM
 "$@"
 status=$?
 [[ "$SLURM_PROCID" != 0 ]] || echo "$status" >"$file"
+# Once a task has failed, srun sends the others SIGTERM. Process 0, whose status counts, first has time to end by itself.
+[[ "$SLURM_PROCID" == 0 || "$status" == 0 ]] || sleep 15
 exit "$status"

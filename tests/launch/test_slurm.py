@@ -12,7 +12,7 @@ from vllm_processes import members
 from rljax.rollout.vllm.server import vllm_python
 
 pytestmark = pytest.mark.slurm
-STEPS = 12
+STEPS = 10
 SLOWLY = {"TEST_REWARD_S": "0.06"}  # of 16 responses: a second a step
 
 
@@ -130,16 +130,17 @@ def test_a_job_that_is_cancelled_is_saved_and_not_queued_again(submit, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("options", "status", "message"),
     [
-        (("--optimizer.learning-rate", "fast"), "error: "),  # seen before a step of the job starts
-        (("--mesh.fsdp", "2"), "0: error: a mesh of replica=1, fsdp=2, tp=1 leaves processes without a part"),
+        (("--optimizer.learning-rate", "fast"), 2, "error: "),  # seen before a step of the job starts
+        (("--mesh.fsdp", "2"), 2, "0: error: a mesh of replica=1, fsdp=2, tp=1 leaves processes without a part"),
+        (("--guard.stop", "response_length/mean > 0"), 3, "0: guard: "),
     ],
 )
-def test_a_wrong_configuration_ends_the_job_with_status_2(wrong, message, submit):
-    job = submit(*wrong)
+def test_what_would_come_again_is_not_queued_again(options, status, message, submit):
+    job = submit(*options)
     assert job.wait() == "FAILED", job.printed()
-    assert (job.status, job.restarts) == (2, 0), job.printed()
+    assert (job.status, job.restarts) == (status, 0), job.printed()
     assert message in job.printed()
 
 
