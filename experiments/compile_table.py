@@ -1,9 +1,11 @@
-"""Compiles the table of docs/compile.md: each row is a ``--dry-run --compile`` of ``python -m rljax.train``.
+"""Compiles the tables of docs/compile.md: each row is a ``--dry-run --compile`` of ``python -m rljax.train``.
 
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile.json [--only TEXT]
+    .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_options.json --table options [--only TEXT]
 
-A row takes one to four minutes of one core. Rows that the file already holds are kept, unless ``--only`` names them;
-delete the file to begin again. Prints the table at the end.
+The first table has models on machines, the second what options and other TPUs make of one model's step, as ratios to a
+base row. A row takes one to four minutes of one core. Rows that the file already holds are kept, unless ``--only``
+names them; delete the file to begin again. Prints the table at the end.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +25,17 @@ ROOT = Path(__file__).parents[1]
 PAPER = "configs/paper"
 SETUP = f"{PAPER}/qwen3_4b_length_triggered.yaml"
 GIB = 2**30
+Reports = dict[str, dict[str, Any]]
 
 
 class Row(NamedTuple):
-    """One compile."""
+    """One compile; ``base`` names the row that its ratios are to."""
 
     name: str
     machine: str
     config: str
     words: tuple[str, ...] = ()
+    base: str | None = None
 
 
 def on(model: str, label: str, machine: str, devices: int) -> Row:
@@ -40,12 +45,37 @@ def on(model: str, label: str, machine: str, devices: int) -> Row:
 
 
 PLACES = [("8 H100", "h100:1x8", 8), ("64 H100", "h100:8x8", 64), ("v5p-32", "tpu:v5p:2x2x4", 16)]
-ROWS = [
+MODELS = [
     *(on(model, *place) for model in ("4B", "8B", "14B", "32B") for place in PLACES),
     Row("4B as written", "h100:1x4", SETUP),
     Row("8B as written", "h100:1x4", f"{PAPER}/qwen3_8b_length_triggered.yaml"),
     Row("4B float16 as written", "h100:1x4", f"{PAPER}/qwen3_4b_fp16.yaml"),
     Row("1.7B as written", "h100:1x4", f"{PAPER}/qwen3_1.7b_sanity_bf16.yaml"),
+]
+
+OPTIONS_OF_A_STEP = [
+    ("mesh.keep_gathered", ("--mesh.keep_gathered", "true")),
+    *((f"precision.remat: {remat}", ("--precision.remat", remat)) for remat in ("offload", "dots", "none")),
+]
+OTHER_TPUS = [
+    ("v4, 16 chips", "tpu:v4:2x2x4", 16),
+    ("v5e, 16 chips", "tpu:v5e:4x4", 16),
+    ("v6e, 16 chips", "tpu:v6e:4x4", 16),
+    ("TPU7x, 8 chips", "tpu:tpu7x:2x2x2", 16),
+]
+
+
+def with_options(place: tuple[str, str, int]) -> list[Row]:
+    """The 4B on a machine, and with one option changed at a time."""
+    base = on("4B", *place)
+    changed = [(f"{base.name}, {label}", base.words + words) for label, words in OPTIONS_OF_A_STEP]
+    return [base, *(base._replace(name=name, words=words, base=base.name) for name, words in changed)]
+
+
+OPTIONS = [
+    *with_options(PLACES[0]),
+    *with_options(PLACES[2]),
+    *(on("4B", *place)._replace(base="4B, v5p-32") for place in OTHER_TPUS),
 ]
 
 
@@ -61,25 +91,24 @@ def compile_row(row: Row) -> dict[str, Any]:
         return {"command": shown, **json.loads(out.read_text())}
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """The rows in Markdown."""
-    lines = [
+def models_lines(rows: list[Row], found: Reports) -> list[str]:
+    """The first table in Markdown."""
+    return [
         "| | mesh | compile s | GiB a device: plan | compiler | fits | TFLOP a micro-batch: 16-bit | float32 | kernels "
         "| GiB over links | modelled ms | MFU |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *(models_line(row.name, found[row.name]) for row in rows if row.name in found),
     ]
-    return "\n".join([*lines, *(line(name, one) for name, one in found.items())])
 
 
-def line(name: str, one: dict[str, Any]) -> str:
+def models_line(name: str, one: dict[str, Any]) -> str:
     """A row in Markdown."""
     if "failed" in one:
-        return f"| {name} | does not compile: {one['failed'][:200]} " + "| " * 10 + "|"
+        return failed_line(name, one, columns=12)
     sizes, flops, modelled = one["bytes"], one["flops_per_micro_batch"], one["roofline"]
     wide = flops.get("float32", 0) + flops.get("bfloat16xfloat32", 0)
-    kernels = sum(kernel["flops"] for kernel in one["kernels"] if kernel["per"] == "micro_batch")
     links = sum(each["bytes"] for each in one["collectives"] if each["per"] == "micro_batch")
-    cells = [
+    return cells(
         name,
         " x ".join(str(size) for size in one["mesh"].values()),
         f"{one['compile_s']:.0f}",
@@ -88,26 +117,86 @@ def line(name: str, one: dict[str, Any]) -> str:
         "yes" if sizes["fits"] else f"no ({in_units(sizes['device'])})",
         f"{(sum(flops.values()) - wide) / 1e12:.1f}",
         f"{wide / 1e12:.1f}",
-        f"{kernels / 1e12:.1f}",
+        f"{kernel_flops(one) / 1e12:.1f}",
         f"{links / GIB:.1f}",
         f"{1000 * modelled['micro_batch_s']['total']:.0f}",
         f"{modelled['model_flops_utilisation']:.1%}",
+    )
+
+
+def options_lines(rows: list[Row], found: Reports) -> list[str]:
+    """The second table in Markdown: a base row in units, the rows after it as ratios to it."""
+    units = {"needed": GIB, "flops": 1e15, "traffic": 2**40, "links": 2**40, "modelled": 1.0}
+    lines = [
+        "| | fits | GiB a device | PFLOP a step | TiB of memory traffic | TiB over links | modelled s a step |",
+        "|---|---|---|---|---|---|---|",
     ]
-    return f"| {' | '.join(cells)} |"
+    for row in rows:
+        one = found.get(row.name)
+        if one is None:
+            continue
+        if "failed" in one:
+            lines.append(failed_line(row.name, one, columns=7))
+            continue
+        fits, taken = "yes" if one["bytes"]["fits"] else "no", of_a_step(one)
+        base = found.get(row.base or "", {})
+        if "bytes" in base:
+            ratios = (f"x {value / of_a_step(base)[name]:.3g}" for name, value in taken.items())
+            lines.append(cells(row.name, fits, *ratios))
+        else:
+            lines.append(cells(row.name, fits, *(f"{value / units[name]:.4g}" for name, value in taken.items())))
+    return lines
+
+
+def of_a_step(one: dict[str, Any]) -> dict[str, float]:
+    """What a device needs (bytes) and does in a full step: all micro-batches with loss, and what comes once."""
+    count = one["batch"]["micro_batches"]
+    flops = count * (sum(one["flops_per_micro_batch"].values()) + kernel_flops(one))
+    links = {"micro_batch": count, "forward": 0, "step": 1}
+    return {
+        "needed": one["bytes"]["needed"],
+        "flops": flops + sum(one["flops_per_step"].values()),
+        "traffic": count * one["memory_bytes_per_micro_batch"] + one["memory_bytes_per_step"],
+        "links": sum(links[each["per"]] * each["bytes"] for each in one["collectives"]),
+        "modelled": one["roofline"]["seconds_of_a_full_step"],
+    }
+
+
+def kernel_flops(one: dict[str, Any]) -> float:
+    """Operations inside kernels of a micro-batch, by formula."""
+    return float(sum(kernel["flops"] for kernel in one["kernels"] if kernel["per"] == "micro_batch"))
+
+
+def failed_line(name: str, one: dict[str, Any], columns: int) -> str:
+    """A row that has no report, in Markdown."""
+    return f"| {name} | does not compile: {one['failed'][:200]} " + "| " * (columns - 2) + "|"
+
+
+def cells(*texts: str) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(texts)} |"
+
+
+TABLES: dict[str, tuple[list[Row], Callable[[list[Row], Reports], list[str]]]] = {
+    "models": (MODELS, models_lines),
+    "options": (OPTIONS, options_lines),
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--table", choices=list(TABLES), default="models")
     parser.add_argument("--only", default=None, help="compile again the rows whose name holds this text, and no other")
     options = parser.parse_args()
+    rows, lines = TABLES[options.table]
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
-    for row in ROWS:
+    for row in rows:
         if options.only in row.name if options.only is not None else row.name not in found:
             found[row.name] = compile_row(row)
-            print(line(row.name, found[row.name]), file=sys.stderr, flush=True)
+            print("\n".join(lines([row], found)[2:]), file=sys.stderr, flush=True)
             options.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(table({row.name: found[row.name] for row in ROWS if row.name in found}))
+    print("\n".join(lines(rows, found)))
     return 0
 
 
