@@ -105,6 +105,15 @@ def memory_by_kind(analysis: Any) -> dict[str, int]:
     return sizes | {"peak": int(analysis.peak_memory_in_bytes), "total": together}
 
 
+def needed_bytes(machine: Machine, memory: dict[str, int]) -> int:
+    """Bytes that a device must have: all that are allocated, of a TPU the most at one time.
+
+    A TPU's compiler places arrays itself and refuses what does not fit. It accepts steps whose arguments and
+    temporaries are together more than the memory, as long as the peak is less.
+    """
+    return memory["peak"] if machine.platform == "tpu" else max(memory["peak"], memory["total"])
+
+
 def report(compiled: CompiledStep) -> Report:
     """What the compiled step takes and does, on one device: plain values for JSON; docs/compile.md says what each is.
 
@@ -119,7 +128,7 @@ def report(compiled: CompiledStep) -> Report:
     segments = full_row(shape[2], config.max_sequence_tokens)
     kernels = {part: kernel_uses(getattr(program, part), segments) for part in PARTS}
     planned = sum(part for _, part in planned_bytes(config, policy, mesh).values())
-    needed = max(compiled.memory["peak"], compiled.memory["total"])  # a TPU's peak leaves out part of the temporaries
+    needed = needed_bytes(machine, compiled.memory)
     return {
         "machine": machine.name,
         "card": machine.card.name,
@@ -229,7 +238,7 @@ def describe(found: Report) -> str:
     lines = [
         f"compiled for {found['machine']} ({found['card']}), mesh {mesh}, in {found['compile_s']:.0f} s; a device:",
         f"  bytes        {in_units(sizes['argument'])} of arguments, {in_units(sizes['temporary'])} of temporaries, "
-        f"{in_units(sizes['needed'])} together",
+        f"{in_units(sizes['needed'])} at a time",
         f"  fits         {'yes' if sizes['fits'] else 'NO'}: the card has {in_units(sizes['device'])}; "
         f"the plan says {in_units(sizes['planned'])}, the compiler {against:+.1%}",
         f"  micro-batch  {batch['rows']} rows of {batch['tokens']:,} tokens on all devices; "

@@ -2,18 +2,22 @@
 
 A step keeps the batch, the gradients of a micro-batch and what the forward pass leaves for the backward pass. On top of
 these stands the wider of two places: the backward pass of a block, and the head's chunk of logits. What lives at each
-was read from XLA's buffer assignment of compiled steps for H100s; docs/compile.md compares the two.
+was read from XLA's buffer assignment of compiled steps for H100s; docs/compile.md compares the two, and for TPUs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from rljax.policy.attention import PackedAttention, choose_attention, find_implementation, packed_attention
+from rljax.policy.attention_cudnn import CAPABILITY, compiled_for_hopper
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import vocabulary_chunks
 from rljax.policy.qwen3 import abstract_params, hidden_states, logical_axes
@@ -25,6 +29,7 @@ _BATCH_BYTES = 38
 """Of a place of the batch: seven arrays of four bytes that the policy and the loss read, two masks, and beside them the
 log-probabilities, twice."""
 _FLOAT32 = 4
+_HOPPER = SimpleNamespace(platform="gpu", device_kind="Hopper GPU", compute_capability=CAPABILITY)
 _LAYERS = 1009  # a size that no other dimension has; nothing of it is allocated
 
 
@@ -34,14 +39,14 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     (local_rows,) = named_sharding(mesh, ("rows",), (rows,)).shard_shape((rows,))
     part = local_policy(policy, mesh)
     itemsize = jnp.dtype(config.precision.compute_dtype).itemsize
-    kept = kept_by_a_block(part, local_rows, tokens, config) * policy.num_layers
+    kept = kept_by_a_block(part, local_rows, tokens, config, planned_attention(config, policy, mesh))
     gradients = _sharded_size(policy, mesh) * itemsize
     places = local_rows * tokens
     block = gradients + block_bytes(part, places, itemsize)
     head = head_bytes(policy, mesh, places, itemsize)
     return {
         "batch": micro * places * _BATCH_BYTES,
-        "kept for the backward pass": kept,
+        "kept for the backward pass": kept * policy.num_layers,
         "at work in a micro-batch": max(block, head),
     }
 
@@ -61,7 +66,24 @@ def local_policy(policy: PolicyConfig, mesh: Any) -> PolicyConfig:
     )
 
 
-def kept_by_a_block(part: PolicyConfig, rows: int, tokens: int, config: Config) -> int:
+def planned_attention(config: Config, policy: PolicyConfig, mesh: Any) -> PackedAttention:
+    """Attention as on the mesh's devices, or on Hopper GPUs where it has none.
+
+    Only that of cuDNN leaves more for the backward pass than attention in blocks, which stands for the others.
+
+    Raises:
+      ValueError: ``policy.attention`` is not for the devices or the heads.
+    """
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else _HOPPER
+    asked, dtype = config.policy.attention, config.precision.compute_dtype
+    if asked == "splash" or find_implementation(asked, device, dtype, policy.head_dim) != "cudnn":
+        return packed_attention
+    return choose_attention(asked, device, dtype, policy.head_dim)
+
+
+def kept_by_a_block(
+    part: PolicyConfig, rows: int, tokens: int, config: Config, attention: PackedAttention = packed_attention
+) -> int:
     """Bytes of activations that a block leaves for its backward pass under ``precision.remat``."""
     dtype = jnp.dtype(config.precision.compute_dtype)
     remat = config.precision.remat_policy
@@ -72,9 +94,13 @@ def kept_by_a_block(part: PolicyConfig, rows: int, tokens: int, config: Config) 
     ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
 
     def pullback(params: Any, ids: Any) -> Any:
-        return jax.vjp(lambda params: hidden_states(params, part, ids, ids, ids, remat=remat)[0], params)[1]
+        def hidden(params: Any) -> Any:
+            return hidden_states(params, part, ids, ids, ids, remat=remat, attention=attention)[0]
 
-    kept = jax.tree.leaves(jax.eval_shape(pullback, params, ids))
+        return jax.vjp(hidden, params)[1]
+
+    with compiled_for_hopper():
+        kept = jax.tree.leaves(jax.eval_shape(pullback, params, ids))
     # The scan stacks what a block leaves, and its weights among it.
     of_blocks = sum(leaf.size * leaf.dtype.itemsize for leaf in kept if leaf.shape[:1] == (_LAYERS,))
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["layers"]))

@@ -4,11 +4,19 @@ import dataclasses
 
 import pytest
 
+from rljax.policy.attention import packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.run.config import Config
 from rljax.run.dry_run import planned_bytes, shape_mesh, state_bytes
-from rljax.run.memory_plan import block_bytes, head_bytes, kept_by_a_block, local_policy, working_bytes
-from rljax.sharding import MeshConfig
+from rljax.run.memory_plan import (
+    block_bytes,
+    head_bytes,
+    kept_by_a_block,
+    local_policy,
+    planned_attention,
+    working_bytes,
+)
+from rljax.sharding import MeshConfig, make_mesh
 
 POLICY = PolicyConfig(32, 16, 48, 3, 4, 2, 8)
 
@@ -52,6 +60,29 @@ def test_other_remats_keep_more_or_none():
     # dots: the input, and the products q, k, v, output, gate and up; no gradient needs what the last one gives.
     products = 2 * 64 * 2 * (16 + (4 + 2 + 2) * 8 + 16 + 48 + 48)
     assert 0 <= kept[2] - products <= 0.02 * products
+
+
+@pytest.mark.parametrize("remat", ["blocks", "dots", "none"])
+def test_cudnn_keeps_queries_again_and_the_sums_of_each_segment(remat):
+    """For its alternative in rows of very many segments, and a log-sum-exp for each of up to 16 segments."""
+    wanted = config(remat=remat)
+    cudnn = planned_attention(wanted, POLICY, shape_mesh(MeshConfig(1, 1)))
+    more = kept_by_a_block(POLICY, 2, 2048, wanted, cudnn) - kept_by_a_block(POLICY, 2, 2048, wanted)
+    queries, sums = 2 * 2048 * 4 * 8 * 2, 2 * 2048 * 4 * 4
+    assert more == {"blocks": 0, "dots": queries, "none": queries + 15 * sums}[remat]
+
+
+def test_attention_is_planned_for_the_devices():
+    wanted, abstract = config(compute_dtype="bfloat16"), shape_mesh(MeshConfig(1, 1))
+    assert planned_attention(wanted, POLICY, abstract) is not packed_attention
+    assert planned_attention(wanted, POLICY, make_mesh(MeshConfig(1, 1))) is packed_attention  # a CPU
+    in_float32 = config(compute_dtype="float32")
+    assert planned_attention(in_float32, POLICY, abstract) is packed_attention
+    for name in ("xla", "splash"):
+        asked = changed(wanted, policy={"attention": name})
+        assert planned_attention(asked, POLICY, abstract) is packed_attention
+    with pytest.raises(ValueError, match=r"policy\.attention = cudnn needs bfloat16 or float16"):
+        planned_attention(changed(in_float32, policy={"attention": "cudnn"}), POLICY, abstract)
 
 
 def test_work_by_hand():
