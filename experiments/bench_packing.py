@@ -55,10 +55,15 @@ MIXES: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
 }
 
 
+def responses_of(mix: str, rng: np.random.Generator) -> np.ndarray:
+    """Lengths of the responses of a batch, cut off at the limit."""
+    return np.clip(np.ceil(MIXES[mix](rng)), 1, LONGEST_RESPONSE).astype(int)
+
+
 def draw(mix: str, seed: int) -> tuple[list[int], float, float]:
     """Lengths with their prompts; the mean response and the share of responses cut off."""
     rng = np.random.default_rng(seed)
-    responses = np.clip(np.ceil(MIXES[mix](rng)), 1, LONGEST_RESPONSE).astype(int)
+    responses = responses_of(mix, rng)
     prompts = np.clip(rng.lognormal(np.log(120), 0.5, PROMPTS), 20, LONGEST_PROMPT).astype(int)
     lengths = (responses + np.repeat(prompts, GROUP)).tolist()
     return lengths, float(responses.mean()), float((responses == LONGEST_RESPONSE).mean())

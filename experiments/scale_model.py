@@ -1,0 +1,357 @@
+"""The seconds of one training step on 1 to 32 nodes of 8 H100, added up part by part; docs/scale.md explains them.
+
+    python experiments/scale_model.py --json benchmarks/scale.json
+
+Nothing here ran on an H100. A part is bytes or operations over a rate of ``scale_rates.py``; operations and collectives
+are those of the compiled step (benchmarks/compile.json), host work is as measured by bench_host.py
+(benchmarks/host_side.json), rows fill as measured by bench_packing.py (benchmarks/packing.json), and the one thread
+that writes weights is measured here, into memory. Servers and trainers have GPUs of their own and work in turn. Of the
+ways to share the nodes, the fastest is shown. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from bench_packing import draw, responses_of
+from compile_table import kernel_flops
+from safetensors.numpy import load_file
+from scale_rates import (
+    CHANGED,
+    DECODING,
+    DELTA_BYTES,
+    NEMO,
+    NEMO_STEPS,
+    NETWORK,
+    PCIE,
+    PEAK,
+    STORAGE,
+    TRAINING_TOKENS,
+    Decoding,
+    PublishedStep,
+    Rate,
+)
+
+from rljax.policy.config import PolicyConfig
+from rljax.rollout.weights.files import WeightFiles
+from rljax.run.compile import model_flops
+
+ROOT = Path(__file__).parents[1]
+CARDS, ROW_TOKENS, LONGEST_ROWS = 8, 9216, 1024  # the packed batch has a row for each response
+PLACE_BYTES = 30  # of the packed batch: five int32, two float32 and two masks (rljax.trainer.packing.PackedBatch)
+CHECKPOINT_EVERY = 20  # steps, as in configs/paper/setup.yaml
+HOST_TOKENS = 1024 * 8192  # of the step that bench_host.py measures
+LLAMA = PolicyConfig(128256, 4096, 14336, 32, 32, 8, 128)  # of torchtitan's table
+MIXES = {"before the surge, mean 1,000": "short", "after the surge, mean 3,500": "long"}
+NODES = (1, 2, 8, 32)
+OVERLAPPED = ("parse and decode replies", "checkpoint, in the background")
+
+
+class Model(NamedTuple):
+    """A policy, and how its trainer is laid out: ``rows`` are names in benchmarks/compile.json by trainer GPUs.
+
+    The row of 0 GPUs holds for every multiple of ``fsdp``: micro-batches of a replica are alike.
+    """
+
+    name: str
+    parameters: float
+    fsdp: int
+    rows: dict[int, str]
+
+
+MODELS = (
+    Model("8B", 8_190_735_360, 8, {4: "8B as written", 0: "8B, 64 H100, mesh.replica 8"}),
+    Model("32B", 32_762_123_264, 16, {0: "32B, 64 H100, mesh.replica 4"}),
+)
+
+
+# --- the parts, in seconds --------------------------------------------------------------------------------------------
+
+
+def token_seconds(decoding: Decoding) -> Callable[[int], float]:
+    """Seconds that a server takes for one more token of each of so many requests: between the published points, and
+    that of the nearest one outside of them."""
+    counts = [count for count, _ in decoding.points]
+    seconds = [count / rate for count, rate in decoding.points]
+    return lambda running: float(np.interp(running, counts, seconds))
+
+
+def decode_seconds(lengths: Sequence[int], limit: int, seconds: Callable[[int], float]) -> float:
+    """Of one server for responses of these lengths, ``limit`` at a time, the next as soon as one is done."""
+    waiting, running = list(reversed(lengths)), list[int]()  # running: tokens of the server at which each ends
+    now, spent = 0, 0.0
+    while waiting or running:
+        while waiting and len(running) < limit:
+            heapq.heappush(running, now + waiting.pop())
+        end = running[0]
+        spent += (end - now) * seconds(len(running))
+        now = end
+        while running and running[0] == now:
+            heapq.heappop(running)
+    return spent
+
+
+def rollout_seconds(lengths: Sequence[int], gpus: int, decoding: Decoding) -> float:
+    """Of the slowest server, each with as many responses as the others."""
+    servers, limit = gpus // decoding.gpus, int(decoding.points[-1][0])
+    return max(decode_seconds(lengths[i::servers], limit, token_seconds(decoding)) for i in range(servers))
+
+
+def trained_share() -> float:
+    """Of a card's peak, what the published training run made use of, counted as ``model_flops`` does."""
+    flops = model_flops(LLAMA, 1, [8192]) / 8192 * TRAINING_TOKENS.value
+    return flops / PEAK.value
+
+
+def step_seconds(row: dict[str, Any], rows: int, gpus: int, fsdp: int, share: float) -> float:
+    """Of the update: each micro-batch's products at a share of the peak and its collectives, then what comes once.
+
+    The sum of the gradients over replicas is a ring over one network adapter a card.
+    """
+    flops = sum(row["flops_per_micro_batch"].values()) + kernel_flops(row)
+    micro = flops / (PEAK.value * share) + row["roofline"]["micro_batch_s"]["links"]
+    replicas = max(1, gpus // fsdp)
+    across = sum(one["bytes"] for one in row["collectives"] if one["per"] == "step" and one["across_nodes"])
+    once = row["roofline"]["step_s"]["memory"] + all_reduce_seconds(across, replicas)
+    return math.ceil(rows / gpus) * micro + once
+
+
+def all_reduce_seconds(size: float, members: int) -> float:
+    """Of a ring over the network: every member sends twice (n - 1) / n of the bytes."""
+    return 2 * size * (members - 1) / members / NETWORK.value
+
+
+def publish_seconds(size: float, write: float, read: float) -> float:
+    """As it is: one process gathers the 16-bit weights and writes them, then all servers read them at once."""
+    return size / PCIE.value + size / min(write, STORAGE.value) + size / min(read, STORAGE.value)
+
+
+def sharded_publish_seconds(size: float, writers: int) -> float:
+    """If every node of the trainer wrote its part and every server's node read all, at the storage's rate."""
+    return size / (writers * STORAGE.value) + size / STORAGE.value
+
+
+def checkpoint_seconds(parameters: float, fsdp: int) -> tuple[float, float]:
+    """Of masters and two moments, float32: the copy to the hosts that a step waits for, and the write behind it."""
+    size = 12 * parameters
+    return size / fsdp / PCIE.value, size / (max(1, fsdp // CARDS) * STORAGE.value)
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """What the repository's other programs measured: files of benchmarks/, and the writer's and reader's rates."""
+
+    compiled: dict[str, Any]
+    host: dict[str, Any]
+    packing: dict[str, Any]
+    write: float
+    read: float
+
+
+def layouts(nodes: int, model: Model) -> Iterator[tuple[int, int]]:
+    """(GPUs that train, GPUs that serve): half of one node, else whole nodes, those that train a power of two."""
+    if nodes == 1:
+        yield from ([(4, 4)] if 4 in model.rows else [])
+        return
+    for power in range(nodes.bit_length()):
+        trainer = CARDS * 2**power
+        if trainer < CARDS * nodes and trainer % model.fsdp == 0:
+            yield trainer, CARDS * nodes - trainer
+
+
+def step_parts(model: Model, mix: str, layout: tuple[int, int], given: Inputs) -> dict[str, float]:
+    """Seconds of each part of a step."""
+    trainer, servers = layout
+    responses, tokens = responses_of(mix, np.random.default_rng(0)).tolist(), sum(draw(mix, 0)[0])
+    host = {name: part["processor_s"] * tokens / HOST_TOKENS for name, part in given.host["parts"].items()}
+    replies = tokens / 8192 * given.host["parts"]["a reply read and checked"]["processor_s"]
+    batch = LONGEST_ROWS * ROW_TOKENS * PLACE_BYTES
+    copied, written = checkpoint_seconds(model.parameters, min(model.fsdp, trainer))
+    row = given.compiled[model.rows.get(trainer, model.rows[0])]
+    return {
+        "rollout": rollout_seconds(responses, servers, DECODING[model.name, MIXES[mix]]),
+        "parse and decode replies": replies + host["texts for the rewards"],
+        "pack": host["advantages and sequences"] + host["rows and masks"],
+        "broadcast": 2 * batch / NETWORK.value + batch / PCIE.value,
+        "step": step_seconds(row, rows_of(tokens, mix, given), trainer, model.fsdp, trained_share()),
+        "publish": publish_seconds(2 * model.parameters, given.write, given.read),
+        "checkpoint": copied / CHECKPOINT_EVERY,
+        "checkpoint, in the background": written,
+    }
+
+
+def rows_of(tokens: int, mix: str, given: Inputs) -> int:
+    """Rows that the tokens fill."""
+    shares = [one["rows"] for one in given.packing["cases"] if (one["lengths"], one["row_tokens"]) == (mix, ROW_TOKENS)]
+    return math.ceil(tokens / (ROW_TOKENS * shares[0]))
+
+
+def total(parts: dict[str, float]) -> float:
+    """Seconds of a step: what is done in the background does not count, unless it takes longer than what hides it."""
+    replies = max(0.0, parts["parse and decode replies"] - parts["rollout"])
+    waited = sum(seconds for name, seconds in parts.items() if name not in OVERLAPPED) + replies
+    hidden = CHECKPOINT_EVERY * waited
+    return waited + max(0.0, parts["checkpoint, in the background"] - hidden) / CHECKPOINT_EVERY
+
+
+def best_step(model: Model, mix: str, nodes: int, given: Inputs) -> dict[str, Any] | None:
+    """The fastest layout's parts, or None where the trainer's state does not fit half of the nodes."""
+    found: list[dict[str, Any]] = []
+    for layout in layouts(nodes, model):
+        parts = step_parts(model, mix, layout, given)
+        found.append({"trainer_gpus": layout[0], "server_gpus": layout[1], "parts": parts, "total": total(parts)})
+    if not found:
+        return None
+    best = min(found, key=lambda one: one["total"])
+    counted = {name: seconds for name, seconds in best["parts"].items() if name not in OVERLAPPED}
+    together = best["total"] - counted["rollout"] - counted["step"] + max(counted["rollout"], counted["step"])
+    return best | {"limit": max(counted, key=lambda name: counted[name]), "total_if_rollout_hid_the_step": together}
+
+
+def against_published(one: PublishedStep, model: Model, given: Inputs) -> dict[str, Any]:
+    """Rollout and step of a published run of another framework, on the same GPUs in turn, all of the mean length."""
+    kind = "short" if one.mean_tokens < 2000 else "long"
+    rollout = rollout_seconds([one.mean_tokens] * one.responses, one.gpus, DECODING[model.name, kind])
+    rows = math.ceil(one.responses * one.mean_tokens / ROW_TOKENS)
+    step = step_seconds(given.compiled[model.rows[0]], rows, one.gpus, model.fsdp, trained_share())
+    return {**one._asdict(), "rollout": rollout, "step": step, "share": (rollout + step) / one.seconds}
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def measure_files(tensors: int = 8, elements: int = 2**25, rounds: int = 5) -> tuple[float, float]:
+    """Bytes a second that one thread writes as a version of the policy, and reads back, in memory.
+
+    Seconds are of the processor, the kernel's for this process included, because other programs may run beside it.
+    """
+    arrays = [(f"t{i}", np.full(elements, i, np.uint16)) for i in range(tensors)]
+    size, times = tensors * elements * 2, list[tuple[float, float]]()
+    files = WeightFiles()
+    try:
+        for version in range(rounds):
+            start = time.process_time()
+            written = files.write(arrays, version)
+            middle = time.process_time()
+            for path in sorted(written.path.glob("*.safetensors")):
+                load_file(path)
+            times.append((middle - start, time.process_time() - middle))
+            files.keep_only(written)
+    finally:
+        files.close()
+    write, read = (statistics.median(each) for each in zip(*times, strict=True))
+    return size / write, size / read
+
+
+def read_inputs(write: float, read: float) -> Inputs:
+    compiled, host, packing = (
+        json.loads((ROOT / f"benchmarks/{name}.json").read_text()) for name in ("compile", "host_side", "packing")
+    )
+    return Inputs(compiled, host, packing, write, read)
+
+
+def steps_table(steps: list[dict[str, Any]]) -> str:
+    """A line for each model, length mix and number of nodes."""
+    shown = ("rollout", "pack", "broadcast", "step", "publish", "checkpoint")
+    lines = [
+        f"| | nodes | GPUs: train + serve | {' | '.join(shown)} | s a step | limit | hidden: replies | checkpoint |",
+        "|---" * (len(shown) + 7) + "|",
+    ]
+    for one in steps:
+        name = f"{one['model']}, {one['mix'].partition(',')[0]}"
+        if "parts" not in one:
+            lines.append(f"| {name} | {one['nodes']} | does not fit |" + " |" * (len(shown) + 4))
+            continue
+        parts = one["parts"]
+        cells = [name, str(one["nodes"]), f"{one['trainer_gpus']} + {one['server_gpus']}"]
+        cells += [f"{parts[part]:.3g}" for part in shown]
+        cells += [f"{one['total']:.0f}", one["limit"], *(f"{parts[part]:.2g}" for part in OVERLAPPED)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def publish_variants(model: Model, given: Inputs) -> dict[str, float]:
+    """Seconds of a publish as it is, and as it could be."""
+    size = 2 * model.parameters
+    delta = CHANGED.value * model.parameters * DELTA_BYTES.value
+    return {
+        "one writer, as it is": publish_seconds(size, given.write, given.read),
+        "each of 4 trainer nodes writes its part": sharded_publish_seconds(size, 4),
+        "changed weights alone, one writer": publish_seconds(delta, given.write, given.read),
+    }
+
+
+def rates_used(given: Inputs) -> dict[str, Rate]:
+    """What the sums rest on, but for the servers' points."""
+    here = "this program, one thread, in memory (/dev/shm), by the processor's time, on a shared machine of 2 cores"
+    return {
+        "share of the peak that training reaches": Rate(trained_share(), "share", "published", TRAINING_TOKENS.source),
+        "16-bit products": PEAK,
+        "network": NETWORK,
+        "between a card and its host": PCIE,
+        "shared storage": STORAGE,
+        "weights written": Rate(given.write, "B/s", "measured", here),
+        "weights read": Rate(given.read, "B/s", "measured", here),
+        "weights changed by a step": CHANGED,
+        "a changed weight in a delta": DELTA_BYTES,
+    }
+
+
+def show(record: dict[str, Any]) -> None:
+    """Prints the tables of docs/scale.md."""
+    print(steps_table(record["steps"]), "\n\n| rate | | | from |\n|---|---|---|---|")
+    for name, rate in record["rates"].items():
+        print(f"| {name} | {rate['value']:.4g} {rate['unit']} | {rate['kind']} | {rate['source']} |")
+    variants = list(record["publish_s"]["8B"])
+    print(f"\n| a publish, s | {' | '.join(variants)} |\n|---{'|---' * len(variants)}|")
+    for name, seconds in record["publish_s"].items():
+        print(f"| {name} | {' | '.join(f'{seconds[variant]:.2g}' for variant in variants)} |")
+    print("\n| | GPUs | responses x tokens | published s | rollout + step here | share |\n|---|---|---|---|---|---|")
+    for one in record["against_published"]["steps"]:
+        both = f"{one['rollout']:.0f} + {one['step']:.0f}"
+        batch = f"{one['responses']:,} x {one['mean_tokens']:,}"
+        print(f"| {one['model']} | {one['gpus']} | {batch} | {one['seconds']} | {both} | {one['share']:.0%} |")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    options = parser.parse_args(arguments)
+    given = read_inputs(*measure_files())
+    of_name = {model.name: model for model in MODELS}
+    record = {
+        "command": shlex.join(["python", *sys.argv]),
+        "steps": [
+            {"model": model.name, "mix": mix, "nodes": nodes, **(best_step(model, mix, nodes, given) or {})}
+            for model in MODELS
+            for mix in MIXES
+            for nodes in NODES
+        ],
+        "rates": {name: rate._asdict() for name, rate in rates_used(given).items()},
+        "decoding": {" ".join(key): one._asdict() for key, one in DECODING.items()},
+        "publish_s": {model.name: publish_variants(model, given) for model in MODELS},
+        "against_published": {
+            "source": NEMO,
+            "steps": [against_published(one, of_name[one.model], given) for one in NEMO_STEPS],
+        },
+    }
+    show(record)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
