@@ -106,13 +106,14 @@ class Liveness:
             self._store.key_value_set(_SIGNAL, str(number), allow_overwrite=True)
 
     def end_all(self, status: int, line: str) -> None:
-        """Ends all other processes with this status and line; returns when they have had time to read it.
+        """Ends all other processes with this status and line; of process 0, returns when they have had time to read it.
 
         The first word counts. Where the store is gone, so are the processes soon.
         """
         with contextlib.suppress(Exception):
             self._store.key_value_set(_WORD, json.dumps({"status": status, "line": line, "by": self._index}))
-            time.sleep(3 * self._period_s)
+            if self._index == 0:
+                time.sleep(3 * self._period_s)
 
     def name(self, index: int) -> str:
         """``process 1 on HOST``."""
@@ -156,6 +157,8 @@ class Liveness:
             self.signal = int(found[_SIGNAL])
         word = json.loads(found[_WORD]) if _WORD in found else None
         if word is not None and word["by"] != self._index:
+            if self._index == 0:  # which has the store: the others read the word, too
+                time.sleep(3 * self._period_s)
             self._end(word["status"], word["line"], trace=word.get("trace", False))
 
     def _watch(self) -> None:

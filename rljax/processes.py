@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -249,7 +250,12 @@ class Processes:
         status = exit_status(error)
         line = " ".join(str(error).split())[:300]
         told = line if isinstance(error, (ConfigError, StartAgainError)) else f"{type(error).__name__}: {line}"
+        if not self.is_leader:  # said first: process 0, and with it the store, may be gone in a moment
+            traceback.print_exception(error)
+            sys.stderr.flush()
         self._liveness.end_all(status, f"{self._liveness.name(self.index)} ended: {told}")
+        if not self.is_leader:
+            os._exit(status)
         self._liveness.stop()
         # What jax.distributed does at the end waits for processes that are gone; the error is printed before this.
         _leave_without_waiting(status)

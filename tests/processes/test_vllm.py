@@ -1,0 +1,43 @@
+"""A run on a real vLLM server by 1, 2 and 4 processes: what the first was answered gives all of them the same rows."""
+
+import pytest
+from process_runs import FLOAT32, TINY, complete_together, largest_differences
+from toy_runs import comparable, tiny
+
+from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
+
+pytestmark = pytest.mark.processes
+SITE = "import sys\nif 'rljax.train' in sys.orig_argv:\n    import replayed_vllm\n    replayed_vllm.install()\n"
+
+
+@pytest.fixture(scope="module")
+def server(toy_base, tmp_path_factory):
+    log = tmp_path_factory.mktemp("vllm") / "float32.log"
+    config = ServerConfig(str(toy_base), str(vllm_python()), dtype="float32", max_model_len=512, log_path=log)
+    started = start(config, timeout_s=480)
+    yield started
+    started.stop()
+
+
+def without_publish(run_dir):
+    """The server's probes are sampled anew in each run, and what is not sampled is not counted."""
+    anew = ("publish/", "rollout/re")  # requests, retries, responses_without_version
+    return [{key: value for key, value in row.items() if not key.startswith(anew)} for row in comparable(run_dir)]
+
+
+def test_the_same_responses_give_the_same_rows(server, toy_base, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    (tmp_path / "answers").mkdir()
+    rows = {}
+    for count in (1, 2, 4):
+        mode = {"RLJAX_RECORD" if count == 1 else "RLJAX_REPLAY": str(tmp_path / "answers"), "path": tmp_path}
+        run_dir = tmp_path / f"run_{count}"
+        engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, "--loss.mini-batches", "2")
+        words = tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine)
+        complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30, **mode)
+        rows[count] = without_publish(run_dir)
+        assert all(row["publish/verified_tensors"] > 10 for row in comparable(run_dir))
+    for count in (2, 4):
+        differences = largest_differences(rows[1], rows[count])
+        print(f"{count} processes: {max(differences.values(), default=0.0):.1e}")
+        assert max(differences.values(), default=0.0) < 1e-5, (count, differences)
