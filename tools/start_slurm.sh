@@ -60,7 +60,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 ReturnToService=2
-KillWait=8
+KillWait=30
 SlurmdParameters=config_overrides
 GresTypes=gpu
 PreemptType=preempt/partition_prio

@@ -11,7 +11,7 @@ from vllm_processes import members
 
 from rljax.rollout.vllm.server import vllm_python
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 STEPS = 10
 SLOWLY = {"TEST_REWARD_S": "0.06"}  # of 16 responses: a second a step
 
@@ -92,8 +92,8 @@ def test_the_time_limit_ends_no_run(submit, alone, tmp_path):
     """Slurm looks at time limits every 30 s: the signal comes 50 to 80 s after the start."""
     long = {"TEST_REWARD_S": "0.45"}  # 7 s a step
     job = submit("--checkpoint.every", "0", sbatch=["--time=3", "--signal=B:TERM@100"], **long)
-    assert job.wait(timeout=500) == "COMPLETED", job.printed()
-    assert "SIGTERM, which the trainers now get" in job.printed()
+    assert job.wait(timeout=900) == "COMPLETED", job.printed()
+    assert "the trainers are sent SIGTERM" in job.printed()
     assert_done(job, tmp_path / "run", alone, restarts=job.restarts)
     assert job.restarts >= 1
 
