@@ -38,15 +38,19 @@ class Row(NamedTuple):
     base: str | None = None
 
 
-def on(model: str, label: str, machine: str, devices: int) -> Row:
+def on(model: str, label: str, machine: str, devices: int, replicas: int = 1) -> Row:
     """The paper's settings for a model on all devices of a machine: one row of tokens each."""
-    mesh = ("--mesh.fsdp", str(devices), "--packing.rows_per_micro_batch", str(devices))
+    mesh: tuple[str, ...] = ("--mesh.fsdp", str(devices // replicas), "--packing.rows_per_micro_batch", str(devices))
+    if replicas > 1:
+        label, mesh = f"{label}, mesh.replica {replicas}", (*mesh, "--mesh.replica", str(replicas))
     return Row(f"{model}, {label}", machine, SETUP, ("--model.path", f"Qwen/Qwen3-{model}", *mesh))
 
 
 PLACES = [("8 H100", "h100:1x8", 8), ("64 H100", "h100:8x8", 64), ("v5p-32", "tpu:v5p:2x2x4", 16)]
 MODELS = [
     *(on(model, *place) for model in ("4B", "8B", "14B", "32B") for place in PLACES),
+    on("8B", *PLACES[1], replicas=8),
+    on("32B", *PLACES[1], replicas=4),
     Row("4B as written", "h100:1x4", SETUP),
     Row("8B as written", "h100:1x4", f"{PAPER}/qwen3_8b_length_triggered.yaml"),
     Row("4B float16 as written", "h100:1x4", f"{PAPER}/qwen3_4b_fp16.yaml"),
@@ -59,7 +63,6 @@ OPTIONS_OF_A_STEP = [
 ]
 OTHER_TPUS = [
     ("v4, 16 chips", "tpu:v4:2x2x4", 16),
-    ("v5e, 16 chips", "tpu:v5e:4x4", 16),
     ("v6e, 16 chips", "tpu:v6e:4x4", 16),
     ("TPU7x, 8 chips", "tpu:tpu7x:2x2x2", 16),
 ]
