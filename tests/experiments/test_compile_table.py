@@ -46,3 +46,10 @@ def test_the_page_shows_what_the_file_holds(table, file):
     found = json.loads((ROOT / f"benchmarks/{file}.json").read_text())
     assert {row.name for row in rows} == set(found)
     assert "\n".join(lines(rows, found)) in (ROOT / "docs/compile.md").read_text()
+
+
+@pytest.mark.parametrize("file", ["compile", "compile_options"])
+def test_the_plan_is_within_a_tenth_of_what_was_compiled(file):
+    found = json.loads((ROOT / f"benchmarks/{file}.json").read_text())
+    far = {name: one["bytes"]["planned"] / one["bytes"]["needed"] for name, one in found.items()}
+    assert {name: ratio for name, ratio in far.items() if not 0.9 < ratio < 1.1} == {}

@@ -170,24 +170,20 @@ def test_with_hybrid_sharding_only_the_gradients_sum_crosses_nodes(tmp_path):
 
 
 @pytest.mark.compilers
-@pytest.mark.parametrize(
-    ("machine", "cards", "remat"),
-    [("h100:1x2", 2, "blocks"), ("h100:1x2", 2, "dots"), ("tpu:v5e:2x2", 4, "blocks"), ("tpu:v5e:2x2", 4, "dots")],
-)
-def test_the_plan_is_near_the_compiler(machine, cards, remat, tmp_path):
-    """Three layers of Qwen3-4B on a few cards, a row of 9,216 tokens each."""
+@pytest.mark.parametrize("remat", ["blocks", "dots"])
+def test_the_plan_is_near_the_compiler(remat, tmp_path):
+    """Three layers of Qwen3-4B on two cards, a row of 9,216 tokens each."""
     policy = dataclasses.replace(KNOWN_SHAPES["Qwen/Qwen3-4B-Base"], num_layers=3)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(policy, "bfloat16")))
     out = tmp_path / "report.json"
-    words = ["--model.path", str(tmp_path), "--precision.remat", remat, "--mesh.fsdp", str(cards)]
-    words += ["--packing.rows_per_micro_batch", str(cards)]
-    argv = [str(ROOT / "configs/paper/qwen3_4b_length_triggered.yaml"), "--dry-run", "--compile", machine, *words]
+    words = ["--model.path", str(tmp_path), "--mesh.fsdp", "2", "--packing.rows_per_micro_batch", "2"]
+    words += ["--precision.remat", remat]
+    argv = [str(ROOT / "configs/paper/qwen3_4b_length_triggered.yaml"), "--dry-run", "--compile", "h100:1x2", *words]
     assert run_cli(main, [*argv, "--json", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["bytes"]["planned"] == pytest.approx(found["bytes"]["needed"], rel=0.1)
-    if machine.startswith("h100"):
-        kernels = {kernel["target"]: kernel["count"] for kernel in found["kernels"]}
-        assert kernels["__cudnn$fmhaSoftmaxBackward"] == 3
+    kernels = {kernel["target"]: kernel["count"] for kernel in found["kernels"]}
+    assert kernels["__cudnn$fmhaSoftmaxBackward"] == 3
 
 
 @pytest.mark.compilers
