@@ -53,6 +53,7 @@ from rljax.run.logs import log_file, send_output_to
 from rljax.run.loop import train
 from rljax.run.record import Recorder
 from rljax.run.stop import StopRequest
+from rljax.run.uploads import start_from_store, uploading
 from rljax.sharding import make_mesh
 from rljax.trainer.step import mesh_attention
 
@@ -184,6 +185,7 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
     config, policy, tokenizer, mesh = find_setting(config)
     with caller_errors():
         problems = load_problems(config, tokenizer)
+        store = start_from_store(config, run_dir, lambda: processes.at("download"))
         prepare_directory(config, run_dir)
         stop = StopRequest(config.run.grace_s, processes.signal)
         engine = make_run_engine(config, policy, mesh, stop, processes)
@@ -210,7 +212,8 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
             check_owner(owner)
             recorder.sync()
 
-        with stop:
+        end_waits = (stop.left_s, lambda: processes.at("upload"))
+        with stop, uploading(store, config, lambda: check_owner(owner), *end_waits):
             last_row = next(reversed(recorded_rows(run_dir)), None)
             stop.begin_step(last_row["time/step_s"] if last_row else None, checkpointer.last_save_s)
             try:

@@ -57,10 +57,19 @@ class CheckpointConfig:
     keep_best: bool = False
     """Also keep the step with the best mean accuracy over the evaluation datasets (``eval``), in ``best/`` of the run
     directory."""
+    upload: str = ""
+    """Object store URL under which complete checkpoints are copied, as s3://BUCKET/PREFIX (needs the extra ``store``),
+    gs://BUCKET/PREFIX (gcsfs), or any other that fsspec knows. One run has it for itself. A run whose directory is gone
+    goes on from there. Empty: none."""
+    upload_wait_s: float = 600.0
+    """Longest time that the end of a run waits for its newest checkpoint to be uploaded (seconds); after a request to
+    stop, at most what is left of ``run.grace_s``."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "every")
+        check_at_least(self, 0, "every", "upload_wait_s")
         check_at_least(self, 1, "keep")
+        if self.upload and "://" not in self.upload:
+            raise ValueError(f"upload must be a URL, as s3://BUCKET/PREFIX, got {self.upload!r}")
 
 
 class Checkpointer:

@@ -114,8 +114,8 @@ def copy_run(source: Path, run_dir: Path) -> None:
     partial.rename(run_dir / "checkpoints")
 
 
-def check_same_run(config: Config, run_dir: Path) -> None:
-    """Raises ConfigError when the run in ``run_dir`` was made with settings that may not change."""
+def check_same_run(config: Config, run_dir: Path, url: str = "") -> None:
+    """Raises ConfigError when the run in ``run_dir``, from ``url``, was made with settings that may not change."""
     if not (run_dir / "config.yaml").exists():
         return
     settings = (recorded_config(run_dir), config)
@@ -125,4 +125,5 @@ def check_same_run(config: Config, run_dir: Path) -> None:
     differing = [key for key in leaves if new[key] != old[key] and not key.startswith(free)]
     if differing:
         changes = ", ".join(f"{key} ({old[key]} there, {new[key]} now)" for key in differing)
-        raise ConfigError(f"{run_dir} holds a run with other settings: {changes}; give another run.dir")
+        place, key = (url, "checkpoint.upload") if url else (run_dir, "run.dir")
+        raise ConfigError(f"{place} holds a run with other settings: {changes}; give another {key}")

@@ -43,9 +43,11 @@ class StopRequest:
         """Whether the step under way is not expected to be done, and saved, in what is left of the grace."""
         if not self.requested():
             return False
-        now = time.monotonic()
-        left_s = self._asked_at + self._grace_s - now
-        return remaining_s(self._step_s, now - self._began, self._save_s()) > left_s
+        return remaining_s(self._step_s, time.monotonic() - self._began, self._save_s()) > self.left_s()
+
+    def left_s(self) -> float:
+        """What is left of the grace (seconds); infinite while nobody asked."""
+        return self._asked_at + self._grace_s - time.monotonic() if self.requested() else math.inf
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -17,6 +17,7 @@ DOORS = {
     "httpx": {"rollout.served.client"},
     "msgspec": {"rollout.vllm.wire"},
     "orbax": {"run.checkpoint"},
+    "fsspec": {"run.store"},
     "grain": {"data.prompts"},
     "pyarrow": {"data.files", "compare.dump"},
     "safetensors": {"policy.hf", "rollout.weights.files", "rollout.vllm.plugin"},
@@ -35,7 +36,17 @@ DOORS = {
     "latex2sympy2_extended": {"rewards.math_answer"},
 }
 # What the start of a command does not import: it answers within two seconds and prints nothing of theirs.
-LATE = {"transformers", "torch", "grain", "orbax", "matplotlib", "tensorboardX", "huggingface_hub", "math_verify"}
+LATE = {
+    "transformers",
+    "torch",
+    "grain",
+    "orbax",
+    "matplotlib",
+    "tensorboardX",
+    "huggingface_hub",
+    "math_verify",
+    "fsspec",
+}
 LEVEL_0 = ("errors", "schedule", "mismatch")
 # What other rooms may use of rljax.mismatch beside the names of its __init__.
 MISMATCH_MODULES = {"accurate", "metrics", "histogram", "importance", "correction", "diagnosis", "names"}

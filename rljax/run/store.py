@@ -1,0 +1,199 @@
+"""Copies of checkpoints in an object store: s3://, gs://, or any other URL that fsspec knows.
+
+Under the URL each copy has a folder, named by its step. In it are the checkpoint's files, what else a resume needs, and
+a manifest with the size and SHA-256 of each of them. The manifest is written last and deleted first: a folder without
+one is no copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+MANIFEST = "manifest.json"
+STARTED = "started.json"  # who began to copy there, and when
+_LONGEST = 300  # characters of what a library says of its error
+
+
+class StoreError(OSError):
+    """The store cannot be reached, or refuses; the message is one line that names its URL."""
+
+
+class DamagedCopyError(StoreError):
+    """A copy does not read back as it was written."""
+
+
+class StoppedUploadError(Exception):
+    """Raised by the ``check`` of an upload: it is not wanted any more."""
+
+
+class FileRecord(NamedTuple):
+    """What a manifest says of a file."""
+
+    size: int  # bytes
+    sha256: str
+
+
+class Store:
+    """The copies under one URL.
+
+    Time limits and retries of a request are those of the library that fsspec takes for the URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Only makes the client: nothing is asked yet.
+
+        Raises:
+          StoreError: nothing is installed that knows such URLs.
+        """
+        from fsspec.core import url_to_fs
+
+        self.url = url.rstrip("/")
+        with self._told("cannot be opened (pip install 'rljax[store]' for s3://, gcsfs for gs://)"):
+            # What was listed is not kept: another machine may have written since.
+            self._fs, self._root = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        if hasattr(self._fs, "auto_mkdir"):
+            self._fs.auto_mkdir = True  # folders of file:// URLs are made, as object stores have none
+
+    def begin(self) -> None:
+        """Notes who copies there from now on; what may not be written shows here. Raises StoreError."""
+        note = {"host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
+        with self._told("cannot be written"):
+            self._fs.pipe_file(f"{self._root}/{STARTED}", json.dumps(note).encode())
+
+    def steps(self) -> list[int]:
+        """Steps of the copies, oldest first. Raises StoreError."""
+        with self._told("cannot be listed"):
+            return [step for step in self._folders() if self._fs.exists(self._path(step, MANIFEST))]
+
+    def upload(self, step: int, folder: Path, keep: int, check: Callable[[], None] = lambda: None) -> None:
+        """Copies the files of ``folder`` and deletes all copies but the ``keep`` newest up to this step.
+
+        Later ones are of a run that has since gone on from before them. A copy that is there already is left.
+
+        Args:
+          step: of the checkpoint.
+          folder: nothing in it changes meanwhile.
+          keep: at least 1.
+          check: called before each file and before the manifest; may raise StoppedUploadError.
+
+        Raises:
+          StoreError: the store refused, or cannot be reached.
+        """
+        records = {name: _record(folder / name) for name in _names(folder)}
+        with self._told(f"checkpoint {step} could not be uploaded"):
+            if self._written(step) != records:
+                self._delete(step)
+                for name in records:
+                    check()
+                    self._fs.put_file(str(folder / name), self._path(step, name))
+                self._compare_sizes(step, records)
+                check()
+                content = json.dumps({"step": step, "files": {name: [*each] for name, each in records.items()}})
+                self._fs.pipe_file(self._path(step, MANIFEST), content.encode())
+        with self._told("copies of older checkpoints could not be deleted"):
+            kept = [other for other in self.steps() if other <= step][-keep:]
+            for other in self._folders():
+                if other not in kept:
+                    self._delete(other)
+
+    def download(
+        self, step: int, folder: Path, names: tuple[str, ...] = (), moved: Callable[[], None] = lambda: None
+    ) -> None:
+        """Writes the files of a copy into ``folder`` and compares sizes and checksums with its manifest.
+
+        Args:
+          step: of ``steps``.
+          folder: made if it is missing.
+          names: of files that are wanted; () for all.
+          moved: called after each file.
+
+        Raises:
+          DamagedCopyError: they differ, or are not there.
+          StoreError: the store refused, or cannot be reached.
+        """
+        with self._told(f"checkpoint {step} could not be downloaded"):
+            records = self._manifest(step)
+            self._compare_sizes(step, records)
+            for name in names or records:
+                if name not in records:
+                    raise self._damaged(step, f"it has no {name}")
+                target = folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._fs.get_file(self._path(step, name), str(target))
+                if _record(target) != records[name]:
+                    raise self._damaged(step, f"other content than was written in {name}")
+                moved()
+
+    def _path(self, step: int, name: str) -> str:
+        return f"{self._root}/{step}/{name}"
+
+    def _folders(self) -> list[int]:
+        """Steps of which there is something, oldest first."""
+        found = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+        return sorted(int(name) for name in found if name.isdecimal() and name == str(int(name)))
+
+    def _manifest(self, step: int) -> dict[str, FileRecord]:
+        """The files of a copy. Raises DamagedCopyError."""
+        try:
+            content = json.loads(self._fs.cat_file(self._path(step, MANIFEST)))
+            if content["step"] != step:
+                raise self._damaged(step, f"its manifest is of step {content['step']!r:.60}")
+            records = {name: FileRecord(int(size), str(sha256)) for name, (size, sha256) in content["files"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise self._damaged(step, "its manifest cannot be read") from error
+        outside = [name for name in records if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
+        if outside or not records:
+            raise self._damaged(step, "its manifest names files of another place, or none")
+        return records
+
+    def _written(self, step: int) -> dict[str, FileRecord] | None:
+        """What the manifest there says; None without one that can be read."""
+        try:
+            return self._manifest(step)
+        except (FileNotFoundError, DamagedCopyError):
+            return None
+
+    def _compare_sizes(self, step: int, records: dict[str, FileRecord]) -> None:
+        """Raises DamagedCopyError where the store lists other sizes than ``records``."""
+        folder = self._path(step, "")
+        found = self._fs.find(folder.rstrip("/"), detail=True)
+        sizes = {path.rpartition(folder)[2]: info["size"] for path, info in found.items()}
+        for name, record in records.items():
+            if sizes.get(name) != record.size:
+                got = "is missing" if name not in sizes else f"has {sizes[name]} bytes"
+                raise self._damaged(step, f"{name} {got}, not {record.size} bytes")
+
+    def _delete(self, step: int) -> None:
+        for path, whole in ((self._path(step, MANIFEST), False), (f"{self._root}/{step}", True)):
+            if self._fs.exists(path):
+                self._fs.rm(path, recursive=whole)
+
+    def _damaged(self, step: int, what: str) -> DamagedCopyError:
+        return DamagedCopyError(f"checkpoint {step} in {self.url} is damaged: {what}")
+
+    @contextlib.contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Whatever a library raises inside becomes a StoreError: each has errors of its own."""
+        try:
+            yield
+        except (StoreError, StoppedUploadError):
+            raise
+        except Exception as error:
+            why = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+            raise StoreError(f"{self.url}: {what}: {why}") from error
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _record(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        return FileRecord(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
