@@ -14,6 +14,7 @@ OF_A_SCRIPT = {
     "launch_files": "tools/test_kubernetes.sh",
     "processes": "tools/test_processes.sh",
     "slurm": "tools/test_slurm.sh",
+    "store": "tools/test_store.sh",
 }
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

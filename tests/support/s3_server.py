@@ -1,0 +1,45 @@
+"""A local S3 server (moto's) as a process of its own, on a free port of 127.0.0.1."""
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+BUCKET = "runs"
+START_S = 60
+
+
+class S3Server:
+    """With one empty bucket. ``stop`` ends it, and may be called twice."""
+
+    def __init__(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                request = urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT")
+                with urllib.request.urlopen(request, timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.stop()
+                    raise
+                time.sleep(0.1)
+
+    @property
+    def settings(self):
+        """Environment variables with which botocore asks this server."""
+        keys = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests", "AWS_DEFAULT_REGION": "us-east-1"}
+        return keys | {"AWS_ENDPOINT_URL": self.url}
+
+    def stop(self):
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(timeout=30)
