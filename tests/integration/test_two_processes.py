@@ -23,7 +23,7 @@ def alone(toy_base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("alone") / "run"
     complete_together(words(toy_base, run_dir), 1, run_dir.with_name("printed"))
     rows = comparable(run_dir)
-    assert all(row["optimizer/grad_norm"] > 0 for row in rows)
+    assert sum(row["optimizer/grad_norm"] > 0 for row in rows) > STEPS // 2
     return rows
 
 
