@@ -13,6 +13,18 @@ class Sabotage(vllm_plugin.WorkerExtension):
     def sabotage_tied_head(self, state: str) -> None:
         vllm_plugin.repair_tied_head = _REPAIR if state == "off" else (lambda model: None)
 
+    def head_is_stale(self) -> dict[str, bool]:
+        """Whether the tied head computes with other weights than the embedding's: some processors want a packed copy.
+
+        Others multiply with the table as it lies, and so have nothing that could be forgotten.
+        """
+        model = self.weight_transfer_engine.model
+        head, table = model.lm_head, model.model.embed_tokens.weight
+        x = torch.randn(4, table.shape[1], generator=torch.Generator().manual_seed(0)).to(table.dtype)
+        got = head.quant_method.apply(head, x).float()
+        expected = x.float() @ table.float().T
+        return {"stale": bool((got - expected).norm() > 0.1 * expected.norm())}
+
     def sabotage_load(self, how: str, of: str) -> None:
         """From now on the model loads other tensors than it is given.
 
