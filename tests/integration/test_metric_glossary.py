@@ -9,12 +9,12 @@ from toy_runs import command, complete
 
 pytestmark = pytest.mark.slow
 
-# What the toy's run on the embedded engine cannot show: tests/rollout/test_vllm_engine.py and
-# test_exact_run.py show it.
+# What the toy's run of one process on the embedded engine cannot show: test_vllm_train.py, test_exact_run.py and
+# test_two_processes.py show it.
 ELSEWHERE = re.compile(
     r"publish/.*|rollout/(requests|retries|server_losses|servers_brought_back|servers_rejected"
     r"|responses_without_version|executable_runs)"
-    r"|time/(server_)?checksums_s"
+    r"|time/(server_)?checksums_s|perf/<act>_slowest_(process|s)"
 )
 SMALL = [
     *("--data.batch-size", "6", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "4"),

@@ -8,6 +8,7 @@ from process_runs import FLOAT32, TINY, Run, complete_together, largest_differen
 from toy_runs import comparable, tiny
 
 from rljax.errors import START_AGAIN_STATUS
+from rljax.report.rows import read_rows
 
 pytestmark = pytest.mark.slow
 STEPS = 8
@@ -48,6 +49,9 @@ def test_ended_by_a_signal_or_a_death_and_started_again_the_rows_are_those_of_on
         assert "error: process 1 on " in run.printed()[0]
     complete_together(words(toy_base, run_dir), 2, tmp_path / "third")
     assert_same(run_dir, alone)
+    newest = read_rows(run_dir / "metrics.jsonl")[-1]
+    assert {newest[f"perf/{act}_slowest_process"] for act in ("pack", "update")} <= {0, 1}
+    assert newest["perf/update_slowest_s"] >= 0
     printed = (tmp_path / "third.1").read_text()
     assert printed == "", "the second process printed outside its log"
     assert (run_dir / "logs" / "process_1.log").exists()
