@@ -540,8 +540,8 @@ def test_an_update_that_fails_says_what_remains(go, update, monkeypatch, capsys)
             raise RuntimeError("the device is lost")
         return real(metrics, noise=noise)
 
-    real = rljax.trainer.update.fetch
-    monkeypatch.setattr(rljax.trainer.update, "fetch", fetch)
+    real = rljax.trainer.update.fetch_metrics
+    monkeypatch.setattr(rljax.trainer.update, "fetch_metrics", fetch)
     with pytest.raises(RuntimeError, match="the device is lost"):
         go(rows=rows, checkpoint={"every": 1})
     monkeypatch.undo()
