@@ -207,14 +207,14 @@ class Checkpointer:
     ) -> tuple[Any, dict[str, Any]] | None:
         """Reads the newest checkpoint that is whole; None where there is no checkpoint.
 
-          Each damaged one after it is named in a line on stderr and moved to ``damaged/<step>`` of the run directory.
+        Each damaged one after it is named in a line on stderr and moved to ``damaged/<step>`` of the run directory.
 
-          Args:
-            abstract_state, load_host: as for ``restore``; the last call is with the host state that is returned.
+        Args:
+          abstract_state, load_host: as for ``restore``; the last call is with the host state that is returned.
 
-          Raises:
-            RuntimeError: as ``restore``, or all are damaged; then nothing is moved.
-        StartAgainError: one of several processes found the newest one damaged, and moved it; the others wait for it.
+        Raises:
+          RuntimeError: as ``restore``, or all are damaged; then nothing is moved.
+          StartAgainError: one of several processes found the newest one damaged, and moved it.
         """
         damaged: dict[int, DamagedCheckpointError] = {}
         for step in reversed(self.all_steps()):
