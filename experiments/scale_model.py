@@ -244,7 +244,7 @@ def measure_files(tensors: int = 8, elements: int = 2**25, rounds: int = 5) -> t
     try:
         for version in range(rounds):
             start = time.process_time()
-            written = files.write(arrays, version)
+            written = files.write(arrays, version, {})
             middle = time.process_time()
             for path in sorted(written.path.glob("*.safetensors")):
                 load_file(path)

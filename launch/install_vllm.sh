@@ -106,7 +106,7 @@ fi
 # The installed entry point is a copy of the one in pyproject.toml, made when the plugin was installed.
 plugin_is_here='
 import importlib.metadata, pathlib, sys, tomllib
-import rljax
+import rljax, xxhash, zstandard
 repo, group = pathlib.Path(sys.argv[1]).resolve(), "vllm.general_plugins"
 wanted = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["entry-points"][group]["rljax"]
 installed = [point.value for point in importlib.metadata.entry_points(group=group, name="rljax")]
@@ -115,5 +115,7 @@ sys.exit(installed != [wanted] or pathlib.Path(rljax.__file__).resolve().parents
 if ! (cd / && "$venv/bin/python" -c "$plugin_is_here" "$repo") 2>/dev/null; then
   waited "installing rljax's plugin (without its dependencies)" \
     "$venv/bin/python" -m pip install --no-deps -e "$repo" || explain_and_die
+  waited "installing what the plugin needs besides" \
+    "$venv/bin/python" -m pip install 'zstandard>=0.23,<1' 'xxhash>=3.5,<5' || explain_and_die
 fi
 say "ready: $venv"

@@ -6,12 +6,16 @@
 # SIGTERM, which Slurm sends to both, is COMMAND's affair.
 set -uo pipefail
 
-file="$1"
+file="$1" asked=false
 shift
-trap : TERM
+trap 'asked=true' TERM
 "$@"
 status=$?
 [[ "$SLURM_PROCID" != 0 ]] || echo "$status" >"$file"
-# Once a task has failed, srun sends the others SIGTERM. Process 0, whose status counts, first has time to end by itself.
-[[ "$SLURM_PROCID" == 0 || "$status" == 0 ]] || sleep 15
+# Once a task has failed, srun sends the others SIGTERM. Process 0, whose status counts, first has time to notice
+# (run.heartbeat_s) and end by itself. A task that was sent SIGTERM is soon gone: of one that takes longer than
+# MessageTimeout (10 s) Slurm repeats the message after a minute, and ends what the job then runs after its requeue.
+if [[ "$SLURM_PROCID" != 0 && "$status" != 0 ]]; then
+  if $asked; then sleep 3; else sleep 45; fi
+fi
 exit "$status"

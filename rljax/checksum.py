@@ -1,7 +1,9 @@
 """The checksum of a tensor: the same from numpy, jax and torch, and from the parts of a tensor put together.
 
-It is two sums (mod 2^32) over the mixed bits of a tensor's elements. The order of the elements does not matter,
-so the shards of tensor parallelism add up to the whole; for the same reason elements that changed places are not seen.
+It is three sums (mod 2^32) over the mixed bits of a tensor's elements. In two of them the order of the elements does
+not matter, so that the shards of tensor parallelism add up to the whole wherever their elements belong. In the third
+each element is multiplied by a number of its place in the whole tensor: it adds up over parts whose places are known,
+and sees elements that changed places, which the others cannot.
 Needs neither numpy, jax nor torch, so that the trainer and the plugin inside a server run the same lines.
 """
 
@@ -21,16 +23,19 @@ class Checksum:
       count: number of elements.
       first: sum of the first mixed value of every element, mod 2^32.
       second: sum of the second one, mod 2^32.
+      placed: sum of the first ones, each times the weight of its place, mod 2^32; of a part, as though it were the
+        beginning of a tensor where the places are not known.
     """
 
     count: int
     first: int
     second: int
+    placed: int
 
 
-def checksum(count: int, first: int, second: int) -> Checksum:
-    """From sums of :func:`mixed` of any size and sign."""
-    return Checksum(count, first % _MODULUS, second % _MODULUS)
+def checksum(count: int, first: int, second: int, placed: int) -> Checksum:
+    """From sums of :func:`mixed` and of products with :func:`place_weights`, of any size and sign."""
+    return Checksum(count, first % _MODULUS, second % _MODULUS, placed % _MODULUS)
 
 
 def mixed(bits: Any) -> tuple[Any, Any]:
@@ -44,6 +49,17 @@ def mixed(bits: Any) -> tuple[Any, Any]:
     """
     first = _mix(bits, 0x7FEB352D, 0x846CA68B - _MODULUS)
     return first, _mix(first, 0x2C1B3C6D, 0x297A2D39)
+
+
+def place_weights(places: Any) -> Any:
+    """What the first mixed value of an element at each place is multiplied by: int32, odd.
+
+    Args:
+      places: int32 array of numpy, jax or torch: the flat index of each element in the whole tensor, row by row, mod
+        2^32.
+    """
+    x = places * (0x9E3779B1 - _MODULUS)
+    return x ^ ((x >> 15) & 0x1FFFF) | 1
 
 
 def _mix(x: Any, multiplier: int, another: int) -> Any:

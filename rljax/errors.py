@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -81,12 +82,28 @@ def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
     """
     try:
         return main(sys.argv[1:] if argv is None else argv)
-    except (ConfigError, StartAgainError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ConfigError, StartAgainError, KeyboardInterrupt) as error:
+        print_end(error)
+        return exit_status(error)
+
+
+def exit_status(error: BaseException) -> int:
+    """That of a program which ends by ``error``."""
+    if isinstance(error, (ConfigError, StartAgainError)):
         return error.exit_status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def print_end(error: BaseException) -> None:
+    """Says on stderr by what a program ends: one line where that is known, else a traceback."""
+    if isinstance(error, (ConfigError, StartAgainError)):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    elif isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
 
 
 class StartAgainError(RuntimeError):

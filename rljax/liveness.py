@@ -41,19 +41,18 @@ class Seen:
     Attributes:
       beat: the newest one, as it was written.
       changed: when it last changed, by this process's monotonic clock (seconds).
+      host: the machine that the process runs on.
       place: where that process was.
-      place_changed: when that last changed, likewise.
+      moves: how often its place had changed.
+      place_changed: when that last changed, by the clock of ``changed``.
     """
 
     beat: str
     changed: float
+    host: str
     place: str
+    moves: int
     place_changed: float
-
-    @property
-    def host(self) -> str:
-        """The machine that the process runs on."""
-        return str(json.loads(self.beat)["host"])
 
 
 class Liveness:
@@ -77,7 +76,7 @@ class Liveness:
         self._heartbeat_s, self._stuck_s = heartbeat_s, stuck_s
         self._silent_s = _SILENT * heartbeat_s
         self._period_s = min(1.0, heartbeat_s / _PARTS)
-        self._place, self._moved, self._number = "starting", 0, 0
+        self._place, self._moves, self._number = "starting", 0, 0
         self._seen: dict[int, Seen] = {}
         self._answered = time.monotonic()
         self._leader_host = "an unknown machine"
@@ -98,7 +97,7 @@ class Liveness:
 
     def at(self, place: str) -> None:
         """This process is now at ``place``, which is said of it when it stays there for too long."""
-        self._place, self._moved = place, self._moved + 1
+        self._place, self._moves = place, self._moves + 1
 
     def report_signal(self, number: int) -> None:
         """Tells process 0 of a signal that this process was sent; the first one counts."""
@@ -129,7 +128,7 @@ class Liveness:
         """Writes beats and reads what the others say; whatever it waits for, ``_watch`` goes on."""
         while not self._stopped.is_set():
             self._number += 1
-            beat = {"host": socket.gethostname(), "number": self._number, "place": self._place, "moved": self._moved}
+            beat = {"host": socket.gethostname(), "number": self._number, "place": self._place, "moves": self._moves}
             try:
                 self._store.key_value_set(f"{_BEATS}{self._index}", json.dumps(beat), allow_overwrite=True)
                 found = dict(self._store.key_value_dir_get(_ROOT if self._index == 0 else _WORDS))
@@ -150,9 +149,10 @@ class Liveness:
             before = self._seen.get(index)
             if beat is None or (before is not None and before.beat == beat):
                 continue
-            place = _where(beat)
-            moved = now if before is None or _where(before.beat) != place else before.place_changed
-            self._seen[index] = Seen(beat, now, json.loads(beat)["place"], moved)
+            told = json.loads(beat)
+            stayed = before is not None and before.moves == told["moves"]
+            since = before.place_changed if before is not None and stayed else now
+            self._seen[index] = Seen(beat, now, told["host"], told["place"], told["moves"], since)
         if _SIGNAL in found and self.signal is None:
             self.signal = int(found[_SIGNAL])
         word = json.loads(found[_WORD]) if _WORD in found else None
@@ -163,11 +163,11 @@ class Liveness:
 
     def _watch(self) -> None:
         """Ends this process, and all, when another is silent or one stands still; calls nothing that may wait."""
-        place, since = self._moved, time.monotonic()
+        place, since = self._moves, time.monotonic()
         while not self._stopped.wait(self._period_s):
             now = time.monotonic()
-            if self._moved != place:
-                place, since = self._moved, now
+            if self._moves != place:
+                place, since = self._moves, now
             silent_s = now - self._answered
             if self._store is not None and silent_s > self._silent_s and not self._stopped.is_set():
                 self._end(START_AGAIN_STATUS, self._lost(0, silent_s))
@@ -227,9 +227,3 @@ class Liveness:
 
         self._abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
         ctypes.CDLL(None).signal(int(signal.SIGABRT), self._abort_handler)
-
-
-def _where(beat: str) -> tuple[str, int]:
-    """A place, and how often its process has moved."""
-    fields = json.loads(beat)
-    return fields["place"], fields["moved"]

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from rljax.errors import ConfigError, StartAgainError
+from rljax.errors import ConfigError, StartAgainError, exit_status, print_end
 from rljax.liveness import WAITING, Liveness
 
 Arrays = Mapping[str, np.ndarray]
@@ -40,6 +40,7 @@ _KEPT = 8  # announcements: no process is further behind, because each of them w
 _LISTEN_MS = 500  # of one wait for an announcement, after which signals are looked at
 _INIT_S = 300
 _JAX_HEARTBEAT_FACTOR = 4  # the run's own heartbeat says more, and comes first
+_COLLECTIVE_FAILED = re.compile("[A-Z_]+: .*(Gloo|NCCL|RCCL)")
 
 
 @dataclass(frozen=True)
@@ -154,11 +155,12 @@ class Processes:
         self.at(act.name)
         return act
 
-    def do(self, name: str, act: Callable[[], None]) -> None:
-        """``act`` as a process other than 0 does it; where a collective fails, the dead process is named first."""
+    @contextlib.contextmanager
+    def doing(self, name: str) -> Iterator[None]:
+        """The block is what a process other than 0 heard of; where a collective fails, the dead is named first."""
         try:
             with self._timed(name):
-                act()
+                yield
         except Exception as error:
             if is_of_devices(error):
                 self._let_others_be_found_dead()
@@ -184,6 +186,17 @@ class Processes:
                 found[f"perf/{name}_slowest_s"] = float(own.max())
                 found[f"perf/{name}_slowest_process"] = int(own.argmax())
         return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values (JSON) of all processes in their order; all of them call it."""
+        if self.count == 1:
+            return [value]
+        mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        sizes = np.asarray(multihost_utils.process_allgather(np.int32(mine.size))).reshape(-1).tolist()
+        padded = np.zeros(max(sizes), np.uint8)
+        padded[: mine.size] = mine
+        rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(self.count, -1)
+        return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -225,16 +238,18 @@ class Processes:
 
     def end(self, status: int) -> None:
         """The run is over: the others leave with this exit status (process 0), or this one heard so."""
-        if self._liveness is not None:
-            if self.is_leader and self.count > 1:
+        if self._liveness is None:
+            return
+        if self.count == 1:
+            self._liveness.stop()
+        else:
+            if self.is_leader:
                 self._announce(_END, {"status": status}, {})
             self.at("ending")
-            if self.count > 1:
-                multihost_utils.sync_global_devices("rljax end")
+            multihost_utils.sync_global_devices("rljax end")
             self._liveness.stop()
-            if self.count > 1:
-                jax.distributed.shutdown()
-            self._liveness = None
+            jax.distributed.shutdown()
+        self._liveness = None
 
     def __enter__(self) -> Processes:
         if self._liveness is not None:
@@ -251,8 +266,7 @@ class Processes:
         line = " ".join(str(error).split())[:300]
         told = line if isinstance(error, (ConfigError, StartAgainError)) else f"{type(error).__name__}: {line}"
         if not self.is_leader:  # said first: process 0, and with it the store, may be gone in a moment
-            traceback.print_exception(error)
-            sys.stderr.flush()
+            print_end(error)
         self._liveness.end_all(status, f"{self._liveness.name(self.index)} ended: {told}")
         if not self.is_leader:
             os._exit(status)
@@ -274,6 +288,10 @@ class Processes:
     def _let_others_be_found_dead(self) -> None:
         """A collective fails at once where a process died; the heartbeat finds which, and ends this process."""
         time.sleep(self._heartbeat_s + 5.0)
+
+
+ALONE = Processes()
+"""Where a run has one process, and nobody watches whether it stands still."""
 
 
 def start_processes(options: ProcessOptions) -> Processes:
@@ -330,22 +348,19 @@ def _several_by_environment() -> str:
 
 
 def is_of_devices(error: BaseException) -> bool:
-    """Whether an error, or what it came from, is one of a computation, as that of a collective without a process is."""
-    while not isinstance(error, jax.errors.JaxRuntimeError):
+    """Whether an error, or what it came from, is one of a computation, as that of a collective without a process is.
+
+    JAX raises the latter as a plain ValueError where it fails at the call, as small ones on CPUs do.
+    """
+    while not (
+        isinstance(error, jax.errors.JaxRuntimeError)
+        or (isinstance(error, ValueError) and _COLLECTIVE_FAILED.match(str(error)))
+    ):
         before = error.__cause__ or error.__context__
         if before is None:
             return False
         error = before
     return True
-
-
-def exit_status(error: BaseException) -> int:
-    """That of a program which ends by ``error`` (``errors.run_cli``)."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return getattr(error, "exit_status", 1)
 
 
 def _store() -> Any:

@@ -170,12 +170,13 @@ def follow(config: Config, processes: Processes) -> int:
     with processes.reported_signals():
         processes.listen()  # BEGIN: the run directory is process 0's, and can be gone on from
         send_output_to(log_file(Path(config.run.dir), processes.index))
-        config, policy, _, mesh = find_setting(config)
-        with caller_errors():
-            checkpointer = make_checkpointer(config, processes)
-            update, _ = make_trainer(config, policy, mesh)
-        state, _ = starting_state(config, policy, mesh, checkpointer)
-        acts = make_acts(config, policy, mesh)
+        with processes.doing(BEGIN):
+            config, policy, _, mesh = find_setting(config)
+            with caller_errors():
+                checkpointer = make_checkpointer(config, processes)
+                update, _ = make_trainer(config, policy, mesh)
+            state, _ = starting_state(config, policy, mesh, checkpointer)
+            acts = make_acts(config, policy, mesh, processes)
         return Follower(processes, state, update, checkpointer, acts).run()
 
 

@@ -41,6 +41,7 @@ from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 from rljax.rollout.vllm.backend import VllmBackend
 from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
+from rljax.rollout.weights.sums import array_checksum
 from rljax.sharding import MeshConfig, make_mesh
 
 ROOT = Path(__file__).parents[1]
@@ -213,7 +214,6 @@ MakeEngine = Callable[[str], RolloutEngine]
 def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
     """The tests' stand-in: its URL, what makes an engine with the published policy over a URL, and its vocabulary."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
-    import numpy_checksum
     import vllm_fake
 
     fake = vllm_fake.FakeVllm()
@@ -225,7 +225,7 @@ def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
             hf_config=vllm_fake.SHAPE,
             max_tokens=64,
             tensors=dict.items,
-            checksums=lambda params: {name: numpy_checksum.numpy_checksum(array) for name, array in params.items()},
+            checksums=lambda params: {name: array_checksum(array) for name, array in params.items()},
             score=lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
         )
         engine.publish({"a": np.ones(4, np.float32)}, VERSION)

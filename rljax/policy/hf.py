@@ -23,9 +23,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rljax.checks import parse_json
-from rljax.checksum import Checksum, checksum, mixed
+from rljax.checksum import Checksum, checksum, mixed, place_weights
 from rljax.policy.config import PolicyConfig, config_to_hf
 from rljax.policy.qwen3 import Params, abstract_params
+from rljax.rollout.weights.region import Region
+from rljax.rollout.weights.writer import Part
 from rljax.sharding import fetch
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -178,6 +180,41 @@ def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tup
             yield name, np.ascontiguousarray(array.reshape(math.prod(shape[:inputs]), -1).T if inputs else array)
 
 
+def hf_parts(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[Part]:
+    """Yields the parts of the HF tensors, in ``dtype``, that this process's devices hold; one leaf at a time is cast.
+
+    Of several copies of a part one process yields one, so that the parts of all processes are each tensor once. All
+    processes that hold the parameters call it.
+    """
+    leaves = flatten_dict(params)
+    for path, names, shape, inputs in _leaves(config):
+        stacked = path[0] == "layers"
+        cast = jnp.asarray(leaves[path]).astype(dtype)
+        hf_shape = _hf_shape(shape, inputs)
+        for shard in cast.addressable_shards:
+            if shard.replica_id:
+                continue
+            bounds = [slice(*s.indices(n)) for s, n in zip(shard.index, cast.shape, strict=True)]
+            layers = range(cast.shape[0])[bounds[0]] if stacked else [0]
+            content = np.asarray(shard.data)
+            for name, array in zip((names[i] for i in layers), content if stacked else [content], strict=True):
+                region = _hf_region(bounds[int(stacked) :], shape, inputs)
+                matrix = array.reshape(region.width, region.rows).T if inputs else array
+                yield Part(name, hf_shape, region, np.ascontiguousarray(matrix))
+
+
+def _hf_region(bounds: Sequence[slice], shape: tuple[int, ...], inputs: int) -> Region:
+    """Where in the HF tensor a part of one layer's leaf lies."""
+    if inputs:
+        rows, columns = _merged(bounds[inputs:], shape[inputs:]), _merged(bounds[:inputs], shape[:inputs])
+        stride = math.prod(shape[:inputs])
+    elif len(shape) == 1:
+        rows, columns, stride = slice(0, 1), bounds[0], shape[0]
+    else:
+        rows, columns, stride = bounds[0], _merged(bounds[1:], shape[1:]), math.prod(shape[1:])
+    return Region(rows.start, rows.stop - rows.start, columns.start, columns.stop - columns.start, stride)
+
+
 def _host_layers(leaf: jax.Array, stacked: bool, dtype: Any) -> Iterator[np.ndarray]:
     """The layers of a stacked leaf, or the leaf itself, on the host."""
     if leaf.is_fully_addressable:
@@ -203,28 +240,45 @@ def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, 
     """
     leaves, flat = list(_leaves(config)), flatten_dict(params)
     stacked = tuple(path[0] == "layers" for path, *_ in leaves)
-    sums = fetch(_leaf_sums([flat[path] for path, *_ in leaves], stacked, jnp.dtype(dtype)))
+    inputs = tuple(axes for *_, axes in leaves)
+    sums = fetch(_leaf_sums([flat[path] for path, *_ in leaves], stacked, inputs, jnp.dtype(dtype)))
     found = {}
     for (_, names, shape, _), columns in zip(leaves, sums, strict=True):
-        for name, (first, second, finite) in zip(names, np.reshape(columns, (3, -1)).T.tolist(), strict=True):
+        for name, (finite, *of_name) in zip(names, np.reshape(columns, (4, -1)).T.tolist(), strict=True):
             if not finite:
                 raise RuntimeError(f"tensor {name!r} holds values that are not finite in {jnp.dtype(dtype).name}")
-            found[name] = checksum(math.prod(shape), first, second)
+            found[name] = checksum(math.prod(shape), *of_name)
     return found
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _leaf_sums(leaves: list[jax.Array], stacked: tuple[bool, ...], dtype: Any) -> list[tuple[jax.Array, ...]]:
-    """Of each leaf, and of each layer of a stacked one: the checksum's two sums (int32), and whether all is finite."""
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _leaf_sums(
+    leaves: list[jax.Array], stacked: tuple[bool, ...], inputs: tuple[int, ...], dtype: Any
+) -> list[tuple[jax.Array, ...]]:
+    """Of each leaf, and of each layer of a stacked one: whether all is finite, and the checksum's sums (int32)."""
 
-    def sums(leaf: jax.Array, stack: bool) -> tuple[jax.Array, ...]:
+    def sums(leaf: jax.Array, stack: bool, inputs: int) -> tuple[jax.Array, ...]:
         cast = leaf.astype(dtype)
         axes = tuple(range(int(stack), leaf.ndim))
         words = jax.lax.bitcast_convert_type(cast, jnp.uint16 if dtype.itemsize == 2 else jnp.int32).astype(jnp.int32)
-        first, second = (jnp.sum(values, axes, dtype=jnp.int32) for values in mixed(words))
-        return first, second, jnp.isfinite(cast).all(axes)
+        first, second = mixed(words)
+        weights = place_weights(_hf_places(leaf.shape[int(stack) :], inputs))
+        placed = first * (weights[None] if stack else weights)
+        return jnp.isfinite(cast).all(axes), *(jnp.sum(each, axes, dtype=jnp.int32) for each in (first, second, placed))
 
-    return [sums(leaf, stack) for leaf, stack in zip(leaves, stacked, strict=True)]
+    return [sums(*each) for each in zip(leaves, stacked, inputs, strict=True)]
+
+
+def _hf_places(shape: tuple[int, ...], inputs: int) -> jax.Array:
+    """The flat index (int32, mod 2^32) in the HF tensor of each element of a leaf without layers."""
+
+    def flat(axes: range) -> jax.Array:
+        index = jnp.zeros(shape, jnp.int32)
+        for axis in axes:
+            index = index * shape[axis] + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        return index
+
+    return flat(range(inputs, len(shape))) * math.prod(shape[:inputs]) + flat(range(inputs))
 
 
 def _shard_plan(config: PolicyConfig, itemsize: int, max_shard_bytes: int) -> list[list[str]]:

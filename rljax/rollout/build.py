@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from rljax.checksum import Checksum
 from rljax.errors import ConfigError
 from rljax.policy.config import PolicyConfig, config_to_hf, read_config
-from rljax.policy.hf import hf_checksums, hf_tensors, load_params
+from rljax.policy.hf import hf_checksums, hf_parts, hf_tensors, load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.exact_engine import ExactEngine, Executable
@@ -25,18 +25,29 @@ from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.served.model import ServedModel
 from rljax.rollout.served.verify import Score
-from rljax.rollout.types import ClientLimits, RolloutConfig
+from rljax.rollout.types import ClientLimits, PublishConfig, RolloutConfig
 from rljax.rollout.vllm.backend import VllmBackend
+from rljax.rollout.weights.writer import Part, Writer
 from rljax.sharding import MeshConfig, make_mesh
 
 
 @dataclass(frozen=True)
 class PolicyFunctions:
-    """What an HTTP engine computes from the policy's pytree (``ServedEngine``)."""
+    """What an HTTP engine computes from the policy's pytree (``ServedEngine``).
+
+    Attributes:
+      tensors: see there, as those that follow.
+      checksums: likewise.
+      score: likewise.
+      parts: the parts of the tensors that this process holds.
+      writer: where several processes write their parts of a version; None: this one writes whole tensors.
+    """
 
     tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]]
     checksums: Callable[[Any], Mapping[str, Checksum]]
     score: Score
+    parts: Callable[[Any], Iterable[Part]]
+    writer: Writer | None = None
 
 
 def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
@@ -45,6 +56,7 @@ def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
         functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(dtype)),
         functools.partial(hf_checksums, config=policy, dtype=jnp.dtype(dtype)),
         make_scorer(policy, dtype),
+        functools.partial(hf_parts, config=policy, dtype=jnp.dtype(dtype)),
     )
 
 
@@ -70,6 +82,7 @@ def make_engine(
     lm_head_dtype: Literal["compute", "float32"] | None = None,
     make_executable: Callable[[], Executable] | None = None,
     functions: PolicyFunctions | None = None,
+    publish: PublishConfig | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> RolloutEngine:
@@ -85,6 +98,7 @@ def make_engine(
         compute the LM head in any dtype, and the embedded engine does so in its own.
       make_executable: the trainer's executable; engine exact alone needs and makes it.
       functions: for HTTP servers; None: ``policy_functions``.
+      publish: how weights come to HTTP servers; None: as ``PublishConfig()`` says.
       should_stop: asked while no server answers; true ends the wait.
       gives_up: asked while responses are sampled, at least four times a second; true ends it.
 
@@ -104,6 +118,8 @@ def make_engine(
                 tensors=functions.tensors,
                 checksums=functions.checksums,
                 score=functions.score,
+                publish=publish,
+                writer=functions.writer,
                 head_dtype=config.dtype if lm_head_dtype == "compute" else lm_head_dtype,
                 should_stop=should_stop,
                 gives_up=gives_up,

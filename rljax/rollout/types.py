@@ -114,6 +114,34 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True)
+class PublishConfig:
+    """How new weights come to vLLM servers."""
+
+    store: str = "shared"
+    """shared: servers read each version in ``rollout.transfer_dir``, which they and the trainer see. Otherwise each
+    server's machine pulls what changed into its own memory, from there (directory), from this machine (http), or from
+    the object store at this URL (s3://..., gs://...)."""
+    anchor_every: int = 16
+    """Versions from one that is written whole to the next; those between are written as what changed."""
+    host: str = "127.0.0.1"
+    """Address of this machine that ``store: http`` binds to: of loopback, or a private one with
+    ``rollout.api_key_file``."""
+    port: int = 0
+    """Port of ``store: http``; 0: a free one."""
+
+    def __post_init__(self) -> None:
+        if self.store not in ("shared", "directory", "http") and "://" not in self.store:
+            raise ValueError(f"store must be shared, directory, http or a URL, got {self.store!r}")
+        if self.store.startswith(("http://", "https://")):
+            raise ValueError(
+                f"store must be http, with host and port, for weights that this machine serves, got {self.store!r}"
+            )
+        check_at_least(self, 1, "anchor_every")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be in 0..65535, got {self.port}")
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """How a step's responses are sampled."""
 

@@ -19,7 +19,7 @@ from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
 from rljax.policy.qwen3 import Params, param_shardings
-from rljax.processes import Processes
+from rljax.processes import ALONE, Processes
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import make_engine, policy_functions
 from rljax.rollout.engine import RolloutEngine
@@ -30,7 +30,7 @@ from rljax.run.evaluation import evaluate_datasets
 from rljax.run.fingerprint import array_checksums, json_checksum
 from rljax.run.follow import OfParams, engine_acts, function_acts
 from rljax.run.guard import Guard, SkippedUpdates
-from rljax.run.lead import LedCheckpointer, LedEngine, LedUpdate, led_functions
+from rljax.run.lead import LedCheckpointer, LedEngine, LedUpdate, led_functions, led_parts
 from rljax.run.loop import Components
 from rljax.run.progress import Progress
 from rljax.run.rate import make_rate_controller
@@ -82,17 +82,17 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
 
 
 def make_run_engine(
-    config: Config, policy: PolicyConfig, mesh: Mesh, stop: StopRequest, processes: Processes | None = None
+    config: Config, policy: PolicyConfig, mesh: Mesh, stop: StopRequest, processes: Processes = ALONE
 ) -> RolloutEngine:
     """The engine that ``rollout.engine`` names, of process 0; the exact one gets the trainer's executable.
 
     Raises as ``make_engine``.
     """
-    processes = processes or Processes()
     several, is_served = processes.count > 1, config.rollout.engine == "vllm"
     functions = None
     if several and is_served:
-        functions = led_functions(policy_functions(policy, config.rollout.dtype), processes)
+        led = led_parts if config.publish.store == "directory" else led_functions
+        functions = led(policy_functions(policy, config.rollout.dtype), processes)
     engine = make_engine(
         config.rollout,
         policy,
@@ -102,6 +102,7 @@ def make_run_engine(
         lm_head_dtype=config.precision.lm_head_dtype,
         make_executable=functools.partial(make_exact_pass, config, policy, mesh),
         functions=functions,
+        publish=config.publish,
         should_stop=stop.requested,
         gives_up=stop.gives_up,
     )
@@ -116,10 +117,10 @@ def make_checkpointer(config: Config, processes: Processes) -> Checkpointer:
     return Checkpointer(directory, keep=keep)
 
 
-def make_acts(config: Config, policy: PolicyConfig, mesh: Mesh) -> dict[str, OfParams]:
+def make_acts(config: Config, policy: PolicyConfig, mesh: Mesh, processes: Processes) -> dict[str, OfParams]:
     """What a process other than 0 does for the engine of process 0."""
     if config.rollout.engine == "vllm":
-        return function_acts(policy_functions(policy, config.rollout.dtype))
+        return function_acts(policy_functions(policy, config.rollout.dtype), processes)
     return engine_acts(make_run_engine(config, policy, mesh, StopRequest()))
 
 
@@ -132,7 +133,7 @@ def build(
     checkpointer: Checkpointer,
     problems: Problems,
     gives_up: Callable[[], bool] = lambda: False,
-    processes: Processes | None = None,
+    processes: Processes = ALONE,
 ) -> Components:
     """The components of a run at its first step; ``gives_up`` ends what is sampled (``StopRequest.gives_up``).
 
@@ -154,7 +155,6 @@ def build(
             evaluate_datasets, *run, n=wanted.n, pass_k=wanted.pass_k, seed=wanted.seed, gives_up=gives_up
         )
     update, of_reference = make_trainer(config, policy, mesh)
-    processes = processes or Processes()
     return Components(
         config=config,
         policy=policy,

@@ -261,7 +261,7 @@ class Checkpointer:
                 cause: BaseException = error
                 while cause.__cause__ is not None:
                     cause = cause.__cause__
-                about_machine = isinstance(cause, (MemoryError, PermissionError, jax.errors.JaxRuntimeError))
+                about_machine = isinstance(cause, (MemoryError, PermissionError)) or is_of_devices(cause)
                 if about_machine or any(word in str(cause) for word in NOT_DAMAGE):
                     raise
                 why = getattr(cause, "strerror", None) or type(cause).__name__

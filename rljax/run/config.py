@@ -11,7 +11,7 @@ from rljax.algorithms.losses import LossConfig
 from rljax.checks import check_at_least, check_finite
 from rljax.data.prompts import DataConfig
 from rljax.policy.options import PolicyOptions
-from rljax.rollout.types import RolloutConfig
+from rljax.rollout.types import PublishConfig, RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.guard import GuardConfig
 from rljax.run.rate import ScheduleConfig
@@ -127,6 +127,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
@@ -154,6 +155,11 @@ class Config:
             )
         if self.rollout.engine == "exact":
             self._check_exact()
+        if self.publish.store != "shared" and self.rollout.engine != "vllm":
+            raise ValueError(
+                f"publish.store = {self.publish.store} is for servers: rollout.engine must be vllm, got "
+                f"{self.rollout.engine}"
+            )
 
     def _check_exact(self) -> None:
         """One executable samples and trains: one dtype, and one update a rollout batch."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rljax.processes import UPDATE, Act, Processes
 from rljax.rollout.build import PolicyFunctions
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import SamplingParams
+from rljax.rollout.weights.writer import PartWriter
 from rljax.run.checkpoint import Checkpointer
-from rljax.run.lead import sequences_of, vectors_of
+from rljax.run.lead import gathered, sequences_of, vectors_of, write_parts
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
@@ -34,16 +35,29 @@ def engine_acts(engine: RolloutEngine) -> dict[str, OfParams]:
     return {"publish": lambda act, params: engine.publish(params, act.fields["version"]), "generate": generate}
 
 
-def function_acts(functions: PolicyFunctions) -> dict[str, OfParams]:
-    """The acts of ``led_functions``."""
+def function_acts(functions: PolicyFunctions, processes: Processes) -> dict[str, OfParams]:
+    """The acts of ``led_functions`` and ``led_parts``."""
+    writer = PartWriter(functions.parts, str(processes.index))
 
     def tensors(act: Act, params: Any) -> None:
         del act
         for _ in functions.tensors(params):
             pass
 
+    def take(act: Act, params: Any) -> None:
+        del act
+        gathered(processes, lambda: writer.take(params))
+
+    def write(act: Act, params: Any) -> None:
+        del params
+        directory, kind = Path(act.fields["directory"]), act.fields["kind"]
+        gathered(processes, lambda: write_parts(writer, kind, directory))
+
     return {
         "tensors": tensors,
+        "take_parts": take,
+        "write_parts": write,
+        "forget_parts": lambda act, params: writer.forget(),
         "checksums": lambda act, params: functions.checksums(params),
         "score": lambda act, params: functions.score(params, vectors_of("sequences", act.arrays)),
     }
@@ -87,7 +101,8 @@ class Follower:
     def run(self) -> int:
         """Follows to the end of the run; returns its exit status."""
         while (act := self._processes.listen()).name != "end":
-            self._processes.do(act.name, functools.partial(self._do, act))
+            with self._processes.doing(act.name):
+                self._do(act)
         return int(act.fields["status"])
 
     def _do(self, act: Act) -> None:

@@ -6,9 +6,13 @@ The parts have the interfaces of those that they stand before, so that the loop 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from rljax.checksum import Checksum
@@ -16,10 +20,13 @@ from rljax.processes import UPDATE, Processes
 from rljax.rollout.build import PolicyFunctions
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import Response, SamplingParams
+from rljax.rollout.weights.writer import PartWriter, Pieces, Taken, all_taken, joined
 from rljax.run.checkpoint import Checkpointer
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
+
+Found = TypeVar("Found")
 
 
 class LedEngine:
@@ -66,7 +73,69 @@ def led_functions(functions: PolicyFunctions, processes: Processes) -> PolicyFun
         with processes.together("score", {}, ragged("sequences", sequences)):
             return functions.score(params, sequences)
 
-    return PolicyFunctions(tensors, checksums, score)
+    return PolicyFunctions(tensors, checksums, score, functions.parts)
+
+
+def led_parts(functions: PolicyFunctions, processes: Processes) -> PolicyFunctions:
+    """``led_functions`` where each process writes the parts that it holds, into a directory that all of them see."""
+    led = led_functions(functions, processes)
+    writer = LedWriter(PartWriter(functions.parts, "0"), processes)
+    return dataclasses.replace(led, tensors=lambda params: params, writer=writer)
+
+
+class LedWriter:
+    """Writer of what all processes hold; its ``take`` is given the parameters."""
+
+    def __init__(self, writer: PartWriter, processes: Processes):
+        """``writer`` is this process's."""
+        self._writer, self._processes = writer, processes
+
+    def take(self, tensors: Any) -> Taken:
+        """See PartWriter."""
+        with self._processes.together("take_parts"):
+            found = gathered(self._processes, lambda: self._writer.take(tensors))
+        return all_taken(values(found, Taken))
+
+    def write_dense(self, directory: Path) -> Pieces:
+        """See PartWriter."""
+        return self._write("dense", directory)
+
+    def write_delta(self, directory: Path) -> Pieces:
+        """See PartWriter."""
+        return self._write("delta", directory)
+
+    def forget(self) -> None:
+        """See PartWriter. Where the processes are not together any more, nothing more is written."""
+        if self._processes.are_together:
+            with self._processes.together("forget_parts"):
+                self._writer.forget()
+
+    def _write(self, kind: str, directory: Path) -> Pieces:
+        with self._processes.together("write_parts", {"kind": kind, "directory": str(directory)}):
+            found = gathered(self._processes, functools.partial(write_parts, self._writer, kind, directory))
+        return joined(values(found, Pieces))
+
+
+def write_parts(writer: PartWriter, kind: str, directory: Path) -> Pieces:
+    """Writes ``dense`` or ``delta``. Raises OSError."""
+    return writer.write_delta(directory) if kind == "delta" else writer.write_dense(directory)
+
+
+def gathered(processes: Processes, act: Callable[[], Any]) -> list[dict[str, Any]]:
+    """What ``act`` gave each process, or its OSError, for ``values``; all of them call it, and all stay together."""
+    try:
+        mine: Any = {"value": msgspec.to_builtins(act())}
+    except OSError as error:
+        mine = {"error": f"process {processes.index}: {error}"}
+    return processes.gather(mine)
+
+
+def values(found: Sequence[Mapping[str, Any]], kind: type[Found]) -> list[Found]:
+    """What ``act`` gave each process, of the ``kind``. Raises OSError with those of all processes that had one."""
+    errors = [each["error"] for each in found if "error" in each]
+    if errors:
+        raise OSError("; ".join(errors))
+    return [msgspec.convert(each["value"], kind) for each in found]
 
 
 class LedUpdate:

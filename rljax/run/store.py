@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from rljax.object_stores import open_store
+
 MANIFEST = "manifest.json"
 STARTED = "started.json"  # who began to copy there, and when
 _LONGEST = 300  # characters of what a library says of its error
@@ -52,14 +54,9 @@ class Store:
         Raises:
           StoreError: nothing is installed that knows such URLs.
         """
-        from fsspec.core import url_to_fs
-
         self.url = url.rstrip("/")
         with self._told("cannot be opened (pip install 'rljax[store]' for s3://, gcsfs for gs://)"):
-            # What was listed is not kept: another machine may have written since.
-            self._fs, self._root = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
-        if hasattr(self._fs, "auto_mkdir"):
-            self._fs.auto_mkdir = True  # folders of file:// URLs are made, as object stores have none
+            self._fs, self._root = open_store(self.url)
 
     def begin(self) -> None:
         """Notes who copies there from now on; what may not be written shows here. Raises StoreError."""

@@ -142,7 +142,9 @@ class ExactPass:
             out_shardings=ExactOutput(by_param, everywhere, FullScores(*shardings)),
         )
         self._by_rows, self._everywhere, self._one = by_rows, everywhere, put(np.float32(1.0), everywhere)
-        self._arguments = (abstract_params(config), self._empty, self._one, self._one, self._one)
+        # Of shapes alone: JAX refuses arrays of the host here where other processes hold a part of the mesh.
+        rows_of = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), self._empty)
+        self._arguments = (abstract_params(config), rows_of, self._one, self._one, self._one)
 
     @functools.cached_property
     def _compiled(self) -> Any:

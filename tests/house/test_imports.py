@@ -14,10 +14,20 @@ ROOT = Path(__file__).parents[2]
 
 # Third party -> the only modules that may import it.
 DOORS = {
-    "httpx": {"rollout.served.client"},
-    "msgspec": {"rollout.vllm.wire"},
+    "httpx": {"rollout.served.client", "rollout.weights.source"},
+    "starlette": {"rollout.served.weight_server"},
+    "uvicorn": {"rollout.served.weight_server"},
+    "msgspec": {
+        "rollout.vllm.wire",
+        "rollout.weights.version",
+        "rollout.weights.mirror",
+        "rollout.weights.writer",
+        "run.lead",
+    },
+    "zstandard": {"rollout.weights.delta"},
+    "xxhash": {"rollout.weights.safetensors_file", "rollout.weights.version"},
     "orbax": {"run.checkpoint"},
-    "fsspec": {"run.store"},
+    "fsspec": {"object_stores"},
     "grain": {"data.prompts"},
     "pyarrow": {"data.files", "compare.dump"},
     "safetensors": {"policy.hf", "rollout.weights.files", "rollout.vllm.plugin"},
@@ -53,7 +63,7 @@ MISMATCH_MODULES = {"accurate", "metrics", "histogram", "importance", "correctio
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 
 # Loaded where there may be no jax: the plugin inside vLLM's worker processes, and the weights beside it.
-WITHOUT_JAX = ("rollout.vllm.plugin", "rollout.weights.files", "rollout.weights.hash")
+WITHOUT_JAX = ("rollout.vllm.plugin", "rollout.weights.files", "rollout.weights.hash", "rollout.weights.pull")
 
 
 def module_name(path: Path) -> str:

@@ -16,7 +16,7 @@ from rljax.policy.config import PolicyConfig, read_config
 from rljax.policy.hf import hf_checksums, hf_tensors, load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.served.engine import ServedEngine
-from rljax.rollout.types import RolloutConfig
+from rljax.rollout.types import PublishConfig, RolloutConfig
 from rljax.rollout.vllm.backend import VllmBackend
 from rljax.rollout.vllm.server import ServerConfig, VllmServer, start, vllm_python
 
@@ -104,6 +104,7 @@ class Served:
         hf_config: dict | None = None,
         max_tokens: int = MAX_LEN,
         head_dtype: str | None = None,
+        publish: PublishConfig | None = None,
         **config,
     ) -> ServedEngine:
         """``config`` are fields of RolloutConfig."""
@@ -115,6 +116,7 @@ class Served:
             tensors=tensors or self.model.tensors(self.dtype),
             checksums=self.model.checksums(self.dtype),
             score=self.score,
+            publish=publish,
             head_dtype=head_dtype,
             should_stop=lambda: not self.server.alive(),
         )
@@ -162,8 +164,11 @@ def make_model(tmp_path_factory) -> Callable[[bool], Model]:
 
 @pytest.fixture(scope="session")
 def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer]:
-    def run(model: Model, dtype: str, *, port: int = 0) -> VllmServer:
+    def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1) -> VllmServer:
         path = [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {"PYTHONPATH": os.pathsep.join(path)}
+        if workers > 1:  # vLLM wants a NUMA node for each, unless it binds no threads
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         config = ServerConfig(
             model=str(model.path),
             python=vllm_interpreter,
@@ -172,8 +177,8 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer
             max_model_len=MAX_LEN,
             max_num_seqs=64,
             log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
-            extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage"),
-            extra_env={"PYTHONPATH": os.pathsep.join(path)},
+            extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage", "--tensor-parallel-size", str(workers)),
+            extra_env=environment,
         )
         return start(config, timeout_s=480)
 

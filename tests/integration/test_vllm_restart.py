@@ -171,9 +171,10 @@ def test_plugin_loads_without_jax(vllm_interpreter):
         assert "rljax_file" in WeightTransferEngineFactory._registry
         ours = sorted(name for name in sys.modules if name.split(".")[0] == "rljax")
         print(ours)
-        assert ours == [
-            "rljax", "rljax.checksum", "rljax.rollout", "rljax.rollout.vllm", "rljax.rollout.vllm.plugin",
-        ], ours
+        beside = ("rljax.rollout.api_key", "rljax.rollout.weights", "rljax.ownership", "rljax.errors")
+        own = ("rljax", "rljax.rollout", "rljax.rollout.vllm", "rljax.rollout.vllm.plugin")
+        own += ("rljax.checksum", "rljax.object_stores")
+        assert not [name for name in ours if name not in own and not name.startswith(beside)], ours
     """
     done = subprocess.run([vllm_interpreter, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -174,7 +174,7 @@ def test_bfloat16_published_to_a_float16_server(float16, calibrated):
     params = float16.model.moved(5)
     with pytest.raises(ValueError, match="published tensors are bfloat16, the rollout dtype is float16"):
         engine.publish(params, 1)
-    version = engine._files.write(coarse(params), 2)
+    version = engine._files.write(coarse(params), 2, {})
     assert version.dtype == np.dtype(ml_dtypes.bfloat16).name
     VllmBackend().push(engine._client, float16.url, version)
     with pytest.raises(VerificationError, match=OUT_OF_BAND):

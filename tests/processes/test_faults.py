@@ -52,6 +52,23 @@ def test_killed_at_any_time_the_others_end_in_time_and_name_it(seed, alone, toy_
     goes_on(toy_base, run_dir, alone, tmp_path)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_while_all_start_the_others_end_in_time(seed, alone, toy_base, tmp_path):
+    """From the moment at which its log is there: it opens the checkpoints, reads the model, compares checksums."""
+    rng = np.random.default_rng(seed)
+    run_dir, count = tmp_path / "run", (4, 2)[seed]
+    with Run(words(toy_base, run_dir), count, tmp_path / "first", heartbeat_s=HEARTBEAT_S) as run:
+        log, deadline = run_dir / f"logs/process_{count - 1}.log", time.monotonic() + 120
+        while not log.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 4))
+        run.send(count - 1)
+        began = time.monotonic()
+        assert run.wait(but=[count - 1]) == [START_AGAIN_STATUS] * (count - 1), run.printed()
+        assert time.monotonic() - began < HEARTBEAT_S + 2
+    goes_on(toy_base, run_dir, alone, tmp_path)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_stands_still_ends_the_others_and_itself_once_it_goes_on(victim, alone, toy_base, tmp_path):
     run_dir = tmp_path / "run"

@@ -41,3 +41,23 @@ def test_the_same_responses_give_the_same_rows(server, toy_base, tmp_path):
         differences = largest_differences(rows[1], rows[count])
         print(f"{count} processes: {max(differences.values(), default=0.0):.1e}")
         assert max(differences.values(), default=0.0) < 1e-5, (count, differences)
+
+
+def test_each_process_writes_the_shards_that_it_holds(server, toy_base, tmp_path):
+    """The server gets the same weights, by deltas; it checks every tensor against the checksums of the devices."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    (tmp_path / "answers").mkdir()
+    store = ("--publish.store", "directory", "--publish.anchor-every", "2", "--rollout.transfer-dir", str(tmp_path))
+    rows = {}
+    for count in (1, 2, 4):
+        mode = {"RLJAX_RECORD" if count == 1 else "RLJAX_REPLAY": str(tmp_path / "answers"), "path": tmp_path}
+        run_dir = tmp_path / f"run_{count}"
+        engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, *store)
+        words = tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine)
+        complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30, **mode)
+        rows[count] = comparable(run_dir)
+        assert all(row["publish/verified_tensors"] > 10 for row in rows[count])
+        assert not any("publish/mirrors_repaired" in row for row in rows[count])
+    for count in (2, 4):
+        fractions = [[row["publish/changed_fraction"] for row in rows[number]] for number in (1, count)]
+        assert fractions[1] == pytest.approx(fractions[0], rel=1e-3)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -83,6 +84,21 @@ def act(problem, response, truncated):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
         pathlib.Path(problem["note"]).write_text(str(child.pid))
         child.wait()
+    if response == "asked to end":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        return 0.75
+    if response == "ends its fork":
+        child = os.fork()
+        if child == 0:
+            time.sleep(300)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    if response == "ends its program":
+        child = subprocess.Popen(["sleep", "300"])
+        child.terminate()
+        return float(child.wait())
     if response == "print":
         print("a reward may print")
     if response == "pid":
@@ -176,6 +192,15 @@ def test_a_worker_that_died_while_idle_costs_no_response():
         time.sleep(0.2)
         assert pool.submit(PROBLEM, "right", False).result(timeout=60) == 1.0
         assert pool.pop_metrics()["reward/errors"] == 0
+
+
+def test_a_worker_that_is_asked_to_end_finishes_its_response():
+    """As all processes of a Slurm step are, while the trainer finishes its step."""
+    with pool_of(1) as pool:
+        responses = ["asked to end", "ends its fork", "ends its program", "right"]
+        rewards = [pool.submit(PROBLEM, response, False).result() for response in responses]
+        assert rewards == [0.75, -signal.SIGTERM, -signal.SIGTERM, 1.0]
+        assert pool.pop_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
 
 
 def test_memory_is_bounded():

@@ -8,7 +8,6 @@ import urllib.request
 import numpy as np
 import pytest
 import serve_vllm
-from numpy_checksum import numpy_checksum
 from vllm_fake import SHAPE, FakeVllm
 
 from rljax.compare.dump import make_dump
@@ -16,11 +15,12 @@ from rljax.compare.scorers import score_column
 from rljax.errors import ConfigError, HandshakeError, ServerRefusedError
 from rljax.rollout.api_key import KEY_FILE, find_key_file, read_api_key
 from rljax.rollout.build import connect
+from rljax.rollout.middleware import RequireKey
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.rollout.vllm.backend import VllmBackend
-from rljax.rollout.vllm.middleware import RequireKey
 from rljax.rollout.vllm.server import ServerConfig, VllmServer, command, environment
+from rljax.rollout.weights.sums import array_checksum
 
 KEY = "0123456789abcdef-a-key"
 OWN = 0o600
@@ -122,7 +122,7 @@ def engine_of(url, **config):
         hf_config=SHAPE,
         max_tokens=100,
         tensors=dict.items,
-        checksums=lambda params: {name: numpy_checksum(array) for name, array in params.items()},
+        checksums=lambda params: {name: array_checksum(array) for name, array in params.items()},
         score=lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
     )
 
@@ -162,7 +162,7 @@ def test_neither_command_line_nor_environment_holds_the_key(key_file, monkeypatc
     monkeypatch.delenv(KEY_FILE, raising=False)
     config = ServerConfig("m", api_key_file=key_file)
     words = command(config, 7, gpu=False)
-    assert words[words.index("--middleware") + 1] == "rljax.rollout.vllm.middleware.RequireKey"
+    assert words[words.index("--middleware") + 1] == "rljax.rollout.middleware.RequireKey"
     settings = environment(config, gpu=False)
     assert settings[KEY_FILE] == str(key_file)
     assert KEY not in " ".join([*words, *settings.values(), repr(config)])

@@ -27,7 +27,7 @@ def files(tmp_path):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_tensors_come_back_bit_for_bit(files, dtype):
     tensors = {"x.weight": np.linspace(-3, 3, 40).reshape(8, 5).astype(dtype), "y": np.ones(3, dtype)}
-    version = files.write(tensors.items(), 3)
+    version = files.write(tensors.items(), 3, {})
     manifest = json.loads((version.path / "manifest.json").read_text())
     assert manifest["tag"] == version.tag == files.tag(3)
     assert files.policy_version(version.tag) == 3
@@ -44,7 +44,7 @@ def test_tensors_come_back_bit_for_bit(files, dtype):
 
 def test_every_version_has_a_new_path_and_one_is_kept(files):
     tensors = {"x": np.zeros(4, np.float32)}
-    versions = [files.write(tensors.items(), number) for number in (0, 1, 1)]
+    versions = [files.write(tensors.items(), number, {}) for number in (0, 1, 1)]
     assert len({v.path for v in versions}) == 3
     files.keep_only(versions[2])
     assert [p for p in files.root.iterdir() if p.is_dir()] == [versions[2].path]
@@ -52,18 +52,18 @@ def test_every_version_has_a_new_path_and_one_is_kept(files):
 
 def test_changed_fraction(files):
     large, small = np.zeros(1_000_000, np.float32), np.zeros(10, np.float32)
-    assert np.isnan(files.write({"l": large, "s": small}.items(), 0).changed_fraction)
-    assert files.write({"l": large, "s": small}.items(), 1).changed_fraction == 0.0
+    assert np.isnan(files.write({"l": large, "s": small}.items(), 0, {}).changed_fraction)
+    assert files.write({"l": large, "s": small}.items(), 1, {}).changed_fraction == 0.0
     large[:500_000] = 1.0
-    assert files.write({"l": large, "s": small}.items(), 2).changed_fraction == pytest.approx(0.5, abs=1e-3)
-    assert files.write({"s": small + 1}.items(), 3).changed_fraction == 1.0
+    assert files.write({"l": large, "s": small}.items(), 2, {}).changed_fraction == pytest.approx(0.5, abs=1e-3)
+    assert files.write({"s": small + 1}.items(), 3, {}).changed_fraction == 1.0
 
 
 def test_one_dtype(files):
     with pytest.raises(ValueError, match=r"one dtype, got \['float16', 'float32'\]"):
-        files.write([("a", np.ones(1, np.float16)), ("b", np.ones(1, np.float32))], 0)
+        files.write([("a", np.ones(1, np.float16)), ("b", np.ones(1, np.float32))], 0, {})
     with pytest.raises(ValueError, match="no tensors"):
-        files.write([], 0)
+        files.write([], 0, {})
 
 
 KEEPS_WEIGHTS = """

@@ -191,6 +191,19 @@ def test_what_the_caller_refuses_is_not_damaged(run):
         checkpointer.restore_newest(WANTED, refuse)
 
 
+def test_a_process_lost_while_it_is_read_damages_no_checkpoint(run, monkeypatch):
+    lost = "UNKNOWN: Gloo AllReduce failed: Connection closed by peer"
+    with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
+
+        def restore(*args, **options):
+            raise ValueError(lost)
+
+        monkeypatch.setattr(checkpointer._manager, "restore", restore)
+        with pytest.raises(ValueError, match=lost):
+            checkpointer.restore_newest(WANTED)
+    assert not (run / "damaged").exists()
+
+
 def test_a_checkpoint_of_before_checksums_is_restored_with_a_warning(run, capfd):
     path = run / "checkpoints/4/host/metadata"
     host = json.loads(path.read_text())

@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from rljax.errors import ConfigError
-from rljax.processes import Processes, ProcessOptions, _packed, _unpacked, start_processes
+from rljax.processes import Processes, ProcessOptions, _packed, _unpacked, is_of_devices, start_processes
 from rljax.run.lead import ragged, sequence_arrays, sequences_of, to_the_end, vectors_of
 from rljax.trainer.packing import TrainSequence
 
@@ -93,3 +94,24 @@ def test_several_processes_that_do_not_find_each_other_do_not_train_alone(enviro
     assert found.returncode == 1
     assert "ConfigError" in found.stderr
     assert message in found.stderr
+
+
+GLOO = "UNKNOWN: Gloo AllGather failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:36274"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: anything"), True),
+        (ValueError(GLOO), True),
+        (ValueError("INTERNAL: ncclAllReduce: NCCL operation failed"), True),
+        (ValueError("NOT_FOUND: Error opening zarr driver"), False),
+        (ValueError("Gloo is no engine"), False),
+        (RuntimeError(GLOO), False),
+        (OSError(28, "No space left on device"), False),
+    ],
+)
+def test_a_collective_without_a_process_is_told_from_other_errors(error, is_one):
+    wrapped = RuntimeError("not written")
+    wrapped.__cause__ = error
+    assert is_of_devices(error) == is_of_devices(wrapped) == is_one

@@ -12,8 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlparse
 
-from numpy_checksum import numpy_checksum
 from safetensors.numpy import load_file
+
+from rljax.rollout.weights.sums import array_checksum
 
 SHAPE = {
     "vocab_size": 64,
@@ -88,7 +89,7 @@ class FakeVllm:
 
     def _describe(self) -> dict:
         return {
-            "protocol": 2,
+            "protocol": 3,
             "vllm": "fake",
             "dtype": self.dtype,
             "quantization": None,
@@ -103,7 +104,7 @@ class FakeVllm:
     def _checksums(self) -> dict:
         tensors = {}
         for file in Path(self.weights_path).glob("*.safetensors"):
-            tensors |= {name: dataclasses.astuple(numpy_checksum(array)) for name, array in load_file(file).items()}
+            tensors |= {name: dataclasses.astuple(array_checksum(array)) for name, array in load_file(file).items()}
         left_out = dict.fromkeys(self.not_loaded)
         return {"tag": self.version, "tensors": {**tensors, **left_out}, "seconds": 0.25}
 

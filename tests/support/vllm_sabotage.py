@@ -49,6 +49,11 @@ class Sabotage(vllm_plugin.WorkerExtension):
 
         model.load_weights = load_others
 
+    def sabotage_load_of(self, rank: str, how: str, of: str) -> None:
+        """``sabotage_load`` in the worker of this rank alone."""
+        if self.rank == int(rank):
+            self.sabotage_load(how, of)
+
     def sabotage_logprobs_mode(self, mode: str) -> None:
         sampler = self.model_runner.sampler
         sampler.logprobs_mode = mode

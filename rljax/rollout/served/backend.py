@@ -10,7 +10,7 @@ from rljax.checksum import Checksum
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.wire import ServerInfo, Wire
 from rljax.rollout.types import VerifyConfig
-from rljax.rollout.weights.files import WeightFiles, WeightVersion
+from rljax.rollout.weights.directory import WeightDirectory, WeightVersion
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,22 @@ class Backend(Wire, Protocol):
           ValueError: it is not a server of this kind with one model, or it is paused.
         """
 
-    def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightFiles) -> ServerInfo:
+    def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
         """Checks that trainer and server fit together and readies the weight transfer.
 
         Raises:
           HandshakeError: something differs.
           ServerGoneError: it does not answer.
+        """
+
+    def prepare(self, client: ServerClient, url: str, version: WeightVersion) -> Mapping[str, Any]:
+        """Brings one version's weights to the server's machine, while the server goes on; what ``push`` then loads.
+
+        Returns:
+          What was done there (``pull.Pulled``); {} where servers read the version where it was written.
+
+        Raises:
+          ServerGoneError: it does not answer, or its machine could not read the version.
         """
 
     def push(self, client: ServerClient, url: str, version: WeightVersion) -> None:

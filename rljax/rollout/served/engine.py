@@ -23,13 +23,16 @@ import numpy as np
 
 from rljax.checksum import Checksum
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError, VerificationError
+from rljax.rollout.api_key import find_key_file
 from rljax.rollout.served.backend import Backend, Expectation
 from rljax.rollout.served.base import ServedBase, shortest
+from rljax.rollout.served.publishing import make_files
 from rljax.rollout.served.verify import Score, Verifier
 from rljax.rollout.served.wire import Completion, Request, ServerInfo, check_prompts, make_requests
-from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
+from rljax.rollout.types import PublishConfig, Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.rollout.weights.differences import described, differences
-from rljax.rollout.weights.files import WeightFiles, WeightVersion
+from rljax.rollout.weights.directory import WeightVersion
+from rljax.rollout.weights.writer import Writer
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class ServedEngine(ServedBase):
         tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]],
         checksums: Callable[[Any], Mapping[str, Checksum]],
         score: Score,
+        publish: PublishConfig | None = None,
+        writer: Writer | None = None,
         head_dtype: str | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         gives_up: Callable[[], bool] = lambda: False,
@@ -63,6 +68,8 @@ class ServedEngine(ServedBase):
             value that is not finite in the rollout dtype.
           score: (the policy's pytree, token sequences) to the log-probability of each token, computed in the rollout
             dtype at temperature 1; used by verification alone.
+          publish: how weights come to the servers; None: as ``PublishConfig()`` says.
+          writer: of what ``tensors`` gives, where several processes hold it; None: that is whole tensors.
           head_dtype: in which the servers' LM heads must compute; None: any.
           should_stop: asked while no server answers; true ends the wait.
           gives_up: asked while responses are sampled, at least four times a second; true ends it.
@@ -89,7 +96,8 @@ class ServedEngine(ServedBase):
         self._verified = self._warned = False
         self._rejected: set[str] = set()  # servers that failed the verification of the current version
         self._metrics: defaultdict[str, float] = defaultdict(float)
-        self._files = WeightFiles(config.transfer_dir)
+        key_file = find_key_file(config.api_key_file)
+        self._files = make_files(publish or PublishConfig(), config.transfer_dir, key_file, writer)
         self._infos: dict[str, ServerInfo] = {}
         try:
             while self._client.down():
@@ -109,16 +117,21 @@ class ServedEngine(ServedBase):
         # A server that computed one token with weights that are not finite keeps NaN in its key-value cache.
         sums = self._checksums(params)
         self._metrics["time/checksums_s"] += time.monotonic() - began
-        version = self._files.write(self._tensors(params), policy_version)
+        writing = time.monotonic()
+        version = self._files.write(self._tensors(params), policy_version, sums)
+        self._metrics["publish/encode_s"] += time.monotonic() - writing
         if version.dtype != self._config.dtype:
             raise ValueError(f"published tensors are {version.dtype}, the rollout dtype is {self._config.dtype}")
-        paused = time.monotonic()
-        for url in self._client.opened():
-            self._client.pause(url)
-        self._verified = False
-        self._rejected.clear()
-        self._current, self._params, self._sums = version, params, sums
         with ThreadPoolExecutor(len(self._client.urls)) as pool:
+            # What one cannot read it may be able to read later: it is updated when it is brought back.
+            prepare = functools.partial(self._attempt, functools.partial(self._prepare, version))
+            list(pool.map(prepare, self._answering()))
+            paused = time.monotonic()
+            for url in self._client.opened():
+                self._client.pause(url)
+            self._verified = False
+            self._rejected.clear()
+            self._current, self._params, self._sums = version, params, sums
             list(pool.map(functools.partial(self._attempt, self._update), self._answering()))
         for url in self._answering():
             self._attempt(self._verify, url)
@@ -216,10 +229,22 @@ class ServedEngine(ServedBase):
         info = self._infos[url] = self._backend.handshake(self._client, url, self._expected, self._files)
         log.info("%s: %s %s, %s, agrees with the trainer", url, self._backend.name, info.version, info.dtype)
 
+    def _prepare(self, version: WeightVersion, url: str) -> None:
+        """Has the server's machine pull a version while the server goes on."""
+        done = self._backend.prepare(self._client, url, version)
+        if done:
+            for name, value in (("publish/pull_s", done["seconds"]), ("publish/pulled_bytes", done["bytes"])):
+                self._metrics[name] = max(self._metrics[name], value)
+            if done["repaired"]:
+                self._metrics["publish/mirrors_repaired"] += 1.0
+                log.warning("%s: the weights on its machine were repaired: %s", url, done["repaired"])
+
     def _update(self, url: str) -> None:
         """Sends the current weights; the probes are cached under the old ones first."""
         self._verifier.warm(self._client, url)
+        began = time.monotonic()
         self._backend.push(self._client, url, self._version)
+        self._metrics["publish/load_s"] = max(self._metrics["publish/load_s"], time.monotonic() - began)
 
     def _check_version(self, url: str) -> None:
         """Raises ServerGoneError when the server does not hold the current weights."""
@@ -272,6 +297,7 @@ class ServedEngine(ServedBase):
                 self._handshake(url)
             except HandshakeError as error:
                 raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
+            self._prepare(self._current, url)
             self._update(url)
             self._verify(url)
             if url in self._rejected:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rljax.checksum import Checksum
@@ -13,9 +14,10 @@ from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.wire import ServerInfo
 from rljax.rollout.vllm.handshake import server_info, shake_hands
 from rljax.rollout.vllm.wire import VllmWire
-from rljax.rollout.weights.files import WeightFiles, WeightVersion
+from rljax.rollout.weights.directory import WeightDirectory, WeightVersion
 
 _UPDATE_S = 600.0  # longest that one step of an update may take
+_POLL_S = 0.05
 
 
 class VllmBackend(VllmWire):
@@ -43,13 +45,34 @@ class VllmBackend(VllmWire):
             has_first_weights=_optional(client, url, "GET", "/weight_info").get("weight_version") == "default",
         )
 
-    def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightFiles) -> ServerInfo:
+    def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
         """See Backend."""
         return shake_hands(client, url, expected, files)
 
+    def prepare(self, client: ServerClient, url: str, version: WeightVersion) -> Mapping[str, Any]:
+        """See Backend. The workers start the pull, and are asked how far it is, so that no request waits for it."""
+        if not version.source:
+            return {}
+        name = version.path.name
+        begun = time.monotonic()
+        client.call(url, "POST", "/collective_rpc", json={"method": "rljax_pull", "args": [name]})
+        while time.monotonic() - begun < _UPDATE_S:
+            answer = client.call(url, "POST", "/collective_rpc", json={"method": "rljax_pulled", "args": [name]})
+            try:
+                done = [worker for worker in answer["results"] if worker is not None]
+                failed = [worker["error"] for worker in done if worker["error"]]
+            except (KeyError, TypeError) as error:
+                raise ReplyError(f"{url} answered without {error}: {str(answer)[:300]}") from error
+            if failed:
+                raise ServerGoneError(f"{url} could not pull {version.tag}: {failed[0]}")
+            if len(done) == len(answer["results"]):
+                return max(done, key=lambda worker: worker["seconds"])
+            time.sleep(_POLL_S)
+        raise ServerGoneError(f"{url} did not pull {version.tag} within {_UPDATE_S:g} s")
+
     def push(self, client: ServerClient, url: str, version: WeightVersion) -> None:
         """See Backend: pause -> update -> reset prefix cache -> resume."""
-        update = {"update_info": {"path": str(version.path), "tag": version.tag}}
+        update = {"update_info": {"path": "" if version.source else str(version.path), "tag": version.tag}}
 
         def post(path: str, **kwargs: Any) -> dict[str, Any]:
             return client.call(url, "POST", path, timeout_s=_UPDATE_S, **kwargs)

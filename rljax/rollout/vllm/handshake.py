@@ -14,12 +14,12 @@ from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.verify import TOP, probe_length, sharpening
 from rljax.rollout.served.wire import ServerInfo
 from rljax.rollout.vllm.server import BACKEND
-from rljax.rollout.weights.files import PROTOCOL, WeightFiles
+from rljax.rollout.weights.directory import PROTOCOL, WeightDirectory
 
 log = logging.getLogger(__name__)
 
 
-def shake_hands(client: ServerClient, url: str, expected: Expectation, files: WeightFiles) -> ServerInfo:
+def shake_hands(client: ServerClient, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
     """Checks one healthy server, readies its weight transfer, and returns its description of itself.
 
     Raises:
@@ -54,7 +54,9 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
     _check_logprobs(client, url, info)
     path, text = files.probe()
     unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
-    probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL}
+    if files.source:
+        unread = f"the server's machine cannot read weights from {files.source}"
+    probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}
     _ask(client, url, "POST", "/init_weight_transfer_engine", unread, {"init_info": probe})
     return info
 

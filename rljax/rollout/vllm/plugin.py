@@ -31,10 +31,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rljax.checksum import Checksum, checksum, mixed
+from rljax.checksum import Checksum, checksum, mixed, place_weights
+from rljax.rollout.weights.pulling import Pulling
+from rljax.rollout.weights.source import open_source
 
 BACKEND = "rljax_file"
-PROTOCOL = 2
+PROTOCOL = 3
+_PROBE_S = 10.0  # longest to wait for a source that does not answer
 _CHUNK = 2**20  # elements whose checksum is taken at a time
 
 
@@ -59,16 +62,23 @@ def request_amx() -> None:
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """A file the trainer wrote and what it must contain, which proves that both sides see one directory."""
+    """A file the trainer wrote and what it must contain, which proves that both sides see one directory.
+
+    With a ``source``, weights are pulled from there, and the file is read there by its name.
+    """
 
     probe_path: str
     probe_text: str
     protocol: int
+    source: str = ""
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """One version: a directory with ``manifest.json`` and safetensors files, and the tag its manifest must bear."""
+    """One version: a directory with ``manifest.json`` and safetensors files, and the tag its manifest must bear.
+
+    An empty path is that of this machine's mirror, which was brought to the version before.
+    """
 
     path: str
     tag: str
@@ -82,6 +92,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     loaded: LoadedWeights | None = None  # by the last update, once it is finished
     _loading: LoadedWeights | None = None
     _roots: frozenset[Path] = frozenset()  # the directories that trainers have shown
+    pulling: Pulling | None = None  # from the source that the last trainer has shown
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Checks protocol and probe file.
@@ -92,6 +103,14 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if init_info.protocol != PROTOCOL:
             raise ValueError(f"rljax protocol: the trainer speaks {init_info.protocol}, this server {PROTOCOL}")
         probe = Path(init_info.probe_path)
+        if init_info.source:
+            if open_source(init_info.source, _PROBE_S).read(probe.name).decode() != init_info.probe_text:
+                raise ValueError(f"{init_info.source} is not where this trainer's weights are")
+            if self.pulling is None or self.pulling.source != init_info.source:
+                if self.pulling is not None:
+                    self.pulling.close()
+                self.pulling = Pulling(init_info.source, init_info.probe_text)
+            return
         if not probe.is_file() or probe.read_text() != init_info.probe_text:
             raise ValueError(f"this server does not see the trainer's file {probe}: one shared directory is needed")
         self._roots |= {probe.resolve().parent}
@@ -110,19 +129,28 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
           ValueError: the directory bears another tag than the update asks for, names a file outside itself, or lies in
             no directory that a trainer has shown.
         """
+        if not update_info.path:
+            if self.pulling is None:
+                raise ValueError("no trainer has shown from where weights are pulled")
+            with self.pulling.mirror.locked(shared=True):
+                self._load(self.pulling.mirror.root, update_info.tag)
+            return
         directory = Path(update_info.path).resolve()
         if directory.parent not in self._roots:
             raise ValueError(f"{directory} lies in no directory that a trainer has shown at its handshake")
+        self._load(directory, update_info.tag)
+
+    def _load(self, directory: Path, tag: str) -> None:
         manifest = json.loads((directory / "manifest.json").read_text())
-        if manifest["tag"] != update_info.tag:
-            raise ValueError(f"{directory} holds {manifest['tag']}, the update is for {update_info.tag}")
+        if manifest["tag"] != tag:
+            raise ValueError(f"{directory} holds {manifest['tag']}, the update is for {tag}")
         outside = [file for file in manifest["files"] if Path(file).name != file or file == ".."]
         if outside:
             raise ValueError(f"{directory} names files outside itself: {outside[:3]}")
         assert self._loading is not None
         try:
             self.model.load_weights(read_tensors(directory, manifest["files"]))
-            self._loading.tag = update_info.tag
+            self._loading.tag = tag
         except BaseException:
             self.shutdown()
             raise
@@ -213,10 +241,13 @@ def tensor_checksum(tensor: torch.Tensor) -> Checksum:
     """Of any tensor of 16 or 32 bits, wherever it lies; needs memory for a small part of it only."""
     narrow = tensor.element_size() == 2
     bits = tensor.detach().reshape(-1).view(torch.int16 if narrow else torch.int32)
-    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for part in bits.split(_CHUNK):
+    sums = torch.zeros(3, dtype=torch.int64, device=tensor.device)
+    for number, part in enumerate(bits.split(_CHUNK)):
         words = part.to(torch.int32) & 0xFFFF if narrow else part
-        sums += torch.stack([values.sum(dtype=torch.int64) for values in mixed(words)])
+        first, second = mixed(words)
+        places = torch.arange(number * _CHUNK, number * _CHUNK + len(part), device=part.device).to(torch.int32)
+        placed = first * place_weights(places)
+        sums += torch.stack([values.sum(dtype=torch.int64) for values in (first, second, placed)])
     return checksum(tensor.numel(), *sums.tolist())
 
 
@@ -278,6 +309,14 @@ class WorkerExtension:
             "head_sizes": supported_head_sizes(),
             "shape": shape,
         }
+
+    def rljax_pull(self, name: str) -> None:
+        """Begins to bring this machine's mirror to the version ``name``; the worker goes on."""
+        self.weight_transfer_engine.pulling.begin(name)
+
+    def rljax_pulled(self, name: str) -> dict[str, Any] | None:
+        """What that pull did (``weights.pull.Pulled``), or its ``error``; null while it goes on. Plain JSON."""
+        return self.weight_transfer_engine.pulling.done(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
         """What this worker was given last: the tag, each tensor's checksum, and the seconds that they took; plain JSON.

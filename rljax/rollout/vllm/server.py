@@ -11,7 +11,6 @@ whether by :meth:`VllmServer.stop` or because the caller died in any way, the gu
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import select
@@ -32,6 +31,7 @@ from typing import Literal
 
 from rljax.checks import check_choices
 from rljax.errors import ServerFailedError
+from rljax.rollout.addresses import private_address
 from rljax.rollout.api_key import KEY_FILE, find_key_file, read_api_key
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 Dtype = Literal["bfloat16", "float16", "float32"]
 BACKEND = "rljax_file"
 WORKER_EXTENSION = "rljax.rollout.vllm.plugin.WorkerExtension"
-MIDDLEWARE = "rljax.rollout.vllm.middleware.RequireKey"
+MIDDLEWARE = "rljax.rollout.middleware.RequireKey"
 _REFUSED_ARGS = {  # arguments of vLLM that would undo what is checked here
     "--host": "give the address as host (vllm_server.sh --host), where it is checked",
     "--api-key": "ps shows it, and some routes stay open; give api_key_file (vllm_server.sh --api-key-file)",
@@ -96,7 +96,7 @@ class ServerConfig:
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be in 0..65535, got {self.port}")
         object.__setattr__(self, "api_key_file", find_key_file(self.api_key_file))
-        address = _address(self.host)
+        address = private_address(self.host)
         if self.api_key_file is not None:
             read_api_key(self.api_key_file)
         elif not address.is_loopback:
@@ -105,23 +105,6 @@ class ServerConfig:
             name = argument.partition("=")[0].replace("_", "-")
             if name in _REFUSED_ARGS:
                 raise ValueError(f"{name} is not passed to vLLM: {_REFUSED_ARGS[name]}")
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address to bind.
-
-    Raises:
-      ValueError: it is no address, or one that more than a private network may reach.
-    """
-    try:
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-    except ValueError:
-        raise ValueError(f"host must be an IP address of this machine, got {host!r}") from None
-    address = getattr(address, "ipv4_mapped", None) or address
-    private = address.is_private and not (address.is_unspecified or address.is_reserved)
-    if not (address.is_loopback or private):
-        raise ValueError(f"host must be a loopback or private address, got {host}: the server can be given any weights")
-    return address
 
 
 def vllm_python(venv: str | os.PathLike[str] | None = None) -> Path:

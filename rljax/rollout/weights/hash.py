@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+from rljax.rollout.weights.safetensors_file import entries
 
 
 def weights_hash(directory: str | os.PathLike[str]) -> str:
@@ -28,10 +29,6 @@ def weights_hash(directory: str | os.PathLike[str]) -> str:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Name, dtype and shape, and bytes (mapped, not read) of each tensor; the safetensors header is JSON."""
-    data = np.memmap(path, np.uint8, mode="r")
-    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    for name, entry in json.loads(data[8:start].tobytes()).items():
-        if name != "__metadata__":
-            first, last = entry["data_offsets"]
-            yield name, f"{entry['dtype']} {entry['shape']}", data[start + first : start + last]
+    """Name, dtype and shape, and bytes (mapped, not read) of each tensor."""
+    for name, entry, content in entries(np.memmap(path, np.uint8, mode="r")):
+        yield name, f"{entry['dtype']} {entry['shape']}", content

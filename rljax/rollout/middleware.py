@@ -1,4 +1,4 @@
-"""A lock on every route of a vLLM server but ``/health``: ``--middleware rljax.rollout.vllm.middleware.RequireKey``.
+"""A lock on every route of a server but ``/health``: of vLLM's by ``--middleware rljax.rollout.middleware.RequireKey``.
 
 vLLM's own ``--api-key`` guards /v1 and /inference and leaves the weight-update endpoints open. vLLM adds what
 ``--middleware`` names last, so that it comes before everything else. Standard library only.

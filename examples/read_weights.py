@@ -1,0 +1,56 @@
+"""Reads the weights of one version, applying the deltas since the newest dense one. Needs numpy and zstandard.
+
+python examples/read_weights.py DIRECTORY VERSION        prints each tensor's shape and the sum of its bits
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+
+def entries(path):
+    """The bytes of each entry of a safetensors file."""
+    data = np.fromfile(path, np.uint8)
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    offsets = {key: entry["data_offsets"] for key, entry in json.loads(data[8:start].tobytes()).items()}
+    return {key: data[start + first : start + last] for key, (first, last) in offsets.items()}
+
+
+def unpacked(content, dtype):
+    """Integers that were laid out byte by byte, all lowest bytes first, and compressed."""
+    planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(content.tobytes()), np.uint8)
+    return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).view(dtype).reshape(-1)
+
+
+def read(directory, name):
+    """(shapes, bits of each tensor as a vector) of the version in ``directory / name``."""
+    version = json.loads((directory / name / "version.json").read_text())
+    bits = np.dtype(np.uint32 if version["dtype"] == "float32" else np.uint16)
+    shapes = {tensor: tuple(record["shape"]) for tensor, record in version["tensors"].items()}
+    dense = version.get("dense")
+    tensors = {t: np.zeros(np.prod(s), bits) for t, s in shapes.items()} if dense else None
+    tensors = tensors or read(directory, version["base"]["name"])[1]
+    files = {piece["file"] for piece in dense or version["delta"]}
+    content = {file: entries(directory / name / file) for file in files}
+    for piece in dense or version["delta"]:
+        region, stored, key = piece["region"], content[piece["file"]], piece["key"]
+        if dense:
+            places, values = np.arange(region["rows"] * region["width"]), stored[key].view(bits)
+        elif not piece.get("changed"):
+            continue
+        elif not piece.get("gap_type"):
+            places, values = np.arange(region["rows"] * region["width"]), stored[f"{key}.values"].view(bits)
+        else:
+            gaps = unpacked(stored[f"{key}.gaps"], np.dtype(piece["gap_type"])).astype(np.int64)
+            places, values = np.cumsum(gaps + 1) - 1, unpacked(stored[f"{key}.values"], bits)
+        rows, columns = np.divmod(places, region["width"])
+        tensors[piece["tensor"]][(region["row"] + rows) * region["stride"] + region["column"] + columns] = values
+    return shapes, tensors
+
+
+if __name__ == "__main__":
+    for tensor, vector in (found := read(Path(sys.argv[1]), sys.argv[2]))[1].items():
+        print(tensor, found[0][tensor], int(vector.sum(dtype=np.uint64)))

@@ -1,0 +1,234 @@
+"""The newest version of the weights in a server machine's memory: its servers load it, deltas are applied to it.
+
+One directory for all servers of a machine, changed in place. A lock keeps those who load out while it changes. Every
+bit is accounted for: before a delta is applied, each file has the checksum that it had when it was known to be right;
+after it, each tensor has the checksum that the trainer gave it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rljax.checksum import Checksum, checksum
+from rljax.rollout.weights import safetensors_file
+from rljax.rollout.weights.delta import Delta, decode
+from rljax.rollout.weights.region import Region
+from rljax.rollout.weights.sums import changed_checksum, region_checksum
+from rljax.rollout.weights.version import Piece, TensorRecord, Version, sums_digest
+
+_STATE = "state.json"
+_THREADS = min(8, os.cpu_count() or 1)
+
+OfName = Callable[[str], Path]
+
+
+class DamagedError(RuntimeError):
+    """Bits are not what they must be; the message names the first few."""
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A tensor of the mirror.
+
+    Attributes:
+      file: that has it.
+      record: its shape and checksum.
+      xxh3: of the file.
+    """
+
+    file: str
+    record: TensorRecord
+    xxh3: str
+
+
+class State(msgspec.Struct, frozen=True):
+    """What the mirror holds: a version's name, tag and dtype, and its tensors by name. None while it changes."""
+
+    name: str
+    tag: str
+    dtype: str
+    tensors: dict[str, Held]
+
+    @property
+    def digest(self) -> str:
+        """As ``Version.digest``."""
+        return sums_digest({name: held.record.sums for name, held in self.tensors.items()})
+
+
+class Mirror:
+    """A directory. What changes it is done under ``locked``, what reads it under ``locked(shared=True)``."""
+
+    def __init__(self, root: Path) -> None:
+        """Makes the directory where there is none. Raises OSError."""
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self, *, shared: bool = False) -> Iterator[None]:
+        """One at a time, or all who only read. The lock is the kernel's: the directory is one machine's own."""
+        with open(self.root / "lock", "a") as file:
+            fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            yield
+
+    @property
+    def state(self) -> State | None:
+        """What it holds; None where that is nothing, or unknown."""
+        try:
+            return msgspec.json.decode((self.root / _STATE).read_bytes(), type=State)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def holds(self, version: Version) -> bool:
+        """Whether it has that version's bits, by its own account."""
+        state = self.state
+        return state is not None and (state.tag, state.digest) == (version.tag, version.digest)
+
+    def check(self) -> None:
+        """Raises DamagedError where a file has changed since it was known to be right."""
+        state = self.state
+        if state is None:
+            raise DamagedError(f"{self.root} holds no whole version")
+
+        def differs(held: Held) -> bool:
+            path = self.root / held.file
+            return not path.is_file() or safetensors_file.xxh3_of(path) != held.xxh3
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            wrong = pool.map(differs, state.tensors.values())
+            changed = [name for name, found in zip(state.tensors, wrong, strict=True) if found]
+        _refuse(changed, "not as it came")
+
+    def fill(self, version: Version, path_of: OfName) -> None:
+        """Takes a dense version; whatever was here is gone.
+
+        Args:
+          version: with dense pieces.
+          path_of: a file of it by name, whose checksum was compared.
+
+        Raises:
+          DamagedError: a tensor is not what the version says; the mirror holds nothing then.
+        """
+        self.clear()
+        sources = {file: safetensors_file.mapped(path_of(file)) for file in version.files_of(version.dense)}
+        pieces = _by_tensor(version.dense)
+
+        def take(number_name: tuple[int, str]) -> tuple[str, Checksum]:
+            number, name = number_name
+            record, file = version.tensors[name], f"{number:05d}.safetensors"
+            safetensors_file.create(self.root / file, name, version.dtype, record.shape)
+            whole = Region.whole(record.shape)
+            matrix = safetensors_file.mapped(self.root / file, writable=True)[name].reshape(whole.rows, whole.width)
+            sums = np.zeros(3, np.int64)
+            for piece in pieces[name]:
+                region, bits = piece.region, _piece(sources, piece, matrix.dtype)
+                rows, columns = slice(region.row, region.row + region.rows), slice(region.column, None)
+                matrix[rows, columns][:, : region.width] = bits.reshape(region.rows, region.width)
+                part = region_checksum(bits, region)
+                sums += (part.first, part.second, part.placed)
+            return file, checksum(matrix.size, *sums.tolist())
+
+        self._replace(version, take)
+
+    def apply(self, version: Version, path_of: OfName) -> None:
+        """Changes what is here by a delta. Arguments and errors as ``fill``; here must be the version's base."""
+        state = self.state
+        assert state is not None
+        assert version.base is not None
+        assert state.digest == version.base.digest
+        (self.root / _STATE).unlink()
+        sources = {file: safetensors_file.mapped(path_of(file)) for file in version.files_of(version.delta)}
+        pieces = _by_tensor(version.delta)
+
+        def take(number_name: tuple[int, str]) -> tuple[str, Checksum]:
+            name = number_name[1]
+            held = state.tensors[name]
+            sums = held.record.sums
+            changing = [piece for piece in pieces[name] if piece.changed]
+            if not changing:
+                return held.file, sums
+            flat = safetensors_file.mapped(self.root / held.file, writable=True)[name]
+            for piece in changing:
+                gaps, values = (sources[piece.file][f"{piece.key}.{kind}"].tobytes() for kind in ("gaps", "values"))
+                delta = Delta(piece.changed, piece.gap_type, gaps, values)
+                places, new = decode(delta, piece.region.size, flat.dtype)
+                rows, columns = np.divmod(places, piece.region.width)
+                places = piece.region.first + rows * piece.region.stride + columns
+                sums = changed_checksum(sums, flat[places], new, places)
+                flat[places] = new
+            return held.file, sums
+
+        self._replace(version, take, state.tensors)
+
+    def clear(self) -> None:
+        """Removes what it holds."""
+        (self.root / _STATE).unlink(missing_ok=True)
+        for path in self.root.glob("*.safetensors"):
+            path.unlink()
+
+    def remove(self) -> None:
+        """Removes the directory."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _replace(
+        self,
+        version: Version,
+        take: Callable[[tuple[int, str]], tuple[str, Checksum]],
+        before: Mapping[str, Held] | None = None,
+    ) -> None:
+        """Runs ``take`` on each tensor, compares the checksums with the version's, and notes what is held now."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            try:
+                taken = dict(zip(version.tensors, pool.map(take, enumerate(version.tensors)), strict=True))
+            except (KeyError, ValueError) as error:
+                raise DamagedError(f"{version.name} cannot be used: {error}") from error
+            wrong = [name for name, (_, sums) in taken.items() if sums != version.tensors[name].sums]
+            _refuse(wrong, f"other than in {version.tag}")
+            unchanged = {
+                name: held
+                for name, held in (before or {}).items()
+                if name in version.tensors and held.record == version.tensors[name]
+            }
+
+            def held(name: str) -> Held:
+                file, _ = taken[name]
+                return Held(file, version.tensors[name], safetensors_file.xxh3_of(self.root / file))
+
+            fresh = [name for name in version.tensors if name not in unchanged]
+            tensors = unchanged | dict(zip(fresh, pool.map(held, fresh), strict=True))
+        listed = {name: tensors[name] for name in version.tensors}
+        files = [held.file for held in listed.values()]
+        (self.root / "manifest.json").write_text(json.dumps({"tag": version.tag, "files": files}))
+        new = self.root / f"{_STATE}.new"
+        new.write_bytes(msgspec.json.encode(State(version.name, version.tag, version.dtype, listed)))
+        new.replace(self.root / _STATE)
+
+
+def _by_tensor(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
+    found: defaultdict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        found[piece.tensor].append(piece)
+    return found
+
+
+def _piece(sources: Mapping[str, Mapping[str, np.ndarray]], piece: Piece, dtype: np.dtype) -> np.ndarray:
+    bits = sources[piece.file][piece.key]
+    if bits.dtype != dtype or bits.size != piece.region.size:
+        raise ValueError(f"{piece.file} has another {piece.key}")
+    return bits
+
+
+def _refuse(names: list[str], how: str) -> None:
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
+        raise DamagedError(f"{count} {how}: {', '.join(names[:4])}{more}")

@@ -1,0 +1,168 @@
+"""Brings a machine's mirror to a version: by the deltas since the one that it holds, else from the newest dense one.
+
+    python -m rljax.rollout.weights.pull SOURCE VERSION MIRROR
+
+Servers of one machine call it side by side; the first does the work. It needs neither jax nor torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rljax.rollout.weights import safetensors_file
+from rljax.rollout.weights.mirror import DamagedError, Mirror, State
+from rljax.rollout.weights.source import Source, SourceError, open_source
+from rljax.rollout.weights.version import VERSION_FILE, Piece, Version, parse_version
+
+_LONGEST_CHAIN = 1000
+
+
+@dataclass
+class Pulled:
+    """What a pull did.
+
+    Attributes:
+      tag: of the version that the mirror holds now.
+      bytes: that were read from the source (bytes).
+      seconds: all of it (seconds).
+      fetch_s: of them, for reading the files and comparing their checksums.
+      deltas: that were applied.
+      dense: whether a dense version was taken.
+      repaired: what was wrong with the mirror before, or with a delta; "" where nothing was.
+    """
+
+    tag: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+    fetch_s: float = 0.0
+    deltas: int = 0
+    dense: bool = False
+    repaired: str = ""
+
+
+def pull(source: Source, name: str, mirror: Mirror) -> Pulled:
+    """Brings ``mirror`` to the version in directory ``name`` of ``source``.
+
+    Raises:
+      SourceError: the source cannot be read.
+      DamagedError: what it has does not have the checksums that it must have.
+      OSError: the mirror cannot be written.
+    """
+    began, done = time.monotonic(), Pulled()
+    with mirror.locked():
+        version = _read(source, name)
+        done.tag = version.tag
+        if not mirror.holds(version):
+            try:
+                _bring(source, version, mirror, done, mirror.state)
+            except DamagedError as error:
+                done.repaired = str(error)
+                mirror.clear()
+                _bring(source, version, mirror, done, None)
+    done.seconds = time.monotonic() - began
+    return done
+
+
+def _bring(source: Source, version: Version, mirror: Mirror, done: Pulled, state: State | None) -> None:
+    """From ``state``, or from a dense version."""
+    chain, from_dense = _chain(source, version, state)
+    if not from_dense:
+        mirror.check()
+    for each in chain:
+        dense = each is chain[0] and from_dense
+        with _fetched(source, each, each.dense if dense else each.delta, mirror.root, done) as paths:
+            (mirror.fill if dense else mirror.apply)(each, paths.__getitem__)
+        done.dense |= dense
+        done.deltas += not dense
+
+
+def _chain(source: Source, version: Version, state: State | None) -> tuple[list[Version], bool]:
+    """The versions to take, oldest first, and whether they begin with a dense one instead of what the mirror holds.
+
+    Of the two ways the one with fewer bytes.
+    """
+    chain, dense = [version], 0  # of the chain's first ones, the last is dense
+    while True:
+        oldest = chain[-1]
+        base = oldest.base
+        if not dense and oldest.dense:
+            dense = len(chain)
+        if state is not None and base is not None and base.digest == state.digest:
+            anchor = chain[max(0, dense - 1)]
+            from_anchor = anchor.num_bytes(anchor.dense) + _delta_bytes(chain[: dense - 1])
+            if not dense or _delta_bytes(chain) <= from_anchor:
+                return chain[::-1], False
+            return chain[:dense][::-1], True
+        if dense and (state is None or base is None or len(chain) == _LONGEST_CHAIN):
+            return chain[:dense][::-1], True
+        if base is None:
+            raise DamagedError(f"there is no dense version from which {version.name} could be reached")
+        try:
+            before = _read(source, base.name)
+        except SourceError:  # versions before an anchor are removed
+            if dense:
+                return chain[:dense][::-1], True
+            raise
+        if before.digest != base.digest:
+            raise DamagedError(f"{oldest.name} is against a {before.name} with other checksums than that has")
+        chain.append(before)
+
+
+def _delta_bytes(versions: Sequence[Version]) -> int:
+    return sum(version.num_bytes(version.delta) for version in versions)
+
+
+def _read(source: Source, name: str) -> Version:
+    try:
+        return parse_version(source.read(f"{name}/{VERSION_FILE}"), name)
+    except ValueError as error:
+        raise DamagedError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _fetched(
+    source: Source, version: Version, pieces: Sequence[Piece], root: Path, done: Pulled
+) -> Iterator[dict[str, Path]]:
+    """The files that have ``pieces``, by name, with the checksums that they must have; copies are gone at the end."""
+    began, folder = time.monotonic(), root / "incoming"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        paths = {}
+        for file in version.files_of(pieces):
+            record = version.files[file]
+            paths[file] = source.fetch(f"{version.name}/{file}", record, folder)
+            if safetensors_file.xxh3_of(paths[file]) != record.xxh3:
+                raise DamagedError(f"{version.name}/{file} has not the checksum that its version says")
+            done.bytes += record.bytes
+        done.fetch_s += time.monotonic() - began
+        yield paths
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The program: prints what was done as one line of JSON; 1 and one line on stderr where it could not be done."""
+    parser = argparse.ArgumentParser(prog="python -m rljax.rollout.weights.pull", description=__doc__)
+    parser.add_argument("source", help="directory, http:// URL, or URL of an object store")
+    parser.add_argument("version", help="name of the version's directory there")
+    parser.add_argument("mirror", type=Path, help="directory of this machine; made where there is none")
+    wanted = parser.parse_args(argv)
+    try:
+        print(json.dumps(asdict(pull(open_source(wanted.source), wanted.version, Mirror(wanted.mirror)))))
+    except (DamagedError, OSError, ValueError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""A real vLLM server that pulls what changed: bits arrive, damage is repaired or caught, servers join late."""
+
+import contextlib
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_vllm_sabotage import OTHER_BITS, adamw_step, rpc
+
+from rljax.errors import HandshakeError, VerificationError
+from rljax.rollout.types import PublishConfig, SamplingParams
+from rljax.rollout.weights import safetensors_file
+from rljax.rollout.weights.directory import memory
+from rljax.rollout.weights.mirror import Mirror
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def pulling(request):
+    """Builds an engine whose server pulls, by default over HTTP, and which has published version 0."""
+    with contextlib.ExitStack() as stack:
+
+        def build(served, store="http", **config):
+            engine = served.engine(publish=PublishConfig(store=store, anchor_every=3), **config)
+            stack.callback(engine.close)
+            engine.publish(served.model.params, 0)
+            return engine
+
+        yield build
+
+
+def mirror_of(engine) -> Mirror:
+    """That of this machine: the one whose state names the engine's version."""
+    for root in memory().glob("rljax-mirror-*"):
+        state = Mirror(root).state
+        if state is not None and state.tag.startswith(engine._files.run_tag):
+            return Mirror(root)
+    raise AssertionError("no mirror of this run")
+
+
+def assert_bits(engine, served, params) -> None:
+    """Recounted from the mirror's files, without the checksums of the product."""
+    mirror = mirror_of(engine)
+    manifest = json.loads((mirror.root / "manifest.json").read_text())
+    found = {}
+    for file in manifest["files"]:
+        found |= load_file(mirror.root / file)
+    wanted = dict(served.model.tensors(served.dtype)(params))
+    assert sorted(found) == sorted(wanted)
+    assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+
+
+def flip(mirror, name) -> None:
+    """One bit of a tensor."""
+    safetensors_file.mapped(mirror.root / mirror.state.tensors[name].file, writable=True)[name][5] ^= 1
+
+
+@pytest.mark.parametrize("store", ["http", "directory"])
+def test_steps_at_the_papers_rate_arrive_as_deltas(bfloat16, pulling, store, tmp_path):
+    engine = pulling(bfloat16, store, transfer_dir=str(tmp_path))
+    first = engine.pop_metrics()
+    assert first["publish/pulled_bytes"] == first["publish/bytes"]
+    params = bfloat16.model.params
+    for version in range(1, 6):
+        before, params = params, adamw_step(params, seed=version)
+        engine.publish(params, version)
+        metrics = engine.pop_metrics()
+        assert metrics["publish/verified_tensors"] == 24
+        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(params), strict=True)
+        counts = [(int((a.astype(jnp.bfloat16) != b.astype(jnp.bfloat16)).sum()), a.size) for a, b in pairs]
+        changed, elements = map(sum, zip(*counts, strict=True))
+        assert metrics["publish/changed_fraction"] == changed / elements
+        assert 0.001 < changed / elements < 0.05
+        assert metrics["publish/pulled_bytes"] == metrics["publish/bytes"] < first["publish/bytes"] / 5
+        assert metrics["publish/stall_s"] < metrics["publish/seconds"]
+        assert {"publish/encode_s", "publish/pull_s", "publish/load_s"} <= metrics.keys()
+    assert_bits(engine, bfloat16, params)
+    response = next(engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(4), seed=0))
+    assert response.oldest_version == 5
+
+
+def test_a_bit_that_flips_in_the_mirror_is_repaired_from_an_anchor(bfloat16, pulling, caplog):
+    engine = pulling(bfloat16)
+    flip(mirror_of(engine), "model.norm.weight")
+    params = adamw_step(bfloat16.model.params, seed=1)
+    engine.publish(params, 1)
+    assert engine.pop_metrics()["publish/mirrors_repaired"] == 1
+    assert "1 tensor is not as it came: model.norm.weight" in caplog.text
+    assert_bits(engine, bfloat16, params)
+
+
+def forge(mirror, name) -> None:
+    """A bit of the mirror flips, and its record is made to agree."""
+    flip(mirror, name)
+    state = mirror.state
+    held = state.tensors[name]
+    held = msgspec.structs.replace(held, xxh3=safetensors_file.xxh3_of(mirror.root / held.file))
+    state = msgspec.structs.replace(state, tensors=state.tensors | {name: held})
+    (mirror.root / "state.json").write_bytes(msgspec.json.encode(state))
+
+
+def test_a_bit_that_no_record_shows_is_seen_in_what_the_workers_loaded(bfloat16, pulling):
+    """No delta of this version touches the tensor, so nothing but the proof looks at it."""
+    engine = pulling(bfloat16)
+    forge(mirror_of(engine), "model.layers.1.mlp.down_proj.weight")
+    with pytest.raises(VerificationError, match=rf"{OTHER_BITS}: 1 tensor differs: \S+1.mlp.down_proj.weight"):
+        engine.publish(bfloat16.model.params, 1)
+    # The one that was sound before is taken once the mirror is made anew.
+    mirror_of(engine).clear()
+    engine.publish(adamw_step(bfloat16.model.params, seed=1), 2)
+    assert engine.pop_metrics()["publish/verified_tensors"] == 24
+
+
+def test_a_delta_to_weights_that_the_trainer_does_not_have_is_not_loaded(bfloat16, pulling):
+    """The files are of the version before; their checksums say of which tensors they are."""
+    tensors = bfloat16.model.tensors("bfloat16")
+    stale = []
+    engine = pulling(bfloat16, tensors=lambda params: tensors(stale[0] if stale else params), server_wait_s=2.0)
+    stale.append(bfloat16.model.params)
+    with pytest.raises(RuntimeError, match=r"could not pull \S+: .*tensors are other than in"):
+        engine.publish(adamw_step(bfloat16.model.params, seed=3), 1)
+
+
+@pytest.mark.parametrize(("how", "of"), [("skip", "model.layers.1.mlp.down_proj.weight"), ("previous", "")])
+def test_a_worker_that_loads_something_else_is_caught(bfloat16, pulling, how, of):
+    rpc(bfloat16, "sabotage_load", "off", "")
+    engine = pulling(bfloat16)
+    rpc(bfloat16, "sabotage_load", how, of)
+    try:
+        with pytest.raises(VerificationError, match=OTHER_BITS):
+            engine.publish(adamw_step(bfloat16.model.params, seed=11), 1)
+    finally:
+        rpc(bfloat16, "sabotage_load", "off", "")
+    engine.publish(adamw_step(bfloat16.model.params, seed=12), 2)
+
+
+def test_a_server_that_joins_late_or_missed_versions_is_brought_to_the_newest(bfloat16, pulling):
+    """Its mirror is removed, as on another machine; the server has weights that nobody published."""
+    engine = pulling(bfloat16)
+    params = bfloat16.model.params
+    for version in (1, 2):
+        params = adamw_step(params, seed=version)
+        engine.publish(params, version)
+    engine.pop_metrics()
+    mirror_of(engine).clear()
+    engine._client.mark_down(bfloat16.url, "planted")
+    engine._client.call(bfloat16.url, "POST", "/start_weight_update")
+    engine._client.call(bfloat16.url, "POST", "/finish_weight_update", json={"weight_version": "another"})
+    responses = list(engine.generate([np.array([1, 2], np.int32)], 2, SamplingParams(4), seed=0))
+    assert [response.oldest_version for response in responses] == [2, 2]
+    metrics = engine.pop_metrics()
+    assert metrics["rollout/servers_brought_back"] == 1
+    assert metrics["publish/pulled_bytes"] > engine._files._chain[0].num_bytes(engine._files._chain[0].dense)
+    assert_bits(engine, bfloat16, params)
+
+
+def test_what_the_servers_machine_cannot_reach_is_said_at_the_handshake(bfloat16, monkeypatch):
+    monkeypatch.setattr("rljax.rollout.served.publishing.HttpServed.source", "http://127.0.0.1:9", raising=False)
+    monkeypatch.setattr(
+        "rljax.rollout.weights.versions.VersionFiles.source",
+        property(lambda self: "http://127.0.0.1:9", lambda *_: None),
+    )
+    with pytest.raises(HandshakeError, match=r"the server's machine cannot read weights from http://127.0.0.1:9"):
+        bfloat16.engine(publish=PublishConfig(store="http"))
+
+
+def test_what_a_server_samples_from_is_not_the_mirror(bfloat16, pulling):
+    """A version is pulled and not loaded: the mirror has changed in place, the server's weights have not."""
+    engine = pulling(bfloat16)
+    moved = bfloat16.model.moved(7)
+    tensors = bfloat16.model.tensors("bfloat16")
+    version = engine._files.write(tensors(moved), 1, bfloat16.model.checksums("bfloat16")(moved))
+    engine._prepare(version, bfloat16.url)
+    assert_bits(engine, bfloat16, moved)
+    band = engine._verifier.band
+    assert engine._verifier.check(engine._client, bfloat16.url, bfloat16.model.params).mean < band
+    engine.publish(moved, 2)
+    assert engine._verifier.check(engine._client, bfloat16.url, moved).mean < band
+
+
+def test_the_mirror_goes_with_its_users(bfloat16, pulling):
+    """Another run's first publish: the server leaves the mirror of the run before, which nobody else uses."""
+    engine = pulling(bfloat16)
+    before = mirror_of(engine).root
+    assert not math.isnan(engine.pop_metrics()["publish/seconds"])
+    engine.close()
+    pulling(bfloat16)
+    assert not before.exists()

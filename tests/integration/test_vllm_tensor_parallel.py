@@ -1,0 +1,48 @@
+"""A real server of two tensor-parallel workers: what they hold adds up, and a stale one of them is seen."""
+
+import numpy as np
+import pytest
+from conftest import Served
+from test_vllm_sabotage import OTHER_BITS, adamw_step, rpc
+
+from rljax.errors import VerificationError
+from rljax.rollout.types import PublishConfig, SamplingParams
+
+pytestmark = [pytest.mark.vllm, pytest.mark.processes]
+
+
+@pytest.fixture(scope="module")
+def two_workers(servers, make_model, start_server):
+    servers.stop()
+    model = make_model(False)
+    server = start_server(model, "bfloat16", workers=2)
+    yield Served(server, model, "bfloat16")
+    server.stop()
+
+
+@pytest.mark.parametrize("store", ["shared", "directory"])
+def test_the_parts_of_two_workers_add_up_and_a_stale_one_is_caught(two_workers, tmp_path, store):
+    engine = two_workers.engine(publish=PublishConfig(store=store), transfer_dir=str(tmp_path))
+    rpc(two_workers, "sabotage_load", "off", "")
+    try:
+        params = two_workers.model.params
+        for version in range(2):
+            params = adamw_step(params, seed=version)
+            engine.publish(params, version)
+            metrics = engine.pop_metrics()
+            assert metrics["publish/verified_tensors"] == 25
+            assert "rollout/servers_brought_back" not in metrics
+        responses = list(engine.generate([np.array([1, 2], np.int32)], 2, SamplingParams(4), seed=0))
+        assert {response.oldest_version for response in responses} == {1}
+        assert len(rpc(two_workers, "rljax_checksums")) == 2
+        # The second worker loads what it loaded last; all else is as it should be.
+        rpc(two_workers, "sabotage_load_of", "1", "previous", "")
+        params = adamw_step(params, seed=2)
+        with pytest.raises(VerificationError, match=OTHER_BITS):
+            engine.publish(params, 2)
+        rpc(two_workers, "sabotage_load", "off", "")
+        engine.publish(params, 3)
+        assert engine.pop_metrics()["publish/verified_tensors"] == 25
+    finally:
+        rpc(two_workers, "sabotage_load", "off", "")
+        engine.close()

@@ -1,0 +1,37 @@
+"""The parts that devices hold make up each tensor once, wherever its shards and copies are."""
+
+import jax
+import numpy as np
+import pytest
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import hf_parts, hf_tensors
+from rljax.policy.qwen3 import init_params, param_shardings
+from rljax.rollout.weights.region import Region
+from rljax.sharding import MeshConfig, make_mesh
+
+pytestmark = pytest.mark.mesh
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(8, 1), MeshConfig(4, 2), MeshConfig(2, 4), MeshConfig(fsdp=2, replica=4)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_parts_put_together_are_the_tensors(mesh, dtype):
+    config = PolicyConfig(32, 8, 16, 2, 4, 4, 4, tie_word_embeddings=False)
+    params = init_params(config, 0)
+    split = jax.device_put(params, param_shardings(config, make_mesh(mesh)))
+    wanted = dict(hf_tensors(params, config, dtype))
+    found = {name: np.full(array.shape, np.nan, array.dtype) for name, array in wanted.items()}
+    seen = {name: np.zeros(array.shape, int) for name, array in wanted.items()}
+    sharded = 0
+    for part in hf_parts(split, config, dtype):
+        assert part.shape == wanted[part.tensor].shape
+        assert part.region.lies_in(part.shape)
+        whole, region = Region.whole(part.shape), part.region
+        place = np.s_[region.row : region.row + region.rows, region.column : region.column + region.width]
+        found[part.tensor].reshape(whole.rows, whole.width)[place] = part.array.reshape(region.rows, region.width)
+        seen[part.tensor].reshape(whole.rows, whole.width)[place] += 1
+        sharded += region != whole
+    assert sharded > 20
+    for name, array in wanted.items():
+        assert (seen[name] == 1).all(), name
+        assert found[name].tobytes() == array.tobytes(), name

@@ -1,0 +1,210 @@
+"""Measures what a publish costs by size and by how much changed: writing, pulling, applying, checking.
+
+Each round does everything once in turn: the version as a delta, the same version dense, and a plain copy of as many
+bytes from memory to memory. Rounds of one size share a machine's state, so that their ratios mean something.
+The time on a link is not measured here: it is the bytes over the link's rate, and stands beside what was measured.
+
+    python tools/bench_publish.py                                # a table
+    python tools/bench_publish.py --output benchmarks/publish.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from tqdm import tqdm
+
+from rljax.errors import ConfigError, run_cli
+from rljax.rollout.weights import safetensors_file
+from rljax.rollout.weights.directory import memory
+from rljax.rollout.weights.mirror import Mirror
+from rljax.rollout.weights.pull import pull
+from rljax.rollout.weights.source import DirectorySource
+from rljax.rollout.weights.sums import array_checksum, bits_of, changed_checksum
+from rljax.rollout.weights.version import Base, TensorRecord, Version, write_version
+from rljax.rollout.weights.writer import PartWriter, Pieces, whole_parts
+
+GIGABIT = 125e6  # bytes a second
+Tensors = dict[str, np.ndarray]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.1, 0.6, 1.7], help="of bfloat16 weights")
+    parser.add_argument("--changed", type=float, nargs="+", default=[0.001, 0.01, 0.1, 1.0], help="shares of elements")
+    parser.add_argument("--rounds", type=int, default=3, help="of each case (default: 3)")
+    parser.add_argument("--directory", type=Path, default=memory(), help="to work in (default: this machine's memory)")
+    parser.add_argument("--output", type=Path, help="JSON file for the result")
+    options = parser.parse_args(argv)
+    needed, room = 6e9 * max(options.gigabytes), shutil.disk_usage(options.directory).free
+    if needed > room:
+        raise ConfigError(f"{options.directory} has {room / 1e9:.1f} GB of room; {needed / 1e9:.1f} GB are needed")
+    cases = []
+    with (
+        tempfile.TemporaryDirectory(dir=options.directory) as directory,
+        tqdm(total=len(options.gigabytes) * len(options.changed) * options.rounds, disable=None) as progress,
+    ):
+        for size in options.gigabytes:
+            for share in options.changed:
+                rounds = []
+                for _ in range(options.rounds):
+                    rounds.append(one_round(Path(directory), size, share))
+                    progress.update()
+                cases.append(summary(size, share, rounds))
+    print(table(cases))
+    if options.output:
+        machine = {"hardware": f"{processor()}, {os.cpu_count()} cores", "python": platform.python_version()}
+        command = f"python tools/bench_publish.py {' '.join(argv)}".strip()
+        options.output.write_text(json.dumps({"command": command, **machine, "cases": cases}, indent=2) + "\n")
+    return 0
+
+
+def weights(size: float, rng: np.random.Generator) -> Tensors:
+    """``size`` GB of bfloat16 weights, spread as trained ones are, in tensors of up to 64 MB."""
+    rows, width = 4096, 8192
+    noise = (0.02 * rng.standard_normal((rows, width), np.float32)).astype(ml_dtypes.bfloat16)
+    left, tensors = int(size * 1e9 / 2), {}
+    while left > 0:
+        count = min(rows, math.ceil(left / width))
+        tensors[f"tensor.{len(tensors)}"] = np.roll(noise[:count], len(tensors), axis=1)
+        left -= count * width
+    return tensors
+
+
+def changed(tensors: Tensors, share: float, rng: np.random.Generator) -> Tensors:
+    """The next version: of ``share`` of the elements the lowest bit is another, as after one step at a low rate."""
+    flips = rng.random(next(iter(tensors.values())).shape) < share
+    new = {}
+    for name, array in tensors.items():
+        bits = bits_of(array) ^ flips[: len(array)]
+        new[name] = bits.view(array.dtype)
+    return new
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - began
+
+
+def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
+    """Seconds of each part, and bytes."""
+    rng = np.random.default_rng(0)
+    root, mirror = directory / "weights", Mirror(directory / "mirror")
+    old = weights(size, rng)
+    new = changed(old, share, rng)
+    sums_old = {name: array_checksum(array) for name, array in old.items()}
+    sums_new = {name: after(sums_old[name], old[name], new[name]) for name in old}
+    writer, seconds = PartWriter(whole_parts), dict[str, float]()
+
+    def version(name: str, sums: dict[str, Any], base: Base | None, dense: Pieces, delta: Pieces) -> Version:
+        records = {key: TensorRecord(array.shape, sums[key]) for key, array in old.items()}
+        return Version(name, name, "bfloat16", records, dense.files | delta.files, dense.pieces, delta.pieces, base)
+
+    none, source = Pieces((), {}), DirectorySource(root)
+    for name in ("v1-1", "v2-1", "v2-2"):
+        (root / name).mkdir(parents=True)
+    writer.take(old.items())
+    first = version("v1-1", sums_old, None, writer.write_dense(root / "v1-1"), none)
+    write_version(root / "v1-1", first)
+    pull(source, "v1-1", mirror)
+
+    with timed(seconds, "compare_and_encode_s"):
+        taken = writer.take(new.items())
+    with timed(seconds, "write_dense_s"):
+        dense = writer.write_dense(root / "v2-1")
+    write_version(root / "v2-1", version("v2-1", sums_new, None, dense, none))
+    dense_bytes = sum(file.bytes for file in dense.files.values())
+    with timed(seconds, "plain_copy_s"):
+        for file in dense.files:
+            shutil.copyfile(root / "v2-1" / file, root / f"copy-{file}")
+    with timed(seconds, "xxh3_s"):
+        for file in dense.files:
+            safetensors_file.xxh3_of(root / "v2-1" / file)
+    found = {"dense_bytes": float(dense_bytes), "elements": float(taken.elements)}
+    if taken.delta_bytes is not None and taken.delta_bytes < taken.dense_bytes:
+        with timed(seconds, "write_delta_s"):
+            delta = writer.write_delta(root / "v2-2")
+        base = Base(first.name, first.digest)
+        write_version(root / "v2-2", version("v2-2", sums_new, base, none, delta))
+        with timed(seconds, "mirror_check_s"):
+            mirror.check()
+        with timed(seconds, "pull_delta_s"):
+            assert pull(source, "v2-2", mirror).deltas == 1
+        found["delta_bytes"] = float(sum(file.bytes for file in delta.files.values()))
+    mirror.clear()
+    with timed(seconds, "pull_dense_s"):
+        assert pull(source, "v2-1", mirror).dense
+    shutil.rmtree(root)
+    mirror.remove()
+    return found | seconds
+
+
+def after(before: Any, old: np.ndarray, new: np.ndarray) -> Any:
+    """The checksum of the new tensor, from the old one's."""
+    flat_old, flat_new = bits_of(old).reshape(-1), bits_of(new).reshape(-1)
+    places = np.flatnonzero(flat_old != flat_new)
+    return changed_checksum(before, flat_old[places], flat_new[places], places)
+
+
+def summary(size: float, share: float, rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Medians of the rounds, and the ratios that matter."""
+    case = {"gigabytes": size, "changed": share}
+    case |= {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    # Both ways need the checks: of the mirror and the new bits here, of all bits there. They are shown apart.
+    case["dense_publish_over_plain_copy"] = case["write_dense_s"] / case["plain_copy_s"]
+    case["dense_on_1_gbit_s"] = case["dense_bytes"] / GIGABIT
+    dense = case["write_dense_s"] + case["dense_on_1_gbit_s"] + case["pull_dense_s"]
+    if "delta_bytes" in case:
+        case["delta_bytes_over_dense"] = case["delta_bytes"] / case["dense_bytes"]
+        case["delta_on_1_gbit_s"] = case["delta_bytes"] / GIGABIT
+        encoding = case["compare_and_encode_s"] + case["write_delta_s"]
+        delta = encoding + case["delta_on_1_gbit_s"] + case["pull_delta_s"]
+        case["delta_over_dense_at_1_gbit"] = delta / dense
+        unchecked = delta - case["mirror_check_s"]
+        case["delta_over_dense_at_1_gbit_without_mirror_check"] = unchecked / dense
+    return case
+
+
+def table(cases: Sequence[dict[str, float]]) -> str:
+    heads = ("   GB  changed  delta/dense bytes  encode   write    pull   check", "dense: write   pull   copy")
+    lines = [" | ".join([*heads, "delta/dense at 1 Gbit/s"])]
+    for case in cases:
+        shown = [f"{case['gigabytes']:5.2f} {case['changed']:8.3f}"]
+        if "delta_bytes" in case:
+            shown.append(f"{case['delta_bytes_over_dense']:17.4f}")
+            names = ("compare_and_encode_s", "write_delta_s", "pull_delta_s", "mirror_check_s")
+            shown.append(" ".join(f"{case[name]:7.2f}" for name in names))
+        else:
+            shown.append(f"{'dense':>17s} {case['compare_and_encode_s']:7.2f} {'':23s}")
+        shown.append("|" + " ".join(f"{case[name]:7.2f}" for name in ("write_dense_s", "pull_dense_s", "plain_copy_s")))
+        shown.append(f"| {case.get('delta_over_dense_at_1_gbit', 1.0):8.3f}")
+        lines.append(" ".join(shown))
+    return "\n".join(lines)
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
