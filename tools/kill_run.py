@@ -102,10 +102,10 @@ def words(run_dir: Path, seed: int, steps: int) -> list[str]:
     return [*base, "--run.dir", str(run_dir), "--run.seed", str(seed), "--run.steps", str(steps), *SETTINGS]
 
 
-def served_by(*urls: str) -> tuple[str, ...]:
-    """The words that let a run sample from servers of :func:`server_config`."""
+def served_by(*found_by: str) -> tuple[str, ...]:
+    """The words that let a run sample from servers of :func:`server_config`, which ``found_by`` names."""
     dtypes = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
-    return "--rollout.engine", "vllm", "--rollout.urls", *urls, *dtypes
+    return "--rollout.engine", "vllm", *found_by, *dtypes
 
 
 def server_config(log_path: Path, port: int = 0) -> ServerConfig:
@@ -123,7 +123,7 @@ def engine_words(engine: str, directory: Path) -> Iterator[tuple[str, ...]]:
         yield ()
         return
     with start(server_config(directory / "server.log"), LONGEST_S) as server:
-        yield served_by(server.url)
+        yield served_by("--rollout.urls", server.url)
 
 
 def child(arguments: list[str], log: Path, phase: Any, prepare: Callable[[], None] | None) -> None:

@@ -1,14 +1,21 @@
 """Kills vLLM servers of a small training run at random moments, restarts them, and looks whether a rollout was lost.
 
     python tools/kill_servers.py --kills 20 --json benchmarks/kill_servers.json
+    python tools/kill_servers.py --kills 6 --lists 12 --json benchmarks/kill_listed_servers.json
 
 A run of configs/toy-base trains in float32 on two vLLM servers that this program starts. A server is ended with SIGKILL
 at a random moment of a step, every other time of its rollout, one time in four both of them, and restarted on the same
 port; the next step is trained meanwhile, by the other server or once one is back. Then the run waits for the restarted
-server and brings it back in a step of its own, so that each kill is of one that is in use. At the end the run must be
-complete and each step's dump must have as many rollouts as any; the engine must have handed on each of them exactly
-once, under the version published last, and with the trainer's log-probabilities. Exit status 1 when it is otherwise.
-A server is gone within a quarter of a second of the moment, so the phases that are printed are those of the moment.
+server and brings it back in a step of its own, so that each kill is of one that is in use.
+
+With ``--lists`` the run finds its servers, of which there are three then, in a file (``rollout.discovery``), which
+lists others of them from a random moment on: servers leave in the midst of their responses, and join. Kills and lists
+take turns at random; what is killed is listed or not.
+
+At the end the run must be complete and each step's dump must have as many rollouts as any; the engine must have handed
+on each of them exactly once, under the version published last, and with the trainer's log-probabilities. Exit status 1
+when it is otherwise. A server is gone within a quarter of a second of the moment, so the phases that are printed are
+those of the moment; a list is looked at every second, and counts when it was seen twice.
 """
 
 from __future__ import annotations
@@ -57,6 +64,8 @@ class Arguments:
 
     kills: int = 20
     """Kills in all. Each takes as long as a server takes to start."""
+    lists: int = 0
+    """Changes of the list of servers in all. 0: the run is told of two servers at its start."""
     seed: int = 0
     """Seed of the run and of the moments."""
     json: Path | None = None
@@ -68,34 +77,43 @@ class Outcome:
     """What was done to the servers, and how the run ended where it did not end well."""
 
     phases: Counter[str]
+    listed: Counter[str]
     both_at_once: int = 0
     failure: str = ""
 
 
 class Servers:
-    """Two servers, each restarted on its own port."""
+    """Servers, each restarted on its own port, and the file that lists those which the run may use."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, count: int) -> None:
         self._directory, self._started = directory, 0
         self._servers: dict[int, VllmServer] = {}
+        self.list_file = directory / "servers"
         try:
-            for _ in range(2):
+            for _ in range(count):
                 server = self._launch(0)
                 self._servers[server.port] = server
             self.wait()
+            self.list(self.ports)
         except BaseException:
             self.stop()
             raise
 
     @property
     def ports(self) -> list[int]:
-        """Of both."""
+        """Of all."""
         return list(self._servers)
 
     @property
     def urls(self) -> list[str]:
-        """Of both."""
+        """Of all."""
         return [server.url for server in self._servers.values()]
+
+    def list(self, ports: Sequence[int]) -> None:
+        """Lists the servers of these ports, and no others."""
+        new = self.list_file.with_suffix(".new")
+        new.write_text("".join(f"{self._servers[port].url}\n" for port in ports))
+        new.replace(self.list_file)
 
     def kill(self, ports: Sequence[int]) -> None:
         """Kills the servers of these ports and starts them again; returns before they are healthy."""
@@ -105,12 +123,12 @@ class Servers:
             self._servers[port] = self._launch(port)
 
     def wait(self) -> None:
-        """Returns when both are healthy. Raises ServerFailedError when one is not in time."""
+        """Returns when all are healthy. Raises ServerFailedError when one is not in time."""
         for server in self._servers.values():
             server.wait_healthy(LONGEST_S)
 
     def stop(self) -> None:
-        """Ends both."""
+        """Ends all."""
         for server in self._servers.values():
             server.stop()
 
@@ -145,11 +163,13 @@ def pace(gate: Any, handed_on: Path) -> None:
     Timers.phase, ServedEngine.generate = phase, noted
 
 
-def plan(kills: int, chance: random.Random) -> list[int]:
-    """How many servers are killed at once, one time after the other; together ``kills``."""
+def plan(kills: int, lists: int, chance: random.Random) -> list[int]:
+    """How many servers are killed at once, one time after the other, together ``kills``; ``lists`` times 0: listed."""
     counts: list[int] = []
     while (left := kills - sum(counts)) > 0:
         counts.append(2 if left > 1 and chance.random() < BOTH else 1)
+    for _ in range(lists):
+        counts.insert(chance.randint(0, len(counts)), 0)
     return counts
 
 
@@ -166,17 +186,18 @@ def wait_for_row(rows: Path, step: int, process: Any) -> bool:
 
 
 def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance: random.Random) -> Outcome:
-    """Trains in ``directory`` / "run" and kills ``counts`` servers, one time after the other."""
-    run_dir, outcome = directory / "run", Outcome(Counter())
+    """Trains in ``directory`` / "run" and kills ``counts`` servers, one time after the other; 0: lists others."""
+    run_dir, outcome, by_list = directory / "run", Outcome(Counter(), Counter()), 0 in counts
     rows, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
     with contextlib.ExitStack() as stack:
-        servers = Servers(directory)
+        servers = Servers(directory, 3 if by_list else 2)
         stack.callback(servers.stop)
-        runs = Runs((*SETTINGS, *served_by(*servers.urls)))
+        found_by = ("--rollout.discovery", str(servers.list_file)) if by_list else ("--rollout.urls", *servers.urls)
+        runs = Runs((*SETTINGS, *served_by(*found_by)))
         gate, begun = runs.context.Semaphore(FIRST_STEPS), FIRST_STEPS
         prepare = functools.partial(pace, gate, directory / "handed_on")
         process, phase = stack.enter_context(runs.start(run_dir, seed, steps, prepare))
-        bar = stack.enter_context(tqdm(total=sum(counts), unit="kill", file=sys.stderr))
+        bar = stack.enter_context(tqdm(total=len(counts), unit="blow", file=sys.stderr))
         for number, count in enumerate(counts):
             if not wait_for_row(rows, begun, process):
                 break
@@ -185,10 +206,15 @@ def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance
             gate.release()
             gate.release()
             time.sleep(chance.uniform(0.0, span_s))
-            outcome.phases[(*PHASES, "between")[phase.value]] += count
-            outcome.both_at_once += count == 2
-            servers.kill(chance.sample(servers.ports, count))
-            bar.update(count)
+            now = (*PHASES, "between")[phase.value]
+            if count:
+                outcome.phases[now] += count
+                outcome.both_at_once += count == 2
+                servers.kill(chance.sample(servers.ports, count))
+            else:
+                outcome.listed[now] += 1
+                servers.list(chance.sample(servers.ports, chance.randint(1, len(servers.ports))))
+            bar.update()
             servers.wait()
             gate.release()
             begun += STEPS_A_KILL
@@ -228,7 +254,7 @@ def main(argv: Sequence[str]) -> int:
     """Kills, restarts and counts; returns the exit status."""
     arguments = tyro.cli(Arguments, args=argv, description=__doc__)
     began, chance = time.monotonic(), random.Random(arguments.seed)
-    counts = plan(arguments.kills, chance)
+    counts = plan(arguments.kills, arguments.lists, chance)
     steps = FIRST_STEPS + STEPS_A_KILL * len(counts) + LAST_STEPS
     with tempfile.TemporaryDirectory() as name:
         outcome = harass(counts, arguments.seed, steps, Path(name), chance)
@@ -241,13 +267,14 @@ def main(argv: Sequence[str]) -> int:
     problems += filter(None, [outcome.failure])
     totals = Counter[str]()
     for row in rows:
-        names = ("requests", "retries", "server_losses", "servers_brought_back")
+        names = ("requests", "retries", "server_losses", "servers_brought_back", "servers_joined", "servers_left")
         totals.update({key: int(row.get(f"rollout/{key}", 0.0)) for key in names})
     record: dict[str, Any] = {
         "command": "python tools/kill_servers.py " + " ".join(argv),
         "kills": outcome.phases.total(),
         "both_at_once": outcome.both_at_once,
         "by_phase": dict(outcome.phases),
+        "lists_by_phase": dict(outcome.listed),
         "steps": len(rows),
         "rollouts_each_step": PROMPTS * GROUP,
         **totals,
@@ -256,7 +283,10 @@ def main(argv: Sequence[str]) -> int:
         "problems": problems,
     }
     phases = ", ".join(f"{phase} {count}" for phase, count in outcome.phases.items())
-    print(f"{record['kills']} kills ({phases}; {outcome.both_at_once} times both servers), {record['seconds']} s")
+    print(f"{record['kills']} kills ({phases}; {outcome.both_at_once} times two servers), {record['seconds']} s")
+    if outcome.listed:
+        listed = ", ".join(f"{phase} {count}" for phase, count in outcome.listed.items())
+        print(f"{totals['servers_joined']} servers joined, {totals['servers_left']} left (lists: {listed})")
     print(
         f"{len(rows)} of {steps} steps; {totals['server_losses']} losses of a server, "
         f"{totals['servers_brought_back']} brought back; {totals['requests']} requests, {totals['retries']} retries; "

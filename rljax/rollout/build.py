@@ -22,6 +22,7 @@ from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.exact_engine import ExactEngine, Executable
 from rljax.rollout.injected_engine import InjectedEngine
 from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.served.discovery import make_lookup
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.served.model import ServedModel
 from rljax.rollout.served.verify import Score
@@ -64,8 +65,12 @@ def check_engine(config: RolloutConfig) -> None:
     """Raises ValueError for settings that the engine named by ``config`` cannot work with; opens nothing."""
     inject = config.inject
     if config.engine == "vllm":
-        if not config.urls:
-            raise ValueError("rollout.engine = vllm needs at least one URL in rollout.urls")
+        if config.discovery is not None:
+            make_lookup(config.discovery)
+        if not config.urls and config.discovery is None:
+            raise ValueError("rollout.engine = vllm needs at least one URL in rollout.urls, or rollout.discovery")
+        if config.urls and config.discovery is not None:
+            raise ValueError("rollout.urls and rollout.discovery name servers both; give one of them")
         if inject.changes_weights or inject.logit_noise:
             raise ValueError("rollout.inject works with rollout.engine = exact or jax, not with vllm")
     if config.engine == "jax" and inject.logit_noise:

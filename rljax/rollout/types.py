@@ -150,6 +150,9 @@ class RolloutConfig:
     but slow."""
     urls: tuple[str, ...] = ()
     """Base URLs of the vLLM servers."""
+    discovery: str | None = None
+    """Where vLLM servers are listed that may join and leave while the run goes on, instead of ``urls``: a file with a
+    URL in each line, a directory of files ``*.url``, or dns://HOST:PORT for a server at each address of HOST."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype that the engine computes in. It must be the dtype of the weights published to it."""
     group_size: int = 16

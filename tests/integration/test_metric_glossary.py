@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 # What the toy's run of one process on the embedded engine cannot show: test_vllm_train.py, test_exact_run.py and
 # test_two_processes.py show it.
 ELSEWHERE = re.compile(
-    r"publish/.*|rollout/(requests|retries|server_losses|servers_brought_back|servers_rejected"
+    r"publish/.*|rollout/(requests|retries|server_losses|servers|servers_(joined|left|brought_back|rejected)"
     r"|responses_without_version|executable_runs)"
     r"|time/(server_)?checksums_s|perf/<act>_slowest_(process|s)"
 )

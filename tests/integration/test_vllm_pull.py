@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_vllm_sabotage import OTHER_BITS, adamw_step, rpc
+from test_vllm_sabotage import OTHER_BITS, adamw_step, check_use, rpc
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.types import PublishConfig, SamplingParams
@@ -179,9 +179,9 @@ def test_what_a_server_samples_from_is_not_the_mirror(bfloat16, pulling):
     engine._prepare(version, bfloat16.url)
     assert_bits(engine, bfloat16, moved)
     band = engine._verifier.band
-    assert engine._verifier.check(engine._client, bfloat16.url, bfloat16.model.params).mean < band
+    assert check_use(engine, bfloat16.url, bfloat16.model.params).mean < band
     engine.publish(moved, 2)
-    assert engine._verifier.check(engine._client, bfloat16.url, moved).mean < band
+    assert check_use(engine, bfloat16.url, moved).mean < band
 
 
 def test_the_mirror_goes_with_its_users(bfloat16, pulling):

@@ -50,11 +50,16 @@ def rpc(served, method: str, *arguments: str) -> list:
         client.close()
 
 
+def check_use(engine, url: str, params):
+    """The second half of the verification alone."""
+    return engine._verifier.judge(url, engine._verifier.sample(engine._client, url), params)
+
+
 def publish_fails_both_halves(engine, params, version: int, said: str) -> None:
     with pytest.raises(VerificationError, match=f"{OTHER_BITS}: {said}"):
         engine.publish(params, version)
     with pytest.raises(VerificationError, match=OUT_OF_BAND):
-        engine._verifier.check(engine._client, engine._client.urls[0], params)
+        check_use(engine, engine._client.urls[0], params)
 
 
 def adamw_step(params, seed: int):
@@ -90,7 +95,7 @@ def test_one_step_at_the_papers_rate_that_goes_wrong_in_the_worker(bfloat16, cal
     finally:
         rpc(bfloat16, "sabotage_load", "off", "")
     if "k_proj" not in of:  # a part of a fused tensor that is left out is whatever memory held
-        assert engine._verifier.check(engine._client, bfloat16.url, stepped).mean < engine._verifier.band
+        assert check_use(engine, bfloat16.url, stepped).mean < engine._verifier.band
     with pytest.raises(RuntimeError, match="hold no verified policy"):
         engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(1), seed=0)
     VllmBackend().push(engine._client, bfloat16.url, engine._version)  # no probe is sent to what memory held
@@ -109,7 +114,7 @@ def test_tied_head_not_repacked(bfloat16, calibrated):
         # Where the head has a copy of its own, which the processor decides, its use shows the old weights, too.
         is_stale = rpc(bfloat16, "head_is_stale")[0]["stale"]
         with pytest.raises(VerificationError, match=OUT_OF_BAND) if is_stale else contextlib.nullcontext():
-            engine._verifier.check(engine._client, engine._client.urls[0], bfloat16.model.moved(1))
+            check_use(engine, engine._client.urls[0], bfloat16.model.moved(1))
     finally:
         rpc(bfloat16, "sabotage_tied_head", "off")
     engine.publish(bfloat16.model.moved(1), 2)
@@ -178,7 +183,7 @@ def test_bfloat16_published_to_a_float16_server(float16, calibrated):
     assert version.dtype == np.dtype(ml_dtypes.bfloat16).name
     VllmBackend().push(engine._client, float16.url, version)
     with pytest.raises(VerificationError, match=OUT_OF_BAND):
-        engine._verifier.check(engine._client, float16.url, params)
+        check_use(engine, float16.url, params)
 
 
 def test_calibration_has_a_hard_ceiling(bfloat16):
@@ -189,7 +194,7 @@ def test_calibration_has_a_hard_ceiling(bfloat16):
         with pytest.raises(VerificationError, match=OTHER_BITS):
             engine.publish(bfloat16.model.params, 0)
         with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.08"):
-            engine._verifier.check(engine._client, bfloat16.url, bfloat16.model.params)
+            check_use(engine, bfloat16.url, bfloat16.model.params)
     finally:
         engine.close()
 

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from network_link import Side, linked
 from process_runs import FLOAT32, Run
 from toy_runs import ROOT, comparable, tiny
 
@@ -17,35 +18,16 @@ from rljax.rollout.vllm.server import vllm_python
 
 pytestmark = pytest.mark.processes
 
-SIDES = {"rljax-trainers": ("rljax-t0", "10.203.0.1"), "rljax-servers": ("rljax-s0", "10.203.0.2")}
+TRAINERS, SERVERS = Side("rljax-trainers", "rljax-t0", "10.203.0.1"), Side("rljax-servers", "rljax-s0", "10.203.0.2")
 PORT = 18731
-
-
-def shell(line):
-    return subprocess.run(line, shell=True, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture
 def link():
-    """Names of both namespaces."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    trainers, servers = SIDES
-    try:
-        for name in SIDES:
-            shell(f"ip netns add {name}")
-        (near, _), (far, _) = SIDES.values()
-        shell(f"ip link add {near} netns {trainers} type veth peer name {far} netns {servers}")
-        for name, (device, address) in SIDES.items():
-            inside = f"ip netns exec {name}"
-            shell(f"{inside} ip addr add {address}/30 dev {device}")
-            shell(f"{inside} ip link set {device} up")
-            shell(f"{inside} ip link set lo up")
-            shell(f"{inside} tc qdisc add dev {device} root tbf rate 1gbit burst 256kb latency 50ms")
-        yield trainers, servers
-    finally:
-        for name in SIDES:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    with linked(TRAINERS, SERVERS):
+        yield
 
 
 @pytest.fixture
@@ -54,12 +36,11 @@ def served(link, toy_base, tmp_path):
     key, url = tmp_path / "key", tmp_path / "url"
     key.write_text(secrets.token_hex(32))
     key.chmod(0o600)
-    address = SIDES[link[1]][1]
-    options = ["--dtype", "float32", "--host", address, "--port", str(PORT), "--max-model-len", "512"]
+    options = ["--dtype", "float32", "--host", SERVERS.address, "--port", str(PORT), "--max-model-len", "512"]
     files = ["--api-key-file", str(key), "--url-file", str(url), "--log", str(tmp_path / "server.log")]
     words = [str(vllm_python()), str(ROOT / "tools/serve_vllm.py"), str(toy_base), *options, *files]
     with (tmp_path / "server.out").open("wb") as out:
-        process = subprocess.Popen(["ip", "netns", "exec", link[1], *words], stdout=out, stderr=out)
+        process = subprocess.Popen([*SERVERS.inside, *words], stdout=out, stderr=out)
     try:
         deadline = time.monotonic() + 480
         while not url.exists():
@@ -72,19 +53,13 @@ def served(link, toy_base, tmp_path):
         process.wait(60)
 
 
-def sent_bytes(link):
-    """Bytes that left each side."""
-    read = (f"ip netns exec {name} cat /sys/class/net/{SIDES[name][0]}/statistics/tx_bytes" for name in link)
-    return [int(shell(line)) for line in read]
-
-
 def test_two_trainer_processes_and_a_server_beyond_the_link(link, served, toy_base, tmp_path):
     url, key = served
     engine = ("--rollout.engine", "vllm", "--rollout.urls", url, "--rollout.api-key-file", str(key))
     size = ("--data.batch-size", "16", "--packing.rows-per-micro-batch", "4", "--rollout.max-response-tokens", "24")
-    run_dir, before = tmp_path / "run", sent_bytes(link)
+    run_dir, before = tmp_path / "run", [side.sent_bytes() for side in (TRAINERS, SERVERS)]
     words = tiny(toy_base, run_dir, 6, *FLOAT32, *engine, *size, "--optimizer.learning-rate", "2e-4")
-    with Run(words, 2, tmp_path / "printed", heartbeat_s=30, inside=("ip", "netns", "exec", link[0])) as run:
+    with Run(words, 2, tmp_path / "printed", heartbeat_s=30, inside=TRAINERS.inside) as run:
         assert run.wait() == [0, 0], run.printed()
     rows = comparable(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -93,6 +68,7 @@ def test_two_trainer_processes_and_a_server_beyond_the_link(link, served, toy_ba
         assert row["rollout/policy_version"] == row["step"] - 1
         assert row["publish/verified_tensors"] > 10
     assert any(row["publish/changed_fraction"] > 0.5 for row in rows)
-    sent = [after - first for first, after in zip(before, sent_bytes(link), strict=True)]
+    after = [side.sent_bytes() for side in (TRAINERS, SERVERS)]
+    sent = [last - first for first, last in zip(before, after, strict=True)]
     print(f"bytes over the link: {sent[0]} to the server, {sent[1]} from it; python {sys.version.split()[0]}")
     assert min(sent) > 10_000

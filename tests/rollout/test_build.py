@@ -61,7 +61,8 @@ def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
     run_dir, file = tmp_path / "run", tmp_path / "run.yaml"
     file.write_text(f"run: {{dir: {run_dir}}}\nmodel: {{path: nowhere}}\n")
     assert run_cli(main, [str(file), "--rollout.engine", "vllm"]) == 2
-    assert capsys.readouterr().err == "error: rollout.engine = vllm needs at least one URL in rollout.urls\n"
+    needs = "error: rollout.engine = vllm needs at least one URL in rollout.urls, or rollout.discovery\n"
+    assert capsys.readouterr().err == needs
     assert not run_dir.exists()
 
 

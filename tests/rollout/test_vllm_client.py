@@ -10,6 +10,7 @@ import pytest
 from vllm_fake import FakeVllm
 
 from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
+from rljax.rollout.build import connect
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.wire import Request, check_completion
 from rljax.rollout.types import ClientLimits, SamplingParams
@@ -263,4 +264,4 @@ def test_urls_must_be_distinct():
     with pytest.raises(ValueError, match="distinct"):
         ServerClient(["http://a:1", "http://a:1"], WIRE)
     with pytest.raises(ValueError, match="at least one"):
-        ServerClient([], WIRE)
+        connect([])

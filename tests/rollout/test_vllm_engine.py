@@ -19,7 +19,7 @@ from rljax.rollout.vllm.wire import COMPLETIONS
 from rljax.rollout.weights.sums import array_checksum
 
 SERVED_METRICS = re.compile(
-    r"publish/.*|rollout/(requests|retries|server_losses|servers_brought_back|responses_without_version)"
+    r"publish/.*|rollout/(requests|retries|servers|server_losses|servers_brought_back|responses_without_version)"
 )
 OF_A_PULL = {"publish/pull_s", "publish/pulled_bytes", "publish/mirrors_repaired"}  # see test_vllm_pull.py
 PROMPTS = [np.array([1, 2], np.int32), np.array([9], np.int32)]
@@ -485,7 +485,7 @@ def test_the_metrics_are_those_that_the_glossary_explains(fake):
         engine.close()
         again.stop()
     explained = {key for key in glossary() if SERVED_METRICS.fullmatch(key)} - OF_A_PULL
-    assert len(explained) == 14
+    assert len(explained) == 15
     assert {key for key in metrics if not key.startswith("time/")} == explained
 
 

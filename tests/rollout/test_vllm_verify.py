@@ -31,6 +31,10 @@ def verifier(dtype="float32", **config) -> Verifier:
     return Verifier(VerifyConfig(**config), score, ServerInfo("url", vocab_size=50, block_size=128), dtype=dtype)
 
 
+def check(made, server):
+    return made.judge("url", made.sample(server, "url"), None)
+
+
 @pytest.mark.parametrize(
     ("dtype", "gap", "band"),
     [
@@ -43,26 +47,26 @@ def verifier(dtype="float32", **config) -> Verifier:
 )
 def test_band(dtype, gap, band):
     made = verifier(dtype)
-    made.check(Server(gap), "url", None)
+    check(made, Server(gap))
     assert made.band == pytest.approx(band, rel=1e-2)
-    assert made.check(Server(0.9 * band), "url", None).mean == pytest.approx(0.9 * band, rel=1e-2)
+    assert check(made, Server(0.9 * band)).mean == pytest.approx(0.9 * band, rel=1e-2)
     with pytest.raises(VerificationError, match=f"the band for {dtype} is"):
-        made.check(Server(1.1 * band), "url", None)
+        check(made, Server(1.1 * band))
 
 
 @pytest.mark.parametrize("gap", [1.1e-3, np.nan, np.inf])
 def test_calibration_refuses_more_than_the_ceiling(gap):
     made = verifier()
     with pytest.raises(VerificationError, match=r"the ceiling for float32 is 0\.001"):
-        made.check(Server(gap), "url", None)
+        check(made, Server(gap))
     assert made.band is None
 
 
 def test_not_a_number_is_out_of_band():
     made = verifier()
-    made.check(Server(0.0), "url", None)
+    check(made, Server(0.0))
     with pytest.raises(VerificationError):
-        made.check(Server(np.nan), "url", None)
+        check(made, Server(np.nan))
 
 
 def test_probes_are_longer_than_two_blocks_and_always_the_same():

@@ -190,11 +190,21 @@ def test_many_large_deltas_are_not_taken_instead_of_an_anchor(training, mirror):
     assert_holds(mirror, training)
 
 
+def test_no_pull_takes_a_mirror_back_to_an_older_version(training, mirror):
+    """A server that is recovered during a publish pulls the older version, into a mirror that others load from."""
+    older = training.step()
+    newer = training.step()
+    training.pull(mirror, newer)
+    with pytest.raises(ValueError, match=f"holds {newer.path.name} already, which is newer than {older.path.name}"):
+        training.pull(mirror, older)
+    assert_holds(mirror, training)
+
+
 def test_another_runs_mirror_is_taken_for_nothing(tmp_path, training, mirror):
     other = Training(tmp_path / "other")
     with contextlib.closing(other.files):
-        other.step(0.5)
-        other.step(0.5)
+        for _ in range(4):
+            other.step(0.5)
         other.pull(mirror)
     training.step()
     training.step()

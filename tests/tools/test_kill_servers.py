@@ -58,8 +58,9 @@ def test_other_counts_versions_and_weights_are_seen(record):
     assert kill_servers.problems_of(ROWS[:1], record, SEED, 2)[0] == "rows of the steps [1], expected 1 to 2"
 
 
-@pytest.mark.parametrize("kills", [1, 2, 20])
-def test_a_plan_has_as_many_kills_as_asked_for(kills):
-    plans = [kill_servers.plan(kills, random.Random(seed)) for seed in range(50)]
+@pytest.mark.parametrize(("kills", "lists"), [(1, 0), (2, 0), (20, 0), (6, 12)])
+def test_a_plan_has_as_many_kills_and_lists_as_asked_for(kills, lists):
+    plans = [kill_servers.plan(kills, lists, random.Random(seed)) for seed in range(50)]
     assert {sum(plan) for plan in plans} == {kills}
-    assert {count for plan in plans for count in plan} == ({1, 2} if kills > 1 else {1})
+    assert {plan.count(0) for plan in plans} == {lists}
+    assert {count for plan in plans for count in plan} - {0} == ({1, 2} if kills > 1 else {1})

@@ -1,4 +1,8 @@
-"""What the engines over servers share: requests go to those that are open, and those that are down are recovered."""
+"""What the engines over servers share: requests go to those that are open, and those that are down are recovered.
+
+What a server is asked to be recovered is asked on threads, of all of them side by side, while responses are sampled;
+what needs the policy, and who may sample, is decided on the caller's thread.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,24 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from rljax.errors import ReplyError, ServerGoneError, StoppedWaitingError, stop_sampling
 from rljax.rollout.served.backend import Backend
 from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.discovery import Discovery
+from rljax.rollout.served.metrics import Metrics
 from rljax.rollout.served.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import ClientLimits
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
+_LOOK_EVERY_S = 0.5  # at a server that is down
+_RECOVERY_S = 10.0  # that it may take to recover a server before somebody is told that it is waited for
 _SAY_EVERY_S = 30.0
+_AT_ONCE = 64  # servers that are asked side by side
 
 
 class ServedBase:
@@ -30,6 +41,7 @@ class ServedBase:
         limits: ClientLimits | None,
         *,
         wait_s: float,
+        discovery: str | None = None,
         api_key_file: str | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         gives_up: Callable[[], bool] = lambda: False,
@@ -41,63 +53,127 @@ class ServedBase:
           backend: of their kind.
           limits: of the client.
           wait_s: longest to wait while no server is open (seconds).
+          discovery: as ``RolloutConfig.discovery``, instead of ``urls``.
           api_key_file: as ``RolloutConfig.api_key_file``.
           should_stop: asked while no server is open; true ends the wait.
           gives_up: asked while responses are sampled, at least four times a second; true ends it.
 
         Raises:
-          ValueError: ``urls`` or ``api_key_file`` are not such.
+          ValueError: ``urls``, ``discovery`` or ``api_key_file`` are not such.
         """
+        if bool(urls) == (discovery is not None):
+            raise ValueError(f"at least one server is needed: in urls or by discovery, got {urls} and {discovery}")
         self._client, self._backend = ServerClient(urls, backend, limits, api_key_file=api_key_file), backend
+        self._discovery = None if discovery is None else Discovery(discovery)
         self._wait_s, self._should_stop, self._gives_up = wait_s, should_stop, gives_up
+        self._metrics = Metrics()
         self._last_open, self._last_said = time.monotonic(), -math.inf
+        self._asking = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rljax-servers")
+        self._asked: dict[str, Future[Any]] = {}  # what is being asked of servers, by URL
+        self._outdated: set[Future[Any]] = set()  # of them, whose answers count no more
         self._next_look: dict[str, float] = {}  # at a server that is down, by URL
 
     def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
-        return {f"rollout/{name}": float(count) for name, count in self._client.pop_counts().items()}
+        counts = {f"rollout/{name}": float(count) for name, count in self._client.pop_counts().items()}
+        return {**self._metrics.pop(), **counts, "rollout/servers": float(len(self._client.opened()))}
 
     def close(self) -> None:
         """See RolloutEngine. The servers keep running, with the weights they have."""
+        if self._discovery is not None:
+            self._discovery.close()
         self._client.close()
+        self._asking.shutdown(cancel_futures=True)
 
-    def _recover(self, url: str) -> None:
-        """Opens a server that answers again, as it stands; an engine that wants more of it overrides this.
+    def _recover(self, url: str) -> Any:
+        """Asks of a server that answers again what is needed to open it; on a thread. An engine overrides this.
 
         Raises:
           ServerGoneError: it is gone again.
           ReplyError: it answers with what cannot be read.
         """
+
+    def _admit(self, url: str, recovered: Any) -> None:
+        """Opens a server of which ``_recover`` gave ``recovered``; an engine that asks more of it overrides this."""
         self._client.open(url, version=None)
+
+    def _refuse(self, url: str, error: Exception) -> None:
+        """What is done with a server on which ``_recover`` or ``_admit`` failed."""
+        raise error
+
+    # ---- what is asked of servers, side by side ----
+
+    def _follow_discovery(self) -> None:
+        """Takes in the servers that are listed now, and leaves those that are not."""
+        if self._discovery is None:
+            return
+        joined, left = self._client.set_urls(self._discovery.urls)
+        for url in joined:
+            log.info("%s joins", url)
+        for url in left:
+            log.info("%s leaves", url)
+            self._next_look.pop(url, None)
+        for name, urls in (("joined", joined), ("left", left)):
+            if urls:
+                self._metrics.add(f"rollout/servers_{name}", float(len(urls)))
+
+    def _ask(self, url: str, act: Callable[[str], Any]) -> Future[Any] | None:
+        """Begins ``act(url)`` on a thread; None where that server is still being asked something else."""
+        if url in self._asked:
+            return None
+        self._asked[url] = self._asking.submit(act, url)
+        return self._asked[url]
+
+    def _forget_asked(self) -> None:
+        """What is being asked of servers now will not count: other weights are published."""
+        self._outdated.update(self._asked.values())
+
+    def _look(self, url: str) -> Any:
+        """``_recover`` of a server that may be gone."""
+        if not self._client.answers(url):
+            raise ServerGoneError(self._client.down().get(url, f"{url} does not answer"))
+        return self._recover(url)
+
+    def _take_answers(self) -> None:
+        """Opens the servers that have given all that they were asked for, in the order of the servers."""
+        urls = [url for url in self._asked if self._asked[url].done()]
+        for url in sorted(urls, key=[*self._client.urls, *urls].index):
+            answer = self._asked.pop(url)
+            self._next_look[url] = time.monotonic() + _LOOK_EVERY_S
+            outdated = answer in self._outdated
+            self._outdated.discard(answer)
+            if outdated or url not in self._client.urls:
+                continue
+            try:
+                self._admit(url, answer.result())
+            except (ServerGoneError, ReplyError) as error:
+                self._client.mark_down(url, str(error))
+            except (RuntimeError, ValueError) as error:
+                self._refuse(url, error)
 
     def _recover_all(self) -> None:
         """Recovers the servers that are down and answer again; waits a moment only while none is open.
-
-        While one is open, the others are looked at so rarely that this takes at most a fifth of the time.
 
         Raises:
           RuntimeError: none has been open for ``wait_s``.
           StoppedWaitingError: asked to stop, and none is open.
         """
+        self._follow_discovery()
         if self._client.opened():
             self._last_open = time.monotonic()
-        for url, reason in self._client.down().items():
-            began = time.monotonic()
-            if self._client.opened() and began < self._next_look.get(url, began):
-                continue
-            try:
-                if self._client.answers(url):
-                    self._recover(url)
-                    continue
-            except (ServerGoneError, ReplyError) as error:
-                reason = str(error)
-            finally:
-                now = time.monotonic()
-                self._next_look[url] = now + 4.0 * (now - began)
-            if not self._client.opened():
-                self._wait(time.monotonic() - self._last_open, reason)
+        for url in self._client.down():
+            if time.monotonic() >= self._next_look.get(url, 0.0):
+                self._ask(url, self._look)
+        if not self._client.opened():
+            wait(self._asked.values(), timeout=_POLL_S, return_when=FIRST_COMPLETED)
+        down = len(self._client.down())
+        self._take_answers()
+        if not self._client.opened() and len(self._client.down()) >= down:
+            self._wait(time.monotonic() - self._last_open)
 
-    def _sample(self, requests: Sequence[Request], vocab_size: int | None) -> Generator[tuple[int, Completion]]:
+    def _sample(
+        self, requests: Sequence[Request], vocab_size: int | None, group_size: int
+    ) -> Generator[tuple[int, Completion]]:
         """Yields (index, completion) of all ``requests`` as they complete; token ids are below ``vocab_size``.
 
         Raises:
@@ -105,7 +181,7 @@ class ServedBase:
           StoppedWaitingError: likewise, or ``gives_up`` said so. What was asked of the servers is cancelled.
         """
         self._last_open = time.monotonic()
-        with contextlib.closing(self._client.stream(requests, vocab_size)) as stream:
+        with contextlib.closing(self._client.stream(requests, vocab_size, group_size=group_size)) as stream:
             for item in stream:
                 stop_sampling(self._gives_up)
                 if item is None:
@@ -113,19 +189,24 @@ class ServedBase:
                 else:
                     yield item
 
-    def _wait(self, waited: float, reason: str) -> None:
+    def _wait(self, waited: float) -> None:
+        """Says, from time to time, what is waited for, and waits a moment."""
         name = self._backend.name
+        reason = next(iter(self._client.down().values()), "")
+        if not self._client.urls and self._discovery is not None:
+            reason = f"{self._discovery.where} lists none"
         if self._should_stop():
             raise StoppedWaitingError(f"asked to stop, and no {name} server answers: {reason}")
         if waited > self._wait_s:
             raise RuntimeError(f"no {name} server came back within {self._wait_s:g} s: {reason}")
         now = time.monotonic()
-        if now - self._last_said >= _SAY_EVERY_S:
+        asked = waited < _RECOVERY_S and not all(answer.done() for answer in self._asked.values())
+        if not asked and now - self._last_said >= _SAY_EVERY_S:
             self._last_said = now
             so_far = f"{waited:.0f} s of at most {self._wait_s:g} s ({reason})"
             restart = f"restart it on the same port ({self._backend.start_command})"
             log.warning("waiting for a %s server, %s; %s and the run goes on", name, so_far, restart)
-        time.sleep(_POLL_S)
+        time.sleep(_LOOK_EVERY_S)
 
 
 def shortest(infos: Iterable[ServerInfo]) -> ServerInfo:

@@ -1,8 +1,10 @@
 """HTTP to one or several servers, from an event loop on a thread of its own.
 
-Requests go to the open server with the least outstanding work and come back as they complete. A server is *paused*
-until its weights are verified, *open* while it may sample rollouts, and *down* from a failure until somebody proves it
-current again, at the start too; the requests of a server that is down are sent again to another, or wait.
+The requests of a group, which have one prompt, go to one open server while it has room, so that it computes the prompt
+once; the first of a group goes to the server with the least outstanding work. Responses come back as they complete. A
+server is *paused* until its weights are verified, *open* while it may sample rollouts, and *down* from a failure until
+somebody proves it current again, at the start too; the requests of a server that is down are sent again to another, or
+wait. Servers may join and leave; one that left answers what it was asked, or its requests are sent again.
 
 Every exchange has a deadline, from the connection to the last byte; whoever waits for the event loop's thread looks
 whether it still runs. A wait for a server to open is the caller's to bound: :meth:`ServerClient.stream` yields to it.
@@ -18,7 +20,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -29,6 +31,7 @@ import numpy as np
 from rljax.errors import HandshakeError, ReplyError, ServerError, ServerGoneError, ServerRefusedError
 from rljax.rollout.api_key import find_key_file, read_api_key
 from rljax.rollout.served.descriptors import room_for
+from rljax.rollout.served.discovery import check_url
 from rljax.rollout.served.wire import Completion, Request, Wire, check_completion
 from rljax.rollout.types import ClientLimits, SamplingParams
 
@@ -53,6 +56,13 @@ class _Server:
     version: str | None = None
 
 
+@dataclass
+class _Group:
+    """Requests of one prompt, and the server that was given the last of them."""
+
+    home: _Server | None = None
+
+
 class ServerClient:
     """Thread-safe facade; every method blocks its caller, never the loop."""
 
@@ -62,34 +72,25 @@ class ServerClient:
         """Sends nothing yet; every server is down until it is opened. Raises the soft limit of file descriptors.
 
         Args:
-          urls: of the servers, all of one kind, as ``http://host:port``.
+          urls: of the servers, all of one kind, as ``http://host:port``; none where they join later.
           wire: how that kind is spoken to.
           limits: how long to wait, and how much to send.
           api_key_file: as ``RolloutConfig.api_key_file``.
 
         Raises:
-          ValueError: ``urls`` are none, one stands twice, is no URL, or holds a password; or the key file is not one.
+          ValueError: of ``urls`` one stands twice, is no URL, or holds a password; or the key file is not one.
         """
         key_file = find_key_file(api_key_file)
         headers = {} if key_file is None else {"Authorization": f"Bearer {read_api_key(key_file)}"}
         for url in urls:
-            _check_url(url)
-        if not urls or len(set(urls)) != len(urls):
-            raise ValueError(f"urls must be distinct and at least one, got {list(urls)}")
+            check_url(url)
+        if len(set(urls)) != len(urls):
+            raise ValueError(f"urls must be distinct, got {list(urls)}")
         self.limits = limits or ClientLimits()
-        self._most = max(1, room_for(len(urls) * self.limits.max_outstanding) // len(urls))  # requests at one server
-        if self._most < self.limits.max_outstanding:
-            log.warning(
-                "at most %d requests at a time go to each server, not %d: the hard limit of file descriptors "
-                "(ulimit -Hn) allows no more",
-                self._most,
-                self.limits.max_outstanding,
-            )
         self._wire = wire
-        self._servers = {
-            url: _Server(url, wire.routes[0], wire.model, reason=f"{url}: /health does not answer 200")
-            for url in (url.rstrip("/") for url in urls)
-        }
+        self._servers: dict[str, _Server] = {}
+        self._most = self.limits.max_outstanding  # requests at one server
+        self._take(url.rstrip("/") for url in urls)
         self._counts = {"requests": 0, "retries": 0, "server_losses": 0}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-server-client", daemon=True)
@@ -108,6 +109,46 @@ class ServerClient:
         """The servers, in the order given."""
         return tuple(self._servers)
 
+    def set_urls(self, urls: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Takes in the servers of ``urls`` that are new, down as yet, and leaves those that are not among them.
+
+        Returns:
+          The URLs that joined, and those that left.
+        """
+
+        async def take() -> None:
+            async with self._changed:
+                self._take(urls)
+                self._changed.notify_all()
+
+        before = self.urls
+        if set(before) != set(urls):
+            self._await(take())
+        return [url for url in urls if url not in before], [url for url in before if url not in urls]
+
+    def _take(self, urls: Iterable[str]) -> None:
+        def made(url: str) -> _Server:
+            reason = f"{url}: /health does not answer 200"
+            return _Server(url, self._wire.routes[0], self._wire.model, reason=reason)
+
+        self._servers = {url: self._servers.get(url) or made(url) for url in urls}
+        count = max(1, len(self._servers))
+        most = max(1, room_for(count * self.limits.max_outstanding) // count)
+        if most < min(self._most, self.limits.max_outstanding):
+            log.warning(
+                "at most %d requests at a time go to each server, not %d: the hard limit of file descriptors "
+                "(ulimit -Hn) allows no more",
+                most,
+                self.limits.max_outstanding,
+            )
+        self._most = most
+
+    def _server(self, url: str) -> _Server:
+        try:
+            return self._servers[url]
+        except KeyError:
+            raise ServerGoneError(f"{url} is no server of this run any more") from None
+
     def pop_counts(self) -> dict[str, int]:
         """Requests, retries and server losses since the last call."""
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
@@ -120,7 +161,7 @@ class ServerClient:
           ServerGoneError: no answer, or 5xx from a server that is not healthy any more.
           ServerRefusedError: any other status but 200; the message holds the server's.
         """
-        return self._await(self._call(self._servers[url], method, path, timeout_s, **content))
+        return self._await(self._call(self._server(url), method, path, timeout_s, **content))
 
     def answers(self, url: str) -> bool:
         """Whether ``/health`` answers 200 within 5 seconds."""
@@ -132,7 +173,7 @@ class ServerClient:
 
     def set_route(self, url: str, route: str) -> None:
         """Which endpoint samples at ``url``."""
-        self._servers[url].route = route
+        self._server(url).route = route
 
     def find_route(self, url: str) -> None:
         """Sets the endpoint that samples at ``url``: the first that is there.
@@ -152,11 +193,11 @@ class ServerClient:
 
     def set_model(self, url: str, model: str) -> None:
         """What the server at ``url`` calls its model; those that rljax starts call it ``wire.model``."""
-        self._servers[url].model = model
+        self._server(url).model = model
 
     def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
         """Samples from one server, in whatever state; for probes. Raises as :meth:`call`."""
-        sampled = [self._start(self._probe(self._servers[url], request)) for request in requests]
+        sampled = [self._start(self._probe(self._server(url), request)) for request in requests]
         try:
             return [self._result(future) for future in sampled]
         finally:
@@ -165,19 +206,19 @@ class ServerClient:
 
     def pause(self, url: str) -> None:
         """Sends no further rollout to ``url`` until :meth:`open`; those under way go on."""
-        self._await(self._set(self._servers[url], "paused"))
+        self._await(self._set(self._server(url), "paused"))
 
     def open(self, url: str, version: str | None) -> None:
         """Admits rollouts to ``url``; a reply sampled under another weight ``version`` marks it down (None: under any).
 
         A reply that does not name its version is handed on.
         """
-        self._servers[url].version = version
-        self._await(self._set(self._servers[url], "open"))
+        self._server(url).version = version
+        self._await(self._set(self._server(url), "open"))
 
     def mark_down(self, url: str, reason: str) -> None:
         """Sends no further rollout to ``url`` until it is opened again."""
-        self._await(self._set(self._servers[url], "down", reason))
+        self._await(self._set(self._server(url), "down", reason))
 
     def down(self) -> dict[str, str]:
         """Each server that is down, and why."""
@@ -188,7 +229,7 @@ class ServerClient:
         return [s.url for s in self._servers.values() if s.state == "open"]
 
     def stream(
-        self, requests: Sequence[Request], vocab_size: int | None = None
+        self, requests: Sequence[Request], vocab_size: int | None = None, *, group_size: int = 1
     ) -> Generator[tuple[int, Completion] | None]:
         """Samples all ``requests`` from open servers and yields (index, completion) as they complete.
 
@@ -198,12 +239,17 @@ class ServerClient:
         Args:
           requests: what to sample; each is answered once.
           vocab_size: token ids of a reply are below it; None: not known.
+          group_size: so many of ``requests``, one after the other, have one prompt.
 
         Raises:
           ServerError: a response failed ``max_attempts`` times, or was refused; one line, with the server's URL.
         """
         completed: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
-        index = {self._start(self._complete(i, request, vocab_size)): i for i, request in enumerate(requests)}
+        groups = [_Group() for _ in range(0, len(requests), group_size)]
+        index = {
+            self._start(self._complete(i, request, vocab_size, groups[i // group_size])): i
+            for i, request in enumerate(requests)
+        }
         for future in index:
             future.add_done_callback(completed.put)
         remaining = len(requests)
@@ -244,6 +290,9 @@ class ServerClient:
             self._loop.close()
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop.is_closed():
+            work.close()
+            raise ServerError("the HTTP client is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
@@ -320,8 +369,8 @@ class ServerClient:
             raise ServerGoneError(f"{server.url} samples from weights {foreign[0]!r}, not from {server.version!r}")
         return completion
 
-    async def _complete(self, index: int, request: Request, vocab_size: int | None) -> Completion:
-        """The completion of request ``index``.
+    async def _complete(self, index: int, request: Request, vocab_size: int | None, group: _Group) -> Completion:
+        """The completion of request ``index``, which is one of ``group``.
 
         Raises:
           ServerError: it is refused, all attempts have failed, or something went wrong that nobody thought of.
@@ -331,7 +380,7 @@ class ServerClient:
             if attempt:
                 self._counts["retries"] += 1
                 await self._back_off(attempt)
-            server = await self._acquire()
+            server = await self._acquire(group)
             self._counts["requests"] += 1
             try:
                 return await self._rollout(server, request, vocab_size)
@@ -362,10 +411,19 @@ class ServerClient:
         idlest = min(open_servers, key=lambda server: server.outstanding, default=None)
         return idlest if idlest and idlest.outstanding < self._most else None
 
-    async def _acquire(self) -> _Server:
+    def _next(self, group: _Group) -> _Server | None:
+        """The server that takes another request of ``group``: the last one if it is open and has room."""
+        home = group.home
+        known = home is not None and self._servers.get(home.url) is home
+        if home is not None and known and home.state == "open" and home.outstanding < self._most:
+            return home
+        return self._idlest()
+
+    async def _acquire(self, group: _Group) -> _Server:
         async with self._changed:
-            server = await self._changed.wait_for(self._idlest)
+            server = await self._changed.wait_for(lambda: self._next(group))
             assert server is not None
+            group.home = server
             server.outstanding += 1
             return server
 
@@ -381,18 +439,6 @@ class ServerClient:
                 self._counts["server_losses"] += 1
             server.state, server.reason = state, reason
             self._changed.notify_all()
-
-
-def _check_url(url: str) -> None:
-    """Raises ValueError unless ``url`` is a server's, and fit to be logged."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"expected URLs such as http://host:port, got {url!r}: {error}") from error
-    if parsed.userinfo:
-        raise ValueError(f"a URL of {parsed.host} holds a user or a password; URLs are logged")
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"expected URLs such as http://host:port, got {url!r}")
 
 
 def _may_pass(refusal: ServerRefusedError) -> bool:

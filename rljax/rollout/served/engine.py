@@ -1,10 +1,10 @@
 """The RolloutEngine over HTTP servers: client, weight files, handshake and verification put together.
 
 A server samples rollouts only between a verified publish and the next one: the checksums of what its workers loaded are
-the trainer's, and what it generates from probes has the trainer's log-probabilities. The engine waits for a server that
-died or was restarted, repeats the handshake, publishes the current weights to it and verifies it before it samples
-another token. Every reply names the weights it was sampled under, so replies of a server that was restarted unnoticed
-are refused.
+the trainer's, and what it generates from probes has the trainer's log-probabilities. Servers are updated and asked for
+their proof side by side. One that died, was restarted or joins passes the handshake, is given the current weights and
+verified before it samples a token; one that fails the proof is left out until the next version. Every reply names the
+weights it was sampled under, so replies of a server that was restarted unnoticed are refused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import functools
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rljax.checksum import Checksum
-from rljax.errors import HandshakeError, ReplyError, ServerGoneError, VerificationError
+from rljax.errors import HandshakeError, ReplyError, ServerError, ServerGoneError, VerificationError
 from rljax.rollout.api_key import find_key_file
 from rljax.rollout.served.backend import Backend, Expectation
 from rljax.rollout.served.base import ServedBase, shortest
@@ -35,6 +35,23 @@ from rljax.rollout.weights.directory import WeightVersion
 from rljax.rollout.weights.writer import Writer
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class _Published:
+    """One version, and what servers that hold it must show: the policy, and the checksum of each tensor."""
+
+    version: WeightVersion
+    params: Any
+    sums: Mapping[str, Checksum]
+
+
+@dataclass(frozen=True)
+class _Recovered:
+    """What a server has shown: that it fits, and what it generated from the probes under the current weights."""
+
+    info: ServerInfo | None = None  # of a handshake; None: it needed none
+    probes: Sequence[Sequence[Completion]] = ()
 
 
 class ServedEngine(ServedBase):
@@ -84,23 +101,25 @@ class ServedEngine(ServedBase):
             backend,
             config.limits,
             wait_s=config.server_wait_s,
+            discovery=config.discovery,
             api_key_file=config.api_key_file,
             should_stop=should_stop,
             gives_up=gives_up,
         )
         self._config, self._tensors, self._checksums = config, tensors, checksums
         self._expected = Expectation(config.dtype, hf_config, max_tokens, config.verify, head_dtype)
-        self._current: WeightVersion | None = None
-        self._params: Any = None  # of the current version
-        self._sums: Mapping[str, Checksum] = {}  # likewise
+        self._current: _Published | None = None
         self._verified = self._warned = False
-        self._rejected: set[str] = set()  # servers that failed the verification of the current version
-        self._metrics: defaultdict[str, float] = defaultdict(float)
-        key_file = find_key_file(config.api_key_file)
-        self._files = make_files(publish or PublishConfig(), config.transfer_dir, key_file, writer)
+        self._rejected: dict[str, Exception] = {}  # servers that failed under the current version, and how
         self._infos: dict[str, ServerInfo] = {}
         try:
-            while self._client.down():
+            key_file = find_key_file(config.api_key_file)
+            self._files = make_files(publish or PublishConfig(), config.transfer_dir, key_file, writer)
+        except BaseException:
+            super().close()
+            raise
+        try:
+            while not self._infos or (config.urls and self._client.down()):
                 self._recover_all()
         except BaseException:
             self.close()
@@ -116,39 +135,40 @@ class ServedEngine(ServedBase):
         began = time.monotonic()
         # A server that computed one token with weights that are not finite keeps NaN in its key-value cache.
         sums = self._checksums(params)
-        self._metrics["time/checksums_s"] += time.monotonic() - began
+        self._metrics.add("time/checksums_s", time.monotonic() - began)
         writing = time.monotonic()
         version = self._files.write(self._tensors(params), policy_version, sums)
-        self._metrics["publish/encode_s"] += time.monotonic() - writing
+        self._metrics.add("publish/encode_s", time.monotonic() - writing)
         if version.dtype != self._config.dtype:
             raise ValueError(f"published tensors are {version.dtype}, the rollout dtype is {self._config.dtype}")
-        with ThreadPoolExecutor(len(self._client.urls)) as pool:
-            # What one cannot read it may be able to read later: it is updated when it is brought back.
-            prepare = functools.partial(self._attempt, functools.partial(self._prepare, version))
-            list(pool.map(prepare, self._answering()))
-            paused = time.monotonic()
-            for url in self._client.opened():
-                self._client.pause(url)
-            self._verified = False
-            self._rejected.clear()
-            self._current, self._params, self._sums = version, params, sums
-            list(pool.map(functools.partial(self._attempt, self._update), self._answering()))
-        for url in self._answering():
-            self._attempt(self._verify, url)
+        self._follow_discovery()
+        self._take_answers()
+        # What one cannot read it may be able to read later: it is updated when it is brought back.
+        self._side_by_side(lambda url: self._prepare(version, url), self._answering())
+        paused = time.monotonic()
+        answering = self._answering()
+        for url in answering:
+            self._client.pause(url)
+        self._verified = False
+        self._rejected.clear()
+        self._forget_asked()
+        published = self._current = _Published(version, params, sums)
+        begun = [self._ask(url, functools.partial(self._renew, published)) for url in answering]
+        begun += [self._ask(url, self._look) for url in self._client.down()]
+        wait(each for each in begun if each is not None)
         self._last_open = time.monotonic()
-        self._next_look.clear()
-        self._recover_all()
+        self._take_answers()
         while not self._client.opened():
             self._recover_all()
         self._verified = True
         ended = time.monotonic()
         self._files.keep_only(version)
-        self._metrics["publish/seconds"] += ended - began
-        self._metrics["publish/stall_s"] += ended - paused
-        self._metrics["publish/bytes"] += version.num_bytes
-        self._metrics["time/publish_s"] += ended - began
+        self._metrics.add("publish/seconds", ended - began)
+        self._metrics.add("publish/stall_s", ended - paused)
+        self._metrics.add("publish/bytes", version.num_bytes)
+        self._metrics.add("time/publish_s", ended - began)
         if not math.isnan(version.changed_fraction):
-            self._metrics["publish/changed_fraction"] = version.changed_fraction
+            self._metrics.put("publish/changed_fraction", version.changed_fraction)
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
@@ -162,24 +182,18 @@ class ServedEngine(ServedBase):
         check_prompts(prompts, sampling.max_response_tokens, info, sampling.stop_token_ids)
         return self._responses(make_requests(prompts, n, sampling, seed if self._config.seeded else None), n)
 
-    def pop_metrics(self) -> dict[str, float]:
-        """See RolloutEngine."""
-        metrics, self._metrics = self._metrics, defaultdict(float)
-        return {**metrics, **super().pop_metrics()}
-
     def close(self) -> None:
         """See RolloutEngine. The servers keep running, with the last weights."""
         super().close()
         self._files.close()
-        self._params = None
+        self._current = None
 
     def _responses(self, requests: Sequence[Request], n: int) -> Iterator[Response]:
         began = time.monotonic()
-        for url in self._client.opened():
-            self._attempt(self._check_version, url)
+        self._side_by_side(functools.partial(self._check_version, self._version), self._client.opened())
         try:
             vocab_size = shortest(self._infos.values()).vocab_size
-            with contextlib.closing(self._sample(requests, vocab_size)) as stream:
+            with contextlib.closing(self._sample(requests, vocab_size, n)) as stream:
                 for index, reply in stream:
                     self._count_version(reply)
                     spans = reply.spans or ((self._version.tag, 0, len(reply.token_ids)),)
@@ -187,11 +201,11 @@ class ServedEngine(ServedBase):
                     truncated = reply.finish_reason == "length"
                     yield Response(*divmod(index, n), reply.token_ids, reply.logprobs, truncated, tuple(versions))
         finally:
-            self._metrics["time/generate_s"] += time.monotonic() - began
+            self._metrics.add("time/generate_s", time.monotonic() - began)
 
     def _count_version(self, reply: Completion) -> None:
         """Counts a reply that does not say which weights sampled it, and warns of the first."""
-        self._metrics["rollout/responses_without_version"] += reply.spans is None
+        self._metrics.add("rollout/responses_without_version", reply.spans is None)
         if reply.spans is None and not self._warned:
             self._warned = True
             log.warning(
@@ -203,105 +217,119 @@ class ServedEngine(ServedBase):
     @property
     def _version(self) -> WeightVersion:
         assert self._current is not None
-        return self._current
+        return self._current.version
 
-    # ---- servers, one by one ----
+    # ---- what is asked of a server, on a thread ----
 
-    def _answering(self) -> list[str]:
-        return [url for url in self._client.urls if url not in self._client.down()]
-
-    def _attempt(self, act: Callable[[str], None], url: str) -> None:
-        """``act(url)``; a server that is gone, or answers with what cannot be read, is marked down."""
-        try:
-            act(url)
-        except (ServerGoneError, ReplyError) as error:
-            self._client.mark_down(url, str(error))
-
-    def _reject(self, url: str, error: VerificationError) -> None:
-        """Marks a server down until the next version; raises ``error`` when none is left."""
-        self._rejected.add(url)
-        self._metrics["rollout/servers_rejected"] += 1.0
-        self._client.mark_down(url, str(error))
-        if self._rejected.issuperset(self._client.urls):
-            raise error
-
-    def _handshake(self, url: str) -> None:
-        info = self._infos[url] = self._backend.handshake(self._client, url, self._expected, self._files)
+    def _handshake(self, url: str) -> ServerInfo:
+        info = self._backend.handshake(self._client, url, self._expected, self._files)
         log.info("%s: %s %s, %s, agrees with the trainer", url, self._backend.name, info.version, info.dtype)
+        return info
 
     def _prepare(self, version: WeightVersion, url: str) -> None:
         """Has the server's machine pull a version while the server goes on."""
         done = self._backend.prepare(self._client, url, version)
         if done:
             for name, value in (("publish/pull_s", done["seconds"]), ("publish/pulled_bytes", done["bytes"])):
-                self._metrics[name] = max(self._metrics[name], value)
+                self._metrics.highest(name, value)
             if done["repaired"]:
-                self._metrics["publish/mirrors_repaired"] += 1.0
+                self._metrics.add("publish/mirrors_repaired", 1.0)
                 log.warning("%s: the weights on its machine were repaired: %s", url, done["repaired"])
 
-    def _update(self, url: str) -> None:
-        """Sends the current weights; the probes are cached under the old ones first."""
+    def _renew(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Recovered:
+        """Sends weights that the server's machine has, and asks for the proof; the probes are cached before."""
         self._verifier.warm(self._client, url)
         began = time.monotonic()
-        self._backend.push(self._client, url, self._version)
-        self._metrics["publish/load_s"] = max(self._metrics["publish/load_s"], time.monotonic() - began)
+        self._backend.push(self._client, url, published.version)
+        self._metrics.highest("publish/load_s", time.monotonic() - began)
+        return self._prove(published, url, info)
 
-    def _check_version(self, url: str) -> None:
-        """Raises ServerGoneError when the server does not hold the current weights."""
-        if not self._backend.serves(self._client, url, self._version):
-            raise ServerGoneError(f"{url} does not hold {self._version.tag}: it was restarted or updated by others")
+    def _prove(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Recovered:
+        """Asks for the proof that the server holds these weights.
 
-    def _check_bits(self, url: str) -> None:
-        """Raises VerificationError when what a worker loaded differs from the trainer's tensors."""
-        workers = self._backend.loaded(self._client, url, self._version)
-        found = differences(self._sums, [worker.tensors for worker in workers])
+        Raises:
+          VerificationError: what a worker loaded differs from the trainer's tensors. Otherwise as `_check_version`.
+        """
+        self._check_version(published.version, url)
+        workers = self._backend.loaded(self._client, url, published.version)
+        found = differences(published.sums, [worker.tensors for worker in workers])
         if found:
             raise VerificationError(f"{url} does not hold the trainer's weights: {described(found)}")
-        self._metrics["publish/verified_tensors"] = len(self._sums)
-        slowest = max(worker.seconds for worker in workers)
-        self._metrics["time/server_checksums_s"] = max(self._metrics["time/server_checksums_s"], slowest)
+        self._metrics.put("publish/verified_tensors", len(published.sums))
+        self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
+        return _Recovered(info, self._verifier.sample(self._client, url))
 
-    def _verify(self, url: str) -> None:
-        """Opens the server to rollouts if it holds the current weights and samples from them, and rejects it if not."""
-        self._check_version(url)
-        try:
-            self._check_bits(url)
-            difference = self._verifier.check(self._client, url, self._params)
-        except VerificationError as error:
-            self._reject(url, error)
-            return
-        assert self._verifier.band is not None
-        self._metrics["publish/verify_abs_diff_mean"] = difference.mean
-        self._metrics["publish/verify_band"] = self._verifier.band
-        self._client.open(url, self._version.tag)
+    def _check_version(self, version: WeightVersion, url: str) -> None:
+        """Raises ServerGoneError when the server does not hold ``version``."""
+        if not self._backend.serves(self._client, url, version):
+            raise ServerGoneError(f"{url} does not hold {version.tag}: it was restarted or updated by others")
 
-    def _recover(self, url: str) -> None:
-        """Makes a server that answers again fit for use.
+    def _recover(self, url: str) -> _Recovered:
+        """Makes a server that answers again hold the current weights.
 
-        Before the first publish that is the handshake alone. A server that still has the current weights (only the
-        connection broke) is verified; another passes the handshake, is updated and is verified. One that was rejected
-        waits for the next version.
+        Before the first publish that is the handshake alone. A server that still has them (only the connection broke)
+        is asked for the proof; another passes the handshake and is updated. One that was rejected waits for the next
+        version.
         """
         if url in self._rejected:
-            return
-        if self._current is None:
+            raise ServerGoneError(str(self._rejected[url]))
+        published = self._current
+        if published is None:
             try:
-                self._handshake(url)
+                return _Recovered(self._handshake(url))
             except ReplyError as error:  # no server of this kind: waiting would not make it one
                 raise HandshakeError(error) from error
-            self._client.pause(url)
-        elif self._backend.serves(self._client, url, self._current):
-            self._verify(url)
-        else:
+        if self._backend.serves(self._client, url, published.version):
+            return self._prove(published, url)
+        try:
+            info = self._handshake(url)
+        except HandshakeError as error:
+            raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
+        self._prepare(published.version, url)
+        if self._current is not published:
+            raise ServerGoneError(f"{url} was recovered for weights that are not the current ones any more")
+        return self._renew(published, url, info)
+
+    # ---- who may sample ----
+
+    def _answering(self) -> list[str]:
+        return [url for url in self._client.urls if url not in self._client.down()]
+
+    def _side_by_side(self, act: Callable[[str], None], urls: Sequence[str]) -> None:
+        """``act(url)`` of each; a server that is gone, or answers with what cannot be read, is marked down."""
+        futures = {url: self._asking.submit(act, url) for url in urls}
+        for url, future in futures.items():
             try:
-                self._handshake(url)
-            except HandshakeError as error:
-                raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
-            self._prepare(self._current, url)
-            self._update(url)
-            self._verify(url)
-            if url in self._rejected:
-                return
-            self._metrics["rollout/servers_brought_back"] += 1.0
-            version = self._files.policy_version(self._current.tag)
+                future.result()
+            except ServerError as error:
+                self._client.mark_down(url, str(error))
+
+    def _admit(self, url: str, recovered: _Recovered) -> None:
+        """Opens the server to rollouts if it generated what the current weights do."""
+        if recovered.info is not None:
+            self._infos[url] = recovered.info
+        current = self._current
+        if current is None:
+            self._client.pause(url)
+            return
+        difference = self._verifier.judge(url, recovered.probes, current.params)
+        assert self._verifier.band is not None
+        self._metrics.put("publish/verify_abs_diff_mean", difference.mean)
+        self._metrics.put("publish/verify_band", self._verifier.band)
+        self._client.open(url, current.version.tag)
+        if recovered.info is not None:
+            self._metrics.add("rollout/servers_brought_back", 1.0)
+            version = self._files.policy_version(current.version.tag)
             log.warning("%s is back with policy version %d, verified", url, version)
+
+    def _refuse(self, url: str, error: Exception) -> None:
+        """Marks a server down until the next version; raises ``error`` where none is left, or a named one misfits."""
+        if self._current is None and self._config.urls:
+            raise error
+        self._rejected[url] = error
+        self._metrics.add("rollout/servers_rejected", 1.0)
+        if url in self._client.down():
+            log.warning("a %s server is left out: %s", self._backend.name, error)
+        self._client.mark_down(url, str(error))
+        if self._rejected.keys() >= set(self._client.urls):
+            raise error

@@ -53,7 +53,7 @@ class ServedModel(ServedBase):
             raise
         self.info = shortest(infos)
         for url in self._client.urls:
-            self._recover(url)
+            self._admit(url, None)
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int, at_once: int | None = None
@@ -69,7 +69,7 @@ class ServedModel(ServedBase):
     def _responses(self, requests: Sequence[Request], n: int, at_once: int | None) -> Iterator[Response]:
         size = at_once or len(requests)
         for start in range(0, len(requests), size):
-            for place, reply in self._sample(requests[start : start + size], self.info.vocab_size):
+            for place, reply in self._sample(requests[start : start + size], self.info.vocab_size, n):
                 i, j = divmod(start + place, n)
                 yield Response(i, j, reply.token_ids, reply.logprobs, reply.finish_reason == "length", ())
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from rljax.errors import VerificationError
 from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.wire import Request, ServerInfo
+from rljax.rollout.served.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import SamplingParams, VerifyConfig
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
@@ -82,18 +82,44 @@ class Verifier:
         shape = (config.prompts, probe_length(info.block_size))
         self._prompts = random_prompts(shape, info.vocab_size, config.seed)
         self.band: float | None = None
-        self._measured = 0
+        self._rounds: dict[str, int] = {}  # that each server has sampled
 
     def warm(self, client: ServerClient, url: str) -> None:
         """Sends the probes so that the server caches their blocks under the weights it has now."""
         client.sample(url, [Request(prompt, SamplingParams(1)) for prompt in self._prompts])
 
-    def _measure(self, client: ServerClient, url: str, params: Any) -> Difference:
-        """Lets the server generate from the probes and compares with the trainer's ``params``."""
+    def sample(self, client: ServerClient, url: str) -> list[list[Completion]]:
+        """What the server generates from the probes, once; before there is a band ``rounds`` times.
+
+        It may be called from several threads, for different servers.
+        """
         sampling = SamplingParams(self.config.tokens)
-        self._measured += 1
-        requests = [Request(p, sampling, seed=self._measured * 1000 + i) for i, p in enumerate(self._prompts)]
-        sampled = client.sample(url, requests)
+        rounds = []
+        for _ in range(self.config.rounds if self.band is None else 1):
+            number = self._rounds[url] = self._rounds.get(url, 0) + 1
+            requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(self._prompts)]
+            rounds.append(client.sample(url, requests))
+        return rounds
+
+    def judge(self, url: str, rounds: Sequence[Sequence[Completion]], params: Any) -> Difference:
+        """Compares what :meth:`sample` gave with the trainer's ``params`` and the band, which the first call sets.
+
+        Returns:
+          What was measured, the worst of the rounds.
+
+        Raises:
+          VerificationError: out of band, or at the first call above the dtype's ceiling: the weights are not equal.
+        """
+        name, limit = ("ceiling", self._ceiling) if self.band is None else ("band", self.band)
+        measured = [self._difference(sampled, params) for sampled in rounds]
+        worst = max(measured, key=lambda d: d.mean if np.isfinite(d.mean) else np.inf)
+        if not worst.mean <= limit:
+            raise VerificationError(self._says(url, worst, f"the {name} for {self._dtype} is {limit:.3g}"))
+        if self.band is None:
+            self.band = min(self._ceiling, max(self._floor, self.config.factor * worst.mean))
+        return worst
+
+    def _difference(self, sampled: Sequence[Completion], params: Any) -> Difference:
         sequences = [np.concatenate([p, s.token_ids]) for p, s in zip(self._prompts, sampled, strict=True)]
         scored = self._score(params, sequences)
         gaps = [
@@ -102,25 +128,6 @@ class Verifier:
         ]
         together = np.concatenate(gaps)
         return Difference(float(together.mean()), float(together.max()), tuple(float(gap.mean()) for gap in gaps))
-
-    def check(self, client: ServerClient, url: str, params: Any) -> Difference:
-        """Measures once against the band. The first call sets the band from ``rounds`` measurements.
-
-        Returns:
-          What was measured, the worst of the rounds.
-
-        Raises:
-          VerificationError: out of band, or at the first call above the dtype's ceiling: the weights are not equal.
-        """
-        setting = self.config.rounds, "ceiling", self._ceiling
-        rounds, name, limit = setting if self.band is None else (1, "band", self.band)
-        measured = [self._measure(client, url, params) for _ in range(rounds)]
-        worst = max(measured, key=lambda d: d.mean if np.isfinite(d.mean) else np.inf)
-        if not worst.mean <= limit:
-            raise VerificationError(self._says(url, worst, f"the {name} for {self._dtype} is {limit:.3g}"))
-        if self.band is None:
-            self.band = min(self._ceiling, max(self._floor, self.config.factor * worst.mean))
-        return worst
 
     def _says(self, url: str, difference: Difference, limit: str) -> str:
         prompts = ", ".join(f"{gap:.3g}" for gap in difference.per_prompt)

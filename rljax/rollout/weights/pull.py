@@ -20,7 +20,7 @@ from pathlib import Path
 from rljax.rollout.weights import safetensors_file
 from rljax.rollout.weights.mirror import DamagedError, Mirror, State
 from rljax.rollout.weights.source import Source, SourceError, open_source
-from rljax.rollout.weights.version import VERSION_FILE, Piece, Version, parse_version
+from rljax.rollout.weights.version import VERSION_FILE, Piece, Version, is_newer, parse_version
 
 _LONGEST_CHAIN = 1000
 
@@ -54,15 +54,18 @@ def pull(source: Source, name: str, mirror: Mirror) -> Pulled:
     Raises:
       SourceError: the source cannot be read.
       DamagedError: what it has does not have the checksums that it must have.
+      ValueError: the mirror holds a newer version, for another server of this machine.
       OSError: the mirror cannot be written.
     """
     began, done = time.monotonic(), Pulled()
     with mirror.locked():
-        version = _read(source, name)
+        state, version = mirror.state, _read(source, name)
+        if state is not None and is_newer(state, version):
+            raise ValueError(f"{mirror.root} holds {state.name} already, which is newer than {name}")
         done.tag = version.tag
         if not mirror.holds(version):
             try:
-                _bring(source, version, mirror, done, mirror.state)
+                _bring(source, version, mirror, done, state)
             except DamagedError as error:
                 done.repaired = str(error)
                 mirror.clear()

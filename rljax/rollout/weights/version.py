@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Protocol
 
 import msgspec
 import xxhash
@@ -124,6 +125,26 @@ def sums_digest(sums: Mapping[str, Checksum]) -> str:
     """One hexadecimal number of tensors' names and checksums, whatever their order."""
     text = msgspec.json.encode(sorted(sums.items()))
     return xxhash.xxh3_64(text).hexdigest()
+
+
+class Named(Protocol):
+    """What bears the name and the tag of a version."""
+
+    @property
+    def name(self) -> str:
+        """Of the version's directory."""
+
+    @property
+    def tag(self) -> str:
+        """What servers call it."""
+
+
+def is_newer(one: Named, other: Named) -> bool:
+    """Whether ``one`` is a version of the same run as ``other`` that was written later."""
+    (run, _, _), (name, _, number) = one.tag.rpartition("."), one.name.rpartition("-")
+    (other_run, _, _), (other_name, _, other_number) = other.tag.rpartition("."), other.name.rpartition("-")
+    counted = bool(name and other_name) and number.isdecimal() and other_number.isdecimal()
+    return counted and run == other_run and int(number) > int(other_number)
 
 
 def write_version(directory: Path, version: Version) -> None:

@@ -1,0 +1,333 @@
+"""Servers that join and leave while a run goes on, against stand-ins, and the places where they are listed."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from test_vllm_engine import PARAMS, PROMPTS, make
+from vllm_fake import FakeVllm
+
+from rljax.errors import HandshakeError, VerificationError
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.discovery import Discovery, make_lookup
+from rljax.rollout.served.wire import Request
+from rljax.rollout.types import ClientLimits, SamplingParams
+from rljax.rollout.vllm.wire import GENERATE, VllmWire
+
+
+@pytest.fixture
+def fakes():
+    with contextlib.ExitStack() as stack:
+
+        def start(count: int) -> list[FakeVllm]:
+            made = [FakeVllm() for _ in range(count)]
+            for each in made:
+                stack.callback(each.stop)
+            return made
+
+        yield start
+
+
+def until(holds) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def write(path, *fakes: FakeVllm) -> None:
+    new = path.with_suffix(".new")
+    new.write_text("# servers\n" + "".join(f"{each.url}/  # one\n\n" for each in fakes))
+    new.rename(path)
+
+
+def test_a_file_a_directory_and_a_name_list_servers(tmp_path, monkeypatch):
+    file = tmp_path / "servers"
+    file.write_text("# all of them\nhttp://a:1\n\n  http://b:2/ # the second\n")
+    assert make_lookup(str(file))() == ("http://a:1", "http://b:2/")
+    for name, text in (("2.url", "http://b:2\n"), ("1.url", "http://a:1\n"), ("1.log", "http://c:3\n")):
+        (tmp_path / name).write_text(text)
+    assert make_lookup(str(tmp_path))() == ("http://a:1", "http://b:2")
+    found = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.9", 8000)),
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 8000, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.10", 8000)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: found if host == "servers.run.svc" else [])
+    expected = ("http://10.0.0.10:8000", "http://10.0.0.9:8000", "http://[fd00::1]:8000")
+    assert make_lookup("dns://servers.run.svc:8000")() == expected
+
+
+def test_the_name_of_this_machine_is_resolved():
+    assert "http://127.0.0.1:81" in make_lookup("dns://localhost:81")()
+
+
+@pytest.mark.parametrize("where", ["", "dns://servers", "dns://:80", "http://a:1", "dns://a:1/path", "s3://a:1"])
+def test_what_lists_no_servers_is_refused(where):
+    with pytest.raises(ValueError, match=r"rollout\.discovery must be a"):
+        make_lookup(where)
+
+
+def test_servers_are_named_in_one_way(fakes, tmp_path):
+    (fake,) = fakes(1)
+    with pytest.raises(ValueError, match="at least one server is needed"):
+        make()
+    with pytest.raises(ValueError, match="at least one server is needed"):
+        make(fake.url, discovery=str(tmp_path))
+
+
+def test_a_list_counts_once_it_has_been_seen_twice_and_what_cannot_be_read_changes_nothing(tmp_path, caplog):
+    file = tmp_path / "servers"
+    file.write_text("http://a:1\nhttp://a:1/\n")
+    found = Discovery(str(file), every_s=0.02)
+    try:
+        until(lambda: found.urls == ("http://a:1",))
+        file.write_text("http://a:1\nhttp://b:2\n")
+        until(lambda: found.urls == ("http://a:1", "http://b:2"))
+        for text in ("http://user:secret@c:3\n", "not a URL\n"):
+            file.write_text(text)
+            time.sleep(0.1)
+            assert found.urls == ("http://a:1", "http://b:2")
+        file.unlink()
+        until(lambda: "does not list servers, those known are kept" in caplog.text and "No such file" in caplog.text)
+        assert found.urls == ("http://a:1", "http://b:2")
+        assert "secret" not in caplog.text
+        file.write_text("")
+        until(lambda: found.urls == ())
+    finally:
+        found.close()
+
+
+def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
+    """The one that joins gets the current weights and is verified first; of the one that leaves nothing is lost."""
+    first, second = fakes(2)
+    file = tmp_path / "servers"
+    write(file, first)
+    limits = ClientLimits(max_outstanding=2, backoff_s=0.01, max_backoff_s=0.02)
+    engine = make(discovery=str(file), limits=limits)
+    try:
+        engine.publish(PARAMS, 0)
+        engine.pop_metrics()
+        first.delay_s = second.delay_s = 0.02
+        places, of_first = [], 0
+        for response in engine.generate(PROMPTS, 400, SamplingParams(2), seed=0):
+            places.append((response.prompt_index, response.sample_index))
+            if len(places) == 20:
+                write(file, first, second)
+            if second.seen[GENERATE] > 40 and not of_first:
+                write(file, second)
+                until(lambda: engine._discovery.urls == (second.url,))
+                of_first = first.seen[GENERATE]
+        assert sorted(places) == [(i, j) for i in range(2) for j in range(400)]
+        assert 0 < of_first <= first.seen[GENERATE] < of_first + 60
+        assert second.version == engine._files.tag(0)
+        assert engine._client.opened() == [second.url]
+        metrics = engine.pop_metrics()
+        assert (metrics["rollout/servers_joined"], metrics["rollout/servers_left"]) == (1, 1)
+        assert (metrics["rollout/servers"], metrics["rollout/server_losses"]) == (1, 0)
+        engine.publish(PARAMS, 1)
+        assert (first.version, second.version) == (engine._files.tag(0), engine._files.tag(1))
+    finally:
+        engine.close()
+
+
+def test_a_publish_takes_in_the_servers_that_are_listed_by_then(fakes, tmp_path):
+    servers = fakes(3)
+    write(tmp_path / "servers", servers[0])
+    engine = make(discovery=str(tmp_path / "servers"))
+    try:
+        engine.publish(PARAMS, 0)
+        write(tmp_path / "servers", *servers[1:])
+        until(lambda: len(engine._discovery.urls) == 2)
+        engine.publish(PARAMS, 1)
+        assert engine._client.opened() == [each.url for each in servers[1:]]
+        assert [each.version for each in servers] == [engine._files.tag(version) for version in (0, 1, 1)]
+        assert len(list(engine.generate(PROMPTS, 2, SamplingParams(1), seed=0))) == 4
+    finally:
+        engine.close()
+
+
+def test_a_run_waits_for_the_first_server_to_be_listed(fakes, tmp_path, caplog):
+    (fake,) = fakes(1)
+    timer = threading.Timer(1.0, lambda: write(tmp_path / "servers", fake))
+    (tmp_path / "servers").write_text("")
+    timer.start()
+    try:
+        engine = make(discovery=str(tmp_path / "servers"))
+        engine.close()
+    finally:
+        timer.cancel()
+    assert f"waiting for a vLLM server, 0 s of at most 10 s ({tmp_path}/servers lists none)" in caplog.text
+    with pytest.raises(RuntimeError, match=r"no vLLM server came back within 0.2 s: .*nowhere lists none"):
+        make(discovery=str(tmp_path / "nowhere"), server_wait_s=0.2)
+
+
+def test_a_listed_server_that_does_not_fit_is_left_out_and_named(fakes, tmp_path, caplog):
+    good, other = fakes(2)
+    other.dtype = "bfloat16"
+    write(tmp_path / "servers", good, other)
+    engine = make(discovery=str(tmp_path / "servers"))
+    try:
+        engine.publish(PARAMS, 0)
+        assert engine._client.opened() == [good.url]
+        assert "the dtype is bfloat16, expected float32" in caplog.text
+        assert other.seen[GENERATE] == 0
+    finally:
+        engine.close()
+    write(tmp_path / "servers", other)
+    with pytest.raises(HandshakeError, match="the dtype is bfloat16, expected float32"):
+        make(discovery=str(tmp_path / "servers"))
+
+
+def test_an_update_that_one_server_refuses_does_not_end_the_run(fakes, caplog):
+    good, other = fakes(2)
+    engine = make(good.url, other.url)
+    try:
+        engine.publish(PARAMS, 0)
+        other.refuse = {"/update_weights": 500}
+        engine.publish(PARAMS, 1)
+        assert engine._client.opened() == [good.url]
+        assert f"{other.url}/update_weights answered 500" in caplog.text
+        other.refuse = {}
+        engine.publish(PARAMS, 2)
+        assert set(engine._client.opened()) == {good.url, other.url}
+    finally:
+        engine.close()
+
+
+def test_servers_are_verified_side_by_side(fakes):
+    """Eight servers whose every reply takes a quarter of a second: a publish takes the time of one, not of eight."""
+    servers = fakes(8)
+    alone, together = make(servers[0].url), make(*(each.url for each in servers))
+    took = []
+    try:
+        for engine in (alone, together):
+            engine.publish(PARAMS, 0)
+            for each in servers:
+                each.delay_s = 0.25
+            began = time.monotonic()
+            engine.publish(PARAMS, 1)
+            took.append(time.monotonic() - began)
+            for each in servers:
+                each.delay_s = 0.0
+            assert len(engine._client.opened()) == len(engine._client.urls)
+            engine._client.set_urls([])
+    finally:
+        alone.close()
+        together.close()
+    assert took[1] < 3 * took[0]
+
+
+def test_a_server_that_is_slow_to_recover_delays_neither_rollouts_nor_their_end(fakes):
+    quick, slow = fakes(2)
+    engine = make(quick.url, slow.url)
+    answer, hold = slow.answer, threading.Event()
+
+    def waits(method, path, body):
+        if path == "/update_weights":
+            hold.wait(20)
+        return answer(method, path, body)
+
+    try:
+        engine.publish(PARAMS, 0)
+        slow.version, slow.answer = "another", waits
+        began = time.monotonic()
+        assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
+        assert time.monotonic() - began < 15
+        assert engine._client.opened() == [quick.url]
+        hold.set()
+        until(lambda: not engine._asked or all(each.done() for each in engine._asked.values()))
+        assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
+        engine._recover_all()
+        assert set(engine._client.opened()) == {quick.url, slow.url}
+    finally:
+        hold.set()
+        engine.close()
+
+
+def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
+    """A publish while a server is being recovered: it is proven once more, for the new version."""
+    quick, slow = fakes(2)
+    engine = make(quick.url, slow.url)
+    answer, hold = slow.answer, threading.Event()
+
+    def waits(method, path, body):
+        if path == "/update_weights" and body["update_info"]["tag"] == engine._files.tag(0):
+            hold.wait(20)
+        return answer(method, path, body)
+
+    try:
+        engine.publish(PARAMS, 0)
+        slow.version, slow.answer = "another", waits
+        list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
+        until(lambda: engine._recover_all() or slow.seen["/start_weight_update"] == 2)
+        engine.publish(PARAMS, 1)
+        assert engine._client.opened() == [quick.url]
+        hold.set()
+        until(lambda: engine._asked[slow.url].done())
+        engine._take_answers()
+        assert engine._client.opened() == [quick.url]
+        until(lambda: engine._recover_all() or slow.url in engine._client.opened())
+        assert slow.version == engine._files.tag(1)
+    finally:
+        hold.set()
+        engine.close()
+
+
+def test_one_that_fails_the_proof_is_named_whatever_the_others_do(fakes):
+    servers = fakes(3)
+    engine = make(*(each.url for each in servers))
+    try:
+        engine.publish(PARAMS, 0)
+        for each in servers:
+            each.not_loaded = {"a"}
+        with pytest.raises(VerificationError, match=r"1 tensor differs: a \(not loaded"):
+            engine.publish(PARAMS, 1)
+        assert engine.pop_metrics()["rollout/servers_rejected"] == 3
+        for each in servers[1:]:
+            each.not_loaded = set()
+        engine.publish(PARAMS, 2)
+        assert engine._client.opened() == [each.url for each in servers[1:]]
+    finally:
+        engine.close()
+
+
+def test_the_responses_of_a_prompt_come_from_one_server_unless_it_is_full_or_gone(fakes):
+    """Of 12 prompts with 4 responses each; then with room for two requests at a server; then one server ends."""
+    servers = fakes(3)
+    asked = {each.url: [] for each in servers}
+    for each in servers:
+        answer = each.answer
+
+        def record(method, path, body, answer=answer, url=each.url):
+            if path.endswith("/generate"):
+                asked[url].append(body["token_ids"][0])
+            return answer(method, path, body)
+
+        each.answer = record
+        each.delay_s = 0.05
+    requests = [Request(np.array([i], np.int32), SamplingParams(2)) for i in range(12) for _ in range(4)]
+
+    def sampled(max_outstanding: int) -> None:
+        for prompts in asked.values():
+            prompts.clear()
+        client = ServerClient([each.url for each in servers], VllmWire(), ClientLimits(max_outstanding=max_outstanding))
+        try:
+            for each in servers:
+                client.open(each.url, None)
+            answered = [item[0] for item in client.stream(requests, group_size=4) if item is not None]
+        finally:
+            client.close()
+        assert sorted(answered) == list(range(48))
+
+    sampled(512)
+    assert all(len(prompts) == 16 and len(set(prompts)) == 4 for prompts in asked.values())
+    sampled(2)
+    assert all(len(prompts) > 4 for prompts in asked.values())
+    servers[0].stop()
+    sampled(512)
+    assert not set(asked[servers[1].url]) & set(asked[servers[2].url])
+    assert sum(map(len, asked.values())) == 48

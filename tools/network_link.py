@@ -1,0 +1,59 @@
+"""Two network namespaces of this machine as two machines, and a shaped link between them; needs root."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Side:
+    """One end: the namespace's name, its device and its address."""
+
+    name: str
+    device: str
+    address: str
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """The words that, put before a command, run it there."""
+        return "ip", "netns", "exec", self.name
+
+    def sent_bytes(self) -> int:
+        """Bytes that left this side."""
+        return int(_run(*self.inside, "cat", f"/sys/class/net/{self.device}/statistics/tx_bytes"))
+
+    def set_up(self, up: bool) -> None:
+        """Cuts the link, or mends it."""
+        _run(*self.inside, "ip", "link", "set", self.device, "up" if up else "down")
+
+
+@contextlib.contextmanager
+def linked(first: Side, second: Side, rate: str = "1gbit") -> Iterator[None]:
+    """Within it both namespaces exist, and what each sends is shaped to ``rate`` (as tc takes it).
+
+    Raises:
+      subprocess.CalledProcessError: the namespaces cannot be made here.
+    """
+    sides = (first, second)
+    try:
+        for side in sides:
+            _run("ip", "netns", "add", side.name)
+        peer = ("type", "veth", "peer", "name", second.device, "netns", second.name)
+        _run("ip", "link", "add", first.device, "netns", first.name, *peer)
+        for side in sides:
+            _run(*side.inside, "ip", "addr", "add", f"{side.address}/30", "dev", side.device)
+            side.set_up(True)
+            _run(*side.inside, "ip", "link", "set", "lo", "up")
+            shaped = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+            _run(*side.inside, "tc", "qdisc", "add", "dev", side.device, "root", *shaped)
+        yield
+    finally:
+        for side in sides:
+            subprocess.run(["ip", "netns", "del", side.name], capture_output=True, check=False)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,71 @@
+"""A trainer that does nothing but publish: a policy of a model directory, of which it changes a share at each step.
+
+    python tools/publishing_trainer.py MODEL URL KEY_FILE HOST
+
+Reads the share of the bfloat16 elements to change (0: none), a line each, and publishes; prints for each a line of
+JSON, the metrics of that publish. HOST is the address of this machine at which the weights are served.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rljax.errors import run_cli
+from rljax.policy.config import read_config
+from rljax.policy.hf import load_params
+from rljax.rollout.build import make_engine
+from rljax.rollout.types import PublishConfig, RolloutConfig, VerifyConfig
+from rljax.sharding import MeshConfig, make_mesh
+
+_STEP = 1 + 2**-5  # changes every bfloat16, whose values are 2^-7 to 2^-8 apart
+MAX_TOKENS = 320  # prompt and response; the probes of the verification must fit
+
+
+def main(argv: Sequence[str]) -> int:
+    model, url, key_file, host = argv
+    policy = read_config(model)
+    rollout = RolloutConfig(
+        engine="vllm",
+        urls=(url,),
+        api_key_file=key_file,
+        verify=VerifyConfig(prompts=1, tokens=4, rounds=1),
+    )
+    engine = make_engine(
+        rollout,
+        policy,
+        make_mesh(MeshConfig(), jax.devices()[:1]),
+        max_prompt_tokens=MAX_TOKENS // 2,
+        max_tokens=MAX_TOKENS,
+        publish=PublishConfig(store="http", host=host),
+    )
+    try:
+        params = load_params(model, policy)
+        for number, line in enumerate(sys.stdin):
+            params = changed(params, float(line), number)
+            engine.publish(params, number)
+            print(json.dumps(engine.pop_metrics()), flush=True)
+    finally:
+        engine.close()
+    return 0
+
+
+def changed(params: Any, share: float, seed: int) -> Any:
+    """``params`` of which about ``share`` of the elements have moved by a few units in the last place of bfloat16."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return jax.tree.unflatten(tree, [_moved(leaf, key, share) for leaf, key in zip(leaves, keys, strict=True)])
+
+
+@jax.jit
+def _moved(leaf: jax.Array, key: jax.Array, share: float) -> jax.Array:
+    return jnp.where(jax.random.uniform(key, leaf.shape) < share, _STEP * leaf, leaf)
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
