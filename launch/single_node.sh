@@ -113,9 +113,12 @@ prepare_trainer_environment
 python="$RLJAX_BIN/python"
 given=("$config" "$@" --rollout.engine vllm)
 pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and vllm wants a URL
-keys=model.path,rollout.dtype,precision.lm_head_dtype,run.dir,max_engine_tokens,rollout.api_key_file
+keys=model.path,rollout.dtype,precision.lm_head_dtype,run.dir,max_engine_tokens,rollout.api_key_file,rollout.colocated
 settings="$("$python" "$here/tools/show_config.py" "$keys" "${pending[@]}")" || exit 2
-{ read -r model && read -r dtype && read -r head && read -r run_dir && read -r longest && read -r key_file; } <<<"$settings"
+{
+  read -r model && read -r dtype && read -r head && read -r run_dir && read -r longest && read -r key_file &&
+    read -r colocated
+} <<<"$settings"
 ((longest >= 512)) || longest=512
 logs="$run_dir-servers"
 
@@ -125,10 +128,14 @@ server_command=(bash "$here/launch/vllm_server.sh" "$model" --dtype "$dtype" --m
 vllm_args=()
 ((tensor_parallel == 1)) || vllm_args+=(--tensor-parallel-size "$tensor_parallel")
 [[ -z "$memory" ]] || vllm_args+=(--gpu-memory-utilization "$memory")
+# vLLM for a CPU refuses the option; there a server sleeps without giving memory back.
+[[ "$colocated" != True || -z "$server_gpus" ]] || vllm_args+=(--enable-sleep-mode)
 trainer_env=()
 [[ -z "$trainer_gpus" ]] || trainer_env+=("CUDA_VISIBLE_DEVICES=$trainer_gpus")
-# Beside a server that has its share, JAX must not take three quarters of the GPU at once.
+# Beside a server that has its share, JAX must not take three quarters of the GPU at once, and where they take turns it
+# must give back what it does not use.
 [[ -z "$memory" ]] || trainer_env+=("XLA_PYTHON_CLIENT_PREALLOCATE=${XLA_PYTHON_CLIENT_PREALLOCATE:-false}")
+[[ "$colocated" != True ]] || trainer_env+=("XLA_PYTHON_CLIENT_ALLOCATOR=${XLA_PYTHON_CLIENT_ALLOCATOR:-platform}")
 
 # server_environment GPUS: sets server_env, what `env` is given before a server's command.
 server_environment() {

@@ -64,6 +64,8 @@ def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
 def check_engine(config: RolloutConfig) -> None:
     """Raises ValueError for settings that the engine named by ``config`` cannot work with; opens nothing."""
     inject = config.inject
+    if config.colocated and config.engine != "vllm":
+        raise ValueError(f"rollout.colocated works with rollout.engine = vllm, not with {config.engine}")
     if config.engine == "vllm":
         if config.discovery is not None:
             make_lookup(config.discovery)

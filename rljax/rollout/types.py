@@ -164,6 +164,9 @@ class RolloutConfig:
     transfer_dir: str | None = None
     """Directory for weights that the trainer and the vLLM servers can both read. None: a memory-backed directory on
     this machine."""
+    colocated: bool = False
+    """Whether the vLLM servers are on the trainer's own devices: after sampling they sleep, which gives the memory of
+    weights and caches back, and for sampling they wake, load the weights and are verified."""
     server_wait_s: float = 900.0
     """Longest time the run waits while no vLLM server answers (seconds)."""
     seeded: bool = True

@@ -168,7 +168,10 @@ def describe_recipe(config: Config) -> Lines:
     wanted = config.eval
     evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
     sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"
-    servers = f" at {', '.join(config.rollout.urls)} (not asked)" if config.rollout.urls else ""
+    rollout = config.rollout
+    where = ", ".join(rollout.urls) or (f"what {rollout.discovery} lists" if rollout.discovery else "")
+    servers = f" at {where} (not asked)" if where else ""
+    servers += ", which sleep while the trainer trains" if rollout.colocated else ""
     head = ", LM head float32" if config.precision.lm_head_dtype == "float32" else ""
     return {
         "loss": f"{config.advantage.estimator}, {loss.kind}, clip {loss.clip_low:g} / {loss.clip_high:g}, "

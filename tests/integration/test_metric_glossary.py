@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 ELSEWHERE = re.compile(
     r"publish/.*|rollout/(requests|retries|server_losses|servers|servers_(joined|left|brought_back|rejected)"
     r"|responses_without_version|executable_runs)"
-    r"|time/(server_)?checksums_s|perf/<act>_slowest_(process|s)"
+    r"|time/((server_)?checksums|sleep|wake)_s|perf/<act>_slowest_(process|s)"
 )
 SMALL = [
     *("--data.batch-size", "6", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "4"),

@@ -227,6 +227,11 @@ def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(fresh_base):
     assert code == 0, err
     assert "-- --gpu-memory-utilization 0.4" in out
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in out
+    assert "sleep" not in out
+    code, out, err = outcome(CONFIG, *shared, *share, "--rollout.colocated", "true")
+    assert code == 0, err
+    assert "-- --gpu-memory-utilization 0.4 --enable-sleep-mode" in out
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_ALLOCATOR=platform" in out
 
 
 @pytest.mark.parametrize(

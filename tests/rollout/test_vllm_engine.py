@@ -344,6 +344,70 @@ def test_seeds_differ_by_place_and_repeat_by_call(fake):
     assert len(set(seeds)) == 16
 
 
+def test_colocated_servers_sleep_after_sampling_and_are_proven_whenever_they_wake(fake):
+    """Awake before the weights come, so that no waking can change them; the probes are cached before the sleep."""
+    engine = make(fake.url, colocated=True)
+    try:
+        engine.publish(PARAMS, 0)
+        assert not fake.asleep
+        for version in (1, 2):
+            fake.events.clear()
+            assert len(list(engine.generate(PROMPTS, 2, SamplingParams(2), seed=0))) == 4
+            assert fake.asleep
+            assert fake.events[-5:] == ["sample"] * 4 + ["/sleep"]
+            fake.events.clear()
+            engine.publish(PARAMS, version)
+            order = [event for i, event in enumerate(fake.events) if i == 0 or event != fake.events[i - 1]]
+            update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+            assert order == ["/wake_up", "/pause", *update, "/reset_prefix_cache", "/resume", "sample"]
+        metrics = engine.pop_metrics()
+        assert {"time/sleep_s", "time/wake_s"} <= metrics.keys()
+        assert (metrics["rollout/server_losses"], metrics["rollout/servers"]) == (0, 1)
+    finally:
+        engine.close()
+
+
+def test_a_server_that_sleeps_is_given_the_current_weights_again_before_it_samples(fake):
+    """As for an evaluation between a publish and a rollout: the same version, loaded and proven twice."""
+    engine = make(fake.url, colocated=True)
+    try:
+        engine.publish(PARAMS, 0)
+        for loaded in (1, 2, 3):
+            responses = list(engine.generate(PROMPTS, 1, SamplingParams(2), seed=0))
+            assert [r.versions for r in responses] == [(VersionSpan(0, 0, 2),)] * 2
+            assert fake.seen["/update_weights"] == loaded
+        fake.not_loaded = {"b"}
+        with pytest.raises(VerificationError, match=r"1 tensor differs: b \(not loaded"):
+            list(engine.generate(PROMPTS, 1, SamplingParams(2), seed=0))
+        with pytest.raises(VerificationError, match=r"1 tensor differs: b \(not loaded"):
+            engine.publish(PARAMS, 1)
+    finally:
+        engine.close()
+
+
+def test_a_server_that_ends_in_its_sleep_is_recovered(fake):
+    other = FakeVllm()
+    engine, again = make(fake.url, other.url, colocated=True), None
+    try:
+        engine.publish(PARAMS, 0)
+        list(engine.generate(PROMPTS, 2, SamplingParams(2), seed=0))
+        assert fake.asleep
+        assert other.asleep
+        port = other.port
+        other.stop()
+        engine.publish(PARAMS, 1)
+        assert engine._client.opened() == [fake.url]
+        again = FakeVllm(port)
+        again.asleep = again.paused = True  # what a run that was killed has left
+        engine.publish(PARAMS, 2)
+        assert set(engine._client.opened()) == {fake.url, again.url}
+        assert not again.asleep
+    finally:
+        engine.close()
+        if again is not None:
+            again.stop()
+
+
 def test_bits_that_differ_stop_the_run_and_are_named(fake):
     """Though every log-probability is right: a tensor that was not loaded, then one whose values are others."""
     engine = make(fake.url, tensors=lambda params: [(name, sent.get(name, array)) for name, array in params.items()])

@@ -40,7 +40,7 @@ class FakeVllm:
         self.routes = {"/inference/v1/generate", "/v1/completions", "/weight_info"}
         self.dtype = "float32"
         self.model, self.root = "policy", "nowhere"
-        self.raw, self.paused = False, False
+        self.raw, self.paused, self.asleep = False, False, False
         self.finish = "length"
         self.unhealthy = False
         self.key = ""  # asked for on every route but /health
@@ -67,6 +67,12 @@ class FakeVllm:
             return self.refuse[path], {"error": {"message": "no such thing"}}
         if path == "/health":
             return (503 if self.unhealthy else 200), {}
+        if path in ("/sleep", "/wake_up"):
+            self.asleep = path == "/sleep"
+        if path == "/is_sleeping":
+            return 200, {"is_sleeping": self.asleep}
+        if self.asleep and path.endswith(("/generate", "/completions", "_weight_update", "_weights")):
+            return 500, {"error": {"message": "it sleeps"}}
         if path == "/is_paused":
             return 200, {"is_paused": self.paused}
         if path == "/v1/models":

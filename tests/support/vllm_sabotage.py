@@ -54,6 +54,22 @@ class Sabotage(vllm_plugin.WorkerExtension):
         if self.rank == int(rank):
             self.sabotage_load(how, of)
 
+    def sabotage_restore(self, state: str) -> None:
+        """After each update the model gets back the parameters that it has now, as from a copy kept over a sleep."""
+        engine, model = self.weight_transfer_engine, self.weight_transfer_engine.model
+        vars(engine).pop("finish_weight_update", None)
+        if state == "off":
+            return
+        kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        finish = engine.finish_weight_update
+
+        def finish_and_restore() -> None:
+            finish()
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(kept[name])
+
+        engine.finish_weight_update = finish_and_restore
+
     def sabotage_logprobs_mode(self, mode: str) -> None:
         sampler = self.model_runner.sampler
         sampler.logprobs_mode = mode

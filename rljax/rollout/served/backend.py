@@ -88,6 +88,17 @@ class Backend(Wire, Protocol):
           RuntimeError: it refused a step; it stays paused, because it may hold half of the weights.
         """
 
+    def sleep(self, client: ServerClient, url: str) -> None:
+        """Has the server give back the memory of its devices, weights and caches, once its requests are answered.
+
+        Raises:
+          ServerGoneError: it does not answer.
+          RuntimeError: it refused.
+        """
+
+    def wake(self, client: ServerClient, url: str) -> None:
+        """Has a server that sleeps take its memory again. It holds no weights then. Raises as :meth:`sleep`."""
+
     def serves(self, client: ServerClient, url: str, version: WeightVersion) -> bool:
         """Whether the server says that it holds ``version``.
 

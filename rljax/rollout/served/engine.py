@@ -3,8 +3,9 @@
 A server samples rollouts only between a verified publish and the next one: the checksums of what its workers loaded are
 the trainer's, and what it generates from probes has the trainer's log-probabilities. Servers are updated and asked for
 their proof side by side. One that died, was restarted or joins passes the handshake, is given the current weights and
-verified before it samples a token; one that fails the proof is left out until the next version. Every reply names the
-weights it was sampled under, so replies of a server that was restarted unnoticed are refused.
+verified before it samples a token; one that fails the proof is left out until the next version. Servers on the
+trainer's devices sleep from the end of sampling on, and are updated and verified whenever they wake. Every reply names
+the weights it was sampled under, so replies of a server that was restarted unnoticed are refused.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class ServedEngine(ServedBase):
         self._verified = self._warned = False
         self._rejected: dict[str, Exception] = {}  # servers that failed under the current version, and how
         self._infos: dict[str, ServerInfo] = {}
+        self._asleep: set[str] = set()
         try:
             key_file = find_key_file(config.api_key_file)
             self._files = make_files(publish or PublishConfig(), config.transfer_dir, key_file, writer)
@@ -147,19 +149,11 @@ class ServedEngine(ServedBase):
         self._side_by_side(lambda url: self._prepare(version, url), self._answering())
         paused = time.monotonic()
         answering = self._answering()
-        for url in answering:
-            self._client.pause(url)
         self._verified = False
         self._rejected.clear()
         self._forget_asked()
-        published = self._current = _Published(version, params, sums)
-        begun = [self._ask(url, functools.partial(self._renew, published)) for url in answering]
-        begun += [self._ask(url, self._look) for url in self._client.down()]
-        wait(each for each in begun if each is not None)
-        self._last_open = time.monotonic()
-        self._take_answers()
-        while not self._client.opened():
-            self._recover_all()
+        self._current = _Published(version, params, sums)
+        self._renew_all(answering)
         self._verified = True
         ended = time.monotonic()
         self._files.keep_only(version)
@@ -190,6 +184,9 @@ class ServedEngine(ServedBase):
 
     def _responses(self, requests: Sequence[Request], n: int) -> Iterator[Response]:
         began = time.monotonic()
+        asleep = [url for url in self._client.opened() if url in self._asleep]
+        if asleep:
+            self._renew_all(asleep)
         self._side_by_side(functools.partial(self._check_version, self._version), self._client.opened())
         try:
             vocab_size = shortest(self._infos.values()).vocab_size
@@ -201,6 +198,8 @@ class ServedEngine(ServedBase):
                     truncated = reply.finish_reason == "length"
                     yield Response(*divmod(index, n), reply.token_ids, reply.logprobs, truncated, tuple(versions))
         finally:
+            if self._config.colocated and self._current is not None:
+                self._side_by_side(self._rest, self._client.opened())
             self._metrics.add("time/generate_s", time.monotonic() - began)
 
     def _count_version(self, reply: Completion) -> None:
@@ -236,9 +235,28 @@ class ServedEngine(ServedBase):
                 self._metrics.add("publish/mirrors_repaired", 1.0)
                 log.warning("%s: the weights on its machine were repaired: %s", url, done["repaired"])
 
+    def _rest(self, url: str) -> None:
+        """Puts the server to sleep, with the probes cached: a cache that outlives its weights shows in the proof."""
+        began = time.monotonic()
+        self._verifier.warm(self._client, url)
+        self._backend.sleep(self._client, url)
+        self._asleep.add(url)
+        self._metrics.highest("time/sleep_s", time.monotonic() - began)
+
+    def _wake(self, url: str) -> None:
+        """Nothing where the server does not sleep."""
+        if url in self._asleep:
+            began = time.monotonic()
+            self._backend.wake(self._client, url)
+            self._asleep.discard(url)
+            self._metrics.highest("time/wake_s", time.monotonic() - began)
+
     def _renew(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Recovered:
         """Sends weights that the server's machine has, and asks for the proof; the probes are cached before."""
-        self._verifier.warm(self._client, url)
+        if url in self._asleep:
+            self._wake(url)  # all of it before the weights come: what wakes later cannot change them
+        else:
+            self._verifier.warm(self._client, url)
         began = time.monotonic()
         self._backend.push(self._client, url, published.version)
         self._metrics.highest("publish/load_s", time.monotonic() - began)
@@ -279,7 +297,9 @@ class ServedEngine(ServedBase):
                 return _Recovered(self._handshake(url))
             except ReplyError as error:  # no server of this kind: waiting would not make it one
                 raise HandshakeError(error) from error
-        if self._backend.serves(self._client, url, published.version):
+        slept = url in self._asleep
+        self._wake(url)
+        if not slept and self._backend.serves(self._client, url, published.version):
             return self._prove(published, url)
         try:
             info = self._handshake(url)
@@ -291,6 +311,20 @@ class ServedEngine(ServedBase):
         return self._renew(published, url, info)
 
     # ---- who may sample ----
+
+    def _renew_all(self, urls: Sequence[str]) -> None:
+        """Gives these servers, and those that came back, the current weights; returns when one of all is verified."""
+        published = self._current
+        assert published is not None
+        for url in urls:
+            self._client.pause(url)
+        begun = [self._ask(url, functools.partial(self._renew, published)) for url in urls]
+        begun += [self._ask(url, self._look) for url in self._client.down()]
+        wait(each for each in begun if each is not None)
+        self._last_open = time.monotonic()
+        self._take_answers()
+        while not self._client.opened():
+            self._recover_all()
 
     def _answering(self) -> list[str]:
         return [url for url in self._client.urls if url not in self._client.down()]

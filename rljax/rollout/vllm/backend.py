@@ -86,6 +86,14 @@ class VllmBackend(VllmWire):
             raise RuntimeError(f"{url} could not reset its prefix cache: requests are still running there")
         post("/resume")
 
+    def sleep(self, client: ServerClient, url: str) -> None:
+        """See Backend."""
+        client.call(url, "POST", "/sleep", timeout_s=_UPDATE_S, params={"level": 2, "mode": "wait"})
+
+    def wake(self, client: ServerClient, url: str) -> None:
+        """See Backend."""
+        client.call(url, "POST", "/wake_up", timeout_s=_UPDATE_S)
+
     def serves(self, client: ServerClient, url: str, version: WeightVersion) -> bool:
         """See Backend."""
         try:

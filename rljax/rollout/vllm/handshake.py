@@ -29,6 +29,8 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
     """
     development = "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1 (launch/vllm_server.sh)"
     if _ask(client, url, "GET", "/is_paused", development).get("is_paused"):
+        if _ask(client, url, "GET", "/is_sleeping", development).get("is_sleeping"):
+            client.call(url, "POST", "/wake_up")
         log.info("%s was left paused; resuming it", url)
         client.call(url, "POST", "/resume")
     plugin = (

@@ -1,0 +1,69 @@
+"""A real vLLM server that sleeps while the trainer trains; on a CPU it does all but give memory back."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from test_vllm_sabotage import OTHER_BITS, OUT_OF_BAND, rpc
+
+from rljax.errors import VerificationError
+from rljax.rollout.types import SamplingParams
+
+pytestmark = pytest.mark.vllm
+PROMPTS = [np.arange(1, 5, dtype=np.int32), np.arange(9, 12, dtype=np.int32)]
+
+
+@pytest.fixture
+def colocated(bfloat16):
+    with contextlib.closing(bfloat16.engine(colocated=True)) as engine:
+        engine.publish(bfloat16.model.params, 0)
+        yield engine
+    engine = bfloat16.engine()  # which wakes it
+    engine.close()
+
+
+def is_asleep(engine) -> bool:
+    return engine._client.call(engine._client.urls[0], "GET", "/is_sleeping")["is_sleeping"]
+
+
+def sampled_versions(engine) -> set[int]:
+    responses = list(engine.generate(PROMPTS, 2, SamplingParams(6), seed=3))
+    assert len(responses) == 4
+    return {span.version for response in responses for span in response.versions}
+
+
+def test_it_sleeps_after_sampling_and_wakes_with_the_current_weights(bfloat16, colocated):
+    assert not is_asleep(colocated)
+    assert sampled_versions(colocated) == {0}
+    assert is_asleep(colocated)
+    assert sampled_versions(colocated) == {0}  # an evaluation: woken for the same version
+    colocated.publish(bfloat16.model.moved(1), 1)
+    assert not is_asleep(colocated)
+    assert sampled_versions(colocated) == {1}
+    metrics = colocated.pop_metrics()
+    assert metrics["time/wake_s"] > 0
+    assert metrics["time/sleep_s"] > 0
+    assert metrics["rollout/server_losses"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "said"),
+    [
+        ("sabotage_load", ("skip", "all"), OTHER_BITS),
+        ("sabotage_load", ("previous", ""), OTHER_BITS),
+        ("sabotage_restore", ("on",), OUT_OF_BAND),
+    ],
+    ids=["the weights do not arrive", "those of the version before arrive", "a copy from before the sleep comes back"],
+)
+def test_stale_weights_after_a_sleep_are_caught(bfloat16, colocated, method, arguments, said):
+    rpc(bfloat16, "sabotage_load", "off", "")
+    colocated.publish(bfloat16.model.params, 1)
+    sampled_versions(colocated)
+    rpc(bfloat16, method, *arguments)
+    try:
+        with pytest.raises(VerificationError, match=said):
+            colocated.publish(bfloat16.model.moved(2), 2)
+    finally:
+        rpc(bfloat16, method, *("off", "")[: len(arguments)])
+    colocated.publish(bfloat16.model.moved(2), 3)
+    assert sampled_versions(colocated) == {3}
