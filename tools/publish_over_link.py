@@ -192,6 +192,7 @@ class Trainer:
             "pulled_bytes": int(metrics["publish/pulled_bytes"]),
             "bytes_over_the_link": int(crossed),
             "encode_s": round(metrics["publish/encode_s"], 2),
+            "fetch_s": round(metrics["publish/fetch_s"], 2),
             "pull_s": round(metrics["publish/pull_s"], 2),
             "least_s_of_the_link": round(metrics["publish/pulled_bytes"] / GIGABIT, 2),
             "load_s": round(metrics["publish/load_s"], 2),
@@ -261,10 +262,10 @@ def judged(publishes: Sequence[dict[str, Any]], cut: dict[str, Any], cut_s: floa
 
 
 def table(publishes: Sequence[dict[str, Any]]) -> str:
-    lines = [f"{'':28}{'MB':>8}{'link at least':>15}{'pull':>8}{'encode':>8}{'load':>8}{'stall':>8}{'all':>8}  (s)"]
+    names = ("fetch_s", "pull_s", "encode_s", "load_s", "stall_s", "seconds")
+    lines = [f"{'':28}{'MB':>8}{'link at least':>15}{''.join(f'{name:>10}' for name in names)}"]
     for each in publishes:
-        numbers = (each[key] for key in ("pull_s", "encode_s", "load_s", "stall_s", "seconds"))
-        rest = "".join(f"{value:8.2f}" for value in numbers)
+        rest = "".join(f"{each[name]:10.2f}" for name in names)
         lines.append(f"{each['kind']:28}{each['pulled_bytes'] / 1e6:8.1f}{each['least_s_of_the_link']:15.2f}{rest}")
     return "\n".join(lines)
 

@@ -69,10 +69,8 @@ def check_engine(config: RolloutConfig) -> None:
     if config.engine == "vllm":
         if config.discovery is not None:
             make_lookup(config.discovery)
-        if not config.urls and config.discovery is None:
+        elif not config.urls:
             raise ValueError("rollout.engine = vllm needs at least one URL in rollout.urls, or rollout.discovery")
-        if config.urls and config.discovery is not None:
-            raise ValueError("rollout.urls and rollout.discovery name servers both; give one of them")
         if inject.changes_weights or inject.logit_noise:
             raise ValueError("rollout.inject works with rollout.engine = exact or jax, not with vllm")
     if config.engine == "jax" and inject.logit_noise:

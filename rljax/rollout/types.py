@@ -121,6 +121,9 @@ class PublishConfig:
     """shared: servers read each version in ``rollout.transfer_dir``, which they and the trainer see. Otherwise each
     server's machine pulls what changed into its own memory, from there (directory), from this machine (http), or from
     the object store at this URL (s3://..., gs://...)."""
+    straggler_s: float = 30.0
+    """Longest that a publish waits for the other servers once one is ready, if that one did not take longer itself
+    (seconds). One that is not ready by then is left out until it is."""
     anchor_every: int = 16
     """Versions from one that is written whole to the next; those between are written as what changed."""
     host: str = "127.0.0.1"
@@ -137,6 +140,7 @@ class PublishConfig:
                 f"store must be http, with host and port, for weights that this machine serves, got {self.store!r}"
             )
         check_at_least(self, 1, "anchor_every")
+        check_positive(self, "straggler_s")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be in 0..65535, got {self.port}")
 
@@ -151,8 +155,8 @@ class RolloutConfig:
     urls: tuple[str, ...] = ()
     """Base URLs of the vLLM servers."""
     discovery: str | None = None
-    """Where vLLM servers are listed that may join and leave while the run goes on, instead of ``urls``: a file with a
-    URL in each line, a directory of files ``*.url``, or dns://HOST:PORT for a server at each address of HOST."""
+    """Where vLLM servers are listed that may join and leave while the run goes on: a file with a URL in each line, a
+    directory of files ``*.url``, or dns://HOST:PORT for a server at each address of HOST. ``urls`` is not used then."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype that the engine computes in. It must be the dtype of the weights published to it."""
     group_size: int = 16
@@ -162,8 +166,8 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature. It must be positive."""
     transfer_dir: str | None = None
-    """Directory for weights that the trainer and the vLLM servers can both read. None: a memory-backed directory on
-    this machine."""
+    """Directory for weights that all trainer processes see, and the vLLM servers, too, where ``publish.store`` is
+    shared or directory. None: a memory-backed directory on this machine."""
     colocated: bool = False
     """Whether the vLLM servers are on the trainer's own devices: after sampling they sleep, which gives the memory of
     weights and caches back, and for sampling they wake, load the weights and are verified."""

@@ -91,7 +91,9 @@ def make_run_engine(
     several, is_served = processes.count > 1, config.rollout.engine == "vllm"
     functions = None
     if several and is_served:
-        led = led_parts if config.publish.store == "directory" else led_functions
+        # A directory that is named is one that all processes see; without one, process 0 writes into its own memory.
+        is_seen = config.publish.store == "directory" or config.rollout.transfer_dir is not None
+        led = led_parts if is_seen and config.publish.store != "shared" else led_functions
         functions = led(policy_functions(policy, config.rollout.dtype), processes)
     engine = make_engine(
         config.rollout,

@@ -169,7 +169,7 @@ def describe_recipe(config: Config) -> Lines:
     evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
     sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"
     rollout = config.rollout
-    where = ", ".join(rollout.urls) or (f"what {rollout.discovery} lists" if rollout.discovery else "")
+    where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(rollout.urls)
     servers = f" at {where} (not asked)" if where else ""
     servers += ", which sleep while the trainer trains" if rollout.colocated else ""
     head = ", LM head float32" if config.precision.lm_head_dtype == "float32" else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
 
 Found = TypeVar("Found")
+
+_SEEN_S = 30.0  # that a file of another process may take to be seen, as on NFS (seconds)
 
 
 class LedEngine:
@@ -77,7 +80,7 @@ def led_functions(functions: PolicyFunctions, processes: Processes) -> PolicyFun
 
 
 def led_parts(functions: PolicyFunctions, processes: Processes) -> PolicyFunctions:
-    """``led_functions`` where each process writes the parts that it holds, into a directory that all of them see."""
+    """``led_functions`` where each process writes the parts that it holds, into ``rollout.transfer_dir``."""
     led = led_functions(functions, processes)
     writer = LedWriter(PartWriter(functions.parts, "0"), processes)
     return dataclasses.replace(led, tensors=lambda params: params, writer=writer)
@@ -113,7 +116,31 @@ class LedWriter:
     def _write(self, kind: str, directory: Path) -> Pieces:
         with self._processes.together("write_parts", {"kind": kind, "directory": str(directory)}):
             found = gathered(self._processes, functools.partial(write_parts, self._writer, kind, directory))
-        return joined(values(found, Pieces))
+        written = joined(values(found, Pieces))
+        _wait_for_files(directory, written)
+        return written
+
+
+def _wait_for_files(directory: Path, written: Pieces) -> None:
+    """Returns when this process sees what all have written. Raises OSError where it does not."""
+    deadline = time.monotonic() + _SEEN_S
+    unseen = dict(written.files)
+    while unseen:
+        unseen = {name: record for name, record in unseen.items() if not _is_there(directory / name, record.bytes)}
+        if unseen and time.monotonic() > deadline:
+            raise OSError(
+                f"process 0 does not see {sorted(unseen)[0]}, which another process wrote: rollout.transfer_dir must "
+                "be a directory that all of them see"
+            )
+        if unseen:
+            time.sleep(0.05)
+
+
+def _is_there(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except FileNotFoundError:
+        return False
 
 
 def write_parts(writer: PartWriter, kind: str, directory: Path) -> Pieces:

@@ -66,6 +66,7 @@ def test_steps_at_the_papers_rate_arrive_as_deltas(bfloat16, pulling, store, tmp
     engine = pulling(bfloat16, store, transfer_dir=str(tmp_path))
     first = engine.pop_metrics()
     assert first["publish/pulled_bytes"] == first["publish/bytes"]
+    assert 0 < first["publish/fetch_s"] < first["publish/pull_s"]
     params = bfloat16.model.params
     for version in range(1, 6):
         before, params = params, adamw_step(params, seed=version)

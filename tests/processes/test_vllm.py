@@ -43,11 +43,12 @@ def test_the_same_responses_give_the_same_rows(server, toy_base, tmp_path):
         assert max(differences.values(), default=0.0) < 1e-5, (count, differences)
 
 
-def test_each_process_writes_the_shards_that_it_holds(server, toy_base, tmp_path):
+@pytest.mark.parametrize("kind", ["directory", "http"])
+def test_each_process_writes_the_shards_that_it_holds(kind, server, toy_base, tmp_path):
     """The server gets the same weights, by deltas; it checks every tensor against the checksums of the devices."""
     (tmp_path / "sitecustomize.py").write_text(SITE)
     (tmp_path / "answers").mkdir()
-    store = ("--publish.store", "directory", "--publish.anchor-every", "2", "--rollout.transfer-dir", str(tmp_path))
+    store = ("--publish.store", kind, "--publish.anchor-every", "2", "--rollout.transfer-dir", str(tmp_path))
     rows = {}
     for count in (1, 2, 4):
         mode = {"RLJAX_RECORD" if count == 1 else "RLJAX_REPLAY": str(tmp_path / "answers"), "path": tmp_path}

@@ -14,7 +14,7 @@ from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.discovery import Discovery, make_lookup
 from rljax.rollout.served.wire import Request
-from rljax.rollout.types import ClientLimits, SamplingParams
+from rljax.rollout.types import ClientLimits, PublishConfig, SamplingParams
 from rljax.rollout.vllm.wire import GENERATE, VllmWire
 
 
@@ -71,12 +71,16 @@ def test_what_lists_no_servers_is_refused(where):
         make_lookup(where)
 
 
-def test_servers_are_named_in_one_way(fakes, tmp_path):
-    (fake,) = fakes(1)
+def test_what_is_listed_goes_before_what_is_named(fakes, tmp_path):
+    """As a launcher lists servers for a configuration that names others."""
+    named, listed = fakes(2)
+    write(tmp_path / "1.url", listed)
+    engine = make(named.url, discovery=str(tmp_path))
+    engine.close()
+    assert not named.seen
+    assert listed.seen["/init_weight_transfer_engine"] == 1
     with pytest.raises(ValueError, match="at least one server is needed"):
         make()
-    with pytest.raises(ValueError, match="at least one server is needed"):
-        make(fake.url, discovery=str(tmp_path))
 
 
 def test_a_list_counts_once_it_has_been_seen_twice_and_what_cannot_be_read_changes_nothing(tmp_path, caplog):
@@ -272,6 +276,36 @@ def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
         assert engine._client.opened() == [quick.url]
         until(lambda: engine._recover_all() or slow.url in engine._client.opened())
         assert slow.version == engine._files.tag(1)
+    finally:
+        hold.set()
+        engine.close()
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/collective_rpc"])
+def test_a_publish_waits_for_a_straggler_no_longer_than_it_is_told(fakes, path):
+    """One that hangs in its update, or in its proof, is left out, and opened once it is ready."""
+    quick, slow = fakes(2)
+    engine = make(quick.url, slow.url, publish=PublishConfig(straggler_s=1.0))
+    answer, hold = slow.answer, threading.Event()
+
+    def waits(method, asked, body):
+        if asked == path:
+            hold.wait(30)
+        return answer(method, asked, body)
+
+    try:
+        engine.publish(PARAMS, 0)
+        slow.answer = waits
+        began = time.monotonic()
+        engine.publish(PARAMS, 1)
+        assert 1.0 < time.monotonic() - began < 15
+        assert engine._client.opened() == [quick.url]
+        engine.publish(PARAMS, 2)
+        assert engine._client.opened() == [quick.url]
+        hold.set()
+        until(lambda: engine._recover_all() or slow.url in engine._client.opened())
+        assert slow.version == engine._files.tag(2)
+        assert len(list(engine.generate(PROMPTS, 4, SamplingParams(2), seed=0))) == 8
     finally:
         hold.set()
         engine.close()

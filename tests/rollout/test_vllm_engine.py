@@ -21,7 +21,12 @@ from rljax.rollout.weights.sums import array_checksum
 SERVED_METRICS = re.compile(
     r"publish/.*|rollout/(requests|retries|servers|server_losses|servers_brought_back|responses_without_version)"
 )
-OF_A_PULL = {"publish/pull_s", "publish/pulled_bytes", "publish/mirrors_repaired"}  # see test_vllm_pull.py
+OF_A_PULL = {
+    "publish/pull_s",
+    "publish/fetch_s",
+    "publish/pulled_bytes",
+    "publish/mirrors_repaired",
+}  # see test_vllm_pull.py
 PROMPTS = [np.array([1, 2], np.int32), np.array([9], np.int32)]
 PARAMS = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
 
@@ -35,6 +40,7 @@ def make(
     head_dtype=None,
     should_stop=lambda: False,
     gives_up=lambda: False,
+    publish=None,
     **config,
 ):
     def score(params, sequences):
@@ -49,6 +55,7 @@ def make(
         tensors=tensors,
         checksums=lambda params: {name: array_checksum(array) for name, array in params.items()},
         score=score,
+        publish=publish,
         head_dtype=head_dtype,
         should_stop=should_stop,
         gives_up=gives_up,

@@ -49,11 +49,11 @@ class ServedBase:
         """Sends nothing yet.
 
         Args:
-          urls: of the servers.
+          urls: of the servers; not used with ``discovery``.
           backend: of their kind.
           limits: of the client.
           wait_s: longest to wait while no server is open (seconds).
-          discovery: as ``RolloutConfig.discovery``, instead of ``urls``.
+          discovery: as ``RolloutConfig.discovery``.
           api_key_file: as ``RolloutConfig.api_key_file``.
           should_stop: asked while no server is open; true ends the wait.
           gives_up: asked while responses are sampled, at least four times a second; true ends it.
@@ -61,9 +61,10 @@ class ServedBase:
         Raises:
           ValueError: ``urls``, ``discovery`` or ``api_key_file`` are not such.
         """
-        if bool(urls) == (discovery is not None):
-            raise ValueError(f"at least one server is needed: in urls or by discovery, got {urls} and {discovery}")
-        self._client, self._backend = ServerClient(urls, backend, limits, api_key_file=api_key_file), backend
+        named = urls if discovery is None else ()
+        if not named and discovery is None:
+            raise ValueError("at least one server is needed, in urls or by discovery")
+        self._client, self._backend = ServerClient(named, backend, limits, api_key_file=api_key_file), backend
         self._discovery = None if discovery is None else Discovery(discovery)
         self._wait_s, self._should_stop, self._gives_up = wait_s, should_stop, gives_up
         self._metrics = Metrics()
@@ -142,7 +143,10 @@ class ServedBase:
             self._next_look[url] = time.monotonic() + _LOOK_EVERY_S
             outdated = answer in self._outdated
             self._outdated.discard(answer)
-            if outdated or url not in self._client.urls:
+            if url not in self._client.urls:
+                continue
+            if outdated:
+                self._client.mark_down(url, f"{url} was busy with the weights before")
                 continue
             try:
                 self._admit(url, answer.result())
@@ -207,6 +211,16 @@ class ServedBase:
             restart = f"restart it on the same port ({self._backend.start_command})"
             log.warning("waiting for a %s server, %s; %s and the run goes on", name, so_far, restart)
         time.sleep(_LOOK_EVERY_S)
+
+
+def wait_for_most(futures: Iterable[Future[Any]], patience_s: float) -> None:
+    """Returns when all are done, or when one has succeeded and the others took as long again, and ``patience_s``."""
+    began, pending = time.monotonic(), set(futures)
+    succeeded = False
+    while pending and not succeeded:
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
+        succeeded = any(each.exception() is None for each in done)
+    wait(pending, timeout=max(patience_s, time.monotonic() - began))
 
 
 def shortest(infos: Iterable[ServerInfo]) -> ServerInfo:

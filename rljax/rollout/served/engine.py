@@ -16,7 +16,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from rljax.checksum import Checksum
 from rljax.errors import HandshakeError, ReplyError, ServerError, ServerGoneError, VerificationError
 from rljax.rollout.api_key import find_key_file
 from rljax.rollout.served.backend import Backend, Expectation
-from rljax.rollout.served.base import ServedBase, shortest
+from rljax.rollout.served.base import ServedBase, shortest, wait_for_most
 from rljax.rollout.served.publishing import make_files
 from rljax.rollout.served.verify import Score, Verifier
 from rljax.rollout.served.wire import Completion, Request, ServerInfo, check_prompts, make_requests
@@ -36,6 +35,8 @@ from rljax.rollout.weights.directory import WeightVersion
 from rljax.rollout.weights.writer import Writer
 
 log = logging.getLogger(__name__)
+
+_LONGEST_S = 3600.0  # longer than anything that is asked of a server takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +108,9 @@ class ServedEngine(ServedBase):
             should_stop=should_stop,
             gives_up=gives_up,
         )
+        publish = publish or PublishConfig()
         self._config, self._tensors, self._checksums = config, tensors, checksums
+        self._straggler_s = publish.straggler_s
         self._expected = Expectation(config.dtype, hf_config, max_tokens, config.verify, head_dtype)
         self._current: _Published | None = None
         self._verified = self._warned = False
@@ -116,12 +119,12 @@ class ServedEngine(ServedBase):
         self._asleep: set[str] = set()
         try:
             key_file = find_key_file(config.api_key_file)
-            self._files = make_files(publish or PublishConfig(), config.transfer_dir, key_file, writer)
+            self._files = make_files(publish, config.transfer_dir, key_file, writer)
         except BaseException:
             super().close()
             raise
         try:
-            while not self._infos or (config.urls and self._client.down()):
+            while not self._infos or (self._discovery is None and self._client.down()):
                 self._recover_all()
         except BaseException:
             self.close()
@@ -146,7 +149,7 @@ class ServedEngine(ServedBase):
         self._follow_discovery()
         self._take_answers()
         # What one cannot read it may be able to read later: it is updated when it is brought back.
-        self._side_by_side(lambda url: self._prepare(version, url), self._answering())
+        self._side_by_side(lambda url: self._prepare(version, url), self._answering(), self._straggler_s)
         paused = time.monotonic()
         answering = self._answering()
         self._verified = False
@@ -229,8 +232,8 @@ class ServedEngine(ServedBase):
         """Has the server's machine pull a version while the server goes on."""
         done = self._backend.prepare(self._client, url, version)
         if done:
-            for name, value in (("publish/pull_s", done["seconds"]), ("publish/pulled_bytes", done["bytes"])):
-                self._metrics.highest(name, value)
+            for name, of_pull in (("pull_s", "seconds"), ("fetch_s", "fetch_s"), ("pulled_bytes", "bytes")):
+                self._metrics.highest(f"publish/{name}", done[of_pull])
             if done["repaired"]:
                 self._metrics.add("publish/mirrors_repaired", 1.0)
                 log.warning("%s: the weights on its machine were repaired: %s", url, done["repaired"])
@@ -316,11 +319,12 @@ class ServedEngine(ServedBase):
         """Gives these servers, and those that came back, the current weights; returns when one of all is verified."""
         published = self._current
         assert published is not None
+        begun = []
         for url in urls:
             self._client.pause(url)
-        begun = [self._ask(url, functools.partial(self._renew, published)) for url in urls]
+            begun.append(self._ask(url, functools.partial(self._renew, published)))
         begun += [self._ask(url, self._look) for url in self._client.down()]
-        wait(each for each in begun if each is not None)
+        wait_for_most((each for each in begun if each is not None), self._straggler_s)
         self._last_open = time.monotonic()
         self._take_answers()
         while not self._client.opened():
@@ -329,10 +333,14 @@ class ServedEngine(ServedBase):
     def _answering(self) -> list[str]:
         return [url for url in self._client.urls if url not in self._client.down()]
 
-    def _side_by_side(self, act: Callable[[str], None], urls: Sequence[str]) -> None:
-        """``act(url)`` of each; a server that is gone, or answers with what cannot be read, is marked down."""
+    def _side_by_side(self, act: Callable[[str], None], urls: Sequence[str], patience_s: float = _LONGEST_S) -> None:
+        """``act(url)`` of each; one that is gone, much slower than another, or answers nonsense is marked down."""
         futures = {url: self._asking.submit(act, url) for url in urls}
+        wait_for_most(futures.values(), patience_s)
         for url, future in futures.items():
+            if not future.done():
+                self._client.mark_down(url, f"{url} was not ready {patience_s:g} s after another server")
+                continue
             try:
                 future.result()
             except ServerError as error:
@@ -348,7 +356,7 @@ class ServedEngine(ServedBase):
             return
         difference = self._verifier.judge(url, recovered.probes, current.params)
         assert self._verifier.band is not None
-        self._metrics.put("publish/verify_abs_diff_mean", difference.mean)
+        self._metrics.highest("publish/verify_abs_diff_mean", difference.mean)
         self._metrics.put("publish/verify_band", self._verifier.band)
         self._client.open(url, current.version.tag)
         if recovered.info is not None:
@@ -358,7 +366,7 @@ class ServedEngine(ServedBase):
 
     def _refuse(self, url: str, error: Exception) -> None:
         """Marks a server down until the next version; raises ``error`` where none is left, or a named one misfits."""
-        if self._current is None and self._config.urls:
+        if self._current is None and self._discovery is None:
             raise error
         self._rejected[url] = error
         self._metrics.add("rollout/servers_rejected", 1.0)
