@@ -13,6 +13,7 @@ OF_A_SCRIPT = {
     "compilers": "tools/test_compilers.sh",
     "launch_files": "tools/test_kubernetes.sh",
     "processes": "tools/test_processes.sh",
+    "router": "tools/test_router.sh",
     "slurm": "tools/test_slurm.sh",
     "store": "tools/test_store.sh",
 }

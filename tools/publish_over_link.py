@@ -7,7 +7,8 @@ on one side, a real vLLM server on the other. The policy has the shape of Qwen3-
 bfloat16. Published in turn: all of it (dense), 1% changed (a delta), all changed (dense again); all changed while the
 link is cut for some seconds; all changed while the trainer is ended with SIGKILL, after which the server must have
 the version before and sample from it; and at last by a trainer that starts again. Each publish is verified as always.
-Exit status 1 when something is otherwise than this says.
+Beside the load of the first publishes stands vLLM's own reload (``reload_weights``) of the model's files, without
+checksums, from the page cache. Exit status 1 when something is otherwise than this says.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def main(argv: Sequence[str]) -> int:
             with Trainer(directory, "first") as trainer:
                 found["publishes"] = []
                 for kind, share in [("dense, the first", 0.0), *[("delta", 0.01)] * options.deltas, ("dense", 1.0)]:
-                    found["publishes"].append({"kind": kind, **trainer.publish(share)})
+                    published = {"kind": kind, **trainer.publish(share)}
+                    found["publishes"].append({**published, "reload_s": round(server.reload(model), 2)})
                     progress.update()
                 cut = found["link_cut"] = cut_in_mid_pull(trainer, options.cut_s, found["model_bytes"])
                 progress.update()
@@ -125,6 +127,12 @@ class Server:
         version = self._ask("/weight_info")["weight_version"]
         (choice,) = self._ask("/v1/completions", body)["choices"]
         return {"weight_version": version, "tokens": choice["logprobs"]["tokens"]}
+
+    def reload(self, directory: Path) -> float:
+        """How long vLLM's own reload of a model directory takes (seconds). The next publish replaces the weights."""
+        began = time.monotonic()
+        self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+        return time.monotonic() - began
 
     def _ask(self, path: str, body: Any = None) -> dict[str, Any]:
         words = (sys.executable, "-c", ASK, self.url + path, self.key, "" if body is None else json.dumps(body))
@@ -262,10 +270,10 @@ def judged(publishes: Sequence[dict[str, Any]], cut: dict[str, Any], cut_s: floa
 
 
 def table(publishes: Sequence[dict[str, Any]]) -> str:
-    names = ("fetch_s", "pull_s", "encode_s", "load_s", "stall_s", "seconds")
+    names = ("fetch_s", "pull_s", "encode_s", "load_s", "reload_s", "stall_s", "seconds")
     lines = [f"{'':28}{'MB':>8}{'link at least':>15}{''.join(f'{name:>10}' for name in names)}"]
     for each in publishes:
-        rest = "".join(f"{each[name]:10.2f}" for name in names)
+        rest = "".join(f"{each[name]:10.2f}" if name in each else f"{'':10}" for name in names)
         lines.append(f"{each['kind']:28}{each['pulled_bytes'] / 1e6:8.1f}{each['least_s_of_the_link']:15.2f}{rest}")
     return "\n".join(lines)
 

@@ -22,6 +22,7 @@ from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.exact_engine import ExactEngine, Executable
 from rljax.rollout.injected_engine import InjectedEngine
 from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.served.client import check_url
 from rljax.rollout.served.discovery import make_lookup
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.served.model import ServedModel
@@ -66,6 +67,8 @@ def check_engine(config: RolloutConfig) -> None:
     inject = config.inject
     if config.colocated and config.engine != "vllm":
         raise ValueError(f"rollout.colocated works with rollout.engine = vllm, not with {config.engine}")
+    if config.router is not None:
+        check_url(config.router)
     if config.engine == "vllm":
         if config.discovery is not None:
             make_lookup(config.discovery)

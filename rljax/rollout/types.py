@@ -168,6 +168,9 @@ class RolloutConfig:
     transfer_dir: str | None = None
     """Directory for weights that all trainer processes see, and the vLLM servers, too, where ``publish.store`` is
     shared or directory. None: a memory-backed directory on this machine."""
+    router: str | None = None
+    """URL of a vllm-router that spreads rollouts over the servers, by its own policy. It is told which of them are
+    verified, and of no others; weights and checks go to each server itself. None: rollouts do, too."""
     colocated: bool = False
     """Whether the vLLM servers are on the trainer's own devices: after sampling they sleep, which gives the memory of
     weights and caches back, and for sampling they wake, load the weights and are verified."""

@@ -171,6 +171,7 @@ def describe_recipe(config: Config) -> Lines:
     rollout = config.rollout
     where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(rollout.urls)
     servers = f" at {where} (not asked)" if where else ""
+    servers += f", rollouts through {rollout.router}" if rollout.router else ""
     servers += ", which sleep while the trainer trains" if rollout.colocated else ""
     head = ", LM head float32" if config.precision.lm_head_dtype == "float32" else ""
     return {

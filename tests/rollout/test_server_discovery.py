@@ -11,7 +11,7 @@ from test_vllm_engine import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
 from rljax.errors import HandshakeError, VerificationError
-from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.client import ServerClient, check_url
 from rljax.rollout.served.discovery import Discovery, make_lookup
 from rljax.rollout.served.wire import Request
 from rljax.rollout.types import ClientLimits, PublishConfig, SamplingParams
@@ -86,7 +86,7 @@ def test_what_is_listed_goes_before_what_is_named(fakes, tmp_path):
 def test_a_list_counts_once_it_has_been_seen_twice_and_what_cannot_be_read_changes_nothing(tmp_path, caplog):
     file = tmp_path / "servers"
     file.write_text("http://a:1\nhttp://a:1/\n")
-    found = Discovery(str(file), every_s=0.02)
+    found = Discovery(str(file), check_url, every_s=0.02)
     try:
         until(lambda: found.urls == ("http://a:1",))
         file.write_text("http://a:1\nhttp://b:2\n")

@@ -88,9 +88,7 @@ def test_files_of_other_processes_are_waited_for_until_they_are_whole(tmp_path, 
     assert (tmp_path / "1.safetensors").stat().st_size == 8
     (tmp_path / "1.safetensors").unlink()
     monkeypatch.setattr(lead, "_SEEN_S", 0.2)
-    with pytest.raises(
-        OSError, match=r"does not see 1\.safetensors, .* wrote: rollout\.transfer_dir"
-    ):
+    with pytest.raises(OSError, match=r"does not see 1\.safetensors, .* wrote: rollout\.transfer_dir"):
         lead._wait_for_files(tmp_path, written)
 
 

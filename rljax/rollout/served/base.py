@@ -14,9 +14,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from rljax.errors import ReplyError, ServerGoneError, StoppedWaitingError, stop_sampling
+from rljax.errors import ReplyError, ServerError, ServerGoneError, StoppedWaitingError, stop_sampling
 from rljax.rollout.served.backend import Backend
-from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.client import ServerClient, check_url
 from rljax.rollout.served.discovery import Discovery
 from rljax.rollout.served.metrics import Metrics
 from rljax.rollout.served.wire import Completion, Request, ServerInfo
@@ -43,6 +43,7 @@ class ServedBase:
         wait_s: float,
         discovery: str | None = None,
         api_key_file: str | None = None,
+        router: str | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -55,6 +56,7 @@ class ServedBase:
           wait_s: longest to wait while no server is open (seconds).
           discovery: as ``RolloutConfig.discovery``.
           api_key_file: as ``RolloutConfig.api_key_file``.
+          router: as ``RolloutConfig.router``.
           should_stop: asked while no server is open; true ends the wait.
           gives_up: asked while responses are sampled, at least four times a second; true ends it.
 
@@ -64,15 +66,17 @@ class ServedBase:
         named = urls if discovery is None else ()
         if not named and discovery is None:
             raise ValueError("at least one server is needed, in urls or by discovery")
-        self._client, self._backend = ServerClient(named, backend, limits, api_key_file=api_key_file), backend
-        self._discovery = None if discovery is None else Discovery(discovery)
+        self._backend = backend
+        self._client = ServerClient(named, backend, limits, api_key_file=api_key_file, router=router)
+        self._discovery = None if discovery is None else Discovery(discovery, check_url)
         self._wait_s, self._should_stop, self._gives_up = wait_s, should_stop, gives_up
         self._metrics = Metrics()
         self._last_open, self._last_said = time.monotonic(), -math.inf
         self._asking = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rljax-servers")
         self._asked: dict[str, Future[Any]] = {}  # what is being asked of servers, by URL
         self._outdated: set[Future[Any]] = set()  # of them, whose answers count no more
-        self._next_look: dict[str, float] = {}  # at a server that is down, by URL
+        self._watched: dict[str, Future[None]] = {}  # looks at open servers that only a router talks to, by URL
+        self._next_look: dict[str, float] = {}  # at a server, by URL
 
     def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
@@ -128,12 +132,30 @@ class ServedBase:
     def _forget_asked(self) -> None:
         """What is being asked of servers now will not count: other weights are published."""
         self._outdated.update(self._asked.values())
+        self._watched.clear()
 
     def _look(self, url: str) -> Any:
         """``_recover`` of a server that may be gone."""
         if not self._client.answers(url):
             raise ServerGoneError(self._client.down().get(url, f"{url} does not answer"))
         return self._recover(url)
+
+    def _check_held(self, url: str) -> None:
+        """Raises ServerError where an open server is not fit any more; on a thread."""
+        self._client.call(url, "GET", "/health", timeout_s=5.0)
+
+    def _watch_open(self) -> None:
+        """Marks open servers down that are gone, where requests go to a router and so do not show which one is."""
+        for url, look in list(self._watched.items()):
+            if look.done():
+                del self._watched[url]
+                if isinstance(look.exception(), ServerError) and url in self._client.opened():
+                    self._client.mark_down(url, str(look.exception()))
+        now = time.monotonic()
+        for url in self._client.opened() if self._client.has_router else ():
+            if url not in self._watched and now >= self._next_look.get(url, 0.0):
+                self._next_look[url] = now + _LOOK_EVERY_S
+                self._watched[url] = self._asking.submit(self._check_held, url)
 
     def _take_answers(self) -> None:
         """Opens the servers that have given all that they were asked for, in the order of the servers."""
@@ -163,6 +185,7 @@ class ServedBase:
           StoppedWaitingError: asked to stop, and none is open.
         """
         self._follow_discovery()
+        self._watch_open()
         if self._client.opened():
             self._last_open = time.monotonic()
         for url in self._client.down():

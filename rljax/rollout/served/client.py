@@ -6,6 +6,8 @@ server is *paused* until its weights are verified, *open* while it may sample ro
 somebody proves it current again, at the start too; the requests of a server that is down are sent again to another, or
 wait. Servers may join and leave; one that left answers what it was asked, or its requests are sent again.
 
+With a router rollouts go to it, and it knows the open servers alone; everything else goes to each server itself.
+
 Every exchange has a deadline, from the connection to the last byte; whoever waits for the event loop's thread looks
 whether it still runs. A wait for a server to open is the caller's to bound: :meth:`ServerClient.stream` yields to it.
 """
@@ -31,7 +33,6 @@ import numpy as np
 from rljax.errors import HandshakeError, ReplyError, ServerError, ServerGoneError, ServerRefusedError
 from rljax.rollout.api_key import find_key_file, read_api_key
 from rljax.rollout.served.descriptors import room_for
-from rljax.rollout.served.discovery import check_url
 from rljax.rollout.served.wire import Completion, Request, Wire, check_completion
 from rljax.rollout.types import ClientLimits, SamplingParams
 
@@ -42,6 +43,7 @@ State = Literal["paused", "open", "down"]
 _TICK_S = 0.25
 _ALIVE_S = 5.0  # how often a wait looks whether the event loop still runs (seconds)
 _CLOSE_S = 10.0  # that closing connections may take (seconds)
+_ROUTER_S = 30.0  # that a router may take to add or remove a server (seconds)
 _PROBE_S = 600.0  # that a probe may take: a few tokens, and what the server compiles for them (seconds)
 
 
@@ -67,7 +69,13 @@ class ServerClient:
     """Thread-safe facade; every method blocks its caller, never the loop."""
 
     def __init__(
-        self, urls: Sequence[str], wire: Wire, limits: ClientLimits | None = None, *, api_key_file: str | None = None
+        self,
+        urls: Sequence[str],
+        wire: Wire,
+        limits: ClientLimits | None = None,
+        *,
+        api_key_file: str | None = None,
+        router: str | None = None,
     ) -> None:
         """Sends nothing yet; every server is down until it is opened. Raises the soft limit of file descriptors.
 
@@ -76,18 +84,19 @@ class ServerClient:
           wire: how that kind is spoken to.
           limits: how long to wait, and how much to send.
           api_key_file: as ``RolloutConfig.api_key_file``.
+          router: as ``RolloutConfig.router``.
 
         Raises:
           ValueError: of ``urls`` one stands twice, is no URL, or holds a password; or the key file is not one.
         """
         key_file = find_key_file(api_key_file)
         headers = {} if key_file is None else {"Authorization": f"Bearer {read_api_key(key_file)}"}
-        for url in urls:
+        for url in (*urls, *([router] if router else [])):
             check_url(url)
         if len(set(urls)) != len(urls):
             raise ValueError(f"urls must be distinct, got {list(urls)}")
         self.limits = limits or ClientLimits()
-        self._wire = wire
+        self._wire, self._router = wire, router and router.rstrip("/")
         self._servers: dict[str, _Server] = {}
         self._most = self.limits.max_outstanding  # requests at one server
         self._take(url.rstrip("/") for url in urls)
@@ -95,7 +104,7 @@ class ServerClient:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-server-client", daemon=True)
         self._thread.start()
-        self._changed = asyncio.Condition()
+        self._changed, self._telling = asyncio.Condition(), asyncio.Lock()
         self._http = httpx.AsyncClient(
             # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500,
             # and a response takes so long that opening a connection costs nothing beside it.
@@ -108,6 +117,11 @@ class ServerClient:
     def urls(self) -> tuple[str, ...]:
         """The servers, in the order given."""
         return tuple(self._servers)
+
+    @property
+    def has_router(self) -> bool:
+        """Whether rollouts go through a router, so that nobody sees which server is gone."""
+        return self._router is not None
 
     def set_urls(self, urls: Sequence[str]) -> tuple[list[str], list[str]]:
         """Takes in the servers of ``urls`` that are new, down as yet, and leaves those that are not among them.
@@ -124,6 +138,7 @@ class ServerClient:
         before = self.urls
         if set(before) != set(urls):
             self._await(take())
+            self._await(self._tell_router())
         return [url for url in urls if url not in before], [url for url in before if url not in urls]
 
     def _take(self, urls: Iterable[str]) -> None:
@@ -161,7 +176,7 @@ class ServerClient:
           ServerGoneError: no answer, or 5xx from a server that is not healthy any more.
           ServerRefusedError: any other status but 200; the message holds the server's.
         """
-        return self._await(self._call(self._server(url), method, path, timeout_s, **content))
+        return self._await(self._call(self._server(url).url, method, path, timeout_s, **content))
 
     def answers(self, url: str) -> bool:
         """Whether ``/health`` answers 200 within 5 seconds."""
@@ -308,43 +323,41 @@ class ServerClient:
         if not self._thread.is_alive():
             raise ServerError("the event loop of the HTTP client has ended")
 
-    async def _call(self, server: _Server, method: str, path: str, timeout_s: float, **content: Any) -> dict[str, Any]:
-        reply = await self._exchange(server, method, path, timeout_s, **content)
+    async def _call(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> dict[str, Any]:
+        reply = await self._exchange(url, method, path, timeout_s, **content)
         return _object(reply) if reply.content and path != "/health" else {}
 
-    async def _exchange(
-        self, server: _Server, method: str, path: str, timeout_s: float, **content: Any
-    ) -> httpx.Response:
+    async def _exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
         """An answer of status 200. Raises as :meth:`call`."""
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self.limits.connect_timeout_s), pool=None)
         try:
             # httpx's timeouts are of each read: a server that sends a byte now and then never exceeds them.
             async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
-                reply = await self._http.request(method, server.url + path, timeout=timeout, **content)
+                reply = await self._http.request(method, url + path, timeout=timeout, **content)
         except (httpx.TransportError, TimeoutError) as error:
             said = f"{type(error).__name__} {error}".rstrip()
             late = f" within {timeout_s:g} s" if isinstance(error, TimeoutError) else ""
-            raise ServerGoneError(f"no answer from {server.url}{path}{late}: {said}") from error
+            raise ServerGoneError(f"no answer from {url}{path}{late}: {said}") from error
         except httpx.RequestError as error:  # a body that cannot be decoded
-            raise ReplyError(f"{server.url}{path} answered what is no HTTP reply: {error}") from error
+            raise ReplyError(f"{url}{path} answered what is no HTTP reply: {error}") from error
         if reply.status_code == 200:
             return reply
         if path == "/health":
-            raise ServerGoneError(f"{server.url} is not healthy: {_reason(reply)}")
+            raise ServerGoneError(f"{url} is not healthy: {_reason(reply)}")
         if reply.status_code >= 500:
-            await self._call(server, "GET", "/health", 10.0)  # raises where the server is gone
+            await self._call(url, "GET", "/health", 10.0)  # raises where the server is gone
         hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
         wanted = hint if reply.status_code == 401 else ""
-        raise ServerRefusedError(f"{server.url}{path} answered {_reason(reply)}{wanted}", reply.status_code)
+        raise ServerRefusedError(f"{url}{path} answered {_reason(reply)}{wanted}", reply.status_code)
 
-    async def _sample(self, server: _Server, request: Request, timeout_s: float) -> Completion:
+    async def _sample(self, server: _Server, request: Request, timeout_s: float, through: str = "") -> Completion:
         """One completion. Raises ServerGoneError, ServerRefusedError or ReplyError."""
-        body = self._wire.body(server.route, request, server.model)
-        reply = await self._exchange(server, "POST", server.route, timeout_s, json=body)
+        body, url = self._wire.body(server.route, request, server.model), through or server.url
+        reply = await self._exchange(url, "POST", server.route, timeout_s, json=body)
         try:
             return self._wire.completion(server.route, reply.content, request)
         except ReplyError as error:
-            raise ReplyError(f"{server.url}{error}") from error
+            raise ReplyError(f"{url}{error}") from error
 
     async def _probe(self, server: _Server, request: Request) -> Completion:
         """As :meth:`_sample`; what is no completion, or fails by itself, is asked for again."""
@@ -362,11 +375,13 @@ class ServerClient:
 
     async def _rollout(self, server: _Server, request: Request, vocab_size: int | None) -> Completion:
         """As :meth:`_sample`, and what it gave may be trained on."""
-        completion = await self._sample(server, request, self.limits.request_timeout_s)
-        check_completion(server.url, completion, request, vocab_size)
+        url = self._router or server.url
+        completion = await self._sample(server, request, self.limits.request_timeout_s, url)
+        check_completion(url, completion, request, vocab_size)
         foreign = [tag for tag, _, _ in completion.spans or () if server.version not in (None, tag)]
         if foreign:
-            raise ServerGoneError(f"{server.url} samples from weights {foreign[0]!r}, not from {server.version!r}")
+            said = f"{url} samples from weights {foreign[0]!r}, not from {server.version!r}"
+            raise ReplyError(said) if self._router else ServerGoneError(said)
         return completion
 
     async def _complete(self, index: int, request: Request, vocab_size: int | None, group: _Group) -> Completion:
@@ -386,7 +401,8 @@ class ServerClient:
                 return await self._rollout(server, request, vocab_size)
             except ServerGoneError as error:
                 failure = str(error)
-                await self._set(server, "down", failure)
+                for each in self._servers.values() if self._router else (server,):
+                    await self._set(each, "down", failure)
             except ReplyError as error:
                 failure = str(error)
             except ServerRefusedError as error:
@@ -395,7 +411,7 @@ class ServerClient:
                 failure = str(error)
             except Exception as error:
                 said = " ".join(f"{type(error).__name__} {error}".split())
-                raise ServerError(f"response {index} from {server.url} failed: {said}") from error
+                raise ServerError(f"response {index} from {self._router or server.url} failed: {said}") from error
             finally:
                 await self._release(server)
         raise ServerError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}")
@@ -433,12 +449,51 @@ class ServerClient:
             self._changed.notify()
 
     async def _set(self, server: _Server, state: State, reason: str = "") -> None:
+        if state == "open":
+            await self._tell_router(server)
+        changed = state != server.state
         async with self._changed:
             if state == "down" != server.state:
                 log.warning("a %s server is down: %s", self._wire.name, reason)
                 self._counts["server_losses"] += 1
             server.state, server.reason = state, reason
             self._changed.notify_all()
+        if changed and state != "open":
+            await self._tell_router()
+
+    async def _tell_router(self, more: _Server | None = None) -> None:
+        """Has the router know the open servers and ``more``, and no others, whoever told it of them.
+
+        Raises:
+          ServerGoneError: it does not take ``more``. Without ``more`` a router that is gone sends nothing anywhere.
+        """
+        if self._router is None:
+            return
+        async with self._telling:
+            try:
+                wanted = {server.url for server in self._servers.values() if server.state == "open"}
+                wanted |= {more.url} if more else set()
+                known = set((await self._call(self._router, "GET", "/list_workers", _ROUTER_S)).get("urls", ()))
+                changes = [("/remove_worker", url) for url in known - wanted]
+                changes += [("/add_worker", url) for url in wanted - known]
+                for path, url in changes:
+                    await self._exchange(self._router, "POST", path, _ROUTER_S, params={"url": url})
+            except ServerError as error:
+                if more is not None:
+                    raise ServerGoneError(f"the router does not take {more.url}: {error}") from error
+                log.warning("the router cannot be told which servers are open: %s", error)
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError unless ``url`` is a server's, and fit to be logged."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"expected URLs such as http://host:port, got {url!r}: {error}") from error
+    if parsed.userinfo:
+        raise ValueError(f"a URL of {parsed.host} holds a user or a password; URLs are logged")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"expected URLs such as http://host:port, got {url!r}")
 
 
 def _may_pass(refusal: ServerRefusedError) -> bool:

@@ -7,8 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-
-import httpx
+from urllib.parse import urlsplit
 
 log = logging.getLogger(__name__)
 
@@ -31,26 +30,15 @@ def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
         if not where.strip():
             raise ValueError("rollout.discovery must be a file, a directory or dns://HOST:PORT, got nothing")
         return lambda: _listed(Path(where))
+    expected = f"rollout.discovery must be a path or dns://HOST:PORT, got {where!r}"
     try:
-        url = httpx.URL(where)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"rollout.discovery must be a path or dns://HOST:PORT, got {where!r}: {error}") from error
-    host, port = url.host, url.port
+        url = urlsplit(where)
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        raise ValueError(f"{expected}: {error}") from error
     if url.scheme != _DNS or not host or port is None or url.path not in ("", "/"):
-        raise ValueError(f"rollout.discovery must be a path or dns://HOST:PORT, got {where!r}")
+        raise ValueError(expected)
     return lambda: _resolved(host, port)
-
-
-def check_url(url: str) -> None:
-    """Raises ValueError unless ``url`` is a server's, and fit to be logged."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"expected URLs such as http://host:port, got {url!r}: {error}") from error
-    if parsed.userinfo:
-        raise ValueError(f"a URL of {parsed.host} holds a user or a password; URLs are logged")
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"expected URLs such as http://host:port, got {url!r}")
 
 
 class Discovery:
@@ -60,17 +48,18 @@ class Discovery:
     while somebody writes it.
     """
 
-    def __init__(self, where: str, *, every_s: float = LOOK_EVERY_S) -> None:
+    def __init__(self, where: str, check: Callable[[str], None], *, every_s: float = LOOK_EVERY_S) -> None:
         """Begins to look.
 
         Args:
           where: as ``make_lookup`` takes it.
+          check: raises ValueError for what is no URL of a server.
           every_s: from one look to the next (seconds).
 
         Raises:
           ValueError: ``where`` is none of what it may be.
         """
-        self.where, self._every_s = where, every_s
+        self.where, self._check, self._every_s = where, check, every_s
         self._lookup = make_lookup(where)
         self._urls: tuple[str, ...] = ()
         self._ended = threading.Event()
@@ -92,7 +81,7 @@ class Discovery:
             try:
                 found = tuple(dict.fromkeys(url.rstrip("/") for url in self._lookup()))
                 for url in found:
-                    check_url(url)
+                    self._check(url)
             except (OSError, ValueError) as error:
                 if str(error) != said:
                     said = str(error)

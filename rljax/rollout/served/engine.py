@@ -105,6 +105,7 @@ class ServedEngine(ServedBase):
             wait_s=config.server_wait_s,
             discovery=config.discovery,
             api_key_file=config.api_key_file,
+            router=config.router,
             should_stop=should_stop,
             gives_up=gives_up,
         )
@@ -284,6 +285,10 @@ class ServedEngine(ServedBase):
         """Raises ServerGoneError when the server does not hold ``version``."""
         if not self._backend.serves(self._client, url, version):
             raise ServerGoneError(f"{url} does not hold {version.tag}: it was restarted or updated by others")
+
+    def _check_held(self, url: str) -> None:
+        """See ServedBase."""
+        self._check_version(self._version, url)
 
     def _recover(self, url: str) -> _Recovered:
         """Makes a server that answers again hold the current weights.

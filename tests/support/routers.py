@@ -1,0 +1,40 @@
+"""vllm-router in an environment of its own, which tools/test_router.sh makes and names in RLJAX_ROUTER."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+
+import httpx
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+@contextlib.contextmanager
+def started_router(port: int = 0) -> Iterator[str]:
+    """URL of a router without servers, ended by its id."""
+    port = port or free_port()
+    words = ["--port", str(port), "--prometheus-port", str(free_port()), "--policy", "round_robin"]
+    words += ["--worker-startup-timeout-secs", "5", "--disable-retries"]
+    process = subprocess.Popen(
+        [os.environ["RLJAX_ROUTER"], *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                    break
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield url
+    finally:
+        process.kill()
+        process.wait(30)
