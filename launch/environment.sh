@@ -45,6 +45,16 @@ prepare_environment() {
   export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="${JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES:--1}"
 }
 
+# own_environment VENV WORDS...: an environment in which `pip install WORDS` is done, once.
+own_environment() {
+  local venv="$1"
+  shift
+  [ ! -e "$venv/.ready" ] || return 0
+  [ -x "$venv/bin/python" ] || "$(rljax_python)" -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet "$@"
+  touch "$venv/.ready"
+}
+
 # trainer_extra: the extra that trains here, gpu where nvidia-smi finds a GPU, else train.
 trainer_extra() {
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo train; fi

@@ -14,11 +14,7 @@ if ! command -v kubectl >/dev/null 2>&1 && ! command -v kustomize >/dev/null 2>&
   exit 2
 fi
 venv="${RLJAX_KUBERNETES_VENV:-.venv-kubernetes}"
-if [ ! -e "$venv/.ready" ]; then
-  [ -x "$venv/bin/python" ] || "$(rljax_python)" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet 'kubernetes-validate>=1.37,<2' 'jsonschema>=4.20,<5' -e '.[train]' \
-    'jax[k8s]' 'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3'
-  touch "$venv/.ready"
-fi
+own_environment "$venv" 'kubernetes-validate>=1.37,<2' 'jsonschema>=4.20,<5' -e '.[train]' 'jax[k8s]' \
+  'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3'
 PYTHONPATH=. exec "$venv/bin/python" -m pytest -p no:cacheprovider -m launch_files --durations=5 \
   tests/launch/test_kubernetes.py tests/launch/test_kubernetes_detection.py "$@"

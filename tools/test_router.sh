@@ -11,11 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
 venv="${RLJAX_ROUTER_VENV:-$PWD/.venv-router}"
-if [ ! -e "$venv/.ready" ]; then
-  [ -x "$venv/bin/python" ] || "$(rljax_python)" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet 'vllm-router>=0.1.17,<0.2'
-  touch "$venv/.ready"
-fi
+own_environment "$venv" 'vllm-router>=0.1.17,<0.2'
 prepare_environment test
 bash launch/install_vllm.sh
 export RLJAX_ROUTER="$venv/bin/vllm-router"

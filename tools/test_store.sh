@@ -10,10 +10,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
 venv="${RLJAX_STORE_VENV:-.venv-store}"
-if [ ! -e "$venv/.ready" ]; then
-  [ -x "$venv/bin/python" ] || "$(rljax_python)" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet -e '.[train]' 'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3'
-  "$venv/bin/python" -m pip install --quiet 'fsspec>=2025.3' 's3fs>=2025.3' 'moto[s3]>=5.1,<6' 'flask>=3,<4' 'flask-cors>=5,<7'
-  touch "$venv/.ready"
-fi
+own_environment "$venv" -e '.[train]' 'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3' \
+  'fsspec>=2025.3' 's3fs>=2025.3' 'moto[s3]>=5.1,<6' 'flask>=3,<4' 'flask-cors>=5,<7'
 PYTHONPATH=. exec "$venv/bin/python" -m pytest -p no:cacheprovider -m store --durations=5 tests/run/test_store_s3.py "$@"

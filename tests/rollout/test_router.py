@@ -3,7 +3,6 @@
 import contextlib
 import time
 
-import numpy as np
 import pytest
 from routers import started_router
 from test_vllm_engine import PARAMS, PROMPTS, make
@@ -130,6 +129,5 @@ def test_the_key_of_the_servers_goes_through(router, fakes, tmp_path):
     try:
         engine.publish(PARAMS, 0)
         assert len(sampled(engine)) == 16
-        assert isinstance(sampled(engine)[0].token_ids, np.ndarray)
     finally:
         engine.close()

@@ -247,19 +247,19 @@ class ServedEngine(ServedBase):
         self._asleep.add(url)
         self._metrics.highest("time/sleep_s", time.monotonic() - began)
 
-    def _wake(self, url: str) -> None:
-        """Nothing where the server does not sleep."""
-        if url in self._asleep:
-            began = time.monotonic()
-            self._backend.wake(self._client, url)
-            self._asleep.discard(url)
-            self._metrics.highest("time/wake_s", time.monotonic() - began)
+    def _wake(self, url: str) -> bool:
+        """Whether the server slept; it is awake then, without weights."""
+        if url not in self._asleep:
+            return False
+        began = time.monotonic()
+        self._backend.wake(self._client, url)
+        self._asleep.discard(url)
+        self._metrics.highest("time/wake_s", time.monotonic() - began)
+        return True
 
     def _renew(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Recovered:
         """Sends weights that the server's machine has, and asks for the proof; the probes are cached before."""
-        if url in self._asleep:
-            self._wake(url)  # all of it before the weights come: what wakes later cannot change them
-        else:
+        if not self._wake(url):  # all of it before the weights come: what wakes later cannot change them
             self._verifier.warm(self._client, url)
         began = time.monotonic()
         self._backend.push(self._client, url, published.version)
@@ -305,9 +305,7 @@ class ServedEngine(ServedBase):
                 return _Recovered(self._handshake(url))
             except ReplyError as error:  # no server of this kind: waiting would not make it one
                 raise HandshakeError(error) from error
-        slept = url in self._asleep
-        self._wake(url)
-        if not slept and self._backend.serves(self._client, url, published.version):
+        if not self._wake(url) and self._backend.serves(self._client, url, published.version):
             return self._prove(published, url)
         try:
             info = self._handshake(url)
