@@ -31,7 +31,7 @@ from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import Tokenizer
 from rljax.mismatch.histogram import bin_edges
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import abstract_params
+from rljax.policy.model import abstract_params
 from rljax.rollout.served.wire import Request, check_completion
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.rollout.vllm.wire import GENERATE, VllmWire

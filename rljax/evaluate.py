@@ -23,10 +23,11 @@ from rljax.checks import check_at_least
 from rljax.data.prompts import FILE_REWARD, TOYS, DataConfig, Problem, evaluation_datasets
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import caller_errors, run_cli
-from rljax.policy.config import PolicyConfig, read_config
+from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
+from rljax.policy.hf_config import read_config
 from rljax.policy.hub import model_directory
-from rljax.policy.qwen3 import param_shardings
+from rljax.policy.model import param_shardings
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine

@@ -1,8 +1,8 @@
 """The device mesh, the table from logical axes to mesh axes, and constraints by logical axis.
 
-Weights are sharded over two of the mesh axes: ``fsdp`` splits the model width, ``tp`` splits heads, the MLP's inner
-width and the vocabulary. Each part of ``replica`` has all of them. Activations are split by rows over ``replica`` and
-``fsdp``.
+Weights are sharded over three of the mesh axes: ``fsdp`` splits the model width, ``tp`` splits heads, the MLP's inner
+width and the vocabulary; ``expert`` splits the experts of a mixture, and the model width of all other weights besides.
+Each part of ``replica`` has all of them. Activations are split by rows over ``replica``, ``fsdp`` and ``expert``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("replica", "fsdp", "tp")
+MESH_AXES = ("replica", "fsdp", "expert", "tp")
 
 # Logical axis -> mesh axes that split it.
 RULES: dict[str, tuple[str, ...]] = {
     "layers": (),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "expert"),
+    "experts": ("expert",),
+    "expert_embed": ("fsdp",),
+    "router": (),
     "heads": ("tp",),
     "kv_heads": ("tp",),
     "head_dim": (),
@@ -30,7 +33,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tp",),
     "norm": (),
     "micro": (),
-    "rows": ("replica", "fsdp"),
+    "rows": ("replica", "fsdp", "expert"),
     "tokens": (),
     "act_embed": (),
     "act_heads": ("tp",),
@@ -51,26 +54,31 @@ class MeshConfig:
     """Number of complete copies of the sharded weights (hybrid sharding). Each copy takes a part of the rows; weights
     are gathered inside a copy, and gradients are added up across copies once a step. A copy takes neighbouring devices:
     with as many copies as nodes, weights do not travel between nodes."""
+    expert: int = 1
+    """Number of parts into which the experts of a mixture are split, and with them the rows of a batch. It divides the
+    number of experts. At most the devices of one node: tokens travel over it in every block."""
     keep_gathered: bool = False
     """Gather the 16-bit weights over ``fsdp`` once a step and keep them (2 bytes a parameter on each device, over
     ``tp``), in place of gathering them twice for each micro-batch."""
 
     def __post_init__(self) -> None:
-        if self.tp < 1 or self.replica < 1 or self.fsdp < -1 or self.fsdp == 0:
+        if min(self.tp, self.replica, self.expert) < 1 or self.fsdp < -1 or self.fsdp == 0:
             raise ValueError(
-                f"fsdp must be -1 or at least 1, tp and replica at least 1, got {self.fsdp}, {self.tp}, {self.replica}"
+                "fsdp must be -1 or at least 1, tp, replica and expert at least 1, "
+                f"got {self.fsdp}, {self.tp}, {self.replica}, {self.expert}"
             )
 
-    def shape(self, num_devices: int) -> tuple[int, int, int]:
+    def shape(self, num_devices: int) -> tuple[int, int, int, int]:
         """Sizes of the axes on so many devices, in the order of ``MESH_AXES``."""
-        fsdp = max(1, num_devices // (self.replica * self.tp)) if self.fsdp == -1 else self.fsdp
-        return self.replica, fsdp, self.tp
+        rest = max(1, num_devices // (self.replica * self.expert * self.tp))
+        return self.replica, rest if self.fsdp == -1 else self.fsdp, self.expert, self.tp
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of ``MESH_AXES`` with GSPMD (Auto) axes over the first ``replica * fsdp * tp`` devices.
+    """A mesh of ``MESH_AXES`` with GSPMD (Auto) axes over the first devices.
 
-    Neighbours on ``tp``, then on ``fsdp``, are neighbours on the links of a TPU, and devices of one process elsewhere.
+    Neighbours on ``tp``, then on ``expert`` and ``fsdp``, are neighbours on the links of a TPU, and devices of one
+    process elsewhere.
 
     Raises:
       ValueError: more devices asked for than there are, or so few that a process has none of them.
@@ -149,6 +157,12 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, fit_spec(logical, x.shape, mesh))
+
+
+def split_over(logical: str) -> tuple[str, ...]:
+    """Mesh axes of more than one part that split a logical axis on the mesh of the context; none without one."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    return () if mesh.empty else tuple(axis for axis in _automatic(logical, mesh) if mesh.shape[axis] > 1)
 
 
 def axis_size(logical: str) -> int:

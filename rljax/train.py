@@ -27,8 +27,10 @@ from rljax.aot.machines import parse_machine
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
 from rljax.ownership import Ownership
-from rljax.policy.config import PolicyConfig, read_config
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf_config import read_config
 from rljax.policy.hub import model_directory
+from rljax.policy.kernels import choose_kernels
 from rljax.processes import Processes, ProcessOptions, start_processes
 from rljax.report.rows import Row
 from rljax.report.summary import format_summary, summarize, write_summary
@@ -55,7 +57,6 @@ from rljax.run.record import Recorder
 from rljax.run.stop import StopRequest
 from rljax.run.uploads import start_from_store, uploading
 from rljax.sharding import make_mesh
-from rljax.trainer.step import mesh_attention
 
 BEGIN = "begin"
 PROG = "python -m rljax.train"
@@ -161,7 +162,7 @@ def find_setting(config: Config) -> Setting:
             sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
             raise ConfigError(f"{config.model.path}: {sizes}")
         check_shapes(config, policy, mesh)
-        mesh_attention(config.policy.attention, policy, config.precision, mesh)  # what the devices lack is refused
+        choose_kernels(config.policy, policy, config.precision.compute_dtype, mesh)  # what the devices lack is refused
     return Setting(config, policy, tokenizer, mesh)
 
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from rljax.aot.machines import card_of_kind
 from rljax.data.prompts import DataConfig
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import Remat, init_params, param_shardings
+from rljax.policy.model import Remat, init_params, param_shardings
 from rljax.rollout.types import RolloutConfig
 from rljax.run.build import batch_shape, make_pack, make_step
 from rljax.run.compile import memory_by_kind, model_flops

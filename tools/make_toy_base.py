@@ -31,7 +31,7 @@ from rljax.data.toy import ToyBaseConfig
 from rljax.errors import run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
-from rljax.policy.qwen3 import Params, init_params
+from rljax.policy.model import Params, init_params
 from rljax.policy.score import packed_logprobs
 
 # Each has build_tokenizer, policy_config, demonstration_batch and PROMPT_TOKENS.

@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
 def make_model(directory: Path, shape: str) -> None:
     """Writes random weights; in a process of its own, whose memory is free afterwards."""
     from rljax.policy.hf import save_params
-    from rljax.policy.qwen3 import init_params
+    from rljax.policy.model import init_params
 
     save_params(directory, init_params(SHAPES[shape], 0), SHAPES[shape], "bfloat16")
 

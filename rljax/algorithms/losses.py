@@ -40,6 +40,8 @@ class LossConfig:
     """Estimator of KL(policy || reference) that is added to the loss. none: no KL penalty."""
     kl_coefficient: float = 0.0
     """Weight of the KL penalty. Above 0 if ``kl`` is set, otherwise 0."""
+    router_balance: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts (``router_aux_loss_coef`` of transformers). 0: off."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio. trainer: log-probabilities of the trainer before the first update on the batch.
     rollout: those of the rollout engine, so that the ratio contains the mismatch as well."""
@@ -50,7 +52,7 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_at_least(self, 0, "clip_high")
+        check_at_least(self, 0, "clip_high", "router_balance")
         check_at_least(self, 1, "mini_batches", "epochs")
         if not 0.0 <= self.clip_low <= 1.0:
             raise ValueError(f"clip_low must be in [0, 1], got {self.clip_low}")

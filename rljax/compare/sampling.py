@@ -15,7 +15,7 @@ from rljax.compare.report import SECOND_RUN
 from rljax.compare.scorers import counted, local_source, open_server, parse_spec, server_label, server_source
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
-from rljax.policy.config import read_config
+from rljax.policy.hf_config import read_config
 from rljax.rollout.build import load_jax_engine
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.served.model import ServedModel

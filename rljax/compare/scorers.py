@@ -14,8 +14,8 @@ import numpy as np
 
 from rljax.compare.dump import ColumnSource, TokenDump, after_prompts, common_prefix
 from rljax.compare.importers import read_tokens
-from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
+from rljax.policy.hf_config import read_config
 from rljax.policy.score import make_scorer
 from rljax.rollout.build import connect, load_jax_engine
 from rljax.rollout.served.model import ServedModel

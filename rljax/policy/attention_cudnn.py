@@ -7,8 +7,6 @@ It needs compute capability 9.0 (Hopper) and 16-bit operands.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -129,20 +127,3 @@ def _wrapper() -> Any:
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
-
-
-@contextlib.contextmanager
-def compiled_for_hopper() -> Iterator[None]:
-    """Inside, a program is traced for a Hopper GPU that is not here.
-
-    JAX asks the process's own GPU for its compute capability and its cuDNN; ahead of time there is none, and it would
-    refuse.
-    """
-    wrapper = _wrapper()
-    answers = {"check_compute_capability": lambda asked: asked <= CAPABILITY, "check_cudnn_version": lambda: CUDNN}
-    own = {name: getattr(wrapper, name) for name in answers}
-    vars(wrapper).update(answers)
-    try:
-        yield
-    finally:
-        vars(wrapper).update(own)

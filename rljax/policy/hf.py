@@ -1,6 +1,6 @@
 """Hugging Face safetensors directories to the policy's pytree and back.
 
-One table says which HF tensor each leaf comes from and in which layout. Loading reads only the slices that this
+The declaration of a parameter says which HF tensor it is and in which layout. Loading reads only the slices that this
 process' devices hold; publishing yields one tensor at a time, saving keeps the tensors of one file in memory.
 """
 
@@ -13,7 +13,7 @@ import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,9 @@ from safetensors.numpy import save_file
 
 from rljax.checks import parse_json
 from rljax.checksum import Checksum, checksum, mixed, place_weights
-from rljax.policy.config import PolicyConfig, config_to_hf
-from rljax.policy.qwen3 import Params, abstract_params
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf_config import config_to_hf
+from rljax.policy.model import Params, abstract_params, stored_tensors
 from rljax.rollout.weights.region import Region
 from rljax.rollout.weights.writer import Part
 from rljax.sharding import fetch
@@ -43,28 +44,52 @@ _SIDE_FILES = (
     "chat_template.jinja",
 )
 
-# Leaf path -> (HF name, input axes). A linear layer is [in, out] here and [out, in] in HF, and HF has the heads and
-# head_dim as one axis; input axes counts those of our leaf (without layers) that are HF's second. 0: stored as it is.
-_TENSORS: dict[tuple[str, ...], tuple[str, int]] = {
-    ("embed",): ("model.embed_tokens.weight", 0),
-    ("layers", "attention_norm", "scale"): ("model.layers.{}.input_layernorm.weight", 0),
-    ("layers", "attention", "query"): ("model.layers.{}.self_attn.q_proj.weight", 1),
-    ("layers", "attention", "key"): ("model.layers.{}.self_attn.k_proj.weight", 1),
-    ("layers", "attention", "value"): ("model.layers.{}.self_attn.v_proj.weight", 1),
-    ("layers", "attention", "output"): ("model.layers.{}.self_attn.o_proj.weight", 2),
-    ("layers", "attention", "query_norm", "scale"): ("model.layers.{}.self_attn.q_norm.weight", 0),
-    ("layers", "attention", "key_norm", "scale"): ("model.layers.{}.self_attn.k_norm.weight", 0),
-    ("layers", "mlp_norm", "scale"): ("model.layers.{}.post_attention_layernorm.weight", 0),
-    ("layers", "mlp", "gate"): ("model.layers.{}.mlp.gate_proj.weight", 1),
-    ("layers", "mlp", "up"): ("model.layers.{}.mlp.up_proj.weight", 1),
-    ("layers", "mlp", "down"): ("model.layers.{}.mlp.down_proj.weight", 1),
-    ("final_norm", "scale"): ("model.norm.weight", 0),
-    ("lm_head",): ("lm_head.weight", 0),
-}
+
+class _Leaf(NamedTuple):
+    """One parameter of the pytree and its tensors in the files.
+
+    Attributes:
+      path: in the pytree.
+      names: of the tensors, an array [leading] over the leading axes whose parts are tensors of their own.
+      shape: of one such part.
+      inputs: as ``Stored.inputs``.
+    """
+
+    path: tuple[str, ...]
+    names: np.ndarray
+    shape: tuple[int, ...]
+    inputs: int | None
+
+    @property
+    def stacked(self) -> int:
+        """Number of the leading axes."""
+        return self.names.ndim
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        """Of one tensor of the file."""
+        if self.inputs is None:
+            return self.shape
+        outputs = math.prod(self.shape[self.inputs :])
+        return (outputs, math.prod(self.shape[: self.inputs])) if self.inputs else (outputs,)
+
+    def to_hf(self, part: np.ndarray) -> np.ndarray:
+        """A part, or a rectangle of one, as the file has it."""
+        if not self.inputs:
+            return np.ascontiguousarray(part if self.inputs is None else part.reshape(-1))
+        return np.ascontiguousarray(part.reshape(math.prod(part.shape[: self.inputs]), -1).T)
 
 
-def _hf_shape(shape: tuple[int, ...], inputs: int) -> tuple[int, ...]:
-    return (math.prod(shape[inputs:]), math.prod(shape[:inputs])) if inputs else shape
+def _leaves(config: PolicyConfig) -> Iterator[_Leaf]:
+    """The parameters in the order of the files."""
+    stored = stored_tensors(config)
+    for path, leaf in sorted(flatten_dict(abstract_params(config)).items()):
+        name, inputs = stored[path]
+        leading = leaf.shape[: stored[path].stacked]
+        names = np.empty(leading, object)
+        for index in np.ndindex(leading):
+            names[index] = name.format(*index)
+        yield _Leaf(path, names, leaf.shape[len(leading) :], inputs)
 
 
 def _merged(bounds: Sequence[slice], shape: Sequence[int]) -> slice:
@@ -73,21 +98,24 @@ def _merged(bounds: Sequence[slice], shape: Sequence[int]) -> slice:
     return slice(bounds[0].start * width, bounds[0].stop * width)
 
 
-def _read(source: Any, inputs: int, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-    """The part ``index`` of one layer's leaf of our ``shape``, from a slice of a safetensors file."""
+def _read(source: Any, leaf: _Leaf, index: tuple[slice, ...]) -> np.ndarray:
+    """The part ``index`` of one tensor's parameter, from a slice of a safetensors file."""
+    shape, inputs = leaf.shape, leaf.inputs
     bounds = [slice(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
-    if not inputs:
+    if inputs is None:
         return source[tuple(bounds)]
+    sizes = [bound.stop - bound.start for bound in bounds]
+    if inputs == 0:
+        return source[_merged(bounds, shape)].reshape(sizes)
     part = source[_merged(bounds[inputs:], shape[inputs:]), _merged(bounds[:inputs], shape[:inputs])]
-    return part.T.reshape([bound.stop - bound.start for bound in bounds])
+    return part.T.reshape(sizes)
 
 
-def _read_leaf(sources: list[Any], inputs: int, shape: tuple[int, ...], index: Any) -> np.ndarray:
-    """The part ``index`` of a leaf in float32; a leaf with a leading layers axis has one source a layer."""
-    if len(index) == len(shape):
-        return _read(sources[0], inputs, shape, index).astype(np.float32)
-    layers = [_read(source, inputs, shape, index[1:]) for source in sources[index[0]]]
-    return np.stack(layers).astype(np.float32)
+def _read_leaf(sources: dict[str, Any], leaf: _Leaf, index: Any) -> np.ndarray:
+    """The part ``index`` of a parameter in float32, from the file's slices by name."""
+    names = leaf.names[index[: leaf.stacked]]
+    parts = [_read(sources[name], leaf, index[leaf.stacked :]).astype(np.float32) for name in np.ravel(names)]
+    return np.stack(parts).reshape(*np.shape(names), *parts[0].shape)
 
 
 def _open_sources(directory: Path) -> dict[str, Any]:
@@ -126,15 +154,6 @@ def _files_of_index(path: Path) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def _leaves(config: PolicyConfig) -> Iterator[tuple[tuple[str, ...], list[str], tuple[int, ...], int]]:
-    """(path, HF names, our shape of what one name has, input axes) of each leaf in the order of the files."""
-    for path, leaf in sorted(flatten_dict(abstract_params(config)).items()):
-        name, inputs = _TENSORS[path]
-        stacked = path[0] == "layers"
-        names = [name.format(i) for i in range(config.num_layers)] if stacked else [name]
-        yield path, names, leaf.shape[stacked:], inputs
-
-
 def load_params(directory: str | Path, config: PolicyConfig, shardings: Params | None = None) -> Params:
     """Reads a safetensors directory (single or sharded with an index) into float32 masters.
 
@@ -149,21 +168,21 @@ def load_params(directory: str | Path, config: PolicyConfig, shardings: Params |
     sources = _open_sources(Path(directory))
     placed = flatten_dict(shardings or {})
     params = {}
-    for path, names, shape, inputs in _leaves(config):
-        for name in names:
+    for leaf in _leaves(config):
+        for name in np.ravel(leaf.names):
             if name not in sources:
                 raise ValueError(f"{directory}: tensor {name!r} is missing")
-            found, expected = tuple(sources[name].get_shape()), _hf_shape(shape, inputs)
-            if found != expected:
+            found = tuple(sources[name].get_shape())
+            if found != leaf.hf_shape:
                 raise ValueError(
-                    f"{directory}: tensor {name!r} has shape {found}, expected {expected} from config.json"
+                    f"{directory}: tensor {name!r} has shape {found}, expected {leaf.hf_shape} from config.json"
                 )
-        whole = (len(names), *shape) if path[0] == "layers" else shape
-        read = functools.partial(_read_leaf, [sources[name] for name in names], inputs, shape)
+        whole = leaf.names.shape + leaf.shape
+        read = functools.partial(_read_leaf, sources, leaf)
         if shardings is None:
-            params[path] = jnp.asarray(read((slice(None),) * len(whole)))
+            params[leaf.path] = jnp.asarray(read((slice(None),) * len(whole)))
         else:
-            params[path] = jax.make_array_from_callback(whole, placed[path], read)
+            params[leaf.path] = jax.make_array_from_callback(whole, placed[leaf.path], read)
     return unflatten_dict(params)
 
 
@@ -174,10 +193,10 @@ def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tup
     head is not yielded: the file has no tensor of its own for it.
     """
     leaves = flatten_dict(params)
-    for path, names, shape, inputs in _leaves(config):
-        layers = _host_layers(jnp.asarray(leaves[path]), path[0] == "layers", jnp.dtype(dtype))
-        for name, array in zip(names, layers, strict=True):
-            yield name, np.ascontiguousarray(array.reshape(math.prod(shape[:inputs]), -1).T if inputs else array)
+    for leaf in _leaves(config):
+        parts = _host_parts(jnp.asarray(leaves[leaf.path]), leaf.stacked, jnp.dtype(dtype))
+        for name, part in zip(np.ravel(leaf.names), parts, strict=True):
+            yield name, leaf.to_hf(part)
 
 
 def hf_parts(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[Part]:
@@ -187,44 +206,43 @@ def hf_parts(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[Part]
     processes that hold the parameters call it.
     """
     leaves = flatten_dict(params)
-    for path, names, shape, inputs in _leaves(config):
-        stacked = path[0] == "layers"
-        cast = jnp.asarray(leaves[path]).astype(dtype)
-        hf_shape = _hf_shape(shape, inputs)
+    for leaf in _leaves(config):
+        cast = jnp.asarray(leaves[leaf.path]).astype(dtype)
         for shard in cast.addressable_shards:
             if shard.replica_id:
                 continue
             bounds = [slice(*s.indices(n)) for s, n in zip(shard.index, cast.shape, strict=True)]
-            layers = range(cast.shape[0])[bounds[0]] if stacked else [0]
+            names = leaf.names[tuple(bounds[: leaf.stacked])]
             content = np.asarray(shard.data)
-            for name, array in zip((names[i] for i in layers), content if stacked else [content], strict=True):
-                region = _hf_region(bounds[int(stacked) :], shape, inputs)
-                matrix = array.reshape(region.width, region.rows).T if inputs else array
-                yield Part(name, hf_shape, region, np.ascontiguousarray(matrix))
+            region = _hf_region(leaf, bounds[leaf.stacked :])
+            parts = content.reshape(-1, *content.shape[leaf.stacked :])
+            for name, part in zip(np.ravel(names), parts, strict=True):
+                yield Part(name, leaf.hf_shape, region, leaf.to_hf(part))
 
 
-def _hf_region(bounds: Sequence[slice], shape: tuple[int, ...], inputs: int) -> Region:
-    """Where in the HF tensor a part of one layer's leaf lies."""
+def _hf_region(leaf: _Leaf, bounds: list[slice]) -> Region:
+    """Where in its HF tensor a part of a parameter lies."""
+    shape, inputs = leaf.shape, leaf.inputs
     if inputs:
         rows, columns = _merged(bounds[inputs:], shape[inputs:]), _merged(bounds[:inputs], shape[:inputs])
         stride = math.prod(shape[:inputs])
-    elif len(shape) == 1:
-        rows, columns, stride = slice(0, 1), bounds[0], shape[0]
+    elif inputs == 0 or len(shape) == 1:
+        rows, columns, stride = slice(0, 1), _merged(bounds, shape), math.prod(shape)
     else:
         rows, columns, stride = bounds[0], _merged(bounds[1:], shape[1:]), math.prod(shape[1:])
     return Region(rows.start, rows.stop - rows.start, columns.start, columns.stop - columns.start, stride)
 
 
-def _host_layers(leaf: jax.Array, stacked: bool, dtype: Any) -> Iterator[np.ndarray]:
-    """The layers of a stacked leaf, or the leaf itself, on the host."""
+def _host_parts(leaf: jax.Array, stacked: int, dtype: Any) -> Iterator[np.ndarray]:
+    """The parts of a parameter with ``stacked`` leading axes, on the host; the parameter itself without any."""
     if leaf.is_fully_addressable:
-        host = np.asarray(leaf.astype(dtype))
-        yield from host if stacked else [host]
+        yield from np.asarray(leaf.astype(dtype)).reshape(-1, *leaf.shape[stacked:])
     elif not stacked:
         yield fetch(leaf.astype(dtype))
     else:
         for index in range(leaf.shape[0]):
-            yield fetch(_layer(leaf, np.int32(index), dtype))
+            layer = fetch(_layer(leaf, np.int32(index), dtype))
+            yield from layer.reshape(-1, *leaf.shape[stacked:])
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -239,34 +257,36 @@ def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, 
       RuntimeError: a tensor holds a value that is not finite in ``dtype``; the message names it.
     """
     leaves, flat = list(_leaves(config)), flatten_dict(params)
-    stacked = tuple(path[0] == "layers" for path, *_ in leaves)
-    inputs = tuple(axes for *_, axes in leaves)
-    sums = fetch(_leaf_sums([flat[path] for path, *_ in leaves], stacked, inputs, jnp.dtype(dtype)))
+    layouts = tuple((leaf.stacked, leaf.inputs) for leaf in leaves)
+    sums = fetch(_leaf_sums([flat[leaf.path] for leaf in leaves], layouts, jnp.dtype(dtype)))
     found = {}
-    for (_, names, shape, _), columns in zip(leaves, sums, strict=True):
-        for name, (finite, *of_name) in zip(names, np.reshape(columns, (4, -1)).T.tolist(), strict=True):
+    for leaf, columns in zip(leaves, sums, strict=True):
+        for name, (finite, *of_name) in zip(np.ravel(leaf.names), np.reshape(columns, (4, -1)).T.tolist(), strict=True):
             if not finite:
                 raise RuntimeError(f"tensor {name!r} holds values that are not finite in {jnp.dtype(dtype).name}")
-            found[name] = checksum(math.prod(shape), *of_name)
+            found[name] = checksum(math.prod(leaf.shape), *of_name)
     return found
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _leaf_sums(
-    leaves: list[jax.Array], stacked: tuple[bool, ...], inputs: tuple[int, ...], dtype: Any
+    leaves: list[jax.Array], layouts: tuple[tuple[int, int | None], ...], dtype: Any
 ) -> list[tuple[jax.Array, ...]]:
-    """Of each leaf, and of each layer of a stacked one: whether all is finite, and the checksum's sums (int32)."""
+    """Of each tensor that a parameter's part is: whether all is finite, and the checksum's sums (int32).
 
-    def sums(leaf: jax.Array, stack: bool, inputs: int) -> tuple[jax.Array, ...]:
+    ``layouts`` has the leading axes and ``Stored.inputs`` of each parameter.
+    """
+
+    def sums(leaf: jax.Array, stacked: int, inputs: int | None) -> tuple[jax.Array, ...]:
         cast = leaf.astype(dtype)
-        axes = tuple(range(int(stack), leaf.ndim))
+        axes = tuple(range(stacked, leaf.ndim))
         words = jax.lax.bitcast_convert_type(cast, jnp.uint16 if dtype.itemsize == 2 else jnp.int32).astype(jnp.int32)
         first, second = mixed(words)
-        weights = place_weights(_hf_places(leaf.shape[int(stack) :], inputs))
-        placed = first * (weights[None] if stack else weights)
+        places = _hf_places(leaf.shape[stacked:], inputs or 0)
+        placed = first * place_weights(places)[(None,) * stacked]
         return jnp.isfinite(cast).all(axes), *(jnp.sum(each, axes, dtype=jnp.int32) for each in (first, second, placed))
 
-    return [sums(*each) for each in zip(leaves, stacked, inputs, strict=True)]
+    return [sums(leaf, *layout) for leaf, layout in zip(leaves, layouts, strict=True)]
 
 
 def _hf_places(shape: tuple[int, ...], inputs: int) -> jax.Array:
@@ -285,9 +305,9 @@ def _shard_plan(config: PolicyConfig, itemsize: int, max_shard_bytes: int) -> li
     """Names of the tensors of each file; a tensor that is larger than the limit has its own file."""
     plan: list[list[str]] = [[]]
     room = max_shard_bytes
-    for _, names, shape, _ in _leaves(config):
-        size = math.prod(shape) * itemsize
-        for name in names:
+    for leaf in _leaves(config):
+        size = math.prod(leaf.shape) * itemsize
+        for name in np.ravel(leaf.names):
             if plan[-1] and size > room:
                 plan.append([])
                 room = max_shard_bytes

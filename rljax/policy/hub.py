@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from rljax.policy.config import PolicyConfig, read_config
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf_config import read_config
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _WANTED = ("*.json", "*.safetensors", "*.jinja")  # not the same weights again in other formats

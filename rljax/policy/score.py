@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from rljax.policy.attention import PackedAttention, packed_attention
 from rljax.policy.config import PolicyConfig
+from rljax.policy.grouped import IN_BLOCKS, Grouped
 from rljax.policy.head import matmul_precision, token_logprobs
-from rljax.policy.qwen3 import Params, Remat, cast_params, hidden_states, lm_head_table
+from rljax.policy.model import Params, Remat, Seen, cast_params, hidden_states, lm_head_table
 from rljax.sharding import fetch
 
 
@@ -22,7 +23,7 @@ class Scores(NamedTuple):
 
     logprobs: Float[Array, "b t"]  # 0 at position 0 of a segment and on padding
     entropy: Float[Array, "b t"]  # nats; likewise
-    activation_max: Float[Array, ""]  # largest absolute value inside the blocks; 65,504 is the largest float16
+    seen: Seen
 
 
 def packed_logprobs(
@@ -36,6 +37,8 @@ def packed_logprobs(
     lm_head_dtype: Any = None,
     remat: Remat = "none",
     attention: PackedAttention = packed_attention,
+    grouped: Grouped = IN_BLOCKS,
+    choices: Int[Array, "b t l k"] | None = None,
 ) -> Scores:
     """``logprobs[b, t]`` of ``tokens[b, t]`` given the tokens before it in its own segment, and the entropy there.
 
@@ -49,9 +52,19 @@ def packed_logprobs(
       lm_head_dtype: dtype of the operands of the LM head's products; None: that of hidden states and table.
       remat: what the backward pass recomputes.
       attention: from ``choose_attention``.
+      grouped: products of a mixture's experts, from ``choose_experts``.
+      choices: experts that tokens must go to, as ``hidden_states`` takes them.
     """
-    hidden, activation_max = hidden_states(
-        params, config, tokens, segment_ids, positions, remat=remat, attention=attention
+    hidden, seen = hidden_states(
+        params,
+        config,
+        tokens,
+        segment_ids,
+        positions,
+        remat=remat,
+        attention=attention,
+        grouped=grouped,
+        choices=choices,
     )
     # Token t is predicted from the state at t-1; the last state of a row predicts nothing.
     logprobs, entropy = token_logprobs(
@@ -60,7 +73,7 @@ def packed_logprobs(
     front = ((0, 0), (1, 0))
     inside = (positions > 0) & (segment_ids > 0)
     logprobs, entropy = (jnp.where(inside, jnp.pad(values, front), 0.0) for values in (logprobs, entropy))
-    return Scores(logprobs, entropy, activation_max)
+    return Scores(logprobs, entropy, seen)
 
 
 def make_scorer(

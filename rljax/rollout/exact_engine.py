@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from rljax.policy.qwen3 import Params
+from rljax.policy.model import Params
 from rljax.rollout.types import InjectConfig, Response, SamplingParams, VersionSpan
 from rljax.sharding import replicated
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import Params, logical_axes, param_shardings
+from rljax.policy.model import Params, logical_axes, param_shardings
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import InjectConfig, Response, SamplingParams
 

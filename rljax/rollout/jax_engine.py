@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import head_operands, matmul_precision
-from rljax.policy.qwen3 import Params, cast_params, embed_tokens, lm_head_table, param_shardings, run_blocks
+from rljax.policy.model import Params, cast_params, embed_tokens, lm_head_table, param_shardings, run_blocks
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
 from rljax.sharding import constrain, replicated
 

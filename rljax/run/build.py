@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
-from rljax.policy.qwen3 import Params, param_shardings
+from rljax.policy.model import Params, param_shardings
 from rljax.processes import ALONE, Processes
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import make_engine, policy_functions
@@ -239,8 +240,8 @@ def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, 
 
 def micro_batch_rows(config: Config, row_tokens: int) -> int:
     """Rows of a micro-batch, of ``row_tokens`` each, on the run's mesh."""
-    replica, fsdp, _ = config.mesh.shape(jax.device_count())
-    return config.packing.resolve_rows(row_tokens, replica * fsdp)
+    *by_rows, _ = config.mesh.shape(jax.device_count())
+    return config.packing.resolve_rows(row_tokens, math.prod(by_rows))
 
 
 def load_reference(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params | None:
@@ -307,7 +308,7 @@ def make_step(config: Config, policy: PolicyConfig, tx: optax.GradientTransforma
         temperature=config.rollout.temperature,
         diagnosis=None if makes_several_updates(config) else config.diagnosis,
         keep_gathered=config.mesh.keep_gathered,
-        attention=config.policy.attention,
+        options=config.policy,
     )
 
 
@@ -333,7 +334,7 @@ def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPa
         objective=make_objective(config, config.num_sequences),
         rows=micro_batch_rows(config, row_tokens),
         row_tokens=row_tokens,
-        attention=config.policy.attention,
+        options=config.policy,
     )
 
 

@@ -20,10 +20,10 @@ from rljax.aot.hlo import parse_module
 from rljax.aot.kernels import KernelUse, attention_flops, full_row, kernel_uses
 from rljax.aot.machines import Machine, node_of, topology_devices
 from rljax.aot.roofline import Times, crosses_nodes, times
-from rljax.policy.attention_cudnn import compiled_for_hopper
+from rljax.policy.ahead import compiled_for_hopper
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import policy_shape
-from rljax.policy.qwen3 import abstract_params
+from rljax.policy.model import abstract_params
 from rljax.run.build import batch_shape, make_step, makes_several_updates, of_update
 from rljax.run.config import Config
 from rljax.run.dry_run import check_shapes, in_units, planned_bytes

@@ -25,7 +25,7 @@ MAY_DIFFER = (
     *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
     *("rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
     "publish.",
-    *("rollout.dump_every", "rollout.transcript_every", "policy.attention"),
+    *("rollout.dump_every", "rollout.transcript_every", "policy.attention", "policy.experts"),
 )
 
 

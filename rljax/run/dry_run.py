@@ -15,7 +15,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
-from rljax.policy.qwen3 import gathered_axes, logical_axes
+from rljax.policy.kernels import check_experts
+from rljax.policy.model import gathered_axes, logical_axes
 from rljax.run.build import batch_shape
 from rljax.run.config import Config
 from rljax.run.memory_plan import working_bytes
@@ -54,11 +55,12 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
             f"data.max_prompt_tokens + {longest}.max_response_tokens = {config.max_engine_tokens} is longer than the "
             f"model's max_position_embeddings = {policy.max_position_embeddings}"
         )
-    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+    check_experts(policy, mesh)
+    ways = mesh.shape["replica"] * mesh.shape["fsdp"] * mesh.shape["expert"]
     if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
-            f"{ways} ways that the mesh splits rows (mesh.replica x mesh.fsdp)"
+            f"{ways} ways that the mesh splits rows (mesh.replica x mesh.fsdp x mesh.expert)"
         )
     batch_shape(config)
     if config.rollout.engine == "exact":  # it also takes what is sampled in evaluations
@@ -134,7 +136,7 @@ def describe_model(config: Config, policy: PolicyConfig, mesh: Any) -> Lines:
     """The policy and the mesh."""
     state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=False)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 or axis != "replica"}
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 or axis in ("fsdp", "tp")}
     shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     devices, here = math.prod(sizes.values()), jax.device_count()
     more = f"; only {here} here" if devices > here else ""

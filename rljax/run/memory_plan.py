@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from rljax.policy.ahead import compiled_for_hopper
 from rljax.policy.attention import PackedAttention, choose_attention, find_implementation, packed_attention
-from rljax.policy.attention_cudnn import CAPABILITY, compiled_for_hopper
+from rljax.policy.attention_cudnn import CAPABILITY
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import vocabulary_chunks
-from rljax.policy.qwen3 import abstract_params, hidden_states, logical_axes
+from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.run.build import batch_shape, of_update
 from rljax.run.config import Config
 from rljax.sharding import named_sharding

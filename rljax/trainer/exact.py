@@ -21,17 +21,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from rljax.mismatch import Statistics
-from rljax.policy.attention import PackedAttention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import head_operands, matmul_precision
-from rljax.policy.options import AttentionName
-from rljax.policy.qwen3 import Params, abstract_params, cast_params, hidden_states, lm_head_table, param_shardings
+from rljax.policy.kernels import Kernels, choose_kernels
+from rljax.policy.model import Params, Seen, abstract_params, cast_params, hidden_states, lm_head_table, param_shardings
+from rljax.policy.options import DEFAULTS, PolicyOptions
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch, TrainSequence, fill, pack, unpack
 from rljax.trainer.state import TrainState, abstract_state
-from rljax.trainer.step import PrecisionConfig, mesh_attention, micro_gradients
+from rljax.trainer.step import PrecisionConfig, micro_gradients
 from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_controls, update_state, zero_totals
 from rljax.trainer.update import Updated, UpdateOptions, fetch_metrics
 
@@ -42,7 +42,7 @@ class FullScores(NamedTuple):
     log_softmax: Float[Array, "b t v"]  # of the token that follows each place
     logprobs: Float[Array, "b t"]  # of each token; 0 at position 0 and on padding
     entropy: Float[Array, "b t"]  # nats; likewise
-    activation_max: Float[Array, ""]
+    seen: Seen
 
 
 class ExactOutput(NamedTuple):
@@ -59,7 +59,7 @@ def full_scores(
     micro: PackedBatch,
     temperature: Array,
     precision: PrecisionConfig,
-    attention: PackedAttention,
+    kernels: Kernels,
 ) -> FullScores:
     """Scores of a micro-batch [b, t] whose log-softmax is there in full before any token's is picked.
 
@@ -69,10 +69,10 @@ def full_scores(
       micro: one sequence a row.
       temperature: float32 scalar, positive; of the distribution scored.
       precision: dtype of the LM head's products, and what is recomputed.
-      attention: from ``choose_attention``.
+      kernels: from ``choose_kernels``.
     """
     rows = (micro.tokens, micro.segment_ids, micro.positions)
-    hidden, activation_max = hidden_states(compute, config, *rows, remat=precision.remat_policy, attention=attention)
+    hidden, seen = hidden_states(compute, config, *rows, remat=precision.remat_policy, **kernels._asdict())
     hidden, table = head_operands(hidden, lm_head_table(compute), precision.head_dtype)
     exactness = matmul_precision(table.dtype)
     logits = jnp.einsum("btd,vd->btv", hidden, table, precision=exactness, preferred_element_type=jnp.float32)
@@ -84,7 +84,7 @@ def full_scores(
     entropy = -jnp.sum(jnp.exp(known) * known, axis=-1)
     inside = (micro.positions > 0) & (micro.segment_ids > 0)
     logprobs, entropy = (jnp.where(inside, jnp.pad(x, ((0, 0), (1, 0))), 0.0) for x in (picked, entropy))
-    return FullScores(jax.lax.stop_gradient(log_softmax), logprobs, entropy, activation_max)
+    return FullScores(jax.lax.stop_gradient(log_softmax), logprobs, entropy, seen)
 
 
 class ExactPass:
@@ -99,7 +99,7 @@ class ExactPass:
         objective: Objective,
         rows: int,
         row_tokens: int,
-        attention: AttentionName = "auto",
+        options: PolicyOptions = DEFAULTS,
     ):
         """Compiled at the first call; any other shape is an error, never a second compilation.
 
@@ -110,16 +110,16 @@ class ExactPass:
           objective: the loss of a step.
           rows: b, rows of a micro-batch, and sequences sampled at a time.
           row_tokens: t, the longest prompt with its response.
-          attention: from the devices of the mesh (``choose_attention``, which may refuse it).
+          options: how the policy is computed, on the devices of the mesh (``choose_kernels``, which may refuse them).
         """
         dtype = jnp.dtype(precision.compute_dtype)
-        attend = mesh_attention(attention, config, precision, mesh)
+        kernels = choose_kernels(options, config, precision.compute_dtype, mesh)
 
         def run(
             params: Params, micro: PackedBatch, scale: Array, provisional: Array, temperature: Array
         ) -> ExactOutput:
             def score(compute: Params, micro: PackedBatch) -> FullScores:
-                return full_scores(compute, config, micro, temperature, precision, attend)
+                return full_scores(compute, config, micro, temperature, precision, kernels)
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 compute = cast_params(params, dtype)

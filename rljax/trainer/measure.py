@@ -28,6 +28,7 @@ from rljax.mismatch.diagnosis import (
 from rljax.mismatch.importance import finalize_importance, importance_statistics
 from rljax.mismatch.metrics import finalize_mismatch
 from rljax.trainer.packing import PackedBatch
+from rljax.trainer.router import finalize_router, router_statistics
 
 HISTOGRAM = "mismatch/logprob_abs_diff"
 """Name of the histogram among a step's metrics; its bins are those of ``rljax.mismatch.histogram.bin_edges``."""
@@ -63,14 +64,18 @@ def measure(
     """Statistics of a micro-batch, by the group of metrics that they become.
 
     Args:
-      scores: ``logprobs``, ``entropy`` [b, t] and ``activation_max`` [] of the trainer's forward.
+      scores: ``logprobs``, ``entropy`` [b, t] and ``seen`` of the trainer's forward.
       micro: [b, t].
       num_sequences: sequences of the batch.
       config: how the mismatch is taken apart; None: it is not measured, only the forward is.
     """
     entropy = jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0))
     tokens = jnp.sum(micro.response_mask, dtype=jnp.int32)
-    forward = {"forward": Statistics({"entropy": entropy, "tokens": tokens}, {"activation_max": scores.activation_max})}
+    forward = {
+        "forward": Statistics({"entropy": entropy, "tokens": tokens}, {"activation_max": scores.seen.activation_max})
+    }
+    if scores.seen.router is not None:
+        forward["router"] = router_statistics(scores.seen.router, replayed=micro.routes is not None)
     if config is None:
         return forward
     read = read_tokens(
@@ -97,6 +102,8 @@ def finalize_measured(measured: dict[str, Statistics], config: DiagnosisConfig |
         "policy/entropy": forward.mean("entropy", "tokens"),
         "precision/activation_max": forward["activation_max"],
     }
+    if "router" in measured:
+        row |= {f"router/{name}": value for name, value in finalize_router(measured["router"]).items()}
     if config is None:
         return row
     staleness = [*map(str, range(config.staleness_buckets - 1)), f"ge_{config.staleness_buckets - 1}"]

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from rljax.sharding import constrain, put
 from rljax.trainer.packing import PackedBatch, fill
 
-OF_POLICY = ("tokens", "segment_ids", "positions")
+OF_POLICY = ("tokens", "segment_ids", "positions", "routes")
 """Arrays of a batch that the policy reads."""
 
 

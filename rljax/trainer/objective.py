@@ -44,7 +44,7 @@ class Objective:
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether a batch must have its ``old_logprobs``: to normalise weights beside a KL penalty."""
-        return self.loss.kl != "none" and self.correction.normalize
+        return (self.loss.kl != "none" or self.loss.router_balance > 0) and self.correction.normalize
 
     def micro_loss(
         self,
@@ -52,18 +52,21 @@ class Objective:
         micro: PackedBatch,
         provisional: Float[Array, ""],
         mean_weight: Float[Array, ""] | float = 1.0,
+        balance: Float[Array, ""] | float = 0.0,
     ) -> tuple[Float[Array, ""], Statistics]:
         """The micro-batch's share of the loss over the provisional denominator, and its statistics (no gradient).
 
         The statistics are those of the correction and the sums ``policy`` (weighted losses over the provisional
-        denominator), ``kl`` (the same of the penalty, without its coefficient), ``clipped`` (tokens on the clipped
-        branch), ``loss_tokens`` (tokens in the loss after rejection) and ``denominator``.
+        denominator), ``kl`` and ``balance`` (the same of the penalty and of the balancing loss, without their
+        coefficients), ``clipped`` (tokens on the clipped branch), ``loss_tokens`` (tokens in the loss after rejection)
+        and ``denominator``.
 
         Args:
           logprobs: of the parameters that are trained.
           micro: [b, t].
           provisional: from ``provisional``.
           mean_weight: from ``mean_weight``.
+          balance: ``router.balance_loss`` of the micro-batch, which counts as much as its share of the denominator.
         """
         where: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
         before = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
@@ -77,15 +80,18 @@ class Objective:
         if self.loss.kl != "none":
             penalty = kl_penalty(self.loss.kl, logprobs, micro.reference_logprobs, kept)
             kl = jnp.sum(share * penalty) * (mean_weight / provisional)
+        balanced = balance * jnp.sum(share) * (mean_weight / provisional)
         sums = {
             "policy": policy,
             "kl": kl,
+            "balance": balanced,
             "clipped": jnp.sum(jnp.where(kept, clipped, 0.0)),
             "loss_tokens": jnp.sum(kept).astype(jnp.float32),
             "denominator": denominator,
         }
         statistics = dataclasses.replace(correction, sums=correction.sums | sums)
-        return policy + self.loss.kl_coefficient * kl, jax.lax.stop_gradient(statistics)
+        loss = policy + self.loss.kl_coefficient * kl + self.loss.router_balance * balanced
+        return loss, jax.lax.stop_gradient(statistics)
 
     def provisional(self, batch: PackedBatch) -> Float[Array, ""]:
         """The denominator of a batch of which nothing is rejected, or one near it; at least 1."""
@@ -111,12 +117,16 @@ class Objective:
 
 def loss_row(objective: Objective, statistics: Statistics, rescaling: Float[Array, ""]) -> dict[str, jax.Array]:
     """The row's metrics of the loss."""
+    loss = statistics["policy"] + objective.loss.kl_coefficient * statistics["kl"]
+    loss = loss + objective.loss.router_balance * statistics["balance"]
     row = {
-        "policy/loss": (statistics["policy"] + objective.loss.kl_coefficient * statistics["kl"]) * rescaling,
+        "policy/loss": loss * rescaling,
         "policy/clip_fraction": statistics.mean("clipped", "loss_tokens"),
     }
     if objective.loss.kl != "none":
         row["policy/reference_kl"] = statistics["kl"] * rescaling
+    if objective.loss.router_balance:
+        row["policy/router_balance"] = statistics["balance"] * rescaling
     if not objective.correction.is_off:
         row |= {f"correction/{name}": value for name, value in finalize_correction(statistics).items()}
     return row

@@ -20,11 +20,11 @@ class PackingConfig:
     """Length of a row (tokens). 0: the longest sequence that can occur, rounded up to a multiple of 64, or above 1024
     to a multiple of 1024 (attention computes long rows block by block)."""
     rows_per_micro_batch: int = 8
-    """Rows of a micro-batch. It must be a multiple of the sizes of the mesh axes replica and fsdp together."""
+    """Rows of a micro-batch. It must be a multiple of the sizes of the mesh axes replica, fsdp and expert together."""
     tokens_per_device: int = 0
-    """Tokens of a micro-batch on a device: as many rows as fit, at least one, on each part of the mesh axes replica and
-    fsdp. It takes the place of ``rows_per_micro_batch`` and keeps its meaning on any mesh. 0: ``rows_per_micro_batch``
-    decides."""
+    """Tokens of a micro-batch on a device: as many rows as fit, at least one, on each part of the mesh axes replica,
+    fsdp and expert. It takes the place of ``rows_per_micro_batch`` and keeps its meaning on any mesh. 0:
+    ``rows_per_micro_batch`` decides."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "row_tokens", "tokens_per_device")
@@ -82,6 +82,7 @@ class PackedBatch(NamedTuple):
     used: Any  # int32 []: micro-batches that hold anything
     old_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
     reference_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
+    routes: Any = None  # int8 or int16 [m, b, t, l, k]: experts that a token must go to, -1 where it is free; or None
 
 
 def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: int, rows_per_micro_batch: int) -> int:

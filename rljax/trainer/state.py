@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from rljax.checks import check_finite
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import Params, abstract_params, param_shardings
+from rljax.policy.model import Params, abstract_params, param_shardings
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import replicated
 

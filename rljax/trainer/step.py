@@ -18,11 +18,11 @@ import optax
 from jax.sharding import Mesh
 
 from rljax.mismatch import Statistics, merge, zeros
-from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision
-from rljax.policy.options import AttentionName
-from rljax.policy.qwen3 import Params, Remat, cast_params, gathered_axes, logical_axes
+from rljax.policy.kernels import ON_ANY_BACKEND, Kernels, choose_kernels
+from rljax.policy.model import Params, Remat, cast_params, gathered_axes, logical_axes
+from rljax.policy.options import DEFAULTS, PolicyOptions
 from rljax.policy.score import Scores, packed_logprobs
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
@@ -30,6 +30,7 @@ from rljax.trainer.micro_batches import abstract_batch, over_micro_batches, plac
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch
 from rljax.trainer.replicas import merge_over_replicas, on_each_replica
+from rljax.trainer.router import balance_loss
 from rljax.trainer.state import TrainState, abstract_state
 from rljax.trainer.totals import (
     Controls,
@@ -103,22 +104,18 @@ def micro_gradients(
 
     def loss_fn(compute: Params) -> tuple[jax.Array, tuple[Statistics, Scores]]:
         scores = score(compute, micro)
-        loss, statistics = objective.micro_loss(scores.logprobs, micro, provisional, mean_weight)
+        balance: jax.Array | float = 0.0
+        if objective.loss.router_balance and scores.seen.router is not None:
+            balance = balance_loss(scores.seen.router)
+        loss, statistics = objective.micro_loss(scores.logprobs, micro, provisional, mean_weight, balance)
         return loss * scale, (statistics, scores)
 
     (_, (statistics, scores)), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute)
     return grads, statistics, scores
 
 
-def mesh_attention(
-    name: AttentionName, config: PolicyConfig, precision: PrecisionConfig, mesh: Mesh
-) -> PackedAttention:
-    """The attention that ``policy.attention`` names, on the devices of the mesh. Raises as ``choose_attention``."""
-    return choose_attention(name, mesh.devices.flat[0], precision.compute_dtype, config.head_dim)
-
-
 def make_score(
-    config: PolicyConfig, precision: PrecisionConfig, temperature: float, attention: PackedAttention = packed_attention
+    config: PolicyConfig, precision: PrecisionConfig, temperature: float, kernels: Kernels = ON_ANY_BACKEND
 ) -> Any:
     """``score(compute, micro) -> Scores`` of packed rows, a token's numbers on every device."""
 
@@ -132,7 +129,9 @@ def make_score(
             temperature=temperature,
             lm_head_dtype=precision.head_dtype,
             remat=precision.remat_policy,
-            attention=attention,
+            attention=kernels.attention,
+            grouped=kernels.grouped,
+            choices=micro.routes,
         )
         logprobs, entropy = (constrain(x, None, None) for x in (scores.logprobs, scores.entropy))
         return scores._replace(logprobs=logprobs, entropy=entropy)
@@ -160,7 +159,7 @@ class TrainStep:
         temperature: float = 1.0,
         diagnosis: DiagnosisConfig | None,
         keep_gathered: bool = False,
-        attention: AttentionName = "auto",
+        options: PolicyOptions = DEFAULTS,
     ):
         """Builds the step; it is compiled at the first call and never again.
 
@@ -174,11 +173,13 @@ class TrainStep:
           temperature: of the rollouts; log-probabilities are of the distribution that was sampled from.
           diagnosis: how the mismatch is taken apart; None: it is not measured here.
           keep_gathered: as ``MeshConfig.keep_gathered``.
-          attention: from the devices of the mesh (``choose_attention``, which may refuse it).
+          options: how the policy is computed, on the devices of the mesh (``choose_kernels``, which may refuse them).
         """
         dynamic = precision.compute_dtype == "float16"
         dtype = jnp.dtype(precision.compute_dtype)
-        score = make_score(config, precision, temperature, mesh_attention(attention, config, precision, mesh))
+        score = make_score(
+            config, precision, temperature, choose_kernels(options, config, precision.compute_dtype, mesh)
+        )
         axes = logical_axes(config)
         axes_of_copy = gathered_axes(config) if keep_gathered else axes
 

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from rljax.mismatch import Statistics, merge, zeros
-from rljax.policy.qwen3 import Params
+from rljax.policy.model import Params
 from rljax.schedule import get_learning_rate, set_learning_rate
 from rljax.sharding import put
 from rljax.trainer.objective import Objective, loss_row

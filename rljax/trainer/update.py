@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from rljax.policy.qwen3 import Params
+from rljax.policy.model import Params
 from rljax.sharding import fetch
 from rljax.trainer.packing import PackedBatch, TrainSequence, unpack
 from rljax.trainer.state import TrainState

@@ -15,7 +15,7 @@ from rljax.errors import run_cli
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
-from rljax.policy.qwen3 import init_params
+from rljax.policy.model import init_params
 
 TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
 SOURCE = ColumnSource("jax", "bfloat16", "sha256:aa", 1.0)

@@ -10,7 +10,7 @@ from rljax.compare.scorers import score_column
 from rljax.data.toy import ALPHABET, build_tokenizer
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
-from rljax.policy.qwen3 import init_params
+from rljax.policy.model import init_params
 
 pytestmark = pytest.mark.slow
 

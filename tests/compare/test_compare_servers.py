@@ -15,7 +15,7 @@ from rljax.compare.scorers import name_columns, open_server, score_column, serve
 from rljax.errors import ReplyError, ServerGoneError, run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
-from rljax.policy.qwen3 import init_params
+from rljax.policy.model import init_params
 from rljax.rollout.weights.hash import weights_hash
 
 TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"

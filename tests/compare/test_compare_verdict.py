@@ -11,7 +11,7 @@ from rljax.compare.scorers import score_column, split_spec
 from rljax.compare.verdict import judge
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
-from rljax.policy.qwen3 import init_params
+from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.weights.hash import weights_hash
 

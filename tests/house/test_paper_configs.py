@@ -12,8 +12,9 @@ import pytest
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.data.toy import policy_config
-from rljax.policy.config import PolicyConfig, config_to_hf
-from rljax.policy.qwen3 import init_params
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf_config import config_to_hf
+from rljax.policy.model import init_params
 from rljax.run.build import make_update
 from rljax.run.config import Config
 from rljax.run.config_file import load_config

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.policy.config import PolicyConfig, read_config
+from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_checksums, hf_tensors, load_params
+from rljax.policy.hf_config import read_config
 from rljax.policy.score import make_scorer
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.types import PublishConfig, RolloutConfig

@@ -6,9 +6,9 @@ import pytest
 from toy_runs import command, comparable, complete
 
 from rljax.compare.importers import read_tokens
-from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.qwen3 import logical_axes
+from rljax.policy.hf_config import read_config
+from rljax.policy.model import logical_axes
 from rljax.policy.score import make_scorer
 from rljax.rollout.injected_engine import add_noise
 

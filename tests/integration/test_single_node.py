@@ -15,7 +15,7 @@ from vllm_processes import kill_worker, members
 
 from rljax.data.toy import build_tokenizer, policy_config
 from rljax.policy.hf import save_params
-from rljax.policy.qwen3 import init_params
+from rljax.policy.model import init_params
 from rljax.run.directory import saved_steps
 
 pytestmark = pytest.mark.slow

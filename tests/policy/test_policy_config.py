@@ -2,7 +2,8 @@
 
 import pytest
 
-from rljax.policy.config import PolicyConfig, config_from_hf, config_to_hf
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf_config import config_from_hf, config_to_hf
 
 POLICY = PolicyConfig(32, 32, 64, 3, 4, 2, 8, eos_token_id=(3, 4))
 RAW = config_to_hf(POLICY, "float32")
@@ -11,7 +12,7 @@ RAW = config_to_hf(POLICY, "float32")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "model_type must be 'qwen3', got 'llama'"),
+        ({"model_type": "llama"}, "model_type must be one of .*qwen3.*, got 'llama'"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
@@ -27,6 +28,18 @@ RAW = config_to_hf(POLICY, "float32")
 def test_what_the_policy_does_not_compute_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(RAW | change)
+
+
+def test_a_qwen2_whose_heads_vllm_would_read_otherwise_is_named():
+    raw = config_to_hf(PolicyConfig(32, 32, 64, 3, 4, 2, 8, family="qwen2"), "float32")
+    assert config_from_hf({name: value for name, value in raw.items() if name != "head_dim"}).head_dim == 8
+    with pytest.raises(ValueError, match="head_dim of a qwen2 must be hidden_size / num_heads, got 16"):
+        config_from_hf(raw | {"head_dim": 16})
+
+
+def test_sliding_layers_are_named():
+    with pytest.raises(ValueError, match=r"layer_types = .*'sliding_attention'.* is not supported"):
+        config_from_hf(RAW | {"layer_types": ["full_attention", "sliding_attention"]})
 
 
 @pytest.mark.parametrize("key", ["attention_bias", "use_sliding_window", "hidden_act", "quantization_config"])

@@ -6,7 +6,7 @@ import pytest
 
 from rljax.errors import ConfigError, run_cli
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import init_params
+from rljax.policy.model import init_params
 from rljax.rollout.build import check_engine, connect, make_engine
 from rljax.rollout.injected_engine import InjectedEngine
 from rljax.rollout.jax_engine import JaxEngine

@@ -12,7 +12,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import init_params, logical_axes
+from rljax.policy.model import init_params, logical_axes
 from rljax.rollout.exact_engine import ExactEngine
 from rljax.rollout.injected_engine import InjectedEngine, add_noise, quantize, restore, summed_axes
 from rljax.rollout.jax_engine import JaxEngine

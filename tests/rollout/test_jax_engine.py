@@ -7,7 +7,7 @@ import pytest
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import token_logprobs
-from rljax.policy.qwen3 import cast_params, init_params
+from rljax.policy.model import cast_params, init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.jax_engine import JaxEngine, _next_tokens
 from rljax.rollout.types import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 from rljax.checksum import Checksum, checksum, mixed, place_weights
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_checksums, hf_tensors
-from rljax.policy.qwen3 import init_params
+from rljax.policy.model import init_params
 from rljax.rollout.weights.differences import described, differences
 from rljax.rollout.weights.region import Region
 from rljax.rollout.weights.sums import array_checksum, changed_checksum, region_checksum

@@ -10,7 +10,8 @@ import pytest
 
 from rljax.aot.machines import parse_machine
 from rljax.errors import ConfigError, run_cli
-from rljax.policy.config import PolicyConfig, config_to_hf, read_config
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf_config import config_to_hf, read_config
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.run.compile import CompiledStep, describe, model_flops, needed_bytes, report
 from rljax.run.config import Config

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import init_params, param_shardings
+from rljax.policy.model import init_params, param_shardings
 from rljax.run.checkpoint import Checkpointer
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import OptimizerConfig, abstract_state, create_state, make_optimizer

@@ -5,7 +5,7 @@ import pytest
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_checksums
-from rljax.policy.qwen3 import init_params, param_shardings
+from rljax.policy.model import init_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.mesh

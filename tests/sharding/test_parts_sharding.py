@@ -6,7 +6,7 @@ import pytest
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_parts, hf_tensors
-from rljax.policy.qwen3 import init_params, param_shardings
+from rljax.policy.model import init_params, param_shardings
 from rljax.rollout.weights.region import Region
 from rljax.sharding import MeshConfig, make_mesh
 

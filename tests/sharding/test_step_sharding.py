@@ -11,7 +11,7 @@ from rljax.algorithms.losses import LossConfig
 from rljax.aot.count import count_program
 from rljax.aot.hlo import parse_module
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import abstract_params, init_params, param_shardings
+from rljax.policy.model import abstract_params, init_params, param_shardings
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig

@@ -9,9 +9,9 @@ from toy_runs import TOY_BASE, outcome
 from rljax.data import toy, toy_swaps
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import ToyBaseConfig
-from rljax.policy.config import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.qwen3 import init_params
+from rljax.policy.hf_config import read_config
+from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import init_params
+from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.exact_engine import ExactEngine
 from rljax.rollout.types import RolloutConfig, SamplingParams

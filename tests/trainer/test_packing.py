@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import init_params
+from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer, packed_logprobs
 from rljax.trainer.packing import (
     PackingConfig,

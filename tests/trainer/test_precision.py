@@ -11,7 +11,7 @@ import pytest
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import embed_tokens, init_params
+from rljax.policy.model import embed_tokens, init_params
 from rljax.policy.score import packed_logprobs
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
@@ -152,7 +152,7 @@ def test_activation_max_is_that_of_the_residual_stream_and_the_mlps():
     params = init_params(CONFIG, 3)
     params["embed"] = params["embed"] * 40.0
     token = jnp.array([[7]])
-    found = packed_logprobs(params, CONFIG, token, jnp.ones_like(token), jnp.zeros_like(token)).activation_max
+    found = packed_logprobs(params, CONFIG, token, jnp.ones_like(token), jnp.zeros_like(token)).seen.activation_max
     layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
 
     def norm(x, scale):

@@ -7,7 +7,7 @@ import pytest
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import init_params
+from rljax.policy.model import init_params
 from rljax.sharding import MeshConfig, make_mesh, replicated
 from rljax.trainer.micro_batches import place_batch
 from rljax.trainer.objective import Objective

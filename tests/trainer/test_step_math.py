@@ -10,7 +10,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
-from rljax.policy.qwen3 import hidden_states, init_params, lm_head_table
+from rljax.policy.model import hidden_states, init_params, lm_head_table
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig

@@ -15,7 +15,7 @@ from rljax.data.prompts import DataConfig
 from rljax.mismatch import importance_weights, mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
-from rljax.policy.qwen3 import init_params
+from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.types import RolloutConfig
 from rljax.run.build import load_reference, make_update

@@ -1,4 +1,4 @@
-"""The policy against transformers' Qwen3 on random tiny configurations, in float32."""
+"""Each family of policies against transformers on random tiny configurations, in float32."""
 
 import dataclasses
 import json
@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.policy.config import PolicyConfig, read_config
+from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import INDEX_NAME, load_params, save_params
-from rljax.policy.qwen3 import hidden_states, init_params, lm_head_table, param_shardings
+from rljax.policy.hf_config import read_config
+from rljax.policy.model import hidden_states, init_params, lm_head_table, param_shardings
 from rljax.policy.score import make_scorer
 from rljax.sharding import MeshConfig, make_mesh
 
@@ -27,9 +28,17 @@ SHAPES = [
 ]
 
 
-def hf_model(shape, seed=0):
+# A Qwen2 has heads of width d / h.
+SHAPES_QWEN2 = [
+    (16, 64, 128, 2, 4, 2, 16, True, 10_000.0),
+    (97, 48, 80, 3, 6, 1, 8, False, 1_000_000.0),
+    (51, 40, 40, 2, 2, 2, 20, False, 500.0),
+]
+
+
+def hf_model(shape, family="Qwen3", seed=0, **more):
     vocab, d, f, layers, h, g, head_dim, tied, theta = shape
-    config = transformers.Qwen3Config(
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=vocab,
         hidden_size=d,
         intermediate_size=f,
@@ -41,13 +50,14 @@ def hf_model(shape, seed=0):
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         initializer_range=0.1,
         attn_implementation="eager",
+        **more,
     )
     torch.manual_seed(seed)
-    model = transformers.Qwen3ForCausalLM(config).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            if "norm" in name or "bias" in name:
+                parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
     return model
 
 
@@ -63,9 +73,32 @@ def torch_logits(model, tokens):
         return model(torch.tensor(tokens)).logits.float().numpy()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=[f"v{s[0]}h{s[4]}g{s[5]}k{s[6]}{'tied' if s[7] else ''}" for s in SHAPES])
-def test_logits_match_transformers_both_ways(shape, tmp_path):
-    model = hf_model(shape)
+# experts, of them a token's, their width, whether the gates are normalised
+MIXTURES = [(8, 2, 32, True), (4, 1, 24, False), (16, 8, 8, True), (5, 3, 40, False), (3, 3, 16, True)]
+
+
+def mixture(experts, k, width, normalized):
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    return dict(zip(names, (experts, k, width, normalized), strict=True))
+
+
+CASES = [
+    *(("Qwen3", shape, {}) for shape in SHAPES),
+    *(("Qwen2", shape, {}) for shape in SHAPES_QWEN2),
+    *(("Qwen3Moe", shape, mixture(*sizes)) for shape, sizes in zip(SHAPES, MIXTURES, strict=True)),
+]
+
+
+def case_name(case):
+    family, shape, more = case
+    sizes = f"v{shape[0]}h{shape[4]}g{shape[5]}k{shape[6]}"
+    return "-".join([family, sizes, *["tied"] * shape[7], *map(str, more.values())])
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_logits_match_transformers_both_ways(case, tmp_path):
+    family, shape, more = case
+    model = hf_model(shape, family, **more)
     model.save_pretrained(tmp_path / "theirs")
     config = read_config(tmp_path / "theirs")
     params = load_params(tmp_path / "theirs", config)

@@ -1,0 +1,272 @@
+"""A policy: the decoder that its family declares, split once into a plain pytree of arrays.
+
+Abstract shapes, shardings, initial values and the layout of checkpoints all derive from the declaration. The pytree
+(``nnx.to_pure_dict``) is what the optimizer, checkpoints and engines hold; blocks are stacked on a leading layers axis
+and the forward scans over it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, traverse_util
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from rljax.policy.attention import PackedAttention, packed_attention
+from rljax.policy.attention_blocks import LSE_NAME, OUT_NAME
+from rljax.policy.config import PolicyConfig
+from rljax.policy.families import FAMILIES
+from rljax.policy.grouped import IN_BLOCKS, Grouped
+from rljax.policy.layers import Activations, RMSNorm, Routed, Routing, Stored, param, rms_norm, rotary_tables
+from rljax.policy.linear import PRODUCT
+from rljax.sharding import constrain, named_sharding
+
+Params = dict[str, Any]
+Remat = Literal["none", "dots", "blocks", "offload"]
+# What the backward pass finds of a block, besides its input, and does not recompute.
+_BLOCK_INPUT = "block_input"
+_SAVED: dict[str, Any] = {
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, OUT_NAME, LSE_NAME),
+    "blocks": None,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+# (carry, layer index, q, k, v) -> (attention output, carry); the carry is a cache, or ().
+AttentionFn = Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
+
+
+class Seen(NamedTuple):
+    """What is seen of a forward besides its hidden states.
+
+    Attributes:
+      activation_max: the largest absolute value among the residual stream and the MLPs' products: in float16 these
+        overflow first, at 65,504.
+      router: of a policy with experts, ``Routed`` with a leading layers axis; else None.
+    """
+
+    activation_max: Float[Array, ""]
+    router: Routed | None
+
+
+class _Decoder(nnx.Module):
+    """The declaration of all parameters; ``layers`` is a stack of blocks on a leading axis."""
+
+    def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
+        normal = jax.nn.initializers.normal(c.initializer_range)
+        table = (c.vocab_size, c.hidden_size)
+        self.embed = param(rngs, table, ("vocab", "embed"), normal, "model.embed_tokens.weight")
+        stack = nnx.vmap(functools.partial(_block, c), in_axes=0, axis_size=c.num_layers)
+        self.layers = stack(rngs.split(c.num_layers))
+        self.final_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs, "model.norm.weight")
+        if not c.tie_word_embeddings:
+            self.lm_head = param(rngs, table, ("vocab", "embed"), normal, "lm_head.weight")
+
+
+def _block(config: PolicyConfig, rngs: nnx.Rngs) -> nnx.Module:
+    return FAMILIES[config.family].block(config, rngs)
+
+
+class _Declaration(NamedTuple):
+    """What the declaration says; each but the first has the pytree's structure."""
+
+    block: Any  # graphdef of one block
+    abstract: Params
+    logical: Params
+    stored: Params
+
+
+@functools.lru_cache(maxsize=32)
+def _declaration(config: PolicyConfig) -> _Declaration:
+    model = nnx.eval_shape(lambda: _Decoder(config, nnx.Rngs(0)))
+    state = nnx.state(model, nnx.Param)
+    logical, stored = {}, {}
+    for path, variable in nnx.to_flat_state(state):
+        said = variable.get_metadata()
+        in_block = path[0] == "layers"
+        logical[path] = (("layers",) if in_block else ()) + said["logical"]
+        name, inputs = said["stored"]
+        stored[path] = Stored("model.layers.{}." + name if in_block else name, inputs)
+    block = nnx.eval_shape(lambda: _block(config, nnx.Rngs(0)))
+    trees = map(traverse_util.unflatten_dict, (logical, stored))
+    return _Declaration(nnx.split(block)[0], nnx.to_pure_dict(state), *trees)
+
+
+def abstract_params(config: PolicyConfig) -> Params:
+    """The pytree with a float32 ``jax.ShapeDtypeStruct`` at each leaf; nothing is allocated."""
+    return _declaration(config).abstract
+
+
+def logical_axes(config: PolicyConfig) -> Params:
+    """The pytree with a tuple of logical axis names at each leaf (one per dimension)."""
+    return _declaration(config).logical
+
+
+def stored_tensors(config: PolicyConfig) -> dict[tuple[str, ...], Stored]:
+    """Path in the pytree -> where the parameter is in a checkpoint; of a block's, the first ``{}`` is its number."""
+    return traverse_util.flatten_dict(_declaration(config).stored, is_leaf=lambda path, leaf: isinstance(leaf, Stored))
+
+
+def gathered_axes(config: PolicyConfig) -> Params:
+    """``logical_axes`` of weights that are gathered over the mesh axis that splits the model's width."""
+    paths = traverse_util.flatten_dict(logical_axes(config))
+    gathered = {
+        path: tuple(None if axis in ("embed", "expert_embed") else axis for axis in axes)
+        for path, axes in paths.items()
+    }
+    return traverse_util.unflatten_dict(gathered)
+
+
+def param_shardings(config: PolicyConfig, mesh: jax.sharding.Mesh) -> Params:
+    """The pytree with a NamedSharding at each leaf."""
+    return jax.tree.map(
+        lambda leaf, axes: named_sharding(mesh, axes, leaf.shape), abstract_params(config), logical_axes(config)
+    )
+
+
+def init_params(config: PolicyConfig, seed: int) -> Params:
+    """Fresh float32 parameters; the same seed gives the same bits."""
+    return nnx.to_pure_dict(nnx.state(_Decoder(config, nnx.Rngs(seed)), nnx.Param))
+
+
+def cast_params(params: Params, dtype: Any) -> Params:
+    """Every parameter in ``dtype``: what an engine of that dtype computes with."""
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def lm_head_table(params: Params) -> Float[Array, "v d"]:
+    """The output table: the embedding itself when tied."""
+    return params["lm_head"] if "lm_head" in params else params["embed"]
+
+
+@jax.custom_vjp
+def _rows(table: Array, tokens: Array) -> Array:
+    """Each device looks up its part of the width and of the vocabulary for the tokens of all: no table is gathered."""
+    table, tokens = constrain(table, "vocab", "embed"), constrain(tokens, None, None)
+    return constrain(constrain(table[tokens], None, None, "embed"), "rows", "tokens", "act_embed")
+
+
+def _rows_fwd(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    # An empty slice carries the table's width and dtype to the backward pass.
+    return _rows(table, tokens), (tokens, table[:, :0])
+
+
+def _rows_bwd(saved: tuple[Array, Array], d_rows: Array) -> tuple[Array, None]:
+    tokens, empty = saved
+    tokens, d_rows = constrain(tokens, None, None), constrain(d_rows, None, None, "embed")
+    zeros = constrain(jnp.zeros((empty.shape[0], d_rows.shape[-1]), jnp.float32), "vocab", "embed")
+    d_table = zeros.at[tokens].add(d_rows.astype(jnp.float32))
+    return constrain(d_table, "vocab", "embed").astype(empty.dtype), None
+
+
+_rows.defvjp(_rows_fwd, _rows_bwd)
+
+
+def embed_tokens(params: Params, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+    """Rows of the table in its dtype; their gradient is summed in float32."""
+    return _rows(params["embed"], tokens)
+
+
+def run_blocks(
+    params: Params,
+    config: PolicyConfig,
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    attention_fn: AttentionFn,
+    carry: Any = (),
+    *,
+    routing: Routing | None = None,
+    remat: Remat = "none",
+) -> tuple[Float[Array, "b t d"], Any, Seen]:
+    """Scans the blocks over ``x`` and applies the final norm.
+
+    Args:
+      params: the pytree, in the compute dtype.
+      config: its shape.
+      x: embedded tokens.
+      positions: rotary position of each token inside its own segment.
+      attention_fn: attention of one layer's heads; gets and returns ``carry``.
+      carry: threaded through the blocks.
+      routing: of a policy with experts, what is given of its routing; choices have a leading layers axis.
+      remat: what the backward pass finds of a block, and what it recomputes.
+
+    Returns:
+      Hidden states in the dtype of ``x``, the carry, and what is seen of the forward.
+    """
+    graphdef = _declaration(config).block
+    if config.num_experts and routing is None:
+        routing = Routing()
+    rotary = rotary_tables(positions, config.head_dim, config.rope_theta)
+
+    def body(state: tuple[Array, Any], layer: tuple[Any, Array, Any]) -> tuple[tuple[Array, Any], Activations]:
+        x, carry = checkpoint_name(state[0], _BLOCK_INPUT), state[1]
+        block = nnx.merge(graphdef, layer[0])
+        routed = None if routing is None else routing._replace(choices=layer[2])
+        x, carry, seen = block(x, rotary, functools.partial(attention_fn, carry, layer[1]), routed)
+        return (x, carry), seen
+
+    if remat != "none":
+        body = jax.checkpoint(body, prevent_cse=False, policy=_SAVED[remat])
+    x = constrain(x, "rows", "tokens", "act_embed")
+    layers = (params["layers"], jnp.arange(config.num_layers), None if routing is None else routing.choices)
+    (x, carry), seen = jax.lax.scan(body, (x, carry), layers)
+    hidden = rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps)
+    return hidden, carry, Seen(jnp.maximum(jnp.max(seen.inside), jnp.max(seen.outside)), seen.router)
+
+
+_OF_ROWS = ("scale", "query_bias", "key_bias", "value_bias")
+"""Vectors of a block that every token is multiplied by or that are added to it."""
+
+
+def _vectors_of_rows(layers: Params, rows: int) -> Params:
+    """The blocks with a float32 copy of each norm's scale and each bias [layers, b, ...] for every row.
+
+    The rows' gradients of these are then added up once, after the last block, and not in every block.
+    """
+
+    def copied(path: tuple[Any, ...], leaf: Array) -> Array:
+        if path[-1].key not in _OF_ROWS:
+            return leaf
+        copies = jnp.broadcast_to(leaf.astype(jnp.float32)[:, None], (leaf.shape[0], rows, *leaf.shape[1:]))
+        return constrain(copies, "layers", "rows", *[None] * (leaf.ndim - 1))
+
+    return jax.tree_util.tree_map_with_path(copied, layers)
+
+
+def hidden_states(
+    params: Params,
+    config: PolicyConfig,
+    tokens: Int[Array, "b t"],
+    segment_ids: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+    *,
+    remat: Remat = "none",
+    attention: PackedAttention = packed_attention,
+    choices: Int[Array, "b t l k"] | None = None,
+    grouped: Grouped = IN_BLOCKS,
+) -> tuple[Float[Array, "b t d"], Seen]:
+    """Hidden states of packed rows, ready for the LM head, and what is seen of the forward.
+
+    Attention, by the implementation given, stays inside each segment. ``choices`` [b, t, layers, k] are the experts
+    that a policy with experts must take, -1 where it is free; None: everywhere. ``grouped`` are its experts' products.
+    """
+
+    def attention_fn(carry: Any, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        del layer
+        return attention(q, k, v, segment_ids), carry
+
+    x = embed_tokens(params, tokens)
+    params = params | {"layers": _vectors_of_rows(params["layers"], tokens.shape[0])}
+    routing = None
+    if config.num_experts:
+        routing = Routing(segment_ids > 0, None if choices is None else jnp.moveaxis(choices, 2, 0), grouped)
+    hidden, _, seen = run_blocks(params, config, x, positions, attention_fn, routing=routing, remat=remat)
+    return hidden, seen

@@ -1,0 +1,110 @@
+"""Grouped products against a loop over the groups in float64; the kernels' refusals, and that they can be compiled."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.policy.grouped import IMPLEMENTATIONS, choose_experts
+
+D, F = 24, 40
+SIZES = [
+    [5, 0, 17, 2],
+    [0, 0, 0, 30],
+    [1, 1, 1, 1],  # rows after all groups
+    [0, 0, 0, 0],
+    [300, 7, 0, 513],  # groups of several blocks
+]
+DTYPES = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-10}
+
+
+def operands(sizes, dtype):
+    rng = np.random.default_rng(0)
+    m = sum(sizes) + 6
+    shapes = ((m, D), (len(sizes), D, F), (m, F))
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def by_hand(rows, matrices, others, sizes):
+    rows, matrices, others = (np.asarray(each, np.float64) for each in (rows, matrices, others))
+    product, back, outer = np.zeros((len(rows), F)), np.zeros((len(rows), D)), np.zeros(matrices.shape)
+    start = 0
+    for group, size in enumerate(sizes):
+        mine = slice(start, start + size)
+        product[mine], back[mine] = rows[mine] @ matrices[group], others[mine] @ matrices[group].T
+        outer[group] = rows[mine].T @ others[mine]
+        start += size
+    return product, back, outer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", ["xla", "ragged"])
+def test_products_are_those_of_a_loop_over_the_groups(name, sizes, dtype):
+    grouped = IMPLEMENTATIONS[name]
+    rows, matrices, others = operands(sizes, dtype)
+    of_groups = jnp.asarray(sizes, jnp.int32)
+
+    @jax.jit
+    def run(rows, matrices, others, sizes):
+        product = grouped.product(rows, matrices, sizes)
+        back = grouped.product(others, matrices, sizes, transposed=True)
+        return product, back, grouped.outer(rows, others, sizes)
+
+    with jax.default_matmul_precision("highest"):
+        found = run(rows, matrices, others, of_groups)
+    assert [each.dtype for each in found] == [jnp.dtype(dtype), jnp.dtype(dtype), jnp.float32]
+    for ours, expected in zip(found, by_hand(rows, matrices, others, sizes), strict=True):
+        largest = max(1.0, np.abs(expected).max())
+        np.testing.assert_allclose(np.asarray(ours, np.float64), expected, atol=DTYPES[dtype] * largest, rtol=0)
+
+
+def test_a_value_that_is_not_finite_stays_in_its_own_group():
+    rows, matrices, others = operands([5, 9], "float32")
+    rows = rows.at[2].set(jnp.nan)
+    sizes = jnp.asarray([5, 9], jnp.int32)
+    product, outer = (
+        IMPLEMENTATIONS["xla"].product(rows, matrices, sizes),
+        IMPLEMENTATIONS["xla"].outer(rows, others, sizes),
+    )
+    assert not np.isfinite(product[2]).any()
+    assert np.isfinite(np.delete(product, 2, 0)).all()
+    assert not np.isfinite(outer[0]).any()
+    assert np.isfinite(outer[1]).all()
+
+
+HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
+AMPERE = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5")
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "widths", "found"),
+    [
+        (HOPPER, "bfloat16", (2048, 768), "mosaic"),
+        (HOPPER, "float32", (2048, 768), "xla"),
+        (HOPPER, "float16", (2048, 96), "xla"),
+        (AMPERE, "bfloat16", (2048, 768), "xla"),
+        (TPU, "bfloat16", (2048, 768), "ragged"),
+        (CPU, "bfloat16", (2048, 768), "xla"),
+    ],
+)
+def test_auto_takes_the_kernel_that_fits(device, dtype, widths, found):
+    assert choose_experts("auto", device, dtype, widths) is IMPLEMENTATIONS[found]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "widths", "message"),
+    [
+        ("mosaic", AMPERE, "bfloat16", (2048, 768), "mosaic needs an NVIDIA Hopper GPU, got NVIDIA A100"),
+        ("mosaic", HOPPER, "float32", (2048, 768), "mosaic needs bfloat16 or float16, got float32"),
+        ("mosaic", HOPPER, "bfloat16", (2048, 96), "mosaic needs widths of a multiple of 128"),
+        ("ragged", CPU, "bfloat16", (2048, 768), "ragged needs a TPU, got cpu"),
+    ],
+)
+def test_a_kernel_that_does_not_fit_is_refused(name, device, dtype, widths, message):
+    with pytest.raises(ValueError, match=f"policy.experts = {message}"):
+        choose_experts(name, device, dtype, widths)

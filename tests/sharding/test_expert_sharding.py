@@ -1,0 +1,118 @@
+"""A mixture of experts on meshes of several shapes: the same gradients, metrics and log-probabilities."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.config import PolicyConfig
+from rljax.policy.model import init_params
+from rljax.schedule import inject_learning_rate
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
+from rljax.trainer.state import create_state
+from rljax.trainer.step import PrecisionConfig, TrainStep
+
+pytestmark = pytest.mark.mesh
+
+CONFIG = PolicyConfig(
+    32, 32, 64, 2, 4, 2, 8,
+    tie_word_embeddings=True, initializer_range=0.2, family="qwen3_moe",
+    num_experts=8, experts_per_token=3, expert_size=16, normalize_gates=True,
+)  # fmt: skip
+ROW, ROWS, COUNT, LONGEST = 64, 8, 40, 30
+SHAPE = (max_micro_batches(COUNT, LONGEST, ROW, ROWS), ROWS, ROW)
+
+
+def batch(routed):
+    rng = np.random.default_rng(0)
+    sequences = []
+    for i in range(COUNT):
+        p, r = int(rng.integers(2, 9)), int(rng.integers(1, 22))
+        tokens = [rng.integers(0, 32, size).astype(np.int32) for size in (p, r)]
+        sequences.append(
+            TrainSequence(*tokens, rng.normal(-3.0, 0.5, r).astype(np.float32), float(rng.normal()), i % 5 != 0)
+        )
+    packed = pack(sequences, row_tokens=ROW, rows_per_micro_batch=ROWS, micro_batches=SHAPE[0])
+    if not routed:
+        return packed
+    # Each token's experts are distinct; every third token is free.
+    routes = np.argsort(rng.random((*SHAPE, CONFIG.num_layers, CONFIG.num_experts)), axis=-1)[..., :3].astype(np.int8)
+    routes[rng.random(SHAPE) < 1 / 3] = -1
+    return packed._replace(routes=routes)
+
+
+def run(mesh, *, config=CONFIG, routed=False, remat="none", balance=0.1):
+    tx = inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)  # its state is the gradient itself
+    mesh = make_mesh(mesh)
+    step = TrainStep(
+        config,
+        tx,
+        mesh,
+        precision=PrecisionConfig(compute_dtype="float32", remat=remat),
+        objective=Objective(LossConfig(router_balance=balance), CorrectionConfig(), COUNT, 16),
+        batch_shape=SHAPE,
+        diagnosis=DiagnosisConfig(),
+    )
+    state = create_state(init_params(config, 0), config, tx, mesh, dynamic_scale=False)
+    state, metrics, logprobs = step(state, batch(routed), 0.1, True)
+    return jax.device_get((state.opt_state.inner_state.trace, metrics, logprobs))
+
+
+@functools.cache
+def alone(routed, balance):
+    return run(MeshConfig(1, 1), routed=routed, balance=balance)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (MeshConfig(2, 1, expert=2), {}),
+        (MeshConfig(4, 1, expert=2), {"routed": True}),
+        (MeshConfig(1, 1, expert=8), {"remat": "dots"}),
+        (MeshConfig(8, 1), {"remat": "blocks"}),
+        (MeshConfig(2, 2, expert=2), {"remat": "dots", "routed": True}),
+        (MeshConfig(1, 4, expert=2), {}),
+        # A micro-batch's balance is of its own tokens, and each copy of the weights has a part of them.
+        (MeshConfig(1, 2, replica=2, expert=2), {"balance": 0.0}),
+        (MeshConfig(2, 1, expert=4, keep_gathered=True), {"remat": "blocks"}),
+    ],
+    ids=str,
+)
+def test_gradients_and_metrics_do_not_depend_on_the_mesh(mesh, options):
+    grads, metrics, logprobs = run(mesh, **options)
+    expected_grads, expected_metrics, expected_logprobs = alone(
+        options.get("routed", False), options.get("balance", 0.1)
+    )
+    assert metrics["router/dropped_fraction"] == 0
+    assert ("router/disagreement" in metrics) == options.get("routed", False)
+    for g, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        assert np.abs(expected).max() > 0
+        assert np.abs(g - expected).max() / np.abs(expected).max() <= 1e-5
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, expected_metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-5, rtol=0)
+
+
+def test_each_device_holds_its_part_of_the_experts():
+    mesh = make_mesh(MeshConfig(2, 2, expert=2))
+    tx = optax.sgd(1.0)
+    params = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=False).params
+    mlp = params["layers"]["mlp"]
+    assert mlp["gate"].sharding.shard_shape(mlp["gate"].shape) == (2, 4, 16, 8)
+    assert mlp["down"].sharding.shard_shape(mlp["down"].shape) == (2, 4, 8, 16)
+    assert params["embed"].sharding.shard_shape(params["embed"].shape) == (16, 8)
+
+
+def test_a_mesh_that_does_not_divide_the_experts_is_named():
+    config = dataclasses.replace(CONFIG, num_experts=6)
+    with pytest.raises(ValueError, match=r"mesh.expert = 4 must divide num_experts = 6"):
+        run(MeshConfig(2, 1, expert=4), config=config)
