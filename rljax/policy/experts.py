@@ -1,28 +1,33 @@
 """A mixture's experts, applied to the tokens that were sent to them: no token is dropped, none waits for room.
 
-    gather the tokens of the devices that share the experts -> sort pairs of token and choice by expert -> grouped
-    products -> weigh by the gates, add up each token's -> give every device its tokens back
+    gather the tokens of the devices that share the experts -> sort pairs of token and choice by expert -> in rounds:
+    grouped products, weighed by the gates and added up for each token -> give every device its tokens back
 
 Experts are split over the mesh axis ``expert``, which splits rows, too. Each device gets the tokens of all that hold
 other experts beside its own, computes what goes to its experts, and the results are added and scattered. Inside an
-expert the inner width is split over ``tp``, as that of a dense MLP. Products are of the activations' dtype and
-accumulate in float32; sums across devices of activations travel in that dtype, those of weights' gradients in float32.
+expert the inner width is split over ``tp``, as that of a dense MLP. A round has room for somewhat more than a device's
+share of the pairs; where the routing is uneven a device takes more rounds. The backward pass keeps the tokens alone and
+computes gate and up again. Products are of the activations' dtype and accumulate in float32; sums across devices of
+activations travel in that dtype, those of weights' gradients in float32.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.grouped import Grouped
-from rljax.policy.linear import PRODUCT
 from rljax.sharding import axis_size, on_each_device, split_over
 
+_SLACK = 1.25
+"""Room of a round over a device's share of the pairs, where experts are split."""
+_MULTIPLE = 256
 _INNER: tuple[tuple[str | None, ...], ...] = (
     ("experts", None, "mlp"),
     ("experts", None, "mlp"),
@@ -41,14 +46,60 @@ class _Mesh(NamedTuple):
     width: tuple[str, ...]  # of them, those that split the gradients of weights by the model's width
 
 
+class _Round(NamedTuple):
+    """A window of the sorted pairs."""
+
+    first: Int[Array, ""]
+    token: Int[Array, " c"]
+    weight: Float[Array, "c 1"]  # the gate of each pair; 0 after this device's pairs
+    sizes: Int[Array, " e"]  # pairs of each expert
+
+
 class _Sorted(NamedTuple):
     """Pairs of n tokens and their k choices, in the order of this device's e experts, all others at the end."""
 
-    token: Int[Array, " m"]
-    pair: Int[Array, " m"]
+    pair: Int[Array, " m"]  # of n times k, token by token; filled up to whole rounds
     place: Int[Array, "n k"]  # of each pair in the order
-    mine: Array  # bool [n, k]: the expert is on this device
-    sizes: Int[Array, " e"]
+    gates: Float[Array, "n k"]  # 0 where the expert is on another device
+    ends: Int[Array, " e"]  # place after the last pair of each expert
+    room: int  # pairs of a round
+
+    @property
+    def rounds(self) -> Int[Array, ""]:
+        """How many hold this device's pairs."""
+        return -(-self.ends[-1] // self.room)
+
+    def window(self, number: Int[Array, ""] | int) -> _Round:
+        """The pairs of one round."""
+        first = jnp.int32(number * self.room)
+        pair = jax.lax.dynamic_slice_in_dim(self.pair, first, self.room)
+        inside = jnp.clip(self.ends - first, 0, self.room)
+        weight = jnp.where(jnp.arange(self.room) < inside[-1], self.gates.reshape(-1)[pair], 0.0)
+        return _Round(first, pair // self.gates.shape[1], weight[:, None], jnp.diff(inside, prepend=0))
+
+    def add_up(self, one: _Round, values: Float[Array, "c d"], weights: Float[Array, "n k"]) -> Float[Array, "n d"]:
+        """Of each token the weighed sum over its choices in a round, in float32."""
+        place, here = self._places(one)
+        weights = jnp.where(here, weights, 0.0)
+        terms = (weights[:, i, None] * values[place[:, i]].astype(jnp.float32) for i in range(place.shape[1]))
+        return functools.reduce(jnp.add, terms)
+
+    def of_pairs(self, one: _Round, values: Float[Array, " c"]) -> Float[Array, "n k"]:
+        """A round's values by token and choice; 0 where the pair is in another round."""
+        place, here = self._places(one)
+        return jnp.where(here, values[place], 0.0)
+
+    def _places(self, one: _Round) -> tuple[Array, Array]:
+        """Place of each pair in a round, and whether it is in it."""
+        place = self.place - one.first
+        here = (place >= 0) & (place < self.room)
+        return jnp.where(here, place, 0), here
+
+    def over_rounds(self, body: Callable[[_Round, Any], Any], start: Any) -> Any:
+        """``body`` folded over the rounds; of one alone where all pairs fit."""
+        if self.room == len(self.pair):
+            return body(self.window(0), start)
+        return jax.lax.fori_loop(0, self.rounds, lambda number, so_far: body(self.window(number), so_far), start)
 
 
 def experts(
@@ -76,8 +127,76 @@ def experts(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _experts(grouped: Grouped, x: Array, choices: Array, gates: Array, weights: Any) -> tuple[Array, Array]:
-    out, inside, _, _ = _apply(grouped, x, choices, gates, weights)
-    return out, inside
+    mesh = _axes(*x.shape[::2])
+
+    def of_device(x: Array, choices: Array, gates: Array, gate: Array, up: Array, down: Array) -> tuple[Array, Array]:
+        tokens, chosen, weighed = _gathered(mesh, x, choices, gates)
+        order = _sort(mesh, chosen, weighed, len(gate))
+
+        def add(one: _Round, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+            rows = tokens[one.token]
+            gated, upped = (grouped.product(rows, matrix, one.sizes) for matrix in (gate, up))
+            inner = jax.nn.silu(gated) * upped
+            out = order.add_up(one, grouped.product(inner, down, one.sizes), order.gates)
+            return so_far[0] + out, jnp.maximum(so_far[1], jnp.max(jnp.abs(inner)).astype(jnp.float32))
+
+        out, largest = order.over_rounds(add, (jnp.zeros(tokens.shape, jnp.float32), jnp.float32(0.0)))
+        return _given_back(mesh, out.astype(x.dtype), x.shape), jnp.broadcast_to(largest, (len(x), 1))
+
+    rows = ("rows", None, None)
+    run = on_each_device(of_device, (rows, rows, rows, *_INNER), (rows, ("rows", "mlp")), rows=x.shape[0])
+    out, largest = run(x, choices, gates, *weights)
+    return out, largest
+
+
+def _forward(grouped: Grouped, x: Array, choices: Array, gates: Array, weights: Any) -> tuple[Any, Any]:
+    assert x.shape[0] % axis_size("rows") == 0, "the mesh does not divide the rows of a micro-batch"
+    return _experts(grouped, x, choices, gates, weights), (x, choices, gates, weights)
+
+
+def _backward(grouped: Grouped, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+    x, choices, gates, weights = saved
+    mesh = _axes(*x.shape[::2])
+
+    def of_device(
+        x: Array, choices: Array, gates: Array, gate: Array, up: Array, down: Array, d_out: Array
+    ) -> tuple[Array, ...]:
+        tokens, chosen, weighed, d_tokens = _gathered(mesh, x, choices, gates, d_out)
+        order = _sort(mesh, chosen, weighed, len(gate))
+        ones = jnp.ones_like(weighed)
+
+        def add(one: _Round, so_far: Any) -> Any:
+            rows, d_rows = tokens[one.token], d_tokens[one.token]
+            gated, upped = (grouped.product(rows, matrix, one.sizes) for matrix in (gate, up))
+            silu, d_silu = jax.vjp(jax.nn.silu, gated)
+            inner = (silu * upped).astype(jnp.float32)
+            unweighed = grouped.product(d_rows, down, one.sizes, transposed=True).astype(jnp.float32)
+            d_inner = (one.weight * unweighed).astype(x.dtype)
+            (d_gated,), d_upped = d_silu(d_inner * upped), d_inner * silu
+            d_down = grouped.outer((one.weight * inner).astype(x.dtype), d_rows, one.sizes)
+            d_gate, d_up = (grouped.outer(rows, each, one.sizes) for each in (d_gated, d_upped))
+            parts = [
+                grouped.product(each, matrix, one.sizes, transposed=True)
+                for each, matrix in ((d_gated, gate), (d_upped, up))
+            ]
+            d_x = functools.reduce(jnp.add, (order.add_up(one, part, ones) for part in parts))
+            d_gates = order.of_pairs(one, jnp.sum(inner * unweighed, axis=1))
+            found = (d_x, d_gates, d_gate, d_up, d_down)
+            return jax.tree.map(lambda total, more: total + more.astype(jnp.float32), so_far, found)
+
+        start = [jnp.zeros(each.shape, jnp.float32) for each in (tokens, weighed, gate, up, down)]
+        d_x, d_gates, *d_weights = order.over_rounds(add, tuple(start))
+        return (
+            _given_back(mesh, d_x.astype(x.dtype), x.shape),
+            _given_back(mesh, d_gates, gates.shape),
+            *(_of_batch(mesh, each, axis) for each, axis in zip(d_weights, (1, 1, 2), strict=True)),
+        )
+
+    rows, width = ("rows", None, None), "expert_embed" if mesh.width else None
+    by_weights = (("experts", width, "mlp"), ("experts", width, "mlp"), ("experts", "mlp", width))
+    run = on_each_device(of_device, (rows, rows, rows, *_INNER, rows), (rows, rows, *by_weights), rows=x.shape[0])
+    d_x, d_gates, *d_weights = run(x, choices, gates, *weights, cotangents[0])
+    return d_x, None, d_gates, tuple(d.astype(w.dtype) for d, w in zip(d_weights, weights, strict=True))
 
 
 def _axes(rows: int, d: int) -> _Mesh:
@@ -107,88 +226,25 @@ def _given_back(mesh: _Mesh, values: Array, shape: tuple[int, ...]) -> Array:
     return jax.lax.psum(whole, mesh.experts) if mesh.experts else whole
 
 
-def _sort(mesh: _Mesh, choices: Int[Array, "n k"], here: int) -> _Sorted:
+def _sort(mesh: _Mesh, choices: Int[Array, "n k"], gates: Float[Array, "n k"], here: int) -> _Sorted:
+    """The pairs by expert; ``here`` experts are on this device."""
     first = jax.lax.axis_index(mesh.experts) * here if mesh.experts else 0
     local = choices - first
     mine = (local >= 0) & (local < here)
     keys = jnp.where(mine, local, here).reshape(-1)
-    pair = jnp.argsort(keys, stable=True)
+    pair = jnp.argsort(keys, stable=True).astype(jnp.int32)
     ends = jnp.searchsorted(keys[pair], jnp.arange(here), side="right").astype(jnp.int32)
     place = jnp.zeros(len(pair), jnp.int32).at[pair].set(jnp.arange(len(pair), dtype=jnp.int32), unique_indices=True)
-    return _Sorted(pair // choices.shape[1], pair, place.reshape(choices.shape), mine, jnp.diff(ends, prepend=0))
+    room = _room(len(pair), jax.lax.psum(1, mesh.experts) if mesh.experts else 1)
+    filled = jnp.pad(pair, (0, -len(pair) % room))
+    return _Sorted(filled, place.reshape(choices.shape), jnp.where(mine, gates, 0.0), ends, room)
 
 
-def _add_up(values: Float[Array, "m d"], weights: Float[Array, "n k"], place: Int[Array, "n k"]) -> Array:
-    """Of each token the weighed sum over its choices [n, d], in float32."""
-    terms = (weights[:, i, None] * values[place[:, i]].astype(jnp.float32) for i in range(place.shape[1]))
-    return functools.reduce(jnp.add, terms)
-
-
-def _apply(grouped: Grouped, x: Array, choices: Array, gates: Array, weights: Any) -> tuple[Array, ...]:
-    """(sums [b, t, d], largest inside, and of each sorted pair what gate and up give [m, f])."""
-    mesh = _axes(*x.shape[::2])
-
-    def of_device(x: Array, choices: Array, gates: Array, gate: Array, up: Array, down: Array) -> tuple[Array, ...]:
-        tokens, chosen, weighed = _gathered(mesh, x, choices, gates)
-        order = _sort(mesh, chosen, len(gate))
-        rows = tokens[order.token]
-        gated, upped = (grouped.product(rows, matrix, order.sizes) for matrix in (gate, up))
-        inner = jax.nn.silu(gated) * upped
-        out = _add_up(grouped.product(inner, down, order.sizes), jnp.where(order.mine, weighed, 0.0), order.place)
-        largest = jnp.broadcast_to(jnp.max(jnp.abs(inner)).astype(jnp.float32), (len(x), 1))
-        return _given_back(mesh, out.astype(x.dtype), x.shape), largest, gated, upped
-
-    rows = ("rows", None, None)
-    run = on_each_device(of_device, (rows, rows, rows, *_INNER), (rows, *[("rows", "mlp")] * 3), rows=x.shape[0])
-    return run(x, choices, gates, *weights)
-
-
-def _forward(grouped: Grouped, x: Array, choices: Array, gates: Array, weights: Any) -> tuple[Any, Any]:
-    assert x.shape[0] % axis_size("rows") == 0, "the mesh does not divide the rows of a micro-batch"
-    out, inside, *products = _apply(grouped, x, choices, gates, weights)
-    return (out, inside), (x, choices, gates, weights, [checkpoint_name(each, PRODUCT) for each in products])
-
-
-def _backward(grouped: Grouped, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
-    x, choices, gates, weights, products = saved
-    mesh = _axes(*x.shape[::2])
-
-    def of_device(
-        x: Array, choices: Array, gates: Array, gate: Array, up: Array, down: Array, gated: Any, upped: Any, d_out: Any
-    ) -> tuple[Array, ...]:
-        tokens, chosen, weighed, d_tokens = _gathered(mesh, x, choices, gates, d_out)
-        order = _sort(mesh, chosen, len(gate))
-        rows, d_rows = tokens[order.token], d_tokens[order.token]
-        of_pair = jnp.where(order.mine, weighed, 0.0).reshape(-1)[order.pair][:, None]
-        silu, d_silu = jax.vjp(jax.nn.silu, gated)
-        inner = silu * upped
-        unweighed = grouped.product(d_rows, down, order.sizes, transposed=True)
-        d_of_pair = jnp.sum(inner.astype(jnp.float32) * unweighed.astype(jnp.float32), axis=1)
-        d_inner = (of_pair * unweighed.astype(jnp.float32)).astype(x.dtype)
-        (d_gated,), d_upped = d_silu(d_inner * upped), d_inner * silu
-        d_down = grouped.outer((of_pair * inner.astype(jnp.float32)).astype(x.dtype), d_rows, order.sizes)
-        d_gate, d_up = (grouped.outer(rows, each, order.sizes) for each in (d_gated, d_upped))
-        parts = (
-            grouped.product(d_gated, gate, order.sizes, transposed=True),
-            grouped.product(d_upped, up, order.sizes, transposed=True),
-        )
-        ones = order.mine.astype(jnp.float32)
-        d_x = functools.reduce(jnp.add, (_add_up(part, ones, order.place) for part in parts))
-        d_gates = jnp.where(order.mine, d_of_pair[order.place], 0.0)
-        return (
-            _given_back(mesh, d_x.astype(x.dtype), x.shape),
-            _given_back(mesh, d_gates, gates.shape),
-            *(_of_batch(mesh, each, axis) for each, axis in ((d_gate, 1), (d_up, 1), (d_down, 2))),
-        )
-
-    rows, width = ("rows", None, None), "expert_embed" if mesh.width else None
-    by_weights = (("experts", width, "mlp"), ("experts", width, "mlp"), ("experts", "mlp", width))
-    pairs = ("rows", "mlp")
-    run = on_each_device(
-        of_device, (rows, rows, rows, *_INNER, pairs, pairs, rows), (rows, rows, *by_weights), rows=x.shape[0]
-    )
-    d_x, d_gates, *d_weights = run(x, choices, gates, *weights, *products, cotangents[0])
-    return d_x, None, d_gates, tuple(d.astype(w.dtype) for d, w in zip(d_weights, weights, strict=True))
+def _room(pairs: int, ways: int) -> int:
+    """Pairs of a round: all of them where experts are not split."""
+    if ways == 1:
+        return pairs
+    return min(pairs, -(-math.ceil(_SLACK * pairs / ways) // _MULTIPLE) * _MULTIPLE)
 
 
 def _of_batch(mesh: _Mesh, gradient: Array, width: int) -> Array:

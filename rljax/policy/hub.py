@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf_config import read_config
@@ -12,7 +13,7 @@ from rljax.policy.hf_config import read_config
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _WANTED = ("*.json", "*.safetensors", "*.jinja")  # not the same weights again in other formats
 
-# d, MLP width, layers, query heads, from each model's config.json on the hub; all have 8 kv heads of width 128.
+# From each model's config.json on the hub. Of the dense ones d, MLP width, layers, query heads; all have 8 kv heads.
 _QWEN3_SIZES = {
     "0.6B": (1024, 3072, 28, 16),
     "1.7B": (2048, 6144, 28, 16),
@@ -24,23 +25,56 @@ _QWEN3_SIZES = {
 _TIED = ("0.6B", "1.7B", "4B")
 
 
-KNOWN_SHAPES: dict[str, PolicyConfig] = {
-    f"Qwen/Qwen3-{size}{suffix}": PolicyConfig(
+def _qwen3(suffix: str, **sizes: Any) -> PolicyConfig:
+    return PolicyConfig(
         vocab_size=151_936,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=8,
         head_dim=128,
         rope_theta=1e6,
-        tie_word_embeddings=size in _TIED,
         max_position_embeddings=32_768 if suffix else 40_960,
         bos_token_id=151_643,
         eos_token_id=151_643 if suffix else 151_645,
+        **sizes,
     )
-    for size, (width, inner, layers, heads) in _QWEN3_SIZES.items()
-    for suffix in ("", "-Base")
+
+
+def _dense(size: str, suffix: str) -> PolicyConfig:
+    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
+    sizes = dict(zip(names, _QWEN3_SIZES[size], strict=True))
+    return _qwen3(suffix, **sizes, num_kv_heads=8, tie_word_embeddings=size in _TIED)
+
+
+def _mixture(suffix: str) -> PolicyConfig:
+    return _qwen3(
+        suffix,
+        family="qwen3_moe",
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        num_experts=128,
+        experts_per_token=8,
+        expert_size=768,
+        normalize_gates=True,
+    )
+
+
+KNOWN_SHAPES: dict[str, PolicyConfig] = {
+    **{f"Qwen/Qwen3-{size}{suffix}": _dense(size, suffix) for size in _QWEN3_SIZES for suffix in ("", "-Base")},
+    **{f"Qwen/Qwen3-30B-A3B{suffix}": _mixture(suffix) for suffix in ("", "-Base")},
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": PolicyConfig(
+        family="qwen2",
+        vocab_size=151_936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_layers=28,
+        num_heads=12,
+        num_kv_heads=2,
+        head_dim=128,
+        max_position_embeddings=131_072,
+        bos_token_id=151_643,
+        eos_token_id=151_643,
+    ),
 }
 
 

@@ -31,6 +31,8 @@ from rljax.sharding import make_mesh
 from rljax.trainer.state import make_optimizer
 
 Report = dict[str, Any]
+# CUB's sort asks the process's own GPU how much memory it needs; XLA's own sort takes its place in the program.
+_OPTIONS: dict[str, dict[str, str | bool]] = {"cuda": {"xla_gpu_enable_cub_radix_sort": False}}
 PARTS = ("micro_batch", "forward", "step")
 """What is counted apart: fields of ``Program``."""
 MODEL_NOTE = (
@@ -79,7 +81,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     jax.config.update("jax_enable_compilation_cache", False)  # the time is to be the compiler's
     start = time.perf_counter()
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=_OPTIONS.get(machine.platform))
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"--compile {machine.name}: the compiler gives up: {error}") from error
     seconds = time.perf_counter() - start

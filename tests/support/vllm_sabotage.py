@@ -7,11 +7,15 @@ import torch
 from rljax.rollout.vllm import plugin as vllm_plugin
 
 _REPAIR = vllm_plugin.repair_tied_head
+_REPACK = vllm_plugin.repack_experts
 
 
 class Sabotage(vllm_plugin.WorkerExtension):
     def sabotage_tied_head(self, state: str) -> None:
         vllm_plugin.repair_tied_head = _REPAIR if state == "off" else (lambda model: None)
+
+    def sabotage_repack(self, state: str) -> None:
+        vllm_plugin.repack_experts = _REPACK if state == "off" else (lambda layer, kernel: None)
 
     def head_is_stale(self) -> dict[str, bool]:
         """Whether the tied head computes with other weights than the embedding's: some processors want a packed copy.

@@ -209,13 +209,17 @@ class LoadedWeights:
             if method is None:
                 self._record(layer)
             else:
-                names = (self._tensor_names(layer, name) for name, _ in layer.named_parameters(recurse=False))
-                self.tensors.update((name, None) for each in names for name in each)
+                parameters = layer.named_parameters(recurse=False)
+                parts = (part for name, parameter in parameters for part in self._parts(layer, name, parameter))
+                self.tensors.update((name, None) for name, _ in parts)
 
     def _before(self, process: Callable[..., None]) -> Callable[..., None]:
         def record_and_process(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
             self._record(layer)
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             process(layer, *args, **kwargs)
+            if kernel is not None and current_platform.is_cpu():
+                repack_experts(layer, kernel)
 
         return record_and_process
 
@@ -223,18 +227,48 @@ class LoadedWeights:
         """The checksums of a layer's parameters; those of one fused tensor one by one, without padding rows."""
         began = time.monotonic()
         self._unpacked.pop(layer, None)
-        rows = getattr(layer, "shard_indices", None)  # of a vocabulary
         for name, parameter in layer.named_parameters(recurse=False):
-            names = self._tensor_names(layer, name)
-            whole = parameter if rows is None else parameter[: rows.num_org_elements]
-            parts = whole.split(layer.output_partition_sizes) if len(names) > 1 else [whole]
-            self.tensors.update((name, tensor_checksum(part)) for name, part in zip(names, parts, strict=True))
+            parts = self._parts(layer, name, parameter)
+            self.tensors.update((name, tensor_checksum(part)) for name, part in parts)
         self.seconds += time.monotonic() - began
+
+    def _parts(self, layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """What of the Hugging Face tensors one parameter holds, by their names, without padding."""
+        if name in ("w13_weight", "w2_weight"):
+            yield from expert_parts(layer, self._names[layer], name, parameter)
+            return
+        names = self._tensor_names(layer, name)
+        rows = getattr(layer, "shard_indices", None)  # of a vocabulary
+        whole = parameter if rows is None else parameter[: rows.num_org_elements]
+        parts = whole.split(layer.output_partition_sizes) if len(names) > 1 else [whole]
+        yield from zip(names, parts, strict=True)
 
     def _tensor_names(self, layer: torch.nn.Module, parameter: str) -> list[str]:
         """The Hugging Face names of what one parameter holds: of qkv_proj three, of most layers one."""
         above, dot, last = self._names[layer].rpartition(".")
         return [f"{above}{dot}{part}.{parameter}" for part in self._fused.get(last, [last])]
+
+
+def expert_parts(layer: Any, path: str, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of one expert that a parameter of a mixture holds, by its Hugging Face name.
+
+    ``w13_weight`` [e, 2 f, d] has gate and up of the experts that this worker has, ``w2_weight`` [e, d, f] has down;
+    under tensor parallelism of each a part of f. vLLM may have rounded d and f up.
+    """
+    sizes = layer.moe_config
+    d, f = sizes.hidden_dim_unpadded, sizes.intermediate_size_per_partition_unpadded
+    above = path[: path.rindex(".experts")]
+    for expert in range(layer.global_num_experts):
+        local = layer._map_global_expert_id_to_local_expert_id(expert)
+        if local < 0:
+            continue
+        held = parameter[local]
+        if name == "w2_weight":
+            parts = {"down_proj": held[:d, :f]}
+        else:
+            gate, up = held.chunk(2)
+            parts = {"gate_proj": gate[:f, :d], "up_proj": up[:f, :d]}
+        yield from ((f"{above}.experts.{expert}.{part}.weight", tensor) for part, tensor in parts.items())
 
 
 def tensor_checksum(tensor: torch.Tensor) -> Checksum:
@@ -273,6 +307,15 @@ def repair_tied_head(model: torch.nn.Module) -> None:
     head.quant_method.process_weights_after_loading(head)
 
 
+def repack_experts(layer: torch.nn.Module, kernel: Any) -> None:
+    """Packs the experts of a mixture for its kernel on a CPU.
+
+    vLLM packs them when the kernel is made, and not when they are loaded again: the kernel would take the rows of one
+    expert for parts of others, and every log-probability would be off by nats.
+    """
+    kernel.fused_experts.process_weights_after_loading(layer)
+
+
 class WorkerExtension:
     """Methods that vLLM's workers gain; reached through ``/collective_rpc``."""
 
@@ -293,6 +336,9 @@ class WorkerExtension:
             "num_attention_heads": text.num_attention_heads,
             "num_key_value_heads": getattr(text, "num_key_value_heads", text.num_attention_heads),
             "head_dim": model.get_head_size(),
+            "num_experts": getattr(text, "num_experts", None),
+            "num_experts_per_tok": getattr(text, "num_experts_per_tok", None),
+            "moe_intermediate_size": getattr(text, "moe_intermediate_size", None),
             "tie_word_embeddings": bool(getattr(text, "tie_word_embeddings", False)),
         }
         return {

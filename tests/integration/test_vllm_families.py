@@ -1,0 +1,130 @@
+"""Policies other than dense Qwen3 through a real vLLM server: what is published is proven, used, and trained on."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.errors import VerificationError
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import save_params
+from rljax.policy.hf_config import config_to_hf
+from rljax.policy.model import init_params
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.types import SamplingParams
+from rljax.rollout.vllm.backend import VllmBackend
+from tests.integration.conftest import Model, Served
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+OTHER_BITS = "does not hold the trainer's weights"
+OUT_OF_BAND = "does not sample from the trainer's weights"
+SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 2}
+SHAPES = {
+    "qwen3_moe": PolicyConfig(
+        **SIZES, num_kv_heads=1, head_dim=32, family="qwen3_moe", max_position_embeddings=1024, initializer_range=0.1,
+        num_experts=8, experts_per_token=2, expert_size=32, normalize_gates=True,
+    ),
+    "qwen2": PolicyConfig(
+        **SIZES, num_kv_heads=2, head_dim=32, family="qwen2", max_position_embeddings=1024, initializer_range=0.1,
+        tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+# Mean absolute difference of log-probabilities, in nats.
+BOUNDS = {"qwen3_moe": {"bfloat16": 0.06, "float32": 1e-5}, "qwen2": {"bfloat16": 0.03, "float32": 1e-5}}
+
+
+@functools.cache
+def parameters(family):
+    params = init_params(SHAPES[family], 0)
+    keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
+    leaves, tree = jax.tree.flatten(params)
+    # Biases and norms are not what a fresh policy has.
+    moved = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(tree, moved)
+
+
+@pytest.fixture(
+    scope="module", params=[("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32"), ("qwen2", "bfloat16")], ids="-".join
+)
+def served(request, start_server, tmp_path_factory):
+    family, dtype = request.param
+    config, params = SHAPES[family], parameters(family)
+    path = tmp_path_factory.mktemp(family)
+    save_params(path, init_params(config, 7), config, jnp.dtype(dtype))
+    model = Model(path, config, params, json.loads(json.dumps(config_to_hf(config, dtype))))
+    server = start_server(model, dtype)
+    yield Served(server, model, dtype)
+    server.stop()
+
+
+def sabotage(served, method, *arguments):
+    client = ServerClient([served.url], VllmBackend())
+    try:
+        client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})
+    finally:
+        client.close()
+
+
+def test_what_is_published_is_proven_and_sampled_from(served):
+    engine = served.engine()
+    try:
+        engine.publish(served.model.params, 0)
+        assert engine.pop_metrics()["publish/verified_tensors"] == len(
+            served.model.checksums(served.dtype)(served.model.params)
+        )
+        prompts = [np.random.default_rng(i).integers(2, 256, 12).astype(np.int32) for i in range(16)]
+        responses = list(engine.generate(prompts, 1, SamplingParams(48), seed=0))
+    finally:
+        engine.close()
+    whole = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses]
+    scored = served.score(served.model.params, whole)
+    differences = np.concatenate([np.abs(s[12:] - r.logprobs) for s, r in zip(scored, responses, strict=True)])
+    assert len(differences) > 500
+    assert differences.mean() < BOUNDS[served.model.config.family][served.dtype]
+
+
+FAULTS = {
+    "qwen3_moe": [
+        "model.layers.1.mlp.experts.5.down_proj.weight",
+        "model.layers.0.mlp.experts.0.up_proj.weight",
+        "model.layers.1.mlp.gate.weight",
+    ],
+    "qwen2": ["model.layers.1.self_attn.k_proj.bias", "model.layers.0.mlp.gate_proj.weight"],
+}
+
+
+def test_a_tensor_that_is_not_loaded_is_named(served):
+    """One expert stale, a router of the version before, a bias left out; the same version loaded soundly passes."""
+    engine = served.engine()
+    try:
+        engine.publish(served.model.params, 0)
+        for version, name in enumerate(FAULTS[served.model.config.family]):
+            sabotage(served, "sabotage_load", "skip", name)
+            try:
+                with pytest.raises(VerificationError, match=f"{OTHER_BITS}: .*{name}"):
+                    engine.publish(served.model.moved(version), 2 * version + 1)
+            finally:
+                sabotage(served, "sabotage_load", "off", "")
+            engine.publish(served.model.moved(version), 2 * version + 2)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("served", [("qwen3_moe", "bfloat16")], ids="-".join, indirect=True)
+def test_experts_that_are_loaded_but_not_packed_are_caught_by_their_use(served):
+    """What vLLM does with a reload on a CPU: every bit is the trainer's, and the kernel reads them in another layout."""
+    engine = served.engine()
+    try:
+        engine.publish(served.model.params, 0)
+        sabotage(served, "sabotage_repack", "on")
+        try:
+            with pytest.raises(VerificationError, match=OUT_OF_BAND):
+                engine.publish(served.model.moved(20), 1)
+        finally:
+            sabotage(served, "sabotage_repack", "off")
+        engine.publish(served.model.moved(20), 2)
+    finally:
+        engine.close()
