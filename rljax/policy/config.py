@@ -69,6 +69,11 @@ class PolicyConfig:
                 )
 
     @property
+    def route_bytes(self) -> int:
+        """Bytes of the routes of one token, in the narrowest integers with room for "free" besides; 0 of no mixture."""
+        return self.num_layers * self.experts_per_token * (1 if self.num_experts < 256 else 2)
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The end-of-sequence ids as a tuple, empty when the file names none."""
         if self.eos_token_id is None:

@@ -77,6 +77,8 @@ def check_engine(config: RolloutConfig) -> None:
             raise ValueError("rollout.engine = vllm needs at least one URL in rollout.urls, or rollout.discovery")
         if inject.changes_weights or inject.logit_noise:
             raise ValueError("rollout.inject works with rollout.engine = exact or jax, not with vllm")
+    if config.engine == "exact" and config.router_replay != "none":
+        raise ValueError("rollout.router_replay: the exact engine routes as the trainer does; give none")
     if config.engine == "jax" and inject.logit_noise:
         raise ValueError("rollout.inject.logit_noise works with rollout.engine = exact only")
 
@@ -116,6 +118,8 @@ def make_engine(
       ValueError: the settings do not fit the engine, or a server does not fit the policy.
     """
     check_engine(config)
+    if config.router_replay != "none" and not policy.num_experts:
+        raise ValueError(f"rollout.router_replay = {config.router_replay} is for a mixture of experts; this is dense")
     if config.engine == "vllm":
         functions = functions or policy_functions(policy, config.dtype)
         try:
@@ -137,8 +141,11 @@ def make_engine(
             raise ConfigError(error) from error
     inject = config.inject
     if config.engine == "jax":
+        replayed = config.router_replay == "r3"
         head = jnp.float32 if lm_head_dtype == "float32" else None
-        engine: RolloutEngine = JaxEngine(policy, config.dtype, max_prompt_tokens, mesh=mesh, lm_head_dtype=head)
+        engine: RolloutEngine = JaxEngine(
+            policy, config.dtype, max_prompt_tokens, mesh=mesh, lm_head_dtype=head, with_routes=replayed
+        )
     else:
         assert make_executable is not None
         engine = ExactEngine(make_executable(), inject=inject)

@@ -58,16 +58,17 @@ def summed_axes(logical: tuple[str, ...]) -> tuple[int, ...]:
 
     The model width is the input where it comes first and the output where it comes last.
     """
-    if logical[0] != "layers" or "embed" not in logical:
+    if logical[0] != "layers" or "router" in logical or not {"embed", "expert_embed"} & set(logical):
         return ()
-    inputs = (1,) if logical[1] == "embed" else range(1, len(logical) - 1)
+    first = 2 if logical[1] == "experts" else 1
+    inputs = (first,) if logical[first] in ("embed", "expert_embed") else range(first, len(logical) - 1)
     return tuple(inputs)
 
 
 def quantize(params: Params, logical: Params, kind: str) -> Params:
     """The blocks' matrices as ``Quantized``, symmetric with a scale an output channel; other leaves as they are.
 
-    Embedding, LM head and norms stay as they are, as in vLLM's int8 and fp8.
+    Embedding, LM head, norms and routers stay as they are, as in vLLM's int8 and fp8.
     """
 
     def stored(weight: Array, axes: tuple[str, ...]) -> Any:

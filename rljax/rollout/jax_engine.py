@@ -22,8 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import head_operands, matmul_precision
-from rljax.policy.model import Params, cast_params, embed_tokens, lm_head_table, param_shardings, run_blocks
-from rljax.rollout.types import Response, SamplingParams, VersionSpan
+from rljax.policy.model import Params, Seen, cast_params, embed_tokens, lm_head_table, param_shardings, run_blocks
+from rljax.rollout.types import Response, SamplingParams, VersionSpan, route_dtype
 from rljax.sharding import constrain, replicated
 
 Cache = tuple[Array, Array]  # keys and values, [layers, b, s, kv heads, head_dim]
@@ -47,8 +47,8 @@ def _with_cache(
 
 def _prefill(
     params: Params, config: PolicyConfig, tokens: Int[Array, "p s"], lengths: Int[Array, " p"], cache_tokens: int
-) -> tuple[Float[Array, "p d"], Cache, Bool[Array, "p c"]]:
-    """Last hidden state, cache and the cache's valid places, for left-padded prompts."""
+) -> tuple[Float[Array, "p d"], Cache, Bool[Array, "p c"], Any]:
+    """Last hidden state, cache, the cache's valid places, and the experts of each token, for left-padded prompts."""
     rows, width = tokens.shape
     index = jnp.arange(width)
     valid = index[None, :] >= width - lengths[:, None]
@@ -58,8 +58,16 @@ def _prefill(
     valid_cache = jnp.pad(valid, ((0, 0), (0, cache_tokens - width)))
     causal = index[:, None] >= jnp.arange(cache_tokens)[None, :]
     mask = causal[None] & valid_cache[:, None, :]
-    hidden, cache, _ = run_blocks(params, config, embed_tokens(params, tokens), positions, _with_cache(mask, 0), cache)
-    return hidden[:, -1], cache, valid_cache
+    embedded = embed_tokens(params, tokens)
+    hidden, cache, seen = run_blocks(params, config, embedded, positions, _with_cache(mask, 0), cache)
+    return hidden[:, -1], cache, valid_cache, _routes(seen, config)
+
+
+def _routes(seen: Seen, config: PolicyConfig) -> Any:
+    """The experts that each token went to, [b, t, l, k]; None of a dense policy."""
+    if seen.router is None:
+        return None
+    return jnp.moveaxis(seen.router.choices, 0, 2).astype(route_dtype(config.num_experts))
 
 
 def _next_tokens(
@@ -104,14 +112,16 @@ def _decode(
     limit: int,
     greedy: bool,
     lm_head_dtype: Any,
-) -> tuple[Int[Array, "b r"], Float[Array, "b r"], Int[Array, " b"], Bool[Array, " b"]]:
-    """(tokens, log-probabilities, lengths, stopped) of b = p * n responses of at most r = ``limit`` tokens.
+    with_routes: bool,
+) -> tuple[Array, ...]:
+    """(tokens [b, r], log-probabilities [b, r], lengths [b], stopped [b]) of b = p * n responses of at most r tokens.
 
-    Where ``forced`` gives the responses, each step takes its token from there and samples none.
+    Where ``forced`` gives the responses, each step takes its token from there and samples none. ``with_routes``: the
+    experts of the prompts' tokens [p, s, l, k] and of the responses' [b, r, l, k] follow.
     """
     width = prompts.shape[1]
     rows = len(prompts) * n
-    hidden, cache, valid = _prefill(params, config, prompts, lengths, width + limit)
+    hidden, cache, valid, of_prompts = _prefill(params, config, prompts, lengths, width + limit)
 
     def repeat(x: Array, axis: int = 0) -> Array:
         return jnp.repeat(x, n, axis=axis)
@@ -125,7 +135,7 @@ def _decode(
         return (step < limit) & ~jnp.all(done)
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        step, done, tokens, logprobs, counts, hidden, cache = state
+        step, done, tokens, logprobs, counts, hidden, cache, routes = state
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
         given = None if forced is None else jax.lax.dynamic_index_in_dim(forced, step, 1, keepdims=False)
         token, logprob = _next_tokens(params, hidden, keys, temperature, greedy, given, lm_head_dtype)
@@ -137,8 +147,10 @@ def _decode(
         mask = valid | ((jnp.arange(width + limit) >= width) & (jnp.arange(width + limit) <= at))[None]
         embedded = constrain(embed_tokens(params, token[:, None]), "rows", "tokens", "act_embed")
         positions = (lengths + step)[:, None]
-        new_hidden, cache, _ = run_blocks(params, config, embedded, positions, _with_cache(mask[:, None], at), cache)
-        return step + 1, done, tokens, logprobs, counts, new_hidden[:, 0], cache
+        new_hidden, cache, seen = run_blocks(params, config, embedded, positions, _with_cache(mask[:, None], at), cache)
+        if routes is not None:
+            routes = jax.lax.dynamic_update_slice_in_dim(routes, _routes(seen, config), step, 1)
+        return step + 1, done, tokens, logprobs, counts, new_hidden[:, 0], cache, routes
 
     start = (
         jnp.int32(0),
@@ -148,16 +160,26 @@ def _decode(
         jnp.zeros((rows,), jnp.int32),
         hidden,
         cache,
+        jnp.zeros((rows, limit, *of_prompts.shape[2:]), of_prompts.dtype) if with_routes else None,
     )
-    _, done, tokens, logprobs, counts, _, _ = jax.lax.while_loop(unfinished, body, start)
-    return tokens, logprobs, counts, done
+    final: Any = jax.lax.while_loop(unfinished, body, start)
+    _, done, tokens, logprobs, counts, _, _, *routes = final
+    found = tokens, logprobs, counts, done
+    return (*found, of_prompts, *routes) if with_routes else found
 
 
 class JaxEngine:
     """RolloutEngine over the policy in this process; the same seed, weights and prompts give the same bits."""
 
     def __init__(
-        self, config: PolicyConfig, dtype: Any, max_prompt_tokens: int, *, mesh: Mesh, lm_head_dtype: Any = None
+        self,
+        config: PolicyConfig,
+        dtype: Any,
+        max_prompt_tokens: int,
+        *,
+        mesh: Mesh,
+        lm_head_dtype: Any = None,
+        with_routes: bool = False,
     ):
         """Builds the engine; ``publish`` must be called before ``generate``.
 
@@ -167,7 +189,9 @@ class JaxEngine:
           max_prompt_tokens: prompts are padded to it, so that the number of compilations stays small.
           mesh: the trainer's; weights stay sharded as they are there.
           lm_head_dtype: dtype in which the LM head computes, and of the logits; None: ``dtype``.
+          with_routes: whether responses have the experts of their tokens; of a mixture of experts.
         """
+        self._with_routes = with_routes
         self._mesh, self._width = mesh, max_prompt_tokens
         self._dtype = jnp.dtype(dtype)
         shardings = param_shardings(config, mesh)
@@ -181,7 +205,9 @@ class JaxEngine:
             with jax.default_matmul_precision(matmul_precision(self._dtype)):
                 return _decode(params, config, *args, lm_head_dtype=lm_head_dtype, **static)
 
-        self._decode: Any = jax.jit(decode, static_argnames=("n", "limit", "greedy"), out_shardings=replicated(mesh))
+        self._decode: Any = jax.jit(
+            decode, static_argnames=("n", "limit", "greedy", "with_routes"), out_shardings=replicated(mesh)
+        )
         self._params: Params | None = None
         self._version = 0
         self._metrics: defaultdict[str, float] = defaultdict(float)
@@ -204,13 +230,17 @@ class JaxEngine:
     ) -> Iterator[Response]:
         """See RolloutEngine. All responses complete together."""
         start = time.perf_counter()
-        tokens, logprobs, counts, done = self._run(prompts, n, sampling, seed)
+        tokens, logprobs, counts, done, *routes = self._run(prompts, n, sampling, seed, with_routes=self._with_routes)
         self._metrics["time/generate_s"] += time.perf_counter() - start
         responses = []
         for row, length in enumerate(counts.tolist()):
             versions = (VersionSpan(self._version, 0, length),)
             kept = tokens[row, :length], logprobs[row, :length]
-            responses.append(Response(*divmod(row, n), *kept, not done[row], versions))
+            of_row = None
+            if routes:
+                of_prompt, of_response = routes[0][row // n], routes[1][row]
+                of_row = np.concatenate([of_prompt[-len(prompts[row // n]) :], of_response[: length - 1]])
+            responses.append(Response(*divmod(row, n), *kept, not done[row], versions, of_row))
         return iter(responses)
 
     def score(
@@ -256,6 +286,8 @@ class JaxEngine:
         sampling: SamplingParams,
         seed: int,
         forced: np.ndarray | None = None,
+        *,
+        with_routes: bool = False,
     ) -> tuple[np.ndarray, ...]:
         """What ``_decode`` gives for the published policy, on the host."""
         if self._params is None:
@@ -270,7 +302,7 @@ class JaxEngine:
         stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
         greedy = sampling.temperature == 0.0
         temperature = np.float32(1.0 if greedy else sampling.temperature)
-        static = {"n": n, "limit": sampling.max_response_tokens, "greedy": greedy}
+        static = {"n": n, "limit": sampling.max_response_tokens, "greedy": greedy, "with_routes": with_routes}
         with jax.set_mesh(self._mesh):
             result = self._decode(self._params, padded, lengths, stops, temperature, np.uint32(seed), forced, **static)
         return tuple(jax.device_get(result))

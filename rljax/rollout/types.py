@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -145,6 +145,9 @@ class PublishConfig:
             raise ValueError(f"port must be in 0..65535, got {self.port}")
 
 
+RouterReplay = Literal["none", "r2", "r3"]
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """How a step's responses are sampled."""
@@ -165,6 +168,12 @@ class RolloutConfig:
     """Longest response (tokens), the end-of-sequence token included."""
     temperature: float = 1.0
     """Sampling temperature. It must be positive."""
+    router_replay: RouterReplay = "none"
+    """Which experts the trainer's forward takes, of a mixture. none: those of its own router. r3: those that each token
+    went to in the engine, with gates of the trainer's router; a vLLM server is started with
+    --enable-return-routed-experts. r2: in all updates of a batch those of the forward before the first."""
+    max_route_bytes: int = 8 * 2**30
+    """Most bytes that the routes of one step may take on the host; a run that could need more is refused."""
     transfer_dir: str | None = None
     """Directory for weights that all trainer processes see, and the vLLM servers, too, where ``publish.store`` is
     shared or directory. None: a memory-backed directory on this machine."""
@@ -195,10 +204,15 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 2, "group_size")
-        check_at_least(self, 1, "max_response_tokens")
+        check_at_least(self, 1, "max_response_tokens", "max_route_bytes")
         check_finite(self, "temperature")
         check_positive(self, "temperature", "server_wait_s")
         check_at_least(self, 0, "dump_every", "transcript_every")
+
+
+def route_dtype(num_experts: int) -> Any:
+    """The narrowest dtype of ``Response.routes``: with room for one number more than there are experts."""
+    return np.uint8 if num_experts < 256 else np.uint16
 
 
 @dataclass(frozen=True)
@@ -241,6 +255,8 @@ class Response:
       logprobs: float32 [t], ``rollout_logprobs``: the engine's log-probability **of** each of these tokens.
       truncated: True when the length limit ended it (finish_reason "length").
       versions: the policy versions that sampled its tokens, in order; they cover the response without gaps.
+      routes: uint8 or uint16 [s + t - 1, layers, k], the experts that each token of prompt (s) and response but the
+        last went to; None where they are not reported.
     """
 
     prompt_index: int
@@ -249,6 +265,7 @@ class Response:
     logprobs: np.ndarray
     truncated: bool
     versions: tuple[VersionSpan, ...]
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.shape != self.logprobs.shape:

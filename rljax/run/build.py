@@ -282,7 +282,7 @@ def make_update(
     reference = None if frozen is None else functools.partial(reference_logprobs, forward, frozen)
     pack_all = make_pack(config, config.num_sequences)
     if not makes_several_updates(config):
-        return SingleUpdate(step, pack_all, reference)
+        return SingleUpdate(step, forward, pack_all, reference)
     return MultipleUpdates(
         step,
         forward,
@@ -292,6 +292,7 @@ def make_update(
         epochs=loss.epochs,
         group_size=config.rollout.group_size,
         reference=reference,
+        replays_own=config.rollout.router_replay == "r2",
     )
 
 

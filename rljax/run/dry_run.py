@@ -17,7 +17,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
 from rljax.policy.model import gathered_axes, logical_axes
-from rljax.run.build import batch_shape
+from rljax.run.build import batch_shape, makes_several_updates
 from rljax.run.config import Config
 from rljax.run.memory_plan import working_bytes
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
@@ -57,6 +57,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
         )
     check_experts(policy, mesh)
     ways = mesh.shape["replica"] * mesh.shape["fsdp"] * mesh.shape["expert"]
+    check_routes(config, policy)
     if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
@@ -65,6 +66,27 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
     batch_shape(config)
     if config.rollout.engine == "exact":  # it also takes what is sampled in evaluations
         config.packing.resolve_row_tokens(config.max_engine_tokens)
+
+
+def check_routes(config: Config, policy: PolicyConfig) -> None:
+    """Raises ValueError where ``rollout.router_replay`` does not fit the policy, the updates or the host's memory."""
+    replay = config.rollout.router_replay
+    if replay == "none":
+        return
+    if not policy.num_experts:
+        raise ValueError(f"rollout.router_replay = {replay} is for a mixture of experts; this policy is dense")
+    if replay == "r2" and not makes_several_updates(config):
+        raise ValueError("rollout.router_replay = r2 is for several updates a batch (loss.mini_batches, loss.epochs)")
+    if route_bytes(config, policy) > config.rollout.max_route_bytes:
+        raise ValueError(
+            f"the routes of a step can take {in_units(route_bytes(config, policy))} of the host's memory, "
+            f"rollout.max_route_bytes allows {in_units(config.rollout.max_route_bytes)}"
+        )
+
+
+def route_bytes(config: Config, policy: PolicyConfig) -> int:
+    """Most bytes of the routes of one step: of every place of its rows, as they go to the devices."""
+    return 0 if config.rollout.router_replay == "none" else policy.route_bytes * math.prod(batch_shape(config))
 
 
 def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
@@ -88,6 +110,8 @@ def planned_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     """(bytes on all devices, bytes on one) of what the trainer keeps during a step, and what the step works with."""
     working = working_bytes(config, policy, mesh)
     devices = math.prod(mesh.shape.values())
+    if routes := route_bytes(config, policy):
+        working["routes"] = routes // (mesh.shape["replica"] * mesh.shape["fsdp"] * mesh.shape["expert"])
     return state_bytes(config, policy, mesh) | {name: (size * devices, size) for name, size in working.items()}
 
 

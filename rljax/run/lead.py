@@ -254,6 +254,8 @@ def sequence_arrays(sequences: Sequence[TrainSequence]) -> dict[str, np.ndarray]
     }
     for name in _VECTORS:
         arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
+    if sequences and sequences[0].routes is not None:
+        arrays |= ragged("routes", [s.routes for s in sequences if s.routes is not None])
     return arrays
 
 
@@ -261,4 +263,7 @@ def sequences_of(arrays: Mapping[str, np.ndarray]) -> list[TrainSequence]:
     """The inverse of ``sequence_arrays``."""
     prompts, responses, logprobs, staleness = (vectors_of(name, arrays) for name in _VECTORS)
     advantages, in_loss = arrays["advantage"].tolist(), arrays["in_loss"].tolist()
-    return list(map(TrainSequence, prompts, responses, logprobs, advantages, in_loss, staleness))
+    known = list(map(TrainSequence, prompts, responses, logprobs, advantages, in_loss, staleness))
+    if "routes" not in arrays:
+        return known
+    return [s._replace(routes=routes) for s, routes in zip(known, vectors_of("routes", arrays), strict=True)]

@@ -190,8 +190,11 @@ def one_step(run: Components, at: Standing) -> None:
     with timers.phase("pack"):
         batch = run.update.pack(sequences)
     with timers.phase("train"):
-        measure_noise = is_due(config.diagnosis.grad_noise_every, step)
-        updated = run.update(at.state, batch, sequences, UpdateOptions(rate, seed, measure_noise))
+        noise, free = (
+            is_due(every, step) for every in (config.diagnosis.grad_noise_every, config.diagnosis.free_routing_every)
+        )
+        options = UpdateOptions(rate, seed, noise, free)
+        updated = run.update(at.state, batch, sequences, options)
     at.finish(updated.state, row, updated.histograms)
 
     if any(sequence.in_loss for sequence in sequences):

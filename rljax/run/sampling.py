@@ -154,6 +154,7 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
             float(advantages[i, j]),
             bool(signal[i]),
             staleness_of(response, policy_version),
+            routes=response.routes if config.rollout.router_replay == "r3" else None,
         )
         for i, (prompt, group) in enumerate(zip(rollouts.prompts, rollouts.responses, strict=True))
         for j, response in enumerate(group)

@@ -51,11 +51,15 @@ class DiagnosisConfig:
     grad_noise_every: int = 10
     """Steps between measurements of ``optimizer/grad_noise``. 0: never."""
 
+    free_routing_every: int = 10
+    """Steps between measurements of ``mismatch_free_routing/``, the mismatch without the routes that
+    ``rollout.router_replay: r3`` replays; each takes a forward of its own. 0: never."""
+
     def __post_init__(self) -> None:
         for name in ("position_edges", "entropy_edges"):
             check_edges(name, getattr(self, name))
         check_at_least(self, 1, "staleness_buckets", "reference_steps", "is_threshold")
-        check_at_least(self, 0, "grad_noise_every")
+        check_at_least(self, 0, "grad_noise_every", "free_routing_every")
 
 
 def measure(

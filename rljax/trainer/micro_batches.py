@@ -41,39 +41,49 @@ def abstract_batch(
 
 def over_micro_batches(
     batch: PackedBatch,
-    each: Callable[[PackedBatch], tuple[Any, jax.Array]],
+    each: Callable[[PackedBatch], tuple[Any, Any]],
     zero: Callable[[Any], Any],
     add: Callable[[Any, Any], Any],
     span: tuple[Any, Any],
-    logprobs: jax.Array | None = None,
-) -> tuple[Any, jax.Array]:
+    before: Any = None,
+) -> tuple[Any, Any]:
     """Adds up micro-batches of a batch [m, b, t].
 
     Args:
       batch: arrays on the devices.
-      each: what a micro-batch [b, t] gives: numbers to add, and its log-probabilities [b, t].
+      each: what a micro-batch [b, t] gives: numbers to add, and what is kept of its tokens, a pytree [b, t, ...].
       zero: the total of none, from ``jax.ShapeDtypeStruct`` of those numbers.
       add: a total with the numbers of one more.
       span: the first micro-batch, and the first after the last.
-      logprobs: float32 [m, b, t] of other micro-batches; None: there are none.
+      before: what was kept of other micro-batches [m, b, t, ...]; None: nothing.
 
     Returns:
-      The total, and the log-probabilities float32 [m, b, t].
+      The total, and what was kept [m, b, t, ...], 0 of micro-batches that were not computed.
     """
 
-    def of_index(index: jax.Array | int) -> tuple[Any, jax.Array]:
+    def of_index(index: jax.Array | int) -> tuple[Any, Any]:
         arrays = batch._replace(with_loss=None, used=None)
         micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), arrays)
         return each(with_all_rows(micro))
 
-    def body(index: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+    def body(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         found, of_micro = of_index(index)
-        of_rows = constrain(of_micro, "rows", "tokens")
-        return add(carry[0], found), jax.lax.dynamic_update_index_in_dim(carry[1], of_rows, index, 0)
 
-    start = zero(jax.eval_shape(of_index, 0)[0])
-    before = jnp.zeros(batch.tokens.shape, jnp.float32) if logprobs is None else logprobs
-    return jax.lax.fori_loop(*span, body, (start, constrain(before, "micro", "rows", "tokens")))
+        def put_in(kept: jax.Array, part: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(kept, constrain(part, *_axes(part)), index, 0)
+
+        return add(carry[0], found), jax.tree.map(put_in, carry[1], of_micro)
+
+    numbers, parts = jax.eval_shape(of_index, 0)
+    if before is None:
+        before = jax.tree.map(lambda part: jnp.zeros((len(batch.tokens), *part.shape), part.dtype), parts)
+    before = jax.tree.map(lambda kept: constrain(kept, "micro", *_axes(kept[0])), before)
+    return jax.lax.fori_loop(*span, body, (zero(numbers), before))
+
+
+def _axes(part: Any) -> tuple[str | None, ...]:
+    """Logical axes of something of each token, [b, t, ...]."""
+    return "rows", "tokens", *[None] * (part.ndim - 2)
 
 
 def with_all_rows(micro: PackedBatch) -> PackedBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,6 +61,7 @@ class TrainSequence(NamedTuple):
     staleness: np.ndarray | None = None  # int32 [r]: policy versions between sampling the token and this step; None: 0
     old_logprobs: np.ndarray | None = None  # float32 [r]: of the trainer before the first update on this batch
     reference_logprobs: np.ndarray | None = None  # float32 [r]: of the frozen reference policy
+    routes: np.ndarray | None = None  # uint8 or uint16 [p + r - 1, l, k]: experts that each token but the last goes to
 
 
 class PackedBatch(NamedTuple):
@@ -82,7 +84,7 @@ class PackedBatch(NamedTuple):
     used: Any  # int32 []: micro-batches that hold anything
     old_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
     reference_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
-    routes: Any = None  # int8 or int16 [m, b, t, l, k]: experts that a token must go to, -1 where it is free; or None
+    routes: Any = None  # uint8 or uint16 [m, b, t, l * k]: 1 + the experts that a token goes to, 0: any; or None
 
 
 def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: int, rows_per_micro_batch: int) -> int:
@@ -129,6 +131,8 @@ def fill(
     floats = ("rollout_logprobs", "advantages", *given)
     arrays = {name: np.zeros(shape, np.int32) for name in ints} | {name: np.zeros(shape, np.float32) for name in floats}
     arrays |= {name: np.zeros(shape, np.bool_) for name in ("response_mask", "loss_mask")}
+    if _have(sequences, "routes"):
+        arrays["routes"] = _no_routes(sequences[0].routes, shape)
     for row, members in rows.items():
         place = {name: array[row] for name, array in arrays.items()}
         start = 0
@@ -147,9 +151,16 @@ def fill(
             place["staleness"][middle:end] = 0 if s.staleness is None else s.staleness
             for name in ("rollout_logprobs", *given):
                 place[name][middle:end] = getattr(s, name)
+            if s.routes is not None:
+                place["routes"][start : end - 1] = s.routes.reshape(len(s.routes), -1) + 1
             start = end
     used = np.asarray(1 + max((micro for micro, _ in rows), default=-1), np.int32)
     return PackedBatch(**arrays, with_loss=used, used=used)
+
+
+def _no_routes(like: Any, shape: tuple[int, int, int]) -> np.ndarray:
+    """Routes [m, b, t, l * k] of tokens that may go anywhere; memory of the host is taken where some are written."""
+    return np.zeros((*shape, math.prod(like.shape[1:])), like.dtype)
 
 
 def _have(sequences: Sequence[TrainSequence], name: str) -> bool:
@@ -166,6 +177,15 @@ def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequ
     order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
     lengths = np.cumsum([len(s.response) for s in sequences])
     return np.split(np.asarray(values)[mask][order], lengths[:-1])
+
+
+def unpack_routes(routes: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
+    """``TrainSequence.routes`` of each sequence, [p + r - 1, 1, l * k], from those of a batch [m, b, t, l * k]."""
+    mask = np.asarray(batch.segment_ids) > 0
+    order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
+    lengths = np.cumsum([len(s.prompt) + len(s.response) for s in sequences])
+    found = np.split(np.asarray(routes)[mask][order], lengths[:-1])
+    return [each[:-1, None] - np.ones((), each.dtype) for each in found]
 
 
 def useful_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:

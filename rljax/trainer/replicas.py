@@ -27,12 +27,12 @@ def _replicas() -> int:
 
 
 def on_each_replica(
-    work: Callable[..., tuple[Any, jax.Array]], add_up: Callable[[Any], Any], batch: PackedBatch, *shared: Any
-) -> tuple[Any, jax.Array]:
+    work: Callable[..., tuple[Any, Any]], add_up: Callable[[Any], Any], batch: PackedBatch, *shared: Any
+) -> tuple[Any, Any]:
     """``work(batch, *shared)`` with each copy's part of the rows, and what it finds added up over the copies.
 
     Args:
-      work: gives what it found and log-probabilities [m, b, t] of the rows it was given.
+      work: gives what it found and what it keeps of the tokens [m, b, t, ...] of the rows it was given.
       add_up: called inside, with what one copy found; uses ``sum_over_replicas`` and ``merge_over_replicas``.
       batch: [m, b, t].
       shared: arrays that every copy gets whole.
@@ -40,7 +40,7 @@ def on_each_replica(
     if _replicas() == 1:
         return work(batch, *shared)
 
-    def of_one(batch: PackedBatch, *shared: Any) -> tuple[Any, jax.Array]:
+    def of_one(batch: PackedBatch, *shared: Any) -> tuple[Any, Any]:
         found, logprobs = work(batch, *shared)
         return add_up(found), logprobs
 

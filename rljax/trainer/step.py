@@ -21,9 +21,11 @@ from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels, choose_kernels
+from rljax.policy.layers import Routed
 from rljax.policy.model import Params, Remat, cast_params, gathered_axes, logical_axes
 from rljax.policy.options import DEFAULTS, PolicyOptions
 from rljax.policy.score import Scores, packed_logprobs
+from rljax.rollout.types import route_dtype
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.micro_batches import abstract_batch, over_micro_batches, place_batch
@@ -114,6 +116,20 @@ def micro_gradients(
     return grads, statistics, scores
 
 
+def given_choices(micro: PackedBatch, config: PolicyConfig) -> jax.Array | None:
+    """``choices`` [b, t, layers, k] for ``hidden_states`` of a micro-batch with routes, else None."""
+    if micro.routes is None:
+        return None
+    choices = micro.routes.astype(jnp.int32) - 1
+    return choices.reshape(*micro.tokens.shape, config.num_layers, config.experts_per_token)
+
+
+def taken_routes(routed: Routed, config: PolicyConfig) -> jax.Array:
+    """``PackedBatch.routes`` [b, t, l * k] of the choices that a forward made."""
+    choices = jnp.moveaxis(routed.choices, 0, 2)
+    return (choices + 1).astype(route_dtype(config.num_experts)).reshape(*choices.shape[:2], -1)
+
+
 def make_score(
     config: PolicyConfig, precision: PrecisionConfig, temperature: float, kernels: Kernels = ON_ANY_BACKEND
 ) -> Any:
@@ -131,7 +147,7 @@ def make_score(
             remat=precision.remat_policy,
             attention=kernels.attention,
             grouped=kernels.grouped,
-            choices=micro.routes,
+            choices=given_choices(micro, config),
         )
         logprobs, entropy = (constrain(x, None, None) for x in (scores.logprobs, scores.entropy))
         return scores._replace(logprobs=logprobs, entropy=entropy)
@@ -187,10 +203,14 @@ class TrainStep:
             # Cast where they lie, and gathered after that: what travels has the compute dtype.
             return constrain_tree(constrain_tree(cast_params(params, dtype), axes), axes_of_copy)
 
-        def forward_alone(compute: Params, num_sequences: int, diagnosis: DiagnosisConfig | None) -> Any:
-            def each(micro: PackedBatch) -> tuple[dict[str, Statistics], jax.Array]:
+        def forward_alone(
+            compute: Params, num_sequences: int, diagnosis: DiagnosisConfig | None, with_routes: bool = False
+        ) -> Any:
+            def each(micro: PackedBatch) -> tuple[dict[str, Statistics], Any]:
                 scores = score(compute, micro)
-                return measure(scores, micro, num_sequences, diagnosis), scores.logprobs
+                routes = taken_routes(scores.seen.router, config) if with_routes else None
+                kept = (scores.logprobs, routes) if with_routes else scores.logprobs
+                return measure(scores, micro, num_sequences, diagnosis), kept
 
             return each
 
@@ -231,16 +251,16 @@ class TrainStep:
             return state, row | finalize_measured(totals.measured, diagnosis), logprobs
 
         def forward(
-            params: Params, batch: PackedBatch, *, num_sequences: int, diagnosis: DiagnosisConfig
-        ) -> tuple[dict[str, jax.Array], jax.Array]:
-            def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], jax.Array]:
-                each = forward_alone(compute, num_sequences, diagnosis)
+            params: Params, batch: PackedBatch, *, num_sequences: int, diagnosis: DiagnosisConfig, with_routes: bool
+        ) -> tuple[dict[str, jax.Array], Any]:
+            def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], Any]:
+                each = forward_alone(compute, num_sequences, diagnosis, with_routes)
                 return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 compute = copy_weights(params)
-                measured, logprobs = on_each_replica(work, merge_over_replicas, batch, compute)
-            return finalize_measured(measured, diagnosis), logprobs
+                measured, kept = on_each_replica(work, merge_over_replicas, batch, compute)
+            return finalize_measured(measured, diagnosis), kept
 
         abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic)
         self._mesh = mesh
@@ -254,7 +274,9 @@ class TrainStep:
             donate_argnums=(0,),
         )
         out = (self._everywhere, self._by_rows)
-        self._jitted_forward = jax.jit(forward, static_argnames=("num_sequences", "diagnosis"), out_shardings=out)
+        self._jitted_forward = jax.jit(
+            forward, static_argnames=("num_sequences", "diagnosis", "with_routes"), out_shardings=out
+        )
 
     @property
     def compilations(self) -> int:
@@ -303,12 +325,21 @@ class TrainStep:
             return self._jitted.lower(self._abstract_state, batch, controls)
 
     def forward(
-        self, params: Params, batch: PackedBatch, *, num_sequences: int, diagnosis: DiagnosisConfig
-    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        self,
+        params: Params,
+        batch: PackedBatch,
+        *,
+        num_sequences: int,
+        diagnosis: DiagnosisConfig,
+        with_routes: bool = False,
+    ) -> tuple[dict[str, jax.Array], Any]:
         """The mismatch of a batch under ``params`` (float32 masters), and their log-probabilities [m, b, t].
 
-        The number of micro-batches, and that of sequences, need not be those of the steps.
+        The number of micro-batches, and that of sequences, need not be those of the steps. ``with_routes``: in place of
+        the log-probabilities a pair of them and ``PackedBatch.routes`` as this forward took them.
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
-            return self._jitted_forward(params, placed, num_sequences=num_sequences, diagnosis=diagnosis)
+            return self._jitted_forward(
+                params, placed, num_sequences=num_sequences, diagnosis=diagnosis, with_routes=with_routes
+            )

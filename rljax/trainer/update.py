@@ -14,12 +14,12 @@ import numpy as np
 
 from rljax.policy.model import Params
 from rljax.sharding import fetch
-from rljax.trainer.packing import PackedBatch, TrainSequence, unpack
+from rljax.trainer.packing import PackedBatch, TrainSequence, unpack, unpack_routes
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
 
 Pack = Callable[[Sequence[TrainSequence]], PackedBatch]
-Forward = Callable[[Params, PackedBatch], tuple[dict[str, jax.Array], jax.Array]]  # ``TrainStep.forward``
+Forward = Callable[..., tuple[dict[str, jax.Array], Any]]  # ``TrainStep.forward``
 Reference = Callable[[PackedBatch], np.ndarray]  # ``reference_logprobs`` of the frozen policy of a KL penalty
 
 # Metrics of a mini-batch whose last value is the step's; of the others it is the mean.
@@ -42,6 +42,7 @@ class UpdateOptions(NamedTuple):
     learning_rate: float  # of every update
     seed: int  # orders mini-batches
     noise: bool  # whether to measure ``optimizer/grad_noise``
+    free_routing: bool = False  # whether to measure the mismatch without the routes that are replayed, too
 
 
 class Update(Protocol):
@@ -66,16 +67,28 @@ class Update(Protocol):
 
 
 def reference_logprobs(forward: Forward, params: Params, batch: PackedBatch) -> np.ndarray:
-    """Float32 [m, b, t]: what the frozen ``params`` give the response tokens of ``batch``, 0 elsewhere."""
-    return np.where(batch.response_mask, fetch(forward(params, batch)[1]), np.float32(0.0))
+    """Float32 [m, b, t]: what the frozen ``params`` give the response tokens of ``batch``, 0 elsewhere.
+
+    Routes of the policy that is trained are not replayed in it.
+    """
+    return np.where(batch.response_mask, fetch(forward(params, batch._replace(routes=None))[1]), np.float32(0.0))
+
+
+FREE_ROUTING = ("log_ppl_abs_diff", "logprob_abs_diff_mean", "k3_kl")
+
+
+def free_routing_row(forward: Forward, params: Params, batch: PackedBatch) -> dict[str, float]:
+    """The mismatch of a batch where the trainer's own router chooses, as ``mismatch_free_routing/<name>``."""
+    measured = jax.device_get(forward(params, batch._replace(routes=None))[0])
+    return {f"mismatch_free_routing/{name}": float(measured[f"mismatch/{name}"]) for name in FREE_ROUTING}
 
 
 class SingleUpdate:
     """One update a rollout batch: the loss's forward is the measurement, and gives the old log-probabilities."""
 
-    def __init__(self, step: TrainStep, pack: Pack, reference: Reference | None = None):
-        """``pack`` makes batches of the step's shape."""
-        self._step, self.pack, self._reference = step, pack, reference
+    def __init__(self, step: TrainStep, forward: Forward, pack: Pack, reference: Reference | None = None):
+        """``pack`` makes batches of the step's shape, which ``forward`` takes, too."""
+        self._step, self._forward, self.pack, self._reference = step, forward, pack, reference
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
@@ -83,11 +96,13 @@ class SingleUpdate:
         """See ``Update``."""
         if self._reference is not None:
             batch = batch._replace(reference_logprobs=self._reference(batch))
+        replayed = options.free_routing and batch.routes is not None
+        free = free_routing_row(self._forward, state.params, batch) if replayed else {}
         noise = options.noise and int(batch.with_loss) > 1
         has_loss = any(s.in_loss for s in sequences)
         state, metrics, logprobs = self._step(state, batch, options.learning_rate, has_loss, noise)
         row, histograms = fetch_metrics(metrics, noise=noise)
-        return Updated(state, row, histograms, lambda: unpack(fetch(logprobs), batch, sequences))
+        return Updated(state, row | free, histograms, lambda: unpack(fetch(logprobs), batch, sequences))
 
 
 class MultipleUpdates:
@@ -104,8 +119,13 @@ class MultipleUpdates:
         epochs: int,
         group_size: int,
         reference: Reference | None = None,
+        replays_own: bool = False,
     ):
-        """``step`` takes what ``pack_mini`` makes, ``forward`` what ``pack`` makes."""
+        """``step`` takes what ``pack_mini`` makes, ``forward`` what ``pack`` makes.
+
+        ``replays_own``: the updates route each token as that one forward did (``rollout.router_replay: r2``).
+        """
+        self._replays_own = replays_own
         self._step, self._forward, self.pack, self._pack_mini = step, forward, pack, pack_mini
         self._mini_batches, self._epochs, self._group_size = mini_batches, epochs, group_size
         self._reference = reference
@@ -114,9 +134,15 @@ class MultipleUpdates:
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """See ``Update``."""
-        measured, logprobs = self._forward(state.params, batch)
+        replayed = options.free_routing and batch.routes is not None
+        free = free_routing_row(self._forward, state.params, batch) if replayed else {}
+        measured, kept = self._forward(state.params, batch, with_routes=self._replays_own)
+        logprobs, routes = kept if self._replays_own else (kept, None)
         old = unpack(fetch(logprobs), batch, sequences)
         known = [s._replace(old_logprobs=values) for s, values in zip(sequences, old, strict=True)]
+        if routes is not None:
+            of_sequences = unpack_routes(fetch(routes), batch, sequences)
+            known = [s._replace(routes=values) for s, values in zip(known, of_sequences, strict=True)]
         if self._reference is not None:
             of_reference = unpack(self._reference(batch), batch, sequences)
             known = [s._replace(reference_logprobs=values) for s, values in zip(known, of_reference, strict=True)]
@@ -130,7 +156,7 @@ class MultipleUpdates:
             taken.append((metrics, wanted))
         of_batch, histograms = fetch_metrics(measured, noise=False)
         minis = [fetch_metrics(metrics, noise=wanted)[0] for metrics, wanted in taken]
-        return Updated(state, _combine(minis) | of_batch, histograms, lambda: old)
+        return Updated(state, _combine(minis) | of_batch | free, histograms, lambda: old)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
         """Each epoch's mini-batches: complete groups, in an order of that epoch's own."""

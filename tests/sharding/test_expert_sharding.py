@@ -44,11 +44,12 @@ def batch(routed):
     if not routed:
         return packed
     if routed == "to the same":  # one device computes nearly all, in several rounds
-        return packed._replace(routes=np.broadcast_to(np.int8([0, 1, 2]), (*SHAPE, CONFIG.num_layers, 3)))
+        same = np.tile(np.uint8([1, 2, 3]), CONFIG.num_layers)
+        return packed._replace(routes=np.broadcast_to(same, (*SHAPE, len(same))))
     # Each token's experts are distinct; every third token is free.
-    routes = np.argsort(rng.random((*SHAPE, CONFIG.num_layers, CONFIG.num_experts)), axis=-1)[..., :3].astype(np.int8)
-    routes[rng.random(SHAPE) < 1 / 3] = -1
-    return packed._replace(routes=routes)
+    routes = 1 + np.argsort(rng.random((*SHAPE, CONFIG.num_layers, CONFIG.num_experts)), axis=-1)[..., :3]
+    routes[rng.random(SHAPE) < 1 / 3] = 0
+    return packed._replace(routes=routes.reshape(*SHAPE, -1).astype(np.uint8))
 
 
 def run(mesh, *, config=CONFIG, routed=False, remat="none", balance=0.1):

@@ -233,7 +233,9 @@ def make_forward(row, rows):
 
 def test_one_mini_batch_is_the_fused_step():
     loss, correction = LossConfig(), CorrectionConfig(preset="token_mis")
-    single = SingleUpdate(make_step(loss, correction, 20, 2, diagnosis=DiagnosisConfig()), packer(20, 2)[0])
+    single = SingleUpdate(
+        make_step(loss, correction, 20, 2, diagnosis=DiagnosisConfig()), make_forward(20, 2), packer(20, 2)[0]
+    )
     several = MultipleUpdates(
         make_step(loss, correction, 20, 2),
         make_forward(20, 2),
@@ -311,12 +313,12 @@ def test_a_kl_penalty_pulls_towards_the_frozen_reference():
     silent = [s._replace(advantage=0.0) for s in sequences()]
     step = make_step(loss, CorrectionConfig(), 240, 1)
     pack_all = packer(240, 1)[0]
-    here = SingleUpdate(
-        step, pack_all, functools.partial(reference_logprobs, make_forward(240, 1), init_params(CONFIG, 0))
-    )
+    forward = make_forward(240, 1)
+    of_reference = functools.partial(reference_logprobs, forward)
+    here = SingleUpdate(step, forward, pack_all, functools.partial(of_reference, init_params(CONFIG, 0)))
     assert train(here, fresh_state(), silent, 0.1, seed=0, noise=False).row["optimizer/grad_norm"] < 1e-6
     reference = init_params(CONFIG, 1)
-    there = SingleUpdate(step, pack_all, functools.partial(reference_logprobs, make_forward(240, 1), reference))
+    there = SingleUpdate(step, forward, pack_all, functools.partial(of_reference, reference))
     updated = train(there, fresh_state(), silent, 0.1, seed=0, noise=False)
     score = make_logprob_function()
     in_loss = [s for s in silent if s.in_loss]

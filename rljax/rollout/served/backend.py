@@ -23,6 +23,7 @@ class Expectation:
       max_tokens: longest prompt plus longest response the run will ask for (tokens).
       verify: how the use of weights is verified; the server must have room for its probes.
       head_dtype: in which the server's LM head must compute, as ``dtype``; None: any.
+      needs_routes: whether the server must report the experts of each token.
     """
 
     dtype: str
@@ -30,6 +31,17 @@ class Expectation:
     max_tokens: int
     verify: VerifyConfig
     head_dtype: str | None = None
+    needs_routes: bool = False
+
+    @property
+    def routes(self) -> tuple[int, int, int] | None:
+        """(layers, experts of a token, experts) of what the server must report, or None."""
+        if not self.needs_routes:
+            return None
+        layers, k, experts = (
+            self.hf_config[key] for key in ("num_hidden_layers", "num_experts_per_tok", "num_experts")
+        )
+        return layers, k, experts
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from rljax.rollout.served.base import ServedBase, shortest, wait_for_most
 from rljax.rollout.served.publishing import make_files
 from rljax.rollout.served.verify import Score, Verifier
 from rljax.rollout.served.wire import Completion, Request, ServerInfo, check_prompts, make_requests
-from rljax.rollout.types import PublishConfig, Response, RolloutConfig, SamplingParams, VersionSpan
+from rljax.rollout.types import PublishConfig, Response, RolloutConfig, SamplingParams, VersionSpan, route_dtype
 from rljax.rollout.weights.differences import described, differences
 from rljax.rollout.weights.directory import WeightVersion
 from rljax.rollout.weights.writer import Writer
@@ -112,7 +112,11 @@ class ServedEngine(ServedBase):
         publish = publish or PublishConfig()
         self._config, self._tensors, self._checksums = config, tensors, checksums
         self._straggler_s = publish.straggler_s
-        self._expected = Expectation(config.dtype, hf_config, max_tokens, config.verify, head_dtype)
+        self._expected = Expectation(
+            config.dtype, hf_config, max_tokens, config.verify, head_dtype, config.router_replay == "r3"
+        )
+        # (layers, k, experts) of the routes that every reply must have, or None.
+        self._routes = self._expected.routes
         self._current: _Published | None = None
         self._verified = self._warned = False
         self._rejected: dict[str, Exception] = {}  # servers that failed under the current version, and how
@@ -178,7 +182,8 @@ class ServedEngine(ServedBase):
             raise ValueError(f"at least one prompt and one response each are needed, got {len(prompts)} and n = {n}")
         info = shortest(self._infos.values())
         check_prompts(prompts, sampling.max_response_tokens, info, sampling.stop_token_ids)
-        return self._responses(make_requests(prompts, n, sampling, seed if self._config.seeded else None), n)
+        seed_sent = seed if self._config.seeded else None
+        return self._responses(make_requests(prompts, n, sampling, seed_sent, self._routes), n)
 
     def close(self) -> None:
         """See RolloutEngine. The servers keep running, with the last weights."""
@@ -200,11 +205,18 @@ class ServedEngine(ServedBase):
                     spans = reply.spans or ((self._version.tag, 0, len(reply.token_ids)),)
                     versions = (VersionSpan(self._files.policy_version(tag), *span) for tag, *span in spans)
                     truncated = reply.finish_reason == "length"
-                    yield Response(*divmod(index, n), reply.token_ids, reply.logprobs, truncated, tuple(versions))
+                    sampled = reply.token_ids, reply.logprobs
+                    yield Response(*divmod(index, n), *sampled, truncated, tuple(versions), self._narrow(reply.routes))
         finally:
             if self._config.colocated and self._current is not None:
                 self._side_by_side(self._rest, self._client.opened())
             self._metrics.add("time/generate_s", time.monotonic() - began)
+
+    def _narrow(self, routes: np.ndarray | None) -> np.ndarray | None:
+        """Routes of a reply in the dtype that the trainer carries."""
+        if routes is None or self._routes is None:
+            return None
+        return routes.astype(route_dtype(self._routes[2]), copy=False)
 
     def _count_version(self, reply: Completion) -> None:
         """Counts a reply that does not say which weights sampled it, and warns of the first."""

@@ -25,6 +25,7 @@ class Request:
       seed: of this response alone; None leaves the seed to the server.
       top_logprobs: how many of the likeliest tokens' log-probabilities to report at each position.
       prompt_logprobs: whether to report the prompt's own log-probabilities; always those at temperature 1.
+      routes: (layers, k, experts) of a mixture whose routes are to be reported; None: they need not be.
     """
 
     prompt: np.ndarray
@@ -32,6 +33,7 @@ class Request:
     seed: int | None = None
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    routes: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Completion:
       top_logprobs: at each position the log-probability of each reported token; empty unless asked for.
       prompt_logprobs: the same at each position of the prompt, its own token among them; none at the first, and empty
         unless asked for.
+      routes: uint8 or uint16 [s + t - 1, layers, k], the experts of each token of prompt and response but the last;
+        None where the server does not report them.
     """
 
     token_ids: np.ndarray
@@ -54,6 +58,7 @@ class Completion:
     spans: tuple[tuple[str, int, int], ...] | None
     top_logprobs: tuple[Mapping[int, float], ...] = ()
     prompt_logprobs: tuple[Mapping[int, float], ...] = ()
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -109,10 +114,16 @@ class Wire(Protocol):
         """
 
 
-def make_requests(prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int | None) -> list[Request]:
+def make_requests(
+    prompts: Sequence[np.ndarray],
+    n: int,
+    sampling: SamplingParams,
+    seed: int | None,
+    routes: tuple[int, int, int] | None = None,
+) -> list[Request]:
     """``n`` requests for each prompt, in order; each with a seed of its own unless ``seed`` is None."""
     return [
-        Request(prompt, sampling, None if seed is None else response_seed(seed, i, j))
+        Request(prompt, sampling, None if seed is None else response_seed(seed, i, j), routes=routes)
         for i, prompt in enumerate(prompts)
         for j in range(n)
     ]
@@ -129,7 +140,8 @@ def check_completion(url: str, completion: Completion, request: Request, vocab_s
 
     Raises:
       ReplyError: it was given up; it has no tokens, too many, or ends where it should not; a token id or a
-        log-probability cannot be; the spans of weight versions do not cover it.
+        log-probability cannot be; the spans of weight versions do not cover it; the routes that were asked for are not
+        there or cannot be.
     """
     tokens, finish = completion.token_ids, completion.finish_reason
     longest = request.sampling.max_response_tokens
@@ -159,6 +171,19 @@ def check_completion(url: str, completion: Completion, request: Request, vocab_s
     places = [0, *(place for _, start, end in completion.spans or () for place in (start, end)), len(tokens)]
     if completion.spans is not None and (places[::2] != places[1::2] or sorted(set(places)) != places[::2]):
         raise ReplyError(f"{url} gave weight versions of other tokens: {completion.spans}, of {len(tokens)}")
+    if request.routes is not None:
+        _check_routes(url, completion, request, request.routes)
+
+
+def _check_routes(url: str, completion: Completion, request: Request, wanted: tuple[int, int, int]) -> None:
+    layers, k, experts = wanted
+    routes, shape = completion.routes, (len(request.prompt) + len(completion.token_ids) - 1, layers, k)
+    if routes is None:
+        raise ReplyError(f"{url} does not report the experts of its tokens (vLLM: --enable-return-routed-experts)")
+    if routes.shape != shape or routes.dtype.kind != "u":
+        raise ReplyError(f"{url} gave routes {routes.dtype} {routes.shape}, expected unsigned integers {shape}")
+    if routes.max(initial=0) >= experts:
+        raise ReplyError(f"{url} gave an expert {routes.max()}, of {experts}")
 
 
 def response_seed(seed: int, prompt: int, sample: int) -> int:

@@ -102,6 +102,11 @@ def _differences(described: Mapping[str, Any], expected: Expectation) -> list[st
         )
     if described["quantization"] is not None:
         lines.append(f"the weights are quantized ({described['quantization']}), expected none")
+    if expected.needs_routes and not described.get("returns_routes", False):
+        lines.append(
+            "it does not report the experts of its tokens (rollout.router_replay = r3): start it with "
+            "--enable-return-routed-experts and VLLM_USE_V2_MODEL_RUNNER=1, which vLLM's build for a CPU does not have"
+        )
     shape = described["shape"]
     for key, theirs in shape.items():
         wanted = expected.hf_config.get(key)

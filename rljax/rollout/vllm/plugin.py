@@ -353,6 +353,7 @@ class WorkerExtension:
             "block_size": self.vllm_config.cache_config.block_size,
             "backend": transfer.backend if transfer is not None else None,
             "head_sizes": supported_head_sizes(),
+            "returns_routes": returns_routes(self.vllm_config),
             "shape": shape,
         }
 
@@ -374,6 +375,12 @@ class WorkerExtension:
             return {"tag": "", "tensors": {}, "seconds": 0.0}
         tensors = {name: sums and dataclasses.astuple(sums) for name, sums in loaded.tensors.items()}
         return {"tag": loaded.tag, "tensors": tensors, "seconds": loaded.seconds}
+
+
+def returns_routes(vllm_config: Any) -> bool:
+    """Whether replies have the experts of each token (--enable-return-routed-experts)."""
+    asked = getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config
+    return bool(getattr(asked, "enable_return_routed_experts", False))
 
 
 def supported_head_sizes() -> list[int] | None:

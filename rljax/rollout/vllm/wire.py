@@ -6,6 +6,8 @@ servers that do not have it.
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -67,6 +69,7 @@ class _Choice(msgspec.Struct, Generic[Scores], kw_only=True):
     index: int = 0
     weight_versions: list[_Span] | None = None
     prompt_logprobs: _PromptScores = None  # of COMPLETIONS
+    routed_experts: str | None = None
 
 
 class _Reply(msgspec.Struct, Generic[Scores]):
@@ -145,6 +148,7 @@ class VllmWire:
                     {token: scored.logprob for token, scored in (top or {}).items()}
                     for top in read.prompt_logprobs or choice.prompt_logprobs or ()
                 ),
+                routes=None if request.routes is None else _read_routes(choice.routed_experts),
             )
         except (ValueError, ArithmeticError, RecursionError) as error:
             said = f"{type(error).__name__} {error}"
@@ -153,6 +157,16 @@ class VllmWire:
         if (are_others or len(logprobs) != len(tokens)) and completion.finish_reason != "abort":
             raise ReplyError(f"{route} gave {len(tokens)} tokens and log-probabilities of {len(logprobs)} others")
         return completion
+
+
+def _read_routes(encoded: str | None) -> np.ndarray | None:
+    """Integers [tokens - 1, layers, k] from the base64 of a .npy file; no pickled object is read."""
+    if encoded is None:
+        return None
+    found = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    if not isinstance(found, np.ndarray):
+        raise ValueError("routed_experts is no .npy file")
+    return found
 
 
 # Whether a choice scores other tokens than it gives; float32 [t] log-probabilities; the likeliest tokens at each place.

@@ -1,0 +1,81 @@
+"""A whole run of a tiny mixture of experts with router replay: its rows, its resume, what it refuses."""
+
+import json
+
+import pytest
+from toy_runs import TOY_BASE, complete, tiny
+
+from rljax.policy.hf import save_params
+from rljax.policy.hf_config import config_from_hf, config_to_hf
+from rljax.policy.model import init_params
+from rljax.report.rows import read_rows
+
+pytestmark = pytest.mark.slow
+REWARD = ("--data.reward", "parity_reward:reward")  # one that a fresh policy gets
+REPLAY = (
+    *REWARD,
+    "--rollout.router-replay",
+    "r3",
+    "--diagnosis.free-routing-every",
+    "2",
+    "--loss.router-balance",
+    "0.01",
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A fresh mixture with the toy's tokenizer."""
+    path = tmp_path_factory.mktemp("mixture")
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    dense = json.loads((TOY_BASE / "config.json").read_text())
+    config = config_from_hf(dense | {"model_type": "qwen3_moe"} | sizes)
+    assert config_to_hf(config, "float32")["architectures"] == ["Qwen3MoeForCausalLM"]
+    save_params(path, init_params(config, 0), config, side_files_from=TOY_BASE)
+    return path
+
+
+def rows(directory):
+    times = ("time/", "perf/")
+    return [{k: v for k, v in row.items() if not k.startswith(times)} for row in read_rows(directory / "metrics.jsonl")]
+
+
+def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path):
+    status, output = complete(tiny(base, tmp_path / "whole", 4, *REPLAY))
+    assert status == 0, output
+    status, output = complete(tiny(base, tmp_path / "parts", 2, *REPLAY))
+    assert status == 0, output
+    status, output = complete(tiny(base, tmp_path / "parts", 4, *REPLAY))
+    assert status == 0, output
+    whole = rows(tmp_path / "whole")
+    assert rows(tmp_path / "parts") == whole
+    for row in whole:
+        assert row["router/dropped_fraction"] == 0.0
+        assert row["router/load_max"] >= 1.0 >= row["router/load_min"]
+        assert 0.0 < row["router/entropy"] < 2.08  # log(8)
+        assert 0.0 <= row["router/disagreement"] < 0.5
+        assert row["optimizer/skipped_updates"] == 0
+        assert row["policy/router_balance"] > 1.9  # 2 where the experts are used alike
+    assert [("mismatch_free_routing/k3_kl" in row) for row in whole] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--rollout.router-replay", "r2"), "r2 is for several updates a batch"),
+        (("--rollout.router-replay", "r3", "--rollout.max-route-bytes", "1000"), "the routes of a step can take"),
+        (("--rollout.router-replay", "r3", "--rollout.engine", "exact"), "the exact engine routes as the trainer does"),
+        (("--mesh.expert", "3", "--mesh.fsdp", "1"), "mesh"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(base, tmp_path, options, said):
+    status, output = complete(tiny(base, tmp_path / "run", 2, *options))
+    assert status == 2
+    assert said in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_replay_of_a_dense_policy_is_refused(tmp_path):
+    status, output = complete(tiny(TOY_BASE, tmp_path / "run", 2, "--rollout.router-replay", "r3"))
+    assert status == 2
+    assert "is for a mixture of experts" in output

@@ -1,0 +1,214 @@
+"""Router replay of a mixture of experts: the trainer's forward takes the engine's routes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.config import PolicyConfig
+from rljax.policy.model import hidden_states, init_params, lm_head_table
+from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.types import SamplingParams
+from rljax.schedule import inject_learning_rate
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.packing import TrainSequence, max_micro_batches, pack, unpack_routes
+from rljax.trainer.router import balance_loss
+from rljax.trainer.state import create_state
+from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions
+
+CONFIG = PolicyConfig(
+    32, 32, 48, 3, 4, 2, 8,
+    initializer_range=0.3, family="qwen3_moe",
+    num_experts=16, experts_per_token=2, expert_size=16, normalize_gates=True,
+)  # fmt: skip
+DENSE = PolicyConfig(32, 32, 48, 3, 4, 2, 8, initializer_range=0.3)
+PROMPTS, GROUP, LONGEST, ROW = 6, 4, 48, 64
+COUNT = PROMPTS * GROUP
+
+
+@functools.cache
+def mesh():
+    return make_mesh(MeshConfig(1, 1), jax.devices()[:1])
+
+
+def sampled(config, dtype="bfloat16", *, with_routes=True, seed=0):
+    """Sequences that the embedded engine sampled, with its log-probabilities and routes."""
+    engine = JaxEngine(config, dtype, 8, mesh=mesh(), with_routes=with_routes)
+    try:
+        engine.publish(init_params(config, 0), 0)
+        rng = np.random.default_rng(seed)
+        prompts = [rng.integers(0, 32, rng.integers(3, 9)).astype(np.int32) for _ in range(PROMPTS)]
+        responses = list(engine.generate(prompts, GROUP, SamplingParams(LONGEST - 8, 1.0, (3,)), seed=seed))
+    finally:
+        engine.close()
+    return [
+        TrainSequence(prompts[r.prompt_index], r.token_ids, r.logprobs, (-1.0) ** r.sample_index, True, routes=r.routes)
+        for r in responses
+    ]
+
+
+def batches(sequences, rows=4):
+    shape = max_micro_batches(len(sequences), LONGEST, ROW, rows), rows, ROW
+    return pack(sequences, row_tokens=ROW, rows_per_micro_batch=rows, micro_batches=shape[0])
+
+
+def make(config=CONFIG, count=COUNT, dtype="bfloat16"):
+    tx = inject_learning_rate(lambda rate: optax.sgd(rate), 1.0)
+    step = TrainStep(
+        config,
+        tx,
+        mesh(),
+        precision=PrecisionConfig(compute_dtype=dtype),
+        objective=Objective(LossConfig(), CorrectionConfig(), count, LONGEST),
+        batch_shape=(max_micro_batches(count, LONGEST, ROW, 4), 4, ROW),
+        diagnosis=DiagnosisConfig(),
+    )
+    return step, create_state(init_params(config, 0), config, tx, mesh(), dynamic_scale=False)
+
+
+def forward(step, params, batch, **options):
+    return step.forward(params, batch, num_sequences=COUNT, diagnosis=DiagnosisConfig(), **options)
+
+
+def test_the_engine_reports_the_experts_that_its_tokens_went_to():
+    """In float32 they are those of the trainer's own forward, for all tokens but the last."""
+    sequences = sampled(CONFIG, "float32")
+    step, state = make(dtype="float32")
+    batch = batches(sequences)
+    _, (_, routes) = forward(step, state.params, batch._replace(routes=None), with_routes=True)
+    own = unpack_routes(np.asarray(routes), batch, sequences)
+    assert len({len(s.prompt) for s in sequences}) > 2
+    for s, expected in zip(sequences, own, strict=True):
+        assert s.routes.shape == (len(s.prompt) + len(s.response) - 1, 3, 2)
+        assert s.routes.dtype == np.uint8
+        np.testing.assert_array_equal(s.routes.reshape(len(s.routes), -1), expected[:, 0])
+
+
+def test_replay_brings_the_mismatch_down_to_that_of_a_dense_policy():
+    # A trainer in float32 and an engine in bfloat16: their routers differ in some choices.
+    step, state = make(dtype="float32")
+    sequences = sampled(CONFIG)
+    batch = batches(sequences)
+    replayed, free = (
+        jax.device_get(forward(step, state.params, each)[0]) for each in (batch, batch._replace(routes=None))
+    )
+    dense_step, dense_state = make(DENSE, dtype="float32")
+    dense_batch = batches(sampled(DENSE, with_routes=False))
+    dense = jax.device_get(forward(dense_step, dense_state.params, dense_batch)[0])
+    name = "mismatch/logprob_abs_diff_mean"
+    assert 0.005 < replayed["router/disagreement"] < 0.5
+    assert "router/disagreement" not in free
+    assert free[name] > 1.5 * replayed[name]
+    assert free["mismatch/k3_kl"] > 2 * replayed["mismatch/k3_kl"]
+    assert replayed[name] < 1.5 * dense[name]
+
+
+def test_a_gate_is_the_trainers_own_for_a_replayed_choice():
+    """With the router's own choices given nothing changes; with others the output is theirs, in whatever order."""
+    params = init_params(CONFIG, 1)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (1, 5)))
+    ones, positions = jnp.ones_like(tokens), jnp.arange(5)[None]
+    given = jnp.asarray(np.random.default_rng(1).permuted(np.tile(np.arange(16), (5, 3, 1)), axis=-1)[None, ..., :2])
+
+    def logits(choices):
+        with jax.default_matmul_precision("highest"):
+            hidden, seen = hidden_states(params, CONFIG, tokens, ones, positions, choices=choices)
+            return jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)), seen.router
+
+    own_logits, own = logits(None)
+    free_logits, _ = logits(jnp.full_like(given, -1))
+    np.testing.assert_array_equal(own_logits, free_logits)
+    same_logits, same = logits(jnp.moveaxis(own.choices, 0, 2))
+    np.testing.assert_allclose(same_logits, own_logits, atol=1e-5, rtol=0)
+    assert int(same.differing.sum()) == 0
+    assert int(same.given.sum()) == 5 * 3 * 2
+    other_logits, other = logits(given)
+    assert jnp.abs(other_logits - own_logits).max() > 1e-2
+    np.testing.assert_array_equal(other.choices, jnp.moveaxis(given, 2, 0))
+    # The order of a token's experts does not matter.
+    turned_logits, _ = logits(given[..., ::-1])
+    np.testing.assert_allclose(turned_logits, other_logits, atol=1e-5, rtol=0)
+
+
+def test_an_update_measures_the_mismatch_without_replay_when_it_is_asked_to():
+    step, state = make(dtype="float32")
+    sequences = sampled(CONFIG)
+    measure = functools.partial(step.forward, num_sequences=COUNT, diagnosis=DiagnosisConfig())
+    update = SingleUpdate(step, measure, batches)
+    batch = update.pack(sequences)
+    updated = update(state, batch, sequences, UpdateOptions(1e-3, 0, False, free_routing=True))
+    free, with_replay = (
+        updated.row[f"{group}/logprob_abs_diff_mean"] for group in ("mismatch_free_routing", "mismatch")
+    )
+    assert free > 1.5 * with_replay
+    assert len(updated.trainer_logprobs()) == COUNT
+    again = update(updated.state, batch, sequences, UpdateOptions(1e-3, 0, False, free_routing=False))
+    assert not [name for name in again.row if name.startswith("mismatch_free_routing")]
+    assert step.compilations == 1
+
+
+def test_r2_replays_the_forward_before_the_first_update():
+    """After a large step the router would choose otherwise; later updates of a batch keep the first one's routes."""
+    taken = {}
+    for replays_own in (False, True):
+        step, state = make(count=COUNT // 2)
+        measure = functools.partial(step.forward, num_sequences=COUNT, diagnosis=DiagnosisConfig())
+        update = MultipleUpdates(
+            step,
+            measure,
+            batches,
+            lambda mini: batches(mini),
+            mini_batches=2,
+            epochs=2,
+            group_size=GROUP,
+            replays_own=replays_own,
+        )
+        sequences = sampled(CONFIG, with_routes=False)
+        updated = update(state, update.pack(sequences), sequences, UpdateOptions(0.3, 0, False))
+        taken[replays_own] = updated.row
+    assert "router/disagreement" not in taken[False]
+    assert 0.01 < taken[True]["router/disagreement"] < 1.0
+    assert taken[True]["policy/clip_fraction"] < taken[False]["policy/clip_fraction"]
+
+
+def test_the_balance_loss_is_that_of_transformers():
+    torch = pytest.importorskip("torch")
+    moe = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    params = init_params(CONFIG, 2)
+    rng = np.random.default_rng(0)
+    tokens, segments = jnp.asarray(rng.integers(0, 32, (2, 9))), np.ones((2, 9), np.int32)
+    segments[1, 6:] = 0
+    positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
+    router = hidden_states(params, CONFIG, tokens, jnp.asarray(segments), positions)[1].router
+    # The router's logits of each layer, from its own definition: up to a constant they are the log-probabilities.
+    logits = [torch.tensor(np.asarray(layer)) for layer in router_logits(params, tokens, segments, positions)]
+    expected = moe.load_balancing_loss_func(tuple(logits), 16, 2, torch.tensor(segments))
+    np.testing.assert_allclose(balance_loss(router), float(expected), rtol=1e-5)
+
+
+def router_logits(params, tokens, segments, positions):
+    """Log-probabilities of the experts [b * t, e] in each layer, recorded on the way of a forward."""
+    from rljax.policy import moe as ours
+
+    recorded, own = [], ours.router_logits
+
+    def recording(x, weight):
+        logits = own(x, weight)
+        recorded.append(logits)
+        return logits
+
+    ours.router_logits = recording
+    try:
+        with jax.disable_jit():
+            hidden_states(params, CONFIG, tokens, jnp.asarray(segments), positions)
+    finally:
+        ours.router_logits = own
+    return [np.asarray(each).reshape(-1, 16) for each in recorded]
