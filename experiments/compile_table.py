@@ -1,11 +1,12 @@
 """Compiles the tables of docs/compile.md: each row is a ``--dry-run --compile`` of ``python -m rljax.train``.
 
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile.json [--only TEXT]
-    .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_options.json --table options [--only TEXT]
+    .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_options.json --table options
+    .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_mixtures.json --table mixtures
 
 The first table has models on machines, the second what options and other TPUs make of one model's step, as ratios to a
-base row. A row takes one to four minutes of one core. Rows that the file already holds are kept, unless ``--only``
-names them; delete the file to begin again. Prints the table at the end.
+base row, the third a mixture of experts. A row takes one to four minutes of one core. Rows that the file already holds
+are kept, unless ``--only`` names them; delete the file to begin again. Prints the table at the end.
 """
 
 from __future__ import annotations
@@ -54,9 +55,23 @@ MODELS = [
     Row("4B as written", "h100:1x4", SETUP),
     Row("8B as written", "h100:1x4", f"{PAPER}/qwen3_8b_length_triggered.yaml"),
     Row("4B float16 as written", "h100:1x4", f"{PAPER}/qwen3_4b_fp16.yaml"),
-    Row("1.7B as written", "h100:1x4", f"{PAPER}/qwen3_1.7b_sanity_bf16.yaml"),
+    Row("1.5B as written", "h100:1x4", f"{PAPER}/deepseek_1.5b_sanity_bf16.yaml"),
 ]
 
+
+def mixture(label: str, machine: str, devices: int, expert: int) -> Row:
+    """Qwen3-30B-A3B on all devices of a machine, one row of tokens each; its experts split ``expert`` ways."""
+    mesh = ("--mesh.fsdp", str(devices // expert), "--mesh.expert", str(expert))
+    rows = ("--packing.rows_per_micro_batch", str(devices), "--rollout.router_replay", "none")
+    return Row(f"30B-A3B, {label}", machine, f"{PAPER}/qwen3_30b_a3b_token_tis.yaml", (*mesh, *rows))
+
+
+MIXTURES = [
+    mixture("16 H100", "h100:2x8", 16, 8),
+    mixture("16 H100, mesh.expert 1", "h100:2x8", 16, 1),
+    mixture("64 H100", "h100:8x8", 64, 8),
+    mixture("v5p-64", "tpu:v5p:2x4x4", 32, 8),
+]
 OPTIONS_OF_A_STEP = [
     ("mesh.keep_gathered", ("--mesh.keep_gathered", "true")),
     *((f"precision.remat: {remat}", ("--precision.remat", remat)) for remat in ("offload", "dots", "none")),
@@ -113,7 +128,7 @@ def models_line(name: str, one: dict[str, Any]) -> str:
     links = sum(each["bytes"] for each in one["collectives"] if each["per"] == "micro_batch")
     return cells(
         name,
-        " x ".join(str(size) for size in one["mesh"].values()),
+        " x ".join(str(size) for axis, size in one["mesh"].items() if axis != "expert" or size > 1),
         f"{one['compile_s']:.0f}",
         f"{sizes['planned'] / GIB:.1f}",
         f"{sizes['needed'] / GIB:.1f}",
@@ -183,6 +198,7 @@ def cells(*texts: str) -> str:
 TABLES: dict[str, tuple[list[Row], Callable[[list[Row], Reports], list[str]]]] = {
     "models": (MODELS, models_lines),
     "options": (OPTIONS, options_lines),
+    "mixtures": (MIXTURES, models_lines),
 }
 
 

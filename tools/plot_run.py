@@ -58,7 +58,7 @@ class PaperFigure:
 
 _CORRECTIONS = ("qwen3_4b_token_tis", "qwen3_4b_sequence_tis", "qwen3_4b_token_mis", "qwen3_4b_sequence_mis")
 _TRAINING = (("reward", "accuracy"), ("grad_norm", "mismatch"), ("entropy",))
-_SANITY = ("qwen3_1.7b_sanity_bf16", "qwen3_1.7b_sanity_fp16")
+_SANITY = ("deepseek_1.5b_sanity_bf16", "deepseek_1.5b_sanity_fp16")
 FIGURES: dict[str, PaperFigure] = {
     "1": PaperFigure(
         "Mismatch and validation accuracy", ("qwen3_4b_constant_1e-6",), (("mismatch", "accuracy"),), collapse_of

@@ -1,8 +1,12 @@
-"""What attention kernels multiply inside a custom call, which the program's text does not say: by formula.
+"""What kernels multiply inside a custom call, which the program's text does not say: by formula.
 
+Attention.
 A product of one query with one key costs two operations for each element of a head. A forward pass makes two such
 products for every pair of a query and a key that it may see (scores, output), a backward pass five (scores again,
 and the gradients of values, probabilities, queries and keys), or four and three where it is two kernels.
+
+Grouped products of a mixture's experts. Each of m rows [m, d] meets one of e matrices [e, d, f], or gives to one of e
+outer products: 2 m d f operations, with all rows that there is room for.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rljax.aot.count import Work
@@ -24,6 +28,7 @@ _PRODUCTS = (
     (re.compile(r'"tpu_custom_call".*(splash|flash)\w*dq'), 3),
     (re.compile(r'"tpu_custom_call".*(splash|flash)'), 2),
 )
+_GROUPED = re.compile(r'custom_call_target="mosaic_gpu\w*"|"tpu_custom_call".*(ragged|gmm)')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -34,7 +39,7 @@ class KernelUse:
     Attributes:
       target: its name.
       count: executions.
-      dtype: of its queries; empty where it is no attention kernel.
+      dtype: of its operands; empty where it is no kernel that is known here.
       flops: by formula; None where none is known.
     """
 
@@ -99,7 +104,10 @@ def kernel_uses(work: Work, segments: Sequence[int]) -> list[KernelUse]:
         target = _TARGET.search(call.attributes)
         query = _query(computation, call)
         products = next((count for pattern, count in _PRODUCTS if pattern.search(call.attributes)), None)
-        if query is None or products is None:
+        if grouped := _grouped_flops(computation, call):
+            one = KernelUse(target.group(1) if target else "", times, *grouped)
+            one = replace(one, flops=one.flops * times if one.flops else None)
+        elif query is None or products is None:
             one = KernelUse(target.group(1) if target else "", times, "", None)
         else:
             flops = 2 * products * causal_pairs(segments) * math.prod(query.dims) // sum(segments)
@@ -107,6 +115,19 @@ def kernel_uses(work: Work, segments: Sequence[int]) -> list[KernelUse]:
         before = uses.get((one.target, one.dtype))
         uses[one.target, one.dtype] = one if before is None else before.plus(one)
     return list(uses.values())
+
+
+def _grouped_flops(computation: Computation, call: Instruction) -> tuple[str, int] | None:
+    """(dtype, operations) of one execution of a grouped product's kernel; None of another call."""
+    if not _GROUPED.search(call.attributes):
+        return None
+    operands = [array for operand in computation.operand_arrays(call) for array in operand if "float" in array.dtype]
+    results = [array for array in call.arrays if "float" in array.dtype]
+    stacks = [array for array in (*operands, *results) if len(array.dims) == 3]
+    rows = [array for array in operands if len(array.dims) == 2]
+    if not stacks or not rows:
+        return None
+    return rows[0].dtype, 2 * rows[0].dims[0] * math.prod(stacks[0].dims[1:])
 
 
 def _query(computation: Computation, call: Instruction) -> Array | None:

@@ -235,12 +235,12 @@ def _sort(mesh: _Mesh, choices: Int[Array, "n k"], gates: Float[Array, "n k"], h
     pair = jnp.argsort(keys, stable=True).astype(jnp.int32)
     ends = jnp.searchsorted(keys[pair], jnp.arange(here), side="right").astype(jnp.int32)
     place = jnp.zeros(len(pair), jnp.int32).at[pair].set(jnp.arange(len(pair), dtype=jnp.int32), unique_indices=True)
-    room = _room(len(pair), jax.lax.psum(1, mesh.experts) if mesh.experts else 1)
+    room = round_size(len(pair), jax.lax.psum(1, mesh.experts) if mesh.experts else 1)
     filled = jnp.pad(pair, (0, -len(pair) % room))
     return _Sorted(filled, place.reshape(choices.shape), jnp.where(mine, gates, 0.0), ends, room)
 
 
-def _room(pairs: int, ways: int) -> int:
+def round_size(pairs: int, ways: int) -> int:
     """Pairs of a round: all of them where experts are not split."""
     if ways == 1:
         return pairs

@@ -23,7 +23,7 @@ from rljax.aot.roofline import Times, crosses_nodes, times
 from rljax.policy.ahead import compiled_for_hopper
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import policy_shape
-from rljax.policy.model import abstract_params
+from rljax.policy.model import abstract_params, logical_axes
 from rljax.run.build import batch_shape, make_step, makes_several_updates, of_update
 from rljax.run.config import Config
 from rljax.run.dry_run import check_shapes, in_units, planned_bytes
@@ -214,15 +214,26 @@ def _rounded(seconds: Times) -> dict[str, float]:
     return {name: round(value, 6) for name, value in dataclasses.asdict(seconds).items()}
 
 
+def active_parameters(policy: PolicyConfig) -> int:
+    """Parameters that one token meets: of a mixture, those of ``experts_per_token`` experts and all others."""
+    found = 0
+    for leaf, axes in zip(jax.tree.leaves(abstract_params(policy)), _axes(policy), strict=True):
+        found += leaf.size * policy.experts_per_token // policy.num_experts if "experts" in axes else leaf.size
+    return found
+
+
+def _axes(policy: PolicyConfig) -> list[tuple[str, ...]]:
+    return jax.tree.leaves(logical_axes(policy), is_leaf=lambda node: isinstance(node, tuple))
+
+
 def model_flops(policy: PolicyConfig, rows: int, segments: list[int]) -> int:
     """Operations that a micro-batch's gradient needs, on all devices: nothing recomputed, causal inside each segment.
 
-    Six for each token and each parameter that multiplies (an embedding table of its own does not), and three times the
-    forward's four for each pair of a query and a key, each layer and each element of the query heads.
+    Six for each token and each parameter that it meets (an embedding table of its own does not multiply), and three
+    times the forward's four for each pair of a query and a key, each layer and each element of the query heads.
     """
-    params = jax.tree.leaves(abstract_params(policy))
     looked_up = 0 if policy.tie_word_embeddings else policy.vocab_size * policy.hidden_size
-    multiplying = sum(leaf.size for leaf in params) - looked_up
+    multiplying = active_parameters(policy) - looked_up
     of_layer = attention_flops(segments, num_heads=policy.num_heads, head_dim=policy.head_dim).forward
     attention = 3 * policy.num_layers * of_layer
     return rows * (6 * multiplying * sum(segments) + attention)

@@ -20,6 +20,7 @@ from rljax.policy.ahead import compiled_for_hopper
 from rljax.policy.attention import PackedAttention, choose_attention, find_implementation, packed_attention
 from rljax.policy.attention_cudnn import CAPABILITY
 from rljax.policy.config import PolicyConfig
+from rljax.policy.experts import round_size
 from rljax.policy.head import vocabulary_chunks
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.run.build import batch_shape, of_update
@@ -44,6 +45,8 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     gradients = _sharded_size(policy, mesh) * itemsize
     places = local_rows * tokens
     block = gradients + block_bytes(part, places, itemsize)
+    if policy.num_experts:
+        block += experts_bytes(part, places, mesh.shape["expert"], itemsize)
     head = head_bytes(policy, mesh, places, itemsize)
     return {
         "batch": micro * places * _BATCH_BYTES,
@@ -62,6 +65,7 @@ def local_policy(policy: PolicyConfig, mesh: Any) -> PolicyConfig:
     return dataclasses.replace(
         policy,
         intermediate_size=of("act_mlp", policy.intermediate_size),
+        expert_size=of("mlp", policy.expert_size) if policy.num_experts else 0,
         num_heads=heads,
         num_kv_heads=math.gcd(heads, of("kv_heads", policy.num_kv_heads)),
     )
@@ -115,9 +119,24 @@ def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:
     The weights of one product are there complete, and the gradients of two.
     """
     heads = part.num_heads * part.head_dim
-    activations = 4 * part.intermediate_size + 7 * heads + 3 * part.hidden_size
-    weight = part.hidden_size * part.intermediate_size
+    inner = 0 if part.num_experts else part.intermediate_size
+    activations = 4 * inner + 7 * heads + 3 * part.hidden_size
+    weight = part.hidden_size * inner
     return places * (itemsize * activations + _FLOAT32 * 3 * heads // 2) + weight * (itemsize + 2 * _FLOAT32)
+
+
+def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> int:
+    """The backward pass of a mixture's experts, of which a device has one in ``ways``.
+
+    Of every token of the devices that share experts, two arrays of the model's width and two sums of it in float32; of
+    every pair in a round, four arrays of the model's width and six of an expert's; the weights of the device's experts
+    complete over the model's width, and their gradients and a round's part of them in float32.
+    """
+    d, f, tokens = part.hidden_size, part.expert_size, places * ways
+    pairs = round_size(tokens * part.experts_per_token, ways)
+    weights = 3 * d * f * part.num_experts // ways
+    of_tokens = tokens * d * (2 * itemsize + 2 * _FLOAT32)
+    return of_tokens + pairs * itemsize * (4 * d + 6 * f) + weights * (itemsize + 2 * _FLOAT32)
 
 
 def head_bytes(policy: PolicyConfig, mesh: Any, places: int, itemsize: int) -> int:

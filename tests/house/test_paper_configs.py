@@ -34,7 +34,7 @@ PAGE = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
 ARMS = {
     name: (ROOT / "configs/paper" / file, options.split(), result)
     for name, file, options, result in re.findall(
-        r"^\| `(qwen3_[^`]+)` \| `(\S+\.yaml)([^`]*)` \| ([^|]+) \|$",
+        r"^\| `((?:qwen3|deepseek)_[^`]+)` \| `(\S+\.yaml)([^`]*)` \| ([^|]+) \|$",
         (ROOT / "docs/paper.md").read_text(),
         re.MULTILINE,
     )
@@ -52,7 +52,7 @@ def known_period(steps):
 
 
 SANITY = {
-    "model.path": "Qwen/Qwen3-1.7B-Base",
+    "model.path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
     "run.steps": 1000,
     "data.path": "runs/data/math-perfectible.parquet",
     "rollout.group_size": 8,
@@ -61,7 +61,21 @@ SANITY = {
     "loss.aggregation": "sequence_sum",
     "loss.mini_batches": 4,
 }
+# Of the FP16 paper: (Dr.)GRPO alone, with token TIS and with sequence MIS, GSPO, and policy gradient with sequence TIS.
+SANITY_ARMS = {
+    "": {},
+    "token_tis_": {"correction.preset": "token_tis"},
+    "sequence_mis_": {"correction.preset": "sequence_mis"},
+    "gspo_": {"loss.kind": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
+    "pg_sequence_tis_": {"loss.kind": "policy_gradient", "correction.preset": "sequence_tis"},
+}
 LARGER = {"model.path": "Qwen/Qwen3-8B-Base"}
+MIXTURE = {
+    "model.path": "Qwen/Qwen3-30B-A3B-Base",
+    "rollout.router_replay": "r3",
+    "mesh.fsdp": 2,
+    "mesh.expert": 8,
+}
 EXPECTED = {
     "qwen3_4b": {
         "constant_1e-6": CONSTANT,
@@ -85,7 +99,18 @@ EXPECTED = {
         "length_triggered": LARGER | TRIGGERED,
         **{f"period_{steps}": LARGER | known_period(steps) for steps in (100, 160, 204)},
     },
-    "qwen3_1.7b": {"sanity_bf16": SANITY, "sanity_fp16": SANITY | FLOAT16},
+    "deepseek_1.5b": {
+        f"sanity_{arm}{dtype}": SANITY | changes | of_dtype
+        for arm, changes in SANITY_ARMS.items()
+        for dtype, of_dtype in (("bf16", {}), ("fp16", FLOAT16))
+    },
+    "qwen3_30b_a3b": {
+        "token_tis": MIXTURE | {"correction.preset": "token_tis"},
+        "token_tis_fp16": MIXTURE | {"correction.preset": "token_tis"} | FLOAT16,
+        "sequence_mis": MIXTURE | {"correction.preset": "sequence_mis"},
+        "sequence_mis_fp16": MIXTURE | {"correction.preset": "sequence_mis"} | FLOAT16,
+        "free_routing": MIXTURE | {"correction.preset": "token_tis", "rollout.router_replay": "none"},
+    },
 }
 
 
@@ -169,7 +194,7 @@ def test_the_presets_are_the_papers_at_2():
 
 def test_the_head_of_a_file_has_the_pages_result():
     for path, options, result in ARMS.values():
-        if not options and "sanity" not in path.stem:
+        if not options and "2602.01826" in path.read_text() and "sanity" not in path.stem:
             head = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
             assert f"The paper's result (arXiv 2602.01826): {result}." in head
 
@@ -209,7 +234,7 @@ def toy_sized(config):
         "data": {"batch_size": 4, "max_prompt_tokens": 4},
         "rollout": {"engine": "jax", "urls": (), "group_size": 2, "max_response_tokens": 12},
         "packing": {"row_tokens": 32, "rows_per_micro_batch": 2, "tokens_per_device": 0},
-        "mesh": {"fsdp": 1, "tp": 1},
+        "mesh": {"fsdp": 1, "tp": 1, "expert": 1},
     }
     return dataclasses.replace(
         config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sizes.items()}
@@ -262,7 +287,7 @@ def test_a_toy_sized_step_is_built_and_lowered(full):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_4b_token_mis_schedule", "qwen3_1.7b_sanity_fp16"])
+@pytest.mark.parametrize("name", ["qwen3_4b_token_mis_schedule", "deepseek_1.5b_sanity_fp16"])
 def test_a_toy_sized_step_moves_the_policy(name):
     config, mesh = toy_sized(load_arm(name)), make_mesh(MeshConfig(1, 1))
     tx = make_optimizer(config.optimizer)

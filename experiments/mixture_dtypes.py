@@ -1,0 +1,102 @@
+"""Mismatch of each family of policies between the trainer's forward and a real vLLM server, for each pair of dtypes.
+
+    python experiments/mixture_dtypes.py benchmarks/mixture_dtypes.json
+
+Tiny random policies of the three families (two blocks, width 64; the mixture has 16 experts, 4 a token), the same
+float32 weights for all. Each server samples responses to the same prompts; the trainer's forward scores the same tokens
+in each 16-bit dtype and in float32. Nine servers are started one after another, about half a minute each on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rljax.mismatch import mismatch_metrics
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import save_params
+from rljax.policy.model import Params, init_params
+from rljax.policy.score import make_scorer
+from rljax.rollout.build import connect
+from rljax.rollout.types import SamplingParams
+from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 32,
+    "initializer_range": 0.15,
+    "max_position_embeddings": 512,
+}
+FAMILIES = {
+    "Qwen3": PolicyConfig(**SIZES),
+    "Qwen2": PolicyConfig(**SIZES, family="qwen2"),
+    "Qwen3-MoE": PolicyConfig(
+        **SIZES, family="qwen3_moe", num_experts=16, experts_per_token=4, expert_size=64, normalize_gates=True
+    ),
+}
+DTYPES = ("bfloat16", "float16", "float32")
+PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 48, 16, 64
+METRICS = ("logprob_abs_diff_mean", "k3_kl")
+
+
+def policy(config: PolicyConfig) -> Params:
+    """Random weights; norms and biases are not those of a fresh policy."""
+    params = init_params(config, 0)
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    moved = [leaf + 0.05 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(tree, moved)
+
+
+def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> dict[str, dict[str, float]]:
+    """By the trainer's dtype, the mismatch with a server that serves ``model`` in ``dtype``."""
+    prompts = [np.random.default_rng(i).integers(2, 256, PROMPT_TOKENS).astype(np.int32) for i in range(PROMPTS)]
+    server = start(ServerConfig(str(model), python=str(vllm_python()), dtype=dtype, max_model_len=256))  # type: ignore[arg-type]
+    try:
+        with contextlib.closing(connect([server.url])) as engine:
+            sampled = list(engine.generate(prompts, 1, SamplingParams(RESPONSE_TOKENS), seed=0))
+    finally:
+        server.stop()
+    rollout = np.stack([response.logprobs for response in sampled])
+    whole = [np.concatenate([prompts[response.prompt_index], response.token_ids]) for response in sampled]
+    found = {}
+    for ours in DTYPES:
+        scored = make_scorer(config, ours)(params, whole)
+        trainer = np.stack([each[PROMPT_TOKENS:] for each in scored])
+        metrics = mismatch_metrics(trainer, rollout, np.ones(rollout.shape, bool))
+        found[ours] = {name: float(metrics[name]) for name in METRICS}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    found: dict[str, Any] = {"command": "python experiments/mixture_dtypes.py", "tokens": PROMPTS * RESPONSE_TOKENS}
+    for name, config in FAMILIES.items():
+        params = policy(config)
+        with tempfile.TemporaryDirectory() as directory:
+            save_params(directory, params, config)
+            found[name] = {dtype: measure(config, params, Path(directory), dtype) for dtype in DTYPES}
+        for dtype, of_trainer in found[name].items():
+            shown = [f"{of_trainer[ours]['logprob_abs_diff_mean']:.2e}" for ours in DTYPES]
+            print(f"| {name} | {dtype} | {' | '.join(shown)} |", flush=True)
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
