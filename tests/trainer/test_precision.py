@@ -1,5 +1,6 @@
 """float16 with dynamic loss scaling: overflows planted, underflow rescued, and how far activations are from the end."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -23,6 +24,11 @@ from rljax.trainer.step import PrecisionConfig, TrainStep
 pytestmark = pytest.mark.slow
 
 CONFIG = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
+QWEN2 = dataclasses.replace(CONFIG, family="qwen2")
+MIXTURE = dataclasses.replace(
+    CONFIG, family="qwen3_moe", num_experts=8, experts_per_token=2, expert_size=32, normalize_gates=True
+)
+FAMILIES = pytest.mark.parametrize("config", [CONFIG, QWEN2, MIXTURE], ids=lambda config: config.family)
 COUNT = 4
 MESH = make_mesh(MeshConfig(1, 1))
 
@@ -42,9 +48,9 @@ def batch(advantage=1.0, seed=0):
     return pack(sequences, row_tokens=12, rows_per_micro_batch=2, micro_batches=2)
 
 
-def make_step(tx, dtype, lm_head_dtype="compute"):
+def make_step(tx, dtype, lm_head_dtype="compute", config=CONFIG):
     return TrainStep(
-        CONFIG,
+        config,
         tx,
         MESH,
         precision=PrecisionConfig(compute_dtype=dtype, lm_head_dtype=lm_head_dtype),
@@ -54,12 +60,12 @@ def make_step(tx, dtype, lm_head_dtype="compute"):
     )
 
 
-@pytest.fixture(scope="module")
-def trained():
+@pytest.fixture(scope="module", params=[CONFIG, QWEN2, MIXTURE], ids=lambda config: config.family)
+def trained(request):
     """Eight steps in float16 with overflows planted at steps 2, 3 and 6: advantages that no scale can hold."""
     tx = make_optimizer(OptimizerConfig(learning_rate=1e-2))
-    step = make_step(tx, "float16")
-    state = create_state(init_params(CONFIG, 0), CONFIG, tx, MESH, dynamic_scale=True)
+    step = make_step(tx, "float16", config=request.param)
+    state = create_state(init_params(request.param, 0), request.param, tx, MESH, dynamic_scale=True)
     tracker = SurgeTracker(SurgeConfig(smooth=1, persistence=1, warmup=2))
     controller = LengthTriggeredLR(1e-2, tracker=tracker, multiplier=1.0)
     rows = []
@@ -97,22 +103,23 @@ def test_a_surge_observed_on_a_skipped_step_sets_the_rate_of_the_next(trained):
     ]
 
 
-def gradient_with(dtype, scale, advantage):
+def gradient_with(dtype, scale, advantage, config=CONFIG):
     tx = inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
-    state = create_state(init_params(CONFIG, 0), CONFIG, tx, MESH, dynamic_scale=dtype == "float16")
+    state = create_state(init_params(config, 0), config, tx, MESH, dynamic_scale=dtype == "float16")
     state = state._replace(loss_scale=state.loss_scale._replace(scale=jnp.float32(scale)))
-    state, metrics, _ = make_step(tx, dtype)(state, batch(advantage), 1.0, True)
+    state, metrics, _ = make_step(tx, dtype, config=config)(state, batch(advantage), 1.0, True)
     return jax.device_get(state.opt_state.inner_state.trace), float(metrics["optimizer/grad_norm"])
 
 
-def test_gradients_below_float16s_range_survive_by_scaling_alone():
+@FAMILIES
+def test_gradients_below_float16s_range_survive_by_scaling_alone(config):
     """Advantages of 1e-8 give gradients near 1e-9, under float16's smallest number, 6e-8."""
-    exact, norm = gradient_with("float32", 1.0, 1e-8)
+    exact, norm = gradient_with("float32", 1.0, 1e-8, config)
     assert 0 < norm < 1e-7
-    scaled, _ = gradient_with("float16", 2.0**24, 1e-8)
+    scaled, _ = gradient_with("float16", 2.0**24, 1e-8, config)
     gap = optax.tree.norm(jax.tree.map(lambda a, b: a - b, scaled, exact))
     assert float(gap) / norm < 2e-2
-    lost, lost_norm = gradient_with("float16", 1.0, 1e-8)
+    lost, lost_norm = gradient_with("float16", 1.0, 1e-8, config)
     zeros = sum(int((leaf == 0).sum()) for leaf in jax.tree.leaves(lost))
     assert zeros > 0.9 * sum(leaf.size for leaf in jax.tree.leaves(lost))
     assert lost_norm < 0.5 * norm
@@ -166,3 +173,24 @@ def test_activation_max_is_that_of_the_residual_stream_and_the_mlps():
     x = x + product @ layer["mlp"]["down"]
     expected = max(float(jnp.abs(product).max()), float(jnp.abs(x).max()))
     assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_activation_max_holds_what_is_inside_the_experts():
+    """By hand, for a lone token: the product of the SwiGLU of each expert that it goes to."""
+    params = init_params(MIXTURE, 3)
+    params["layers"]["mlp"]["up"] = params["layers"]["mlp"]["up"] * 300.0
+    token = jnp.array([[7]])
+    seen = packed_logprobs(params, MIXTURE, token, jnp.ones_like(token), jnp.zeros_like(token)).seen
+    layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+
+    def norm(x, scale):
+        return x / jnp.sqrt(jnp.mean(x**2) + MIXTURE.rms_norm_eps) * scale
+
+    x = embed_tokens(params, token)[0, 0]
+    value = jnp.einsum("d,dgk->gk", norm(x, layer["attention_norm"]["scale"]), layer["attention"]["value"])
+    x = x + jnp.einsum("hk,hkd->d", jnp.repeat(value, 2, axis=0), layer["attention"]["output"])
+    inner, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
+    chosen = jax.lax.top_k(inner @ mlp["router"], 2)[1]
+    products = [jax.nn.silu(inner @ mlp["gate"][e]) * (inner @ mlp["up"][e]) for e in chosen]
+    assert sorted(seen.router.choices[0, 0, 0].tolist()) == sorted(chosen.tolist())
+    assert float(seen.activation_max) == pytest.approx(max(float(jnp.abs(p).max()) for p in products), rel=1e-4)
