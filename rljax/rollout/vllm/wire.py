@@ -6,7 +6,6 @@ servers that do not have it.
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -69,7 +68,7 @@ class _Choice(msgspec.Struct, Generic[Scores], kw_only=True):
     index: int = 0
     weight_versions: list[_Span] | None = None
     prompt_logprobs: _PromptScores = None  # of COMPLETIONS
-    routed_experts: str | None = None
+    routed_experts: bytes | None = None  # of a .npy file, in base64
 
 
 class _Reply(msgspec.Struct, Generic[Scores]):
@@ -159,11 +158,11 @@ class VllmWire:
         return completion
 
 
-def _read_routes(encoded: str | None) -> np.ndarray | None:
-    """Integers [tokens - 1, layers, k] from the base64 of a .npy file; no pickled object is read."""
-    if encoded is None:
+def _read_routes(file: bytes | None) -> np.ndarray | None:
+    """Integers [tokens - 1, layers, k] from a .npy file; no pickled object is read."""
+    if file is None:
         return None
-    found = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    found = np.load(io.BytesIO(file), allow_pickle=False)
     if not isinstance(found, np.ndarray):
         raise ValueError("routed_experts is no .npy file")
     return found
