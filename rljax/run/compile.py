@@ -23,7 +23,8 @@ from rljax.aot.roofline import Times, crosses_nodes, times
 from rljax.policy.ahead import compiled_for_hopper
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import policy_shape
-from rljax.policy.model import abstract_params
+from rljax.policy.lora import OFF, LoraConfig, targets_of
+from rljax.policy.model import Params, abstract_params
 from rljax.run.build import batch_shape, make_step, makes_several_updates, of_update
 from rljax.run.config import Config
 from rljax.run.dry_run import check_shapes, in_units, planned_bytes
@@ -195,7 +196,7 @@ def _roofline(
 
     found = {part: of(getattr(program, part), kernels[part]) for part in PARTS}
     seconds = micro * found["micro_batch"].total + found["step"].total
-    flops = model_flops(policy, rows, full_row(tokens, config.max_sequence_tokens))
+    flops = model_flops(policy, rows, full_row(tokens, config.max_sequence_tokens), config.lora)
     dtype = config.precision.compute_dtype
     peak = card.product_rate(dtype, "highest" if dtype == "float32" else "default")
     return {
@@ -212,18 +213,24 @@ def _rounded(seconds: Times) -> dict[str, float]:
     return {name: round(value, 6) for name, value in dataclasses.asdict(seconds).items()}
 
 
-def model_flops(policy: PolicyConfig, rows: int, segments: list[int]) -> int:
+def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: LoraConfig = OFF) -> int:
     """Operations that a micro-batch's gradient needs, on all devices: nothing recomputed, causal inside each segment.
 
-    Six for each token and each parameter that multiplies (an embedding table of its own does not), and three times the
-    forward's four for each pair of a query and a key, each layer and each element of the query heads.
+    Six for each token and each parameter that multiplies (an embedding table of its own does not), four where adapters
+    are trained and the parameter has none, and three times the forward's four for each pair of a query and a key, each
+    layer and each element of the query heads.
     """
-    params = jax.tree.leaves(abstract_params(policy))
+    params = abstract_params(policy)
     looked_up = 0 if policy.tie_word_embeddings else policy.vocab_size * policy.hidden_size
-    multiplying = sum(leaf.size for leaf in params) - looked_up
+    multiplying = _size(params) - looked_up
+    trained = _size(targets_of(params, policy, lora)) if lora.rank else multiplying
     of_layer = attention_flops(segments, num_heads=policy.num_heads, head_dim=policy.head_dim).forward
     attention = 3 * policy.num_layers * of_layer
-    return rows * (6 * multiplying * sum(segments) + attention)
+    return rows * ((4 * multiplying + 2 * trained) * sum(segments) + attention)
+
+
+def _size(params: Params) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 # --- for a reader -----------------------------------------------------------------------------------------------------

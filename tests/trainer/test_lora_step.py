@@ -20,10 +20,13 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.lora import LoraConfig, MergedPolicy, abstract_adapters, adapter_gradients, targets_of
 from rljax.policy.model import cast_params, init_params
+from rljax.sharding import replicated
 from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.micro_batches import place_batch
 from rljax.trainer.objective import Objective
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.totals import place_controls
 
 pytestmark = pytest.mark.slow
 
@@ -101,6 +104,18 @@ def test_updates_change_adapters_alone_in_float32_and_compile_once():
     fresh = cast_params(init_params(CONFIG, 0), jnp.bfloat16)
     for old, new in zip(jax.tree.leaves(fresh), jax.tree.leaves(base), strict=True):
         np.testing.assert_array_equal(np.asarray(old), np.asarray(new), strict=True)
+
+
+def test_the_lowered_step_is_the_one_that_is_called():
+    tx = keep_gradient()
+    step, _, state, metrics, _ = run(tx, sequences(), dtype="bfloat16")
+    everywhere = replicated(MESH)
+    base = cast_params(init_params(CONFIG, 0), jnp.bfloat16)
+    weights = MergedPolicy(CONFIG, LORA, MESH, base, jnp.bfloat16)(adapters())
+    placed = place_batch(packed(sequences()), everywhere, everywhere)
+    fresh = create_state(adapters(), CONFIG, tx, MESH, dynamic_scale=False, lora=LORA)
+    found = step.lower().compile()(fresh, placed, place_controls(1.0, True, False, everywhere), weights)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found[:2]), jax.device_get((state, metrics)))
 
 
 def test_a_skipped_update_leaves_the_adapters():
