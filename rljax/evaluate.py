@@ -33,11 +33,12 @@ from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
-from rljax.run.config import check_sampling
+from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
 from rljax.run.directory import recorded_config
 from rljax.run.evaluation import summarize_scores
 from rljax.run.sampling import Scored, score_responses
+from rljax.run.weights import load_merged
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import abstract_state, make_optimizer
 
@@ -118,13 +119,31 @@ class Policy:
     folder: str = "checkpoints"
 
     def load(self, mesh: Mesh) -> Any:
-        """Float32 parameters on the mesh. Raises ValueError when they cannot be read."""
+        """Parameters on the mesh: float32, or merged adapters as they were published by a run of ``lora``.
+
+        Raises:
+          ValueError: they cannot be read.
+        """
         if self.run is None:
             return load_params(self.hf_path, self.config, param_shardings(self.config, mesh))
-        assert self.step is not None
+        merged = load_merged(self.settings(), self.config, mesh)
+        params = self.load_trained(mesh)
+        return params if merged is None else merged(params)
+
+    def settings(self) -> Config:
+        """The configuration of its run, with the model's local directory."""
+        assert self.run is not None
         settings = recorded_config(self.run)
+        return dataclasses.replace(settings, model=dataclasses.replace(settings.model, path=self.hf_path))
+
+    def load_trained(self, mesh: Mesh) -> Any:
+        """What its run trained, float32: all weights, or adapters. Raises ValueError when it cannot be read."""
+        assert self.run is not None
+        assert self.step is not None
+        settings = self.settings()
         dynamic = settings.precision.compute_dtype == "float16"
-        wanted = abstract_state(self.config, make_optimizer(settings.optimizer), mesh, dynamic_scale=dynamic)
+        tx = make_optimizer(settings.optimizer)
+        wanted = abstract_state(self.config, tx, mesh, dynamic_scale=dynamic, lora=settings.lora)
         folder = Checkpointer(self.run / self.folder, read_only=True)
         with contextlib.closing(folder) as checkpointer, caller_errors(RuntimeError):
             return checkpointer.restore(self.step, wanted)[0].params

@@ -32,6 +32,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tp",),
     "vocab": ("tp",),
     "norm": (),
+    "rank": (),
     "micro": (),
     "rows": ("replica", "fsdp", "expert"),
     "tokens": (),

@@ -175,10 +175,10 @@ def follow(config: Config, processes: Processes) -> int:
             config, policy, _, mesh = find_setting(config)
             with caller_errors():
                 checkpointer = make_checkpointer(config, processes)
-                update, _ = make_trainer(config, policy, mesh)
+                trainer = make_trainer(config, policy, mesh)
             state, _ = starting_state(config, policy, mesh, checkpointer)
             acts = make_acts(config, policy, mesh, processes)
-        return Follower(processes, state, update, checkpointer, acts).run()
+        return Follower(processes, state, trainer.update, checkpointer, acts, trainer.weights).run()
 
 
 def run(config: Config, owner: Ownership, processes: Processes) -> int:

@@ -1,9 +1,11 @@
 """Exports a run's checkpoint as an ordinary HF directory.
 
     python tools/convert_checkpoint.py runs/quickstart runs/quickstart-hf [--step 120] [--dtype bfloat16]
+    python tools/convert_checkpoint.py runs/lora runs/lora-adapter --adapter
 
 The directory holds config.json, safetensors in the dtype asked for and the tokenizer of the model the run started
-from; transformers and vLLM load it.
+from; transformers and vLLM load it. Of a run with ``lora`` the weights are the merged ones; with ``--adapter`` the
+directory holds the adapters alone, in the layout of PEFT.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import tyro
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.evaluate import find_policy
 from rljax.policy.hf import save_params
+from rljax.policy.peft import save_adapters
 from rljax.sharding import MeshConfig, make_mesh
 
 
@@ -32,12 +35,14 @@ class Arguments:
       out: HF directory to write.
       step: checkpoint to take; the newest when not given.
       dtype: of the weights in the file.
+      adapter: write the adapters alone, float32.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
     out: Annotated[Path, tyro.conf.Positional]
     step: int | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    adapter: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +52,15 @@ def main(argv: Sequence[str]) -> int:
         policy = find_policy(arguments.run, step=arguments.step)
         if policy.run is None:
             raise ConfigError(f"{arguments.run} is not a run directory: it has no config.yaml")
-        params = policy.load(make_mesh(MeshConfig(1, 1)))
+        mesh = make_mesh(MeshConfig(1, 1))
+        if arguments.adapter:
+            lora = policy.settings().lora
+            if not lora.rank:
+                raise ConfigError(f"{arguments.run} trained all weights: it has no adapters")
+            save_adapters(arguments.out, policy.load_trained(mesh), policy.config, lora, policy.hf_path)
+            print(f"wrote the adapters of step {policy.step} of {policy.run} to {arguments.out}")
+            return 0
+        params = policy.load(mesh)
     save_params(arguments.out, params, policy.config, jnp.dtype(arguments.dtype), side_files_from=policy.hf_path)
     print(f"wrote step {policy.step} of {policy.run} to {arguments.out} in {arguments.dtype}")
     return 0

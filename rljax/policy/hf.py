@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from rljax.checks import parse_json
 from rljax.checksum import Checksum, checksum, mixed, place_weights
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf_config import config_to_hf
+from rljax.policy.layers import Stored
 from rljax.policy.model import Params, abstract_params, stored_tensors
 from rljax.rollout.weights.region import Region
 from rljax.rollout.weights.writer import Part
@@ -45,7 +46,7 @@ _SIDE_FILES = (
 )
 
 
-class _Leaf(NamedTuple):
+class Leaf(NamedTuple):
     """One parameter of the pytree and its tensors in the files.
 
     Attributes:
@@ -80,16 +81,19 @@ class _Leaf(NamedTuple):
         return np.ascontiguousarray(part.reshape(math.prod(part.shape[: self.inputs]), -1).T)
 
 
-def _leaves(config: PolicyConfig) -> Iterator[_Leaf]:
-    """The parameters in the order of the files."""
-    stored = stored_tensors(config)
-    for path, leaf in sorted(flatten_dict(abstract_params(config)).items()):
+def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], Stored]) -> Iterator[Leaf]:
+    """The parameters of a pytree of ``jax.ShapeDtypeStruct``, in the order of the files."""
+    for path, leaf in sorted(flatten_dict(abstract).items()):
         name, inputs = stored[path]
         leading = leaf.shape[: stored[path].stacked]
         names = np.empty(leading, object)
         for index in np.ndindex(leading):
             names[index] = name.format(*index)
-        yield _Leaf(path, names, leaf.shape[len(leading) :], inputs)
+        yield Leaf(path, names, leaf.shape[len(leading) :], inputs)
+
+
+def _leaves(config: PolicyConfig) -> Iterator[Leaf]:
+    return leaves_of(abstract_params(config), stored_tensors(config))
 
 
 def _merged(bounds: Sequence[slice], shape: Sequence[int]) -> slice:
@@ -98,7 +102,7 @@ def _merged(bounds: Sequence[slice], shape: Sequence[int]) -> slice:
     return slice(bounds[0].start * width, bounds[0].stop * width)
 
 
-def _read(source: Any, leaf: _Leaf, index: tuple[slice, ...]) -> np.ndarray:
+def _read(source: Any, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
     """The part ``index`` of one tensor's parameter, from a slice of a safetensors file."""
     shape, inputs = leaf.shape, leaf.inputs
     bounds = [slice(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
@@ -111,10 +115,10 @@ def _read(source: Any, leaf: _Leaf, index: tuple[slice, ...]) -> np.ndarray:
     return part.T.reshape(sizes)
 
 
-def _read_leaf(sources: dict[str, Any], leaf: _Leaf, index: Any) -> np.ndarray:
-    """The part ``index`` of a parameter in float32, from the file's slices by name."""
+def _read_leaf(sources: Mapping[str, Any], leaf: Leaf, dtype: Any, index: Any) -> np.ndarray:
+    """The part ``index`` of a parameter, from the file's slices by name."""
     names = leaf.names[index[: leaf.stacked]]
-    parts = [_read(sources[name], leaf, index[leaf.stacked :]).astype(np.float32) for name in np.ravel(names)]
+    parts = [_read(sources[name], leaf, index[leaf.stacked :]).astype(dtype) for name in np.ravel(names)]
     return np.stack(parts).reshape(*np.shape(names), *parts[0].shape)
 
 
@@ -131,12 +135,17 @@ def _open_sources(directory: Path) -> dict[str, Any]:
     for name in files:
         if not (directory / name).is_file():
             raise ValueError(f"{index_path} names {name}, which is not there")
-        try:
-            handle = safe_open(directory / name, framework="numpy")
-        except SafetensorError as error:
-            raise ValueError(f"{directory / name} cannot be read: {error}") from error
-        sources |= {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 (it is not a mapping)
+        sources |= open_tensors(directory / name)
     return sources
+
+
+def open_tensors(file: Path) -> dict[str, Any]:
+    """As ``_open_sources``, of one safetensors file that is there. Raises ValueError when it cannot be read."""
+    try:
+        handle = safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    return {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 (it is not a mapping)
 
 
 def _files_of_index(path: Path) -> list[str]:
@@ -154,31 +163,59 @@ def _files_of_index(path: Path) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def load_params(directory: str | Path, config: PolicyConfig, shardings: Params | None = None) -> Params:
-    """Reads a safetensors directory (single or sharded with an index) into float32 masters.
+def load_params(
+    directory: str | Path, config: PolicyConfig, shardings: Params | None = None, dtype: Any = jnp.float32
+) -> Params:
+    """Reads a safetensors directory (single or sharded with an index), by default into float32 masters.
 
     Args:
       directory: the HF directory; tensors of any float dtype.
       config: its shape, from ``read_config``.
       shardings: a NamedSharding at each leaf; None puts everything on the default device.
+      dtype: that the parameters are rounded to.
 
     Raises:
       ValueError: a tensor is missing or has another shape; the message names it with got and expected.
     """
     sources = _open_sources(Path(directory))
+    return read_leaves(sources, _leaves(config), shardings, dtype, directory=directory, said_by="config.json")
+
+
+def read_leaves(
+    sources: Mapping[str, Any],
+    leaves: Iterable[Leaf],
+    shardings: Params | None,
+    dtype: Any,
+    *,
+    directory: str | Path,
+    said_by: str,
+) -> Params:
+    """The pytree of ``leaves`` from the files' slices by name.
+
+    Args:
+      sources: name -> slice of a safetensors file.
+      leaves: from ``leaves_of``.
+      shardings: as in ``load_params``, like the next.
+      dtype: of the result.
+      directory: of the files, for errors.
+      said_by: the file that the expected shapes come from, likewise.
+
+    Raises:
+      ValueError: as ``load_params``.
+    """
     placed = flatten_dict(shardings or {})
     params = {}
-    for leaf in _leaves(config):
+    for leaf in leaves:
         for name in np.ravel(leaf.names):
             if name not in sources:
                 raise ValueError(f"{directory}: tensor {name!r} is missing")
             found = tuple(sources[name].get_shape())
             if found != leaf.hf_shape:
                 raise ValueError(
-                    f"{directory}: tensor {name!r} has shape {found}, expected {leaf.hf_shape} from config.json"
+                    f"{directory}: tensor {name!r} has shape {found}, expected {leaf.hf_shape} from {said_by}"
                 )
         whole = leaf.names.shape + leaf.shape
-        read = functools.partial(_read_leaf, sources, leaf)
+        read = functools.partial(_read_leaf, sources, leaf, jnp.dtype(dtype))
         if shardings is None:
             params[leaf.path] = jnp.asarray(read((slice(None),) * len(whole)))
         else:
@@ -220,7 +257,7 @@ def hf_parts(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[Part]
                 yield Part(name, leaf.hf_shape, region, leaf.to_hf(part))
 
 
-def _hf_region(leaf: _Leaf, bounds: list[slice]) -> Region:
+def _hf_region(leaf: Leaf, bounds: list[slice]) -> Region:
     """Where in its HF tensor a part of a parameter lies."""
     shape, inputs = leaf.shape, leaf.inputs
     if inputs:

@@ -35,7 +35,7 @@ class RolloutEngine(Protocol):
         """
 
     def publish(self, params: Any, policy_version: int) -> None:
-        """Makes ``params`` (float32 masters, the policy's pytree) the policy of all later samples.
+        """Makes ``params`` (the policy's pytree: float32 masters, or merged adapters) the policy of all later samples.
 
         Returns only when the engine is proven to sample from them. Raises RuntimeError when it does not, and
         StoppedWaitingError as ``generate`` does.

@@ -36,7 +36,7 @@ def add_noise(params: Params, logical: Params, size: Array, seed: Array, version
     """Each tensor plus Gaussian noise of standard deviation ``size`` times its root mean square.
 
     Args:
-      params: float32 masters. Layers of a stack are tensors of their own.
+      params: weights. Layers of a stack are tensors of their own.
       logical: logical axes at each leaf.
       size: float32 scalar.
       seed: of the noise.
@@ -45,7 +45,7 @@ def add_noise(params: Params, logical: Params, size: Array, seed: Array, version
     key = jax.random.fold_in(jax.random.key(seed), version)
 
     def noisy(index: int, weight: Array, axes: tuple[str, ...]) -> Array:
-        own = tuple(i for i, axis in enumerate(axes) if axis != "layers")
+        own, weight = tuple(i for i, axis in enumerate(axes) if axis != "layers"), weight.astype(jnp.float32)
         spread = jnp.sqrt(jnp.mean(jnp.square(weight), axis=own, keepdims=True))
         return weight + size * spread * jax.random.normal(jax.random.fold_in(key, index), weight.shape)
 
@@ -72,7 +72,7 @@ def quantize(params: Params, logical: Params, kind: str) -> Params:
     """
 
     def stored(weight: Array, axes: tuple[str, ...]) -> Any:
-        inputs = summed_axes(axes)
+        inputs, weight = summed_axes(axes), weight.astype(jnp.float32)
         if not inputs:
             return weight
         largest = jnp.max(jnp.abs(weight), axis=inputs, keepdims=True)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -18,8 +18,8 @@ from rljax.data.prompts import Problem, PromptStream, check_lengths, evaluation_
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import load_params
-from rljax.policy.model import Params, param_shardings
+from rljax.policy.lora import MergedPolicy
+from rljax.policy.model import Params
 from rljax.processes import ALONE, Processes
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import make_engine, policy_functions
@@ -36,9 +36,10 @@ from rljax.run.loop import Components
 from rljax.run.progress import Progress
 from rljax.run.rate import make_rate_controller
 from rljax.run.stop import StopRequest
+from rljax.run.weights import initial_params, load_merged, load_reference
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import max_micro_batches, pack
+from rljax.trainer.packing import PackedBatch, max_micro_batches, pack
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import MultipleUpdates, Pack, SingleUpdate, Update, reference_logprobs
@@ -157,7 +158,8 @@ def build(
         evaluate = functools.partial(
             evaluate_datasets, *run, n=wanted.n, pass_k=wanted.pass_k, seed=wanted.seed, gives_up=gives_up
         )
-    update, of_reference = make_trainer(config, policy, mesh)
+    trainer = make_trainer(config, policy, mesh)
+    update = trainer.update
     return Components(
         config=config,
         policy=policy,
@@ -172,23 +174,39 @@ def build(
         guard=Guard(config.guard),
         skipped=SkippedUpdates(config.guard.max_skipped_updates, config.loss.mini_batches * config.loss.epochs),
         checkpointer=checkpointer,
-        fingerprints={"problems": problems.fingerprint} | of_reference,
+        fingerprints={"problems": problems.fingerprint} | trainer.fingerprints,
+        weights=trainer.weights,
         gives_up=gives_up,
         enter_phase=processes.at,
     )
 
 
-def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> tuple[Update, dict[str, str]]:
-    """The update, and the fingerprint of the reference policy of a KL penalty; all processes call it.
+class Trainer(NamedTuple):
+    """What trains in a run.
+
+    Attributes:
+      update: makes the updates of a step.
+      weights: the policy that the state's parameters make, which engines sample from.
+      fingerprints: of the frozen weights: the reference policy of a KL penalty, the base of adapters.
+    """
+
+    update: Update
+    weights: Callable[[Params], Params]
+    fingerprints: dict[str, str]
+
+
+def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
+    """What trains in a run; all processes call it.
 
     Raises:
-      OSError, ValueError: as ``load_reference``.
+      OSError, ValueError: as ``load_merged`` and ``load_reference``.
     """
-    reference = load_reference(config, policy, mesh)
-    update = make_update(config, policy, make_optimizer(config.optimizer), mesh, reference)
-    if reference is None:
-        return update, {}
-    return update, {"reference": json_checksum(array_checksums(reference))}
+    merged = load_merged(config, policy, mesh)
+    reference = load_reference(config, policy, mesh, merged)
+    update = make_update(config, policy, make_optimizer(config.optimizer), mesh, reference, merged)
+    frozen = {"reference": reference, "base": None if merged is None else merged.base}
+    prints = {name: json_checksum(array_checksums(tree)) for name, tree in frozen.items() if tree is not None}
+    return Trainer(update, (lambda params: params) if merged is None else merged, prints)
 
 
 def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
@@ -221,13 +239,13 @@ def starting_state(
     """
     tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
     with caller_errors(RuntimeError):
-        wanted = abstract_state(policy, tx, mesh, dynamic_scale=dynamic)
+        wanted = abstract_state(policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora)
         found = checkpointer.restore_newest(wanted, load_host)
     if found:
         return found
     with caller_errors():
-        params = load_params(config.model.path, policy, param_shardings(policy, mesh))
-    return create_state(params, policy, tx, mesh, dynamic_scale=dynamic), {}
+        params = initial_params(config, policy, mesh)
+    return create_state(params, policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora), {}
 
 
 def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:
@@ -244,27 +262,17 @@ def micro_batch_rows(config: Config, row_tokens: int) -> int:
     return config.packing.resolve_rows(row_tokens, math.prod(by_rows))
 
 
-def load_reference(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params | None:
-    """The frozen policy of a KL penalty, the model that the run starts from (float32); None without a penalty.
-
-    Raises:
-      OSError, ValueError: it cannot be read.
-    """
-    if config.loss.kl == "none":
-        return None
-    return load_params(config.model.path, policy, param_shardings(policy, mesh))
-
-
 def make_update(
     config: Config,
     policy: PolicyConfig,
     tx: optax.GradientTransformation,
     mesh: Mesh,
     frozen: Params | None,
+    merged: MergedPolicy | None = None,
 ) -> Update:
     """One fused update a step, mini-batches and epochs as ``loss`` says, or one through the exact engine's executable.
 
-    ``frozen``: from ``load_reference``.
+    ``frozen``: from ``load_reference``. ``merged``: from ``load_merged``.
     """
     loss = config.loss
     if config.rollout.engine == "exact":
@@ -276,16 +284,22 @@ def make_update(
             temperature=config.rollout.temperature,
             diagnosis=config.diagnosis,
             reference=frozen,
+            lora=config.lora,
+            merged=merged,
         )
-    step = make_step(config, policy, tx, mesh)
+    step = make_step(config, policy, tx, mesh, merged)
     forward = functools.partial(step.forward, num_sequences=config.num_sequences, diagnosis=config.diagnosis)
     reference = None if frozen is None else functools.partial(reference_logprobs, forward, frozen)
+
+    def of_state(params: Params, batch: PackedBatch, **options: Any) -> Any:
+        return forward(params if merged is None else merged(params), batch, **options)
+
     pack_all = make_pack(config, config.num_sequences)
     if not makes_several_updates(config):
-        return SingleUpdate(step, forward, pack_all, reference)
+        return SingleUpdate(step, of_state, pack_all, reference)
     return MultipleUpdates(
         step,
-        forward,
+        of_state,
         pack_all,
         make_pack(config, of_update(config)),
         mini_batches=loss.mini_batches,
@@ -296,8 +310,14 @@ def make_update(
     )
 
 
-def make_step(config: Config, policy: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh) -> TrainStep:
-    """The step of an update that does not go through the exact engine's executable."""
+def make_step(
+    config: Config,
+    policy: PolicyConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    merged: MergedPolicy | None = None,
+) -> TrainStep:
+    """The step of an update that does not go through the exact engine's executable; ``merged`` as ``TrainStep``."""
     count = of_update(config)
     return TrainStep(
         policy,
@@ -310,6 +330,8 @@ def make_step(config: Config, policy: PolicyConfig, tx: optax.GradientTransforma
         diagnosis=None if makes_several_updates(config) else config.diagnosis,
         keep_gathered=config.mesh.keep_gathered,
         options=config.policy,
+        lora=config.lora,
+        merged=merged,
     )
 
 

@@ -23,7 +23,8 @@ from rljax.aot.roofline import Times, crosses_nodes, times
 from rljax.policy.ahead import compiled_for_hopper
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import policy_shape
-from rljax.policy.model import abstract_params, logical_axes
+from rljax.policy.lora import OFF, LoraConfig, targets_of
+from rljax.policy.model import Params, abstract_params, logical_axes
 from rljax.run.build import batch_shape, make_step, makes_several_updates, of_update
 from rljax.run.config import Config
 from rljax.run.dry_run import check_shapes, in_units, planned_bytes
@@ -197,7 +198,7 @@ def _roofline(
 
     found = {part: of(getattr(program, part), kernels[part]) for part in PARTS}
     seconds = micro * found["micro_batch"].total + found["step"].total
-    flops = model_flops(policy, rows, full_row(tokens, config.max_sequence_tokens))
+    flops = model_flops(policy, rows, full_row(tokens, config.max_sequence_tokens), config.lora)
     dtype = config.precision.compute_dtype
     peak = card.product_rate(dtype, "highest" if dtype == "float32" else "default")
     return {
@@ -226,17 +227,23 @@ def _axes(policy: PolicyConfig) -> list[tuple[str, ...]]:
     return jax.tree.leaves(logical_axes(policy), is_leaf=lambda node: isinstance(node, tuple))
 
 
-def model_flops(policy: PolicyConfig, rows: int, segments: list[int]) -> int:
+def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: LoraConfig = OFF) -> int:
     """Operations that a micro-batch's gradient needs, on all devices: nothing recomputed, causal inside each segment.
 
-    Six for each token and each parameter that it meets (an embedding table of its own does not multiply), and three
-    times the forward's four for each pair of a query and a key, each layer and each element of the query heads.
+    Six for each token and each parameter that it meets (an embedding table of its own does not multiply), four where
+    adapters are trained and the parameter has none, and three times the forward's four for each pair of a query and a
+    key, each layer and each element of the query heads.
     """
     looked_up = 0 if policy.tie_word_embeddings else policy.vocab_size * policy.hidden_size
     multiplying = active_parameters(policy) - looked_up
+    trained = _size(targets_of(abstract_params(policy), policy, lora)) if lora.rank else multiplying
     of_layer = attention_flops(segments, num_heads=policy.num_heads, head_dim=policy.head_dim).forward
     attention = 3 * policy.num_layers * of_layer
-    return rows * (6 * multiplying * sum(segments) + attention)
+    return rows * ((4 * multiplying + 2 * trained) * sum(segments) + attention)
+
+
+def _size(params: Params) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 # --- for a reader -----------------------------------------------------------------------------------------------------

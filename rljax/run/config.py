@@ -10,6 +10,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.checks import check_at_least, check_finite
 from rljax.data.prompts import DataConfig
+from rljax.policy.lora import LoraConfig
 from rljax.policy.options import PolicyOptions
 from rljax.rollout.types import PublishConfig, RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
@@ -132,6 +133,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     policy: PolicyOptions = field(default_factory=PolicyOptions)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)

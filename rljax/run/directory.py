@@ -24,7 +24,7 @@ MAY_DIFFER = (
     *("eval.every", "eval.at_start", "checkpoint.", "model.path", "data.reward_workers", "rollout.urls"),
     *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
     *("rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
-    "publish.",
+    *("publish.", "lora.adapter"),
     *("rollout.dump_every", "rollout.transcript_every", "policy.attention", "policy.experts"),
 )
 

@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, AxisType
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
-from rljax.policy.model import gathered_axes, logical_axes
+from rljax.policy.lora import LoraConfig, abstract_adapters, find_targets, targets_of
+from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
 from rljax.run.build import batch_shape, makes_several_updates
 from rljax.run.config import Config
 from rljax.run.memory_plan import working_bytes
@@ -56,6 +57,8 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
             f"model's max_position_embeddings = {policy.max_position_embeddings}"
         )
     check_experts(policy, mesh)
+    if config.lora.rank:
+        find_targets(policy, config.lora)
     ways = mesh.shape["replica"] * mesh.shape["fsdp"] * mesh.shape["expert"]
     check_routes(config, policy)
     if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
@@ -92,17 +95,31 @@ def route_bytes(config: Config, policy: PolicyConfig) -> int:
 def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
     """(bytes in all, bytes on one device) of what the trainer keeps during a step, without activations."""
     dynamic = config.precision.compute_dtype == "float16"
-    state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic)
-    copy_dtype = jnp.dtype(config.precision.compute_dtype)
+    state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic, lora=config.lora)
+    dtype = jnp.dtype(config.precision.compute_dtype)
+
+    def weights(axes: Params) -> Params:
+        return jax.tree.map(
+            lambda leaf, names: leaf.update(dtype=dtype, sharding=named_sharding(mesh, names, leaf.shape)),
+            abstract_params(policy),
+            axes,
+        )
+
     axes = gathered_axes(policy) if config.mesh.keep_gathered else logical_axes(policy)
-    copy = jax.tree.map(
-        lambda leaf, names: leaf.update(dtype=copy_dtype, sharding=named_sharding(mesh, names, leaf.shape)),
-        state.params,
-        axes,
-    )
-    trees = {"masters": state.params, "moments": state.opt_state, "gradients": state.params, f"{copy_dtype} copy": copy}
+    trees = {"moments": state.opt_state, "gradients": state.params}
+    if not config.lora.rank:
+        trees = {"masters": state.params, **trees, f"{dtype} copy": weights(axes)}
+        reference = state.params
+    else:
+        base = weights(logical_axes(policy))
+        merged = targets_of(base, policy, config.lora)
+        trees = {f"frozen {dtype} base": base, f"{dtype} merged": merged, "adapters": state.params, **trees}
+        if config.mesh.keep_gathered:
+            trees[f"{dtype} gathered"] = weights(axes)
+        # That of a run without ``lora.adapter`` is the base.
+        reference = merged if config.lora.adapter else {}
     if config.loss.kl != "none":
-        trees["reference policy"] = state.params
+        trees["reference policy"] = reference
     return {name: _bytes(tree) for name, tree in trees.items()}
 
 
@@ -158,21 +175,31 @@ def describe_batch(config: Config) -> Lines:
 
 def describe_model(config: Config, policy: PolicyConfig, mesh: Any) -> Lines:
     """The policy and the mesh."""
-    state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=False)
-    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    count = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(policy)))
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 or axis in ("fsdp", "tp")}
     shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     devices, here = math.prod(sizes.values()), jax.device_count()
     more = f"; only {here} here" if devices > here else ""
     where = "of the hub" if is_hub_id(config.model.path) else "here"
+    lora = config.lora
+    adapters = {"lora": describe_adapters(lora, policy)} if lora.rank else {}
     return {
         "model": (
             f"{config.model.path} ({where}): {policy.num_layers} layers of width {policy.hidden_size:,}, "
             f"{policy.num_heads} heads, vocabulary {policy.vocab_size:,}"
         ),
         "parameters": f"{count:,}",
+        **adapters,
         "mesh": f"{shape} = {devices} device{'s' * (devices > 1)}{more}",
     }
+
+
+def describe_adapters(lora: LoraConfig, policy: PolicyConfig) -> str:
+    """The adapters that are trained."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(abstract_adapters(policy, lora)))
+    start = f", from {lora.adapter}" if lora.adapter else ""
+    on = ", ".join(lora.targets)
+    return f"{count:,} parameters are trained: rank {lora.rank}, alpha {lora.resolved_alpha:g}, on {on}{start}"
 
 
 def describe_recipe(config: Config) -> Lines:
@@ -205,7 +232,8 @@ def describe_recipe(config: Config) -> Lines:
         f"{loss.aggregation}",
         "correction": weights,
         "schedule": rate,
-        "precision": f"{config.precision.compute_dtype}{head}, masters and moments float32",
+        "precision": f"{config.precision.compute_dtype}{head}, "
+        f"{'adapters' if config.lora.rank else 'masters'} and moments float32",
         "engine": f"{config.rollout.engine}{servers}, {config.rollout.dtype}, "
         f"temperature {config.rollout.temperature:g}",
         "evaluation": sampled,

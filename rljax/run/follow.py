@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rljax.policy.model import Params
 from rljax.processes import UPDATE, Act, Processes
 from rljax.rollout.build import PolicyFunctions
 from rljax.rollout.engine import RolloutEngine
@@ -73,6 +74,7 @@ class Follower:
         update: Update,
         checkpointer: Checkpointer,
         acts: dict[str, OfParams],
+        weights: Callable[[Params], Params] = lambda params: params,
     ):
         """Takes its parts.
 
@@ -82,9 +84,10 @@ class Follower:
           update: that of ``LedUpdate``.
           checkpointer: that of ``LedCheckpointer``.
           acts: those of the engine.
+          weights: that of ``Components``.
         """
         self._state, self._update, self._checkpointer, self._of_params = state, update, checkpointer, acts
-        self._processes = processes
+        self._processes, self._weights = processes, weights
         self._sequences: list[TrainSequence] = []
         self._batch: PackedBatch | None = None
         self._updated: Updated | None = None
@@ -107,7 +110,7 @@ class Follower:
 
     def _do(self, act: Act) -> None:
         if act.name in self._of_params:
-            self._of_params[act.name](act, self._state.params)
+            self._of_params[act.name](act, self._weights(self._state.params))
         else:
             self._acts[act.name](act)
 

@@ -36,6 +36,7 @@ from rljax.data.prompts import PromptStream
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import ConfigError, OwnedError, StoppedWaitingError, caller_errors
 from rljax.policy.config import PolicyConfig
+from rljax.policy.model import Params
 from rljax.report.rows import Row
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine
@@ -77,6 +78,7 @@ class Components:
     checkpointer: Checkpointer
     fingerprints: dict[str, str]
     gives_up: Callable[[], bool]
+    weights: Callable[[Params], Params] = lambda params: params
     enter_phase: Callable[[str], None] = lambda name: None
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
@@ -101,7 +103,8 @@ class Components:
           LookupError, TypeError, AttributeError, ArithmeticError: it is not one of a run.
         """
         check_policy(host["policy"], self.policy, self.config.model.path)
-        names = {"reference": self.config.model.path, "problems": self.config.data.path or self.config.data.task}
+        model, data = self.config.model.path, self.config.data
+        names = {"reference": model, "base": model, "problems": data.path or data.task}
         check_fingerprints(host.get("fingerprints", {}), self.fingerprints, names)
         self.stream.load_state_dict(host["data"])
         self.controller.load_state_dict(host["schedule"])
@@ -206,7 +209,7 @@ def one_step(run: Components, at: Standing) -> None:
     try:
         try:
             with timers.phase("publish"):
-                is_published = publish(run.engine, at.state, progress.policy_version)
+                is_published = publish(run, at.state, progress.policy_version)
         finally:
             row |= run.engine.pop_metrics()
         write_rollouts(config, step, version, rollouts, sequences, updated.trainer_logprobs, run.tokenizer)
@@ -245,10 +248,10 @@ def evaluate(run: Components, timers: Timers, phase: str) -> Row:
         run.engine.pop_metrics()
 
 
-def publish(engine: RolloutEngine, state: TrainState, version: int) -> bool:
+def publish(run: Components, state: TrainState, version: int) -> bool:
     """Publishes; False when the run was asked to stop and no server is there to take it."""
     try:
-        engine.publish(state.params, version)
+        run.engine.publish(run.weights(state.params), version)
     except StoppedWaitingError:
         return False
     return True
@@ -355,7 +358,7 @@ def train(
     config, checkpointer = run.config, run.checkpointer
     at, is_save_due = Standing(state, progress, run.state_dict(progress), last_row or {}), False
     run.skipped.start(int(state.skipped_updates), int(state.loss_scale.overflows))
-    if not publish(run.engine, state, progress.policy_version):
+    if not publish(run, state, progress.policy_version):
         return state
     run.engine.pop_metrics()
     try:

@@ -23,6 +23,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.experts import round_size
 from rljax.policy.head import vocabulary_chunks
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
+from rljax.policy.trained import Trained, find_trained
 from rljax.run.build import batch_shape, of_update
 from rljax.run.config import Config
 from rljax.sharding import named_sharding
@@ -42,7 +43,7 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     part = local_policy(policy, mesh)
     itemsize = jnp.dtype(config.precision.compute_dtype).itemsize
     kept = kept_by_a_block(part, local_rows, tokens, config, planned_attention(config, policy, mesh))
-    gradients = _sharded_size(policy, mesh) * itemsize
+    gradients = _sharded_size(policy, mesh, find_trained(policy, config.lora)) * itemsize
     places = local_rows * tokens
     block = gradients + block_bytes(part, places, itemsize)
     if policy.num_experts:
@@ -147,11 +148,11 @@ def head_bytes(policy: PolicyConfig, mesh: Any, places: int, itemsize: int) -> i
     return logits + (places + chunk) * policy.hidden_size * (_FLOAT32 + 2 * itemsize)
 
 
-def _sharded_size(policy: PolicyConfig, mesh: Any) -> int:
-    """Parameters that one device holds."""
+def _sharded_size(policy: PolicyConfig, mesh: Any, trained: Trained) -> int:
+    """Weights with a gradient that one device holds."""
     sizes = jax.tree.map(
         lambda leaf, axes: math.prod(named_sharding(mesh, axes, leaf.shape).shard_shape(leaf.shape)),
-        abstract_params(policy),
-        logical_axes(policy),
+        trained.part(abstract_params(policy)),
+        trained.part(logical_axes(policy)),
     )
     return sum(jax.tree.leaves(sizes))

@@ -82,15 +82,17 @@ def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> N
 
 
 def check_fingerprints(recorded: dict[str, str], now: dict[str, str], names: dict[str, str]) -> None:
-    """Raises ValueError when the reference policy or the training problems are not those of the checkpoint.
+    """Raises ValueError when frozen weights or the training problems are not those of the checkpoint.
 
     Args:
       recorded: in the checkpoint; {} in one of an older rljax, which is not checked.
-      now: of this run, under ``reference`` and ``problems``.
+      now: of this run, under ``reference``, ``base`` and ``problems``.
       names: what each of them was read from.
     """
     remedies = {
         "reference": "the reference policy of loss.kl has other weights than before: give the model that the run began "
+        "with as model.path",
+        "base": "the frozen model under the adapters has other weights than before: give the model that the run began "
         "with as model.path",
         "problems": "the training problems or their order are not those before: put back the data that the run began "
         "with",

@@ -24,8 +24,10 @@ from rljax.mismatch import Statistics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.kernels import Kernels, choose_kernels
+from rljax.policy.lora import OFF, LoraConfig, MergedPolicy
 from rljax.policy.model import Params, Seen, abstract_params, cast_params, hidden_states, lm_head_table, param_shardings
 from rljax.policy.options import DEFAULTS, PolicyOptions
+from rljax.policy.trained import find_trained
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
@@ -165,7 +167,7 @@ class ExactPass:
         """Runs it.
 
         Args:
-          params: float32 masters; cast inside.
+          params: float32 masters, or merged adapters in float32; cast inside.
           micro: from ``place``.
           scale: from ``scalar``, as the next two: the loss is multiplied by it.
           provisional: denominator of the loss.
@@ -224,6 +226,8 @@ class ExactUpdate:
         temperature: float,
         diagnosis: DiagnosisConfig,
         reference: Params | None = None,
+        lora: LoraConfig = OFF,
+        merged: MergedPolicy | None = None,
     ):
         """Builds the executables around the pass.
 
@@ -235,13 +239,16 @@ class ExactUpdate:
           temperature: of the rollouts.
           diagnosis: how the mismatch is taken apart.
           reference: masters of the frozen policy of a KL penalty, kept on the devices; scored by the same pass.
+          lora: which adapters are trained; the state then holds these.
+          merged: with adapters, gives the weights that they make, in float32.
         """
         dynamic, objective = precision.compute_dtype == "float16", exact.objective
-        self._exact, self._reference = exact, reference
+        trained = find_trained(config, lora)
+        self._exact, self._reference, self._merged = exact, reference, merged
         self._temperature = exact.scalar(temperature)
         self._everywhere = replicated(exact.mesh)
         by_state = jax.tree.map(
-            lambda leaf: leaf.sharding, abstract_state(config, tx, exact.mesh, dynamic_scale=dynamic)
+            lambda leaf: leaf.sharding, abstract_state(config, tx, exact.mesh, dynamic_scale=dynamic, lora=lora)
         )
         shardings: Any = (by_state.params, *[self._everywhere] * 4)
         totals = Totals(*shardings)
@@ -249,11 +256,18 @@ class ExactUpdate:
         def measured(output: ExactOutput, micro: PackedBatch) -> dict[str, Statistics]:
             return measure(output.scores, micro, objective.num_sequences, diagnosis)
 
-        def start(output: ExactOutput, micro: PackedBatch) -> Totals:
-            return zero_totals(output.grads, output.loss, measured(output, micro))
+        def gradients(output: ExactOutput, needed: Any) -> Params:
+            return trained.gradients(needed, trained.part(output.grads))
 
-        def add(totals: Totals, output: ExactOutput, micro: PackedBatch, measure_noise: jax.Array) -> Totals:
-            return add_micro_batch(totals, output.grads, output.loss, measured(output, micro), measure_noise)
+        def start(output: ExactOutput, needed: Any, micro: PackedBatch) -> Totals:
+            return zero_totals(gradients(output, needed), output.loss, measured(output, micro))
+
+        def add(
+            totals: Totals, output: ExactOutput, needed: Any, micro: PackedBatch, measure_noise: jax.Array
+        ) -> Totals:
+            return add_micro_batch(
+                totals, gradients(output, needed), output.loss, measured(output, micro), measure_noise
+            )
 
         def finish(
             state: TrainState, totals: Totals, batch: PackedBatch, controls: Controls
@@ -261,6 +275,7 @@ class ExactUpdate:
             state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
             return state, row | finalize_measured(totals.measured, diagnosis)
 
+        self._needed = trained.needed
         self._start = jax.jit(start, out_shardings=totals)
         self._add = jax.jit(add, out_shardings=totals, donate_argnums=0)
         self._finish = jax.jit(finish, out_shardings=(by_state, self._everywhere), donate_argnums=0)
@@ -280,15 +295,16 @@ class ExactUpdate:
         scale, provisional = exact.scalar(state.loss_scale.scale), exact.scalar(exact.objective.provisional(batch))
         has_loss = any(s.in_loss for s in sequences)
         controls = place_controls(options.learning_rate, has_loss, noise, self._everywhere)
-        logprobs, totals = [], None
+        logprobs, totals, needed = [], None, self._needed(state.params)
+        weights = state.params if self._merged is None else self._merged(state.params)
         with jax.set_mesh(exact.mesh):
             for index in range(int(batch.used)):
                 micro = exact.place(micro_of(batch, index))
-                output = exact(state.params, micro, scale, provisional, self._temperature)
+                output = exact(weights, micro, scale, provisional, self._temperature)
                 logprobs.append(output.scores.logprobs)
                 if totals is None:
-                    totals = self._start(output, micro)
-                totals = self._add(totals, output, micro, controls.measure_noise)
+                    totals = self._start(output, needed, micro)
+                totals = self._add(totals, output, needed, micro, controls.measure_noise)
             state, metrics = self._finish(state, totals, batch, controls)
         row, histograms = fetch_metrics(metrics, noise=noise)
         return Updated(state, row, histograms, lambda: unpack(np.stack(fetch(logprobs)), batch, sequences))

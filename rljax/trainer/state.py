@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 
 from rljax.checks import check_finite
 from rljax.policy.config import PolicyConfig
-from rljax.policy.model import Params, abstract_params, param_shardings
+from rljax.policy.lora import OFF, LoraConfig
+from rljax.policy.model import Params
+from rljax.policy.trained import find_trained
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import replicated
 
@@ -90,7 +92,7 @@ def adjust_loss_scale(state: LossScale, finite: jax.Array, *, dynamic: bool) -> 
 class TrainState(NamedTuple):
     """Everything on the devices that a step changes; donated to it."""
 
-    params: Params  # float32 masters
+    params: Params  # float32: the masters, or the adapters where only these are trained
     opt_state: Any  # moments float32, sharded like the parameters
     loss_scale: LossScale
     skipped_updates: jax.Array  # shape=(), dtype=int32: updates not applied so far (no signal, or not finite)
@@ -101,11 +103,17 @@ def _initial_state(params: Params, tx: optax.GradientTransformation, *, dynamic_
 
 
 def abstract_state(
-    config: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh, *, dynamic_scale: bool
+    config: PolicyConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    dynamic_scale: bool,
+    lora: LoraConfig = OFF,
 ) -> TrainState:
     """``jax.ShapeDtypeStruct`` with a sharding at each leaf: what a checkpoint is restored into."""
-    shapes = jax.eval_shape(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), abstract_params(config))
-    by_param = param_shardings(config, mesh)
+    trained = find_trained(config, lora)
+    shapes = jax.eval_shape(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), trained.abstract())
+    by_param = trained.shardings(mesh)
     everywhere = replicated(mesh)
     opt_shardings = optax.tree.map_params(
         tx, lambda _, sharding: sharding, shapes.opt_state, by_param, transform_non_params=lambda _: everywhere
@@ -117,10 +125,16 @@ def abstract_state(
 
 
 def create_state(
-    params: Params, config: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh, *, dynamic_scale: bool
+    params: Params,
+    config: PolicyConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    dynamic_scale: bool,
+    lora: LoraConfig = OFF,
 ) -> TrainState:
     """A fresh state around ``params`` (taken over: do not use them again), sharded over the mesh."""
-    abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic_scale)
+    abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic_scale, lora=lora)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), out_shardings=shardings)
     return make(params)

@@ -3,6 +3,8 @@
     cast the masters once -> for each micro-batch: forward (log-probabilities, entropy, mismatch), loss, backward,
     accumulate in float32 -> for each micro-batch without loss: forward -> unscale -> clip -> AdamW
 
+Where adapters are trained, the weights that they make are given to it (``MergedPolicy``), and a micro-batch's gradient
+of these becomes that of the adapters before it is accumulated.
 With one update per rollout batch ``old_logprobs`` is ``stop_gradient(trainer_logprobs)``: the loss forward is the
 mismatch measurement. ``jax.jit`` with in- and out-shardings is pjit.
 """
@@ -22,9 +24,19 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels, choose_kernels
 from rljax.policy.layers import Routed
-from rljax.policy.model import Params, Remat, cast_params, gathered_axes, logical_axes
+from rljax.policy.lora import OFF, LoraConfig, MergedPolicy
+from rljax.policy.model import (
+    Params,
+    Remat,
+    abstract_params,
+    cast_params,
+    gathered_axes,
+    logical_axes,
+    param_shardings,
+)
 from rljax.policy.options import DEFAULTS, PolicyOptions
 from rljax.policy.score import Scores, packed_logprobs
+from rljax.policy.trained import find_trained
 from rljax.rollout.types import route_dtype
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
@@ -92,7 +104,7 @@ def micro_gradients(
     """Forward and backward of one micro-batch.
 
     Args:
-      compute: parameters in the compute dtype.
+      compute: parameters in the compute dtype that the gradient is taken of.
       micro: [b, t].
       objective: the loss.
       score: (parameters, micro-batch) -> Scores.
@@ -160,6 +172,15 @@ def constrain_tree(params: Params, axes: Params) -> Params:
     return jax.tree.map(lambda leaf, names: constrain(leaf, *names), params, axes)
 
 
+def _abstract_weights(config: PolicyConfig, mesh: Mesh, dtype: Any) -> Params:
+    """``jax.ShapeDtypeStruct`` with a sharding at each leaf, of what ``MergedPolicy`` gives."""
+    return jax.tree.map(
+        lambda leaf, sharding: leaf.update(dtype=dtype, sharding=sharding),
+        abstract_params(config),
+        param_shardings(config, mesh),
+    )
+
+
 class TrainStep:
     """The compiled step, ``step(state, batch, learning_rate, apply_update)``, and a forward without a gradient."""
 
@@ -176,6 +197,8 @@ class TrainStep:
         diagnosis: DiagnosisConfig | None,
         keep_gathered: bool = False,
         options: PolicyOptions = DEFAULTS,
+        lora: LoraConfig = OFF,
+        merged: MergedPolicy | None = None,
     ):
         """Builds the step; it is compiled at the first call and never again.
 
@@ -190,13 +213,15 @@ class TrainStep:
           diagnosis: how the mismatch is taken apart; None: it is not measured here.
           keep_gathered: as ``MeshConfig.keep_gathered``.
           options: how the policy is computed, on the devices of the mesh (``choose_kernels``, which may refuse them).
+          lora: which adapters are trained; the state then holds these.
+          merged: gives the weights that the adapters make; needed with adapters, but not to ``lower``.
         """
         dynamic = precision.compute_dtype == "float16"
         dtype = jnp.dtype(precision.compute_dtype)
         score = make_score(
             config, precision, temperature, choose_kernels(options, config, precision.compute_dtype, mesh)
         )
-        axes = logical_axes(config)
+        trained, axes = find_trained(config, lora), logical_axes(config)
         axes_of_copy = gathered_axes(config) if keep_gathered else axes
 
         def copy_weights(params: Params) -> Params:
@@ -215,17 +240,26 @@ class TrainStep:
             return each
 
         def train_step(
-            state: TrainState, batch: PackedBatch, controls: Controls
+            state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
         ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
             def work(
-                batch: PackedBatch, compute: Params, scale: Any, provisional: Any, mean_weight: Any, noise: Any
+                batch: PackedBatch,
+                compute: Params,
+                needed: Any,
+                scale: Any,
+                provisional: Any,
+                mean_weight: Any,
+                noise: Any,
             ) -> tuple[Totals, jax.Array]:
+                def score_part(part: Params, micro: PackedBatch) -> Scores:
+                    return score(trained.joined(compute, part), micro)
+
                 def each(micro: PackedBatch) -> tuple[Found, jax.Array]:
                     grads, loss, scores = micro_gradients(
-                        compute, micro, objective, score, scale, provisional, mean_weight
+                        trained.part(compute), micro, objective, score_part, scale, provisional, mean_weight
                     )
-                    found = grads, loss, measure(scores, micro, objective.num_sequences, diagnosis)
-                    return found, scores.logprobs
+                    measured = measure(scores, micro, objective.num_sequences, diagnosis)
+                    return (trained.gradients(needed, grads), loss, measured), scores.logprobs
 
                 def add(totals: Totals, found: Found) -> Totals:
                     return constrained(add_micro_batch(totals, *found, noise))
@@ -239,13 +273,14 @@ class TrainStep:
                 return totals._replace(measured=measured), logprobs
 
             def constrained(totals: Totals) -> Totals:
-                return totals._replace(grads=constrain_tree(totals.grads, axes))
+                return totals._replace(grads=constrain_tree(totals.grads, trained.axes()))
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
-                compute = copy_weights(state.params)
+                compute = copy_weights(state.params if weights is None else weights)
                 shared = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
+                needed = trained.needed(state.params)
                 totals, logprobs = on_each_replica(
-                    work, add_up_replicas, batch, compute, *shared, controls.measure_noise
+                    work, add_up_replicas, batch, compute, needed, *shared, controls.measure_noise
                 )
             state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
             return state, row | finalize_measured(totals.measured, diagnosis), logprobs
@@ -262,14 +297,20 @@ class TrainStep:
                 measured, kept = on_each_replica(work, merge_over_replicas, batch, compute)
             return finalize_measured(measured, diagnosis), kept
 
-        abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic)
-        self._mesh = mesh
+        abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic, lora=lora)
+        self._mesh, self._merged = mesh, merged
         self._abstract_state, self._batch_shape = abstract, batch_shape
+        self._abstract_weights = [_abstract_weights(config, mesh, dtype)] if lora.rank else []
         self._everywhere = replicated(mesh)
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
         self._jitted = jax.jit(
             train_step,
-            in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None, self._everywhere),
+            in_shardings=(
+                jax.tree.map(lambda leaf: leaf.sharding, abstract),
+                None,
+                self._everywhere,
+                *[None for _ in self._abstract_weights],
+            ),
             out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._everywhere, self._by_rows),
             donate_argnums=(0,),
         )
@@ -306,8 +347,9 @@ class TrainStep:
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
         controls = place_controls(learning_rate, apply_update, measure_noise, self._everywhere)
+        weights = [] if self._merged is None else [self._merged(state.params)]
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
-            return self._jitted(state, placed, controls)
+            return self._jitted(state, placed, controls, *weights)
 
     def lower(self, *given: Literal["old_logprobs", "reference_logprobs"]) -> jax.stages.Lowered:
         """The step's program for the mesh's devices, which need not be here: shapes stand for state and batch.
@@ -322,7 +364,7 @@ class TrainStep:
         scalars = Controls(jnp.float32, jnp.bool_, jnp.bool_)
         controls = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=self._everywhere), scalars)
         with jax.set_mesh(self._mesh):
-            return self._jitted.lower(self._abstract_state, batch, controls)
+            return self._jitted.lower(self._abstract_state, batch, controls, *self._abstract_weights)
 
     def forward(
         self,
@@ -333,7 +375,7 @@ class TrainStep:
         diagnosis: DiagnosisConfig,
         with_routes: bool = False,
     ) -> tuple[dict[str, jax.Array], Any]:
-        """The mismatch of a batch under ``params`` (float32 masters), and their log-probabilities [m, b, t].
+        """The mismatch of a batch under ``params`` (the whole policy), and their log-probabilities [m, b, t].
 
         The number of micro-batches, and that of sequences, need not be those of the steps. ``with_routes``: in place of
         the log-probabilities a pair of them and ``PackedBatch.routes`` as this forward took them.

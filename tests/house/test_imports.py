@@ -30,7 +30,7 @@ DOORS = {
     "fsspec": {"object_stores"},
     "grain": {"data.prompts"},
     "pyarrow": {"data.files", "compare.dump"},
-    "safetensors": {"policy.hf", "rollout.weights.files", "rollout.vllm.plugin"},
+    "safetensors": {"policy.hf", "policy.peft", "rollout.weights.files", "rollout.vllm.plugin"},
     "vllm": {"rollout.vllm.plugin"},
     "torch": {"rollout.vllm.plugin", "compare.scorers"},
     "huggingface_hub": {"policy.hub"},

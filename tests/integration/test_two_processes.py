@@ -57,6 +57,15 @@ def test_ended_by_a_signal_or_a_death_and_started_again_the_rows_are_those_of_on
     assert (run_dir / "logs" / "process_1.log").exists()
 
 
+def test_two_processes_train_the_adapters_of_one(toy_base, tmp_path):
+    lora = ("--lora.rank", "4", "--optimizer.learning-rate", "2e-3")
+    for count in (1, 2):
+        complete_together(words(toy_base, tmp_path / f"of{count}", *lora), count, tmp_path / f"printed{count}")
+    rows = comparable(tmp_path / "of1")
+    assert sum(row["optimizer/grad_norm"] > 0 for row in rows) > STEPS // 2
+    assert_same(tmp_path / "of2", rows)
+
+
 def test_a_wrong_setting_ends_both_with_status_2(toy_base, tmp_path):
     with Run(words(toy_base, tmp_path / "run", "--mesh.fsdp", "2"), 2, tmp_path / "printed") as run:
         assert run.wait() == [2, 2], run.printed()

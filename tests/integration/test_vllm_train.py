@@ -49,6 +49,19 @@ def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy
         assert row["publish/changed_fraction"] > 0.5
 
 
+def test_adapters_are_served_merged_and_proven_as_any_weights_are(server, toy_base, tmp_path):
+    options = [*FLOAT32, "--run.steps", "3", "--optimizer.learning-rate", "2e-3", "--eval.every", "0"]
+    code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options, "--lora.rank", "4"))
+    assert code == 0, output
+    rows = comparable(tmp_path)
+    assert [row["rollout/policy_version"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert 0 < row["mismatch/logprob_abs_diff_max"] < 1e-4
+        assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
+        assert row["optimizer/grad_norm"] > 0
+        assert row["publish/changed_fraction"] > 0.5
+
+
 def test_a_server_of_another_dtype_is_one_line_and_exit_code_2(server, toy_base, tmp_path):
     words = over_http(server, toy_base, tmp_path / "run", "--rollout.dtype", "bfloat16")
     code, output = complete_beside(server, words)

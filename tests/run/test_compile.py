@@ -13,6 +13,7 @@ from rljax.errors import ConfigError, run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf_config import config_to_hf, read_config
 from rljax.policy.hub import KNOWN_SHAPES
+from rljax.policy.lora import LoraConfig
 from rljax.run.compile import CompiledStep, describe, model_flops, needed_bytes, report
 from rljax.run.config import Config
 from rljax.sharding import MeshConfig, make_mesh
@@ -76,6 +77,9 @@ def test_model_flops_by_hand():
     attention = 3 * 4 * 2 * 2 * 4 * 7
     assert model_flops(tied, 5, [3, 1]) == 5 * (6 * multiplying * 4 + attention)
     assert model_flops(dataclasses.replace(tied, tie_word_embeddings=False), 5, [3, 1]) == model_flops(tied, 5, [3, 1])
+    lora = LoraConfig(rank=2, targets=("q_proj", "gate_proj"))
+    with_adapters = 4 * multiplying + 2 * 2 * (8 * 8 + 8 * 16)  # the other weights have no gradient
+    assert model_flops(tied, 5, [3, 1], lora) == 5 * (with_adapters * 4 + attention)
 
 
 def test_a_tpu_needs_its_peak_and_a_gpu_all_that_is_allocated():

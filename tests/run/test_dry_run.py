@@ -20,6 +20,8 @@ TINY = PolicyConfig(24, 32, 64, 3, 4, 2, 8, tie_word_embeddings=True)
 # Embedding, 3 blocks of (q, k, v, o, MLP, two norms of the width, two of a head), the last norm.
 TINY_COUNT = 24 * 32 + 3 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64 + 2 * 32 + 2 * 8) + 32
 
+MIXTURE = dataclasses.replace(TINY, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
+
 
 def changed(config, **sections):
     parts = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
@@ -46,6 +48,34 @@ def test_bytes_of_a_tiny_policy_by_hand():
     assert "reference policy" not in sizes
     kl = changed(config, loss={"kl": "k3", "kl_coefficient": 0.1})
     assert state_bytes(kl, TINY, shape_mesh(kl.mesh))["reference policy"][0] == 4 * TINY_COUNT
+
+
+def test_bytes_of_adapters_on_a_tiny_policy_by_hand():
+    config = changed(Config(), mesh={"fsdp": 1}, lora={"rank": 4, "targets": ("q_proj", "down_proj")})
+    sizes = state_bytes(config, TINY, shape_mesh(config.mesh))
+    count = 3 * 4 * (32 + 32 + 64 + 32)  # in and out of q, in and out of down
+    assert sizes["adapters"][0] == sizes["gradients"][0] == 4 * count
+    assert 0 < sizes["moments"][0] - 8 * count <= 32
+    assert sizes["frozen bfloat16 base"][0] == 2 * TINY_COUNT
+    assert sizes["bfloat16 merged"][0] == 2 * 3 * (32 * 32 + 64 * 32)
+    assert not {"masters", "bfloat16 copy", "bfloat16 gathered", "reference policy"} & set(sizes)
+    # The reference policy of a KL penalty is the base, unless the run starts from other adapters.
+    kl = changed(config, loss={"kl": "k3", "kl_coefficient": 0.1})
+    assert state_bytes(kl, TINY, shape_mesh(kl.mesh))["reference policy"] == (0, 0)
+    started = changed(kl, lora={"adapter": "somewhere"})
+    assert state_bytes(started, TINY, shape_mesh(kl.mesh))["reference policy"] == sizes["bfloat16 merged"]
+
+
+def test_a_run_on_adapters_is_described(tmp_path):
+    config = changed(
+        Config(), model={"path": "Qwen/Qwen3-14B"}, lora={"rank": 32, "targets": ("q_proj", "v_proj")}, mesh={"fsdp": 8}
+    )
+    lines = dict(line.split("  ", 1) for line in dry_run(config).splitlines()[1:])
+    count = 40 * 32 * (5120 + 5120 + 5120 + 1024)
+    assert lines["parameters"].strip() == "14,768,307,200"
+    assert lines["lora"].strip() == f"{count:,} parameters are trained: rank 32, alpha 64, on q_proj, v_proj"
+    with pytest.raises(ValueError, match=r"^lora.targets: .* belongs to the experts"):
+        check_shapes(changed(config, lora={"targets": ("up_proj",)}), MIXTURE, shape_mesh(MeshConfig(1, 1)))
 
 
 def test_a_device_holds_its_share_and_the_whole_of_what_does_not_divide():

@@ -52,6 +52,17 @@ def test_blocks_keep_their_input(dtype, size):
     assert 0 <= kept - 2 * 64 * 16 * size <= 2 * scales
 
 
+def test_with_adapters_only_the_weights_under_them_have_a_gradient():
+    mesh = make_mesh(MeshConfig(1, 1))
+    one = changed(config(), mesh={"fsdp": 1, "tp": 1}, packing={"row_tokens": 64, "rows_per_micro_batch": 1})
+    lora = changed(one, lora={"rank": 2, "targets": ("gate_proj",)})
+    places = 64
+    head = head_bytes(POLICY, mesh, places, 2)
+    at_work = working_bytes(lora, POLICY, mesh)["at work in a micro-batch"]
+    block = block_bytes(local_policy(POLICY, mesh), places, 2)
+    assert at_work == max(head, block + 2 * 3 * 16 * 48)
+
+
 def test_other_remats_keep_more_or_none():
     policies = ("offload", "blocks", "dots", "none")
     kept = [kept_by_a_block(POLICY, 2, 64, config(remat=remat)) for remat in policies]

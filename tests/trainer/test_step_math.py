@@ -79,7 +79,7 @@ def keep_gradient():
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
 
 
-def expected_gradient(batch_sequences):
+def expected_gradient(batch_sequences, params=None):
     """Equation 3 written out: -sum_i A_i sum_t grad log pi(token) / tokens in the loss, one sequence at a time."""
     total = sum(len(s.response) for s in batch_sequences if s.in_loss)
 
@@ -101,7 +101,7 @@ def expected_gradient(batch_sequences):
         return value / total
 
     with jax.default_matmul_precision("highest"):
-        return jax.grad(loss)(init_params(CONFIG, 0))
+        return jax.grad(loss)(init_params(CONFIG, 0) if params is None else params)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,169 @@
+"""Whole runs on adapters: they learn, resume, export, start from PEFT's layout, and need no part of the mismatch."""
+
+import json
+
+import convert_checkpoint
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from toy_runs import ROOT, command, comparable, complete, outcome, start, tiny, wait_for_rows
+
+from rljax import evaluate
+from rljax.policy.hf import load_params, save_params
+from rljax.policy.hf_config import read_config
+from rljax.policy.lora import LoraConfig, abstract_adapters, merge_adapters, targets_of, with_targets
+from rljax.policy.model import cast_params
+from rljax.policy.peft import CONFIG_NAME, load_adapters, save_adapters
+
+pytestmark = pytest.mark.slow
+
+LORA = LoraConfig(rank=4, alpha=6.0)
+STEPS = 6
+OPTIONS = [
+    *("--lora.rank", "4", "--lora.alpha", "6", "--data.reward", "parity_reward:reward"),
+    *("--optimizer.learning-rate", "1e-2"),
+]
+
+
+def words(base, run_dir, *options, steps=STEPS):
+    return tiny(base, run_dir, steps, *OPTIONS, *options)
+
+
+@pytest.fixture(scope="module")
+def whole(toy_base, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("lora") / "run"
+    code, output = complete(words(toy_base, run_dir))
+    assert code == 0, output
+    return run_dir
+
+
+def export(run_dir, out, *options):
+    code, _, err = outcome(convert_checkpoint.main, [run_dir, out, *options])
+    assert code == 0, err
+
+
+def test_a_run_learns_the_toy(toy_base, tmp_path):
+    size = ("--run.steps", "16", "--eval.every", "0", "--checkpoint.every", "0", "--data.batch-size", "16")
+    code, output = complete(command(toy_base, tmp_path, *size, "--lora.rank", "8", "--optimizer.learning-rate", "3e-3"))
+    assert code == 0, output
+    rewards = [row["reward/mean"] for row in comparable(tmp_path)]
+    assert np.mean(rewards[-4:]) > 1.3 * np.mean(rewards[:4])
+
+
+def test_killed_and_resumed_the_rows_are_the_same_bit_for_bit(whole, toy_base, tmp_path):
+    process = start(words(toy_base, tmp_path / "run"), PYTHONPATH=f"{ROOT}:{ROOT}/tests/support")
+    wait_for_rows(process, tmp_path / "run", 3)
+    process.kill()
+    process.wait()
+    code, output = complete(words(toy_base, tmp_path / "run"))
+    assert code == 0, output
+    assert comparable(tmp_path / "run") == comparable(whole)
+    assert comparable(whole)[-1]["optimizer/skipped_updates"] < STEPS
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--lora.rank", "8"], "lora.rank (4 there, 8 now)"),
+        (["--lora.alpha", "8"], "lora.alpha (6.0 there, 8.0 now)"),
+        (["--lora.targets", "q_proj"], "lora.targets"),
+        (["--lora.rank", "0"], "lora.rank (4 there, 0 now)"),
+        (["--model.path", "{other}"], "the frozen model under the adapters has other weights than before"),
+    ],
+)
+def test_other_adapters_or_another_base_are_refused_in_one_line(extra, message, whole, toy_base, tmp_path):
+    policy = read_config(toy_base)
+    params = load_params(toy_base, policy)
+    params["final_norm"]["scale"] = params["final_norm"]["scale"].at[0].multiply(1.01)
+    save_params(tmp_path, params, policy, side_files_from=toy_base)
+    before = comparable(whole)
+    code, output = complete(words(toy_base, whole, *(word.format(other=tmp_path) for word in extra), steps=8))
+    assert code == 2
+    assert message in output
+    assert output.strip().splitlines()[-1].startswith("error: ")
+    assert comparable(whole) == before
+
+
+def test_exports_are_the_merged_policy_and_its_adapters(whole, toy_base, tmp_path):
+    export(whole, tmp_path / "hf", "--dtype", "bfloat16")
+    export(whole, tmp_path / "adapter", "--adapter")
+    policy = read_config(toy_base)
+    adapters = load_adapters(tmp_path / "adapter", policy, LORA)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(adapters))
+    base = load_params(toy_base, policy, dtype=jnp.bfloat16)
+    merged = merge_adapters(targets_of(base, policy, LORA), adapters, policy, LORA, jnp.bfloat16)
+    expected = flatten_dict(cast_params(with_targets(base, merged), jnp.float32))
+    changed = 0
+    for path, leaf in flatten_dict(load_params(tmp_path / "hf", policy)).items():
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected[path]))
+        changed += not np.array_equal(leaf, np.asarray(flatten_dict(base)[path], np.float32))
+    assert changed == 7
+    assert (tmp_path / "hf/tokenizer.json").exists()
+    assert json.loads((tmp_path / "adapter" / CONFIG_NAME).read_text())["r"] == 4
+
+
+def test_a_checkpoint_is_evaluated_as_the_merged_policy(whole, tmp_path):
+    export(whole, tmp_path / "hf")
+    told = []
+    for path in (whole, tmp_path / "hf"):
+        code, out, err = outcome(evaluate.main, ["--path", path, "--max-response-tokens", "12"])
+        assert code == 0, err
+        told.append({k: v for k, v in json.loads(out).items() if k not in ("path", "step")})
+    assert told[0] == told[1]
+
+
+def test_a_run_starts_from_adapters_of_peft_s_layout(whole, toy_base, tmp_path):
+    export(whole, tmp_path / "adapter", "--adapter")
+    slow = ("--lora.adapter", str(tmp_path / "adapter"), "--optimizer.learning-rate", "1e-9")
+    code, output = complete(words(toy_base, tmp_path / "run", *slow, steps=2))
+    assert code == 0, output
+    export(tmp_path / "run", tmp_path / "again", "--adapter")
+    policy = read_config(toy_base)
+    first, second = (flatten_dict(load_adapters(tmp_path / name, policy, LORA)) for name in ("adapter", "again"))
+    for path, leaf in first.items():
+        np.testing.assert_allclose(leaf, second[path], atol=1e-8, rtol=0)
+
+    code, output = complete(words(toy_base, tmp_path / "other", *slow, "--lora.rank", "2", steps=2))
+    assert (code, output.strip().splitlines()[-1]) == (
+        2,
+        f"error: {tmp_path}/adapter/adapter_config.json: r = 4, but lora.rank = 2",
+    )
+
+
+def test_a_dense_run_has_no_adapters_to_export(toy_base, tmp_path):
+    code, output = complete(tiny(toy_base, tmp_path / "run", 1))
+    assert code == 0, output
+    code, _, err = outcome(convert_checkpoint.main, [tmp_path / "run", tmp_path / "x", "--adapter"])
+    assert (code, err) == (2, f"error: {tmp_path}/run trained all weights: it has no adapters\n")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("start_from", [False, True])
+def test_with_the_exact_engine_the_mismatch_is_zero_and_so_is_the_first_kl(dtype, start_from, toy_base, tmp_path):
+    policy = read_config(toy_base)
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda leaf: (0.02 * rng.normal(size=leaf.shape)).astype(np.float32),
+        abstract_adapters(policy, LORA),
+    )
+    save_adapters(tmp_path / "adapter", adapters, policy, LORA, toy_base)
+    options = ("--lora.adapter", str(tmp_path / "adapter")) if start_from else ()
+    exact = ("--rollout.engine", "exact", "--rollout.dtype", dtype, "--precision.compute-dtype", dtype)
+    kl = ("--loss.kl", "k3", "--loss.kl-coefficient", "0.1", "--packing.row-tokens", "44")
+    code, output = complete(words(toy_base, tmp_path / "run", *options, *exact, *kl, steps=3))
+    assert code == 0, output
+    rows = comparable(tmp_path / "run")
+    assert [row["mismatch/logprob_abs_diff_max"] for row in rows] == [0.0, 0.0, 0.0]
+    assert rows[0]["policy/reference_kl"] == 0.0
+    assert rows[1]["policy/reference_kl"] > 0.0
+
+
+def test_mini_batches_and_epochs_train_adapters_too(toy_base, tmp_path):
+    several = ("--loss.mini-batches", "2", "--loss.epochs", "2", "--rollout.inject.weight-noise", "0.01")
+    code, output = complete(words(toy_base, tmp_path / "run", *several, steps=3))
+    assert code == 0, output
+    rows = comparable(tmp_path / "run")
+    assert all(0 < row["mismatch/log_ppl_abs_diff"] < 0.1 for row in rows)
+    assert any(row["optimizer/grad_norm"] > 0 for row in rows)

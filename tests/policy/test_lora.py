@@ -1,0 +1,171 @@
+"""Adapters: their gradients, what is merged, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.lora import (
+    LoraConfig,
+    MergedPolicy,
+    abstract_adapters,
+    adapter_gradients,
+    find_targets,
+    init_adapters,
+    merge_adapters,
+    targets_of,
+    with_targets,
+)
+from rljax.policy.model import abstract_params, cast_params, hidden_states, init_params, lm_head_table
+from rljax.sharding import MeshConfig, make_mesh
+
+CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, initializer_range=0.2)
+LORA = LoraConfig(rank=3, alpha=4.5)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MIXTURE = PolicyConfig(24, 32, 64, 2, 4, 2, 8, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
+
+
+def random_adapters(config=CONFIG, lora=LORA, size=0.3):
+    rng = np.random.default_rng(3)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(size * rng.normal(size=leaf.shape), jnp.float32), abstract_adapters(config, lora)
+    )
+
+
+def by_hand(params, adapters, lora=LORA):
+    """The merged weights, each layer a matrix product of its own in float64."""
+    flat, given = flatten_dict(params), flatten_dict(adapters)
+    for path, target in find_targets(CONFIG, lora).items():
+        a, b = (np.asarray(given[*path, name], np.float64) for name in "ab")
+        change = [
+            (one.reshape(-1, lora.rank) @ other.reshape(lora.rank, -1)).reshape(target.shape[1:])
+            for one, other in zip(a, b, strict=True)
+        ]
+        flat[path] = np.asarray(flat[path], np.float64) + lora.alpha / lora.rank * np.stack(change)
+    return flat
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_merged_weights_are_those_by_hand_rounded_once(dtype):
+    base, adapters = cast_params(init_params(CONFIG, 0), dtype), random_adapters()
+    expected = by_hand(cast_params(base, jnp.float32), adapters)
+    merged = flatten_dict(merge_adapters(targets_of(base, CONFIG, LORA), adapters, CONFIG, LORA, dtype))
+    assert len(merged) == 7
+    for path, weight in merged.items():
+        # A sum in 16 bits would be off by a unit in the last place in a quarter of the elements.
+        differing = np.asarray(weight) != expected[path].astype(np.float32).astype(dtype)
+        assert weight.dtype == dtype
+        assert np.mean(differing) < 1e-3
+
+
+def test_without_a_change_the_policy_is_the_base_bit_for_bit():
+    params, mesh = cast_params(init_params(CONFIG, 0), jnp.bfloat16), make_mesh(MeshConfig(1, 1))
+    merged = MergedPolicy(CONFIG, LORA, mesh, params, jnp.bfloat16)(init_adapters(CONFIG, LORA, 7))
+    for path, leaf in flatten_dict(merged).items():
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(flatten_dict(params)[path]), strict=True)
+
+
+def test_leaves_without_an_adapter_are_not_copied_and_the_newest_result_is_kept():
+    params, mesh = cast_params(init_params(CONFIG, 0), jnp.bfloat16), make_mesh(MeshConfig(1, 1))
+    merged, adapters = MergedPolicy(CONFIG, LORA, mesh, params, jnp.bfloat16), random_adapters()
+    first = merged(adapters)
+    assert first["embed"] is params["embed"]
+    assert merged(adapters) is first
+    assert merged(random_adapters()) is not first
+    as_masters = MergedPolicy(CONFIG, LORA, mesh, params, jnp.bfloat16, as_float32=True)(adapters)
+    for wide, narrow in zip(jax.tree.leaves(as_masters), jax.tree.leaves(first), strict=True):
+        assert wide.dtype == jnp.float32
+        np.testing.assert_array_equal(np.asarray(wide), np.asarray(narrow, np.float32))
+
+
+def test_fresh_adapters_are_those_of_peft():
+    adapters = flatten_dict(init_adapters(CONFIG, LORA, 0))
+    for path, leaf in adapters.items():
+        bound = 1 / np.sqrt(np.prod(leaf.shape[1:-1]))
+        largest = np.abs(leaf).max()
+        assert largest == 0 if path[-1] == "b" else 0.9 * bound < largest <= bound
+    again, other = (flatten_dict(init_adapters(CONFIG, LORA, seed)) for seed in (0, 1))
+    for path, leaf in adapters.items():
+        np.testing.assert_array_equal(leaf, again[path])
+        assert path[-1] == "b" or not np.array_equal(leaf, other[path])
+    pairs = [np.ravel(leaf) for path, leaf in adapters.items() if path[-1] == "a"]
+    assert len({float(one[0]) for one in pairs}) == len(pairs)  # no two layers share their numbers
+
+
+def loss(weights):
+    tokens = jnp.asarray(np.random.default_rng(5).integers(0, 24, (2, 9)))
+    positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
+    hidden, _ = hidden_states(weights, CONFIG, tokens, jnp.ones_like(tokens), positions)
+    logits = jnp.einsum("btd,vd->btv", hidden, lm_head_table(weights))
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], -1))
+
+
+@pytest.mark.slow
+@jax.default_matmul_precision("highest")
+def test_gradients_are_those_of_the_merged_function_and_of_finite_differences():
+    params, adapters = init_params(CONFIG, 0), random_adapters()
+    base = targets_of(params, CONFIG, LORA)
+
+    @jax.jit
+    def of_adapters(adapters):
+        return loss(with_targets(params, merge_adapters(base, adapters, CONFIG, LORA, jnp.float32)))
+
+    merged = merge_adapters(base, adapters, CONFIG, LORA, jnp.float32)
+    of_weights = jax.grad(lambda part: loss(with_targets(params, part)))(merged)
+    found = jax.jit(lambda a, g: adapter_gradients(a, g, CONFIG, LORA))(adapters, of_weights)
+    expected = jax.grad(of_adapters)(adapters)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(theirs).max() > 1e-4
+        np.testing.assert_allclose(ours, theirs, atol=1e-6 * float(np.abs(theirs).max()) + 1e-8, rtol=1e-4)
+
+    rng, flat, step = np.random.default_rng(8), flatten_dict(adapters), 3e-3
+    for path, gradient in flatten_dict(found).items():
+        direction = jnp.asarray(rng.normal(size=gradient.shape), jnp.float32)
+        direction /= jnp.linalg.norm(direction)
+        changed = ({path: flat[path] + sign * step * direction} for sign in (1.0, -1.0))
+        sides = [float(of_adapters(unflatten_dict(flat | one))) for one in changed]
+        slope = (sides[0] - sides[1]) / (2 * step)
+        assert slope == pytest.approx(float(jnp.vdot(gradient, direction)), abs=2e-4)
+
+
+def test_adapters_of_some_layers_are_on_those_alone():
+    lora = LoraConfig(rank=2, targets=("down_proj", "k_proj"))
+    found = {path: leaf.shape for path, leaf in flatten_dict(abstract_adapters(CONFIG, lora)).items()}
+    assert found == {
+        ("layers", "attention", "key", "a"): (2, 32, 2),
+        ("layers", "attention", "key", "b"): (2, 2, 2, 8),
+        ("layers", "mlp", "down", "a"): (2, 64, 2),
+        ("layers", "mlp", "down", "b"): (2, 2, 32),
+    }
+    assert lora.scale == 2.0
+
+
+def test_attention_of_a_mixture_gets_adapters_and_its_experts_are_refused():
+    assert len(flatten_dict(abstract_adapters(MIXTURE, LoraConfig(rank=2, targets=ATTENTION)))) == 8
+    with pytest.raises(ValueError, match=r"^lora.targets: (gate|up|down)_proj belongs to the experts"):
+        abstract_adapters(MIXTURE, LoraConfig(rank=2))
+    # A bias of the same layer is not a target.
+    qwen2 = PolicyConfig(24, 32, 64, 2, 4, 4, 8, family="qwen2")
+    assert "query_bias" in abstract_params(qwen2)["layers"]["attention"]
+    found = flatten_dict(abstract_adapters(qwen2, LoraConfig(rank=2, targets=("q_proj",))))
+    assert {path[-2] for path in found} == {"query"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"rank": -1}, "rank must not be negative"),
+        ({"rank": 4, "alpha": 0.0}, "alpha must be positive"),
+        ({"rank": 4, "alpha": float("nan")}, "alpha must be positive"),
+        ({"rank": 4, "targets": ()}, "targets must be different layers"),
+        ({"rank": 4, "targets": ("q_proj", "q_proj")}, "targets must be different layers"),
+        ({"rank": 4, "targets": ("embed_tokens",)}, "targets must be among q_proj, .*, got 'embed_tokens'"),
+        ({"rank": 4, "dropout": 0.1}, "dropout must be 0"),
+        ({"adapter": "somewhere"}, "needs its rank"),
+    ],
+)
+def test_settings_that_are_no_adapters_are_refused(settings, part):
+    with pytest.raises(ValueError, match=part):
+        LoraConfig(**settings)

@@ -1,0 +1,121 @@
+"""Adapters in PEFT's layout against ``peft`` itself: the same logits both ways."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file, save_file
+from test_lora import MIXTURE, random_adapters
+from test_parity import MIXTURES, SHAPES, SHAPES_QWEN2, hf_model, jax_logits, mixture, torch_logits
+
+from rljax.policy.hf import load_params
+from rljax.policy.hf_config import read_config
+from rljax.policy.lora import LoraConfig, merge_adapters, targets_of, with_targets
+from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME, load_adapters, save_adapters
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+CASES = [
+    ("Qwen3", SHAPES[0], {}, LoraConfig(rank=4)),
+    ("Qwen3", SHAPES[1], {}, LoraConfig(rank=1, alpha=0.75, targets=("o_proj", "gate_proj", "q_proj"))),
+    ("Qwen2", SHAPES_QWEN2[2], {}, LoraConfig(rank=16, alpha=5.0)),
+    ("Qwen3Moe", SHAPES[0], mixture(*MIXTURES[0]), LoraConfig(rank=3, targets=ATTENTION)),
+]
+
+
+def merged_logits(params, adapters, config, lora, tokens):
+    merged = merge_adapters(targets_of(params, config, lora), adapters, config, lora, jnp.float32)
+    return jax_logits(with_targets(params, merged), config, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-r{case[3].rank}")
+def test_logits_are_those_of_peft_both_ways(case, tmp_path):
+    peft = pytest.importorskip("peft")
+    family, shape, more, lora = case
+    model = hf_model(shape, family, **more)
+    model.save_pretrained(tmp_path / "base")
+    config = read_config(tmp_path / "base")
+    params = load_params(tmp_path / "base", config)
+    tokens = np.random.default_rng(1).integers(0, shape[0], (3, 21))
+    without = torch_logits(model, tokens)
+
+    adapters = random_adapters(config, lora, 0.2)
+    save_adapters(tmp_path / "ours", adapters, config, lora, tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "ours").eval()
+    expected = torch_logits(theirs, tokens)
+    assert np.abs(expected - without).max() > 0.05
+    np.testing.assert_allclose(merged_logits(params, adapters, config, lora, tokens), expected, atol=1e-5, rtol=0)
+
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = load_adapters(tmp_path / "theirs", config, lora)
+    for path, leaf in flatten_dict(back).items():
+        np.testing.assert_array_equal(leaf, flatten_dict(adapters)[path], strict=True)
+
+
+def test_the_file_has_the_layout_of_peft_by_hand(tmp_path):
+    lora = LoraConfig(rank=2, alpha=3.0, targets=("o_proj",))
+    adapters = random_adapters(MIXTURE, lora)
+    save_adapters(tmp_path, adapters, MIXTURE, lora, "some/base")
+    tensors = load_file(tmp_path / WEIGHTS_NAME)
+    name = "base_model.model.model.layers.1.self_attn.o_proj"
+    assert len(tensors) == 4
+    a, b = (np.asarray(adapters["layers"]["attention"]["output"][part][1]) for part in "ab")  # [h, k, r], [r, d]
+    np.testing.assert_array_equal(tensors[f"{name}.lora_A.weight"], a.reshape(32, 2).T, strict=True)
+    np.testing.assert_array_equal(tensors[f"{name}.lora_B.weight"], b.T, strict=True)
+    said = json.loads((tmp_path / CONFIG_NAME).read_text())
+    assert (said["r"], said["lora_alpha"], said["target_modules"]) == (2, 3.0, ["o_proj"])
+    assert said["base_model_name_or_path"] == "some/base"
+
+
+def change_config(folder, **values):
+    said = json.loads((folder / CONFIG_NAME).read_text())
+    (folder / CONFIG_NAME).write_text(json.dumps(said | values))
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / WEIGHTS_NAME)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS_NAME)
+
+
+K_A = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "part"),
+    [
+        (lambda folder: (folder / CONFIG_NAME).unlink(), "adapter_config.json does not exist"),
+        (lambda folder: (folder / WEIGHTS_NAME).unlink(), "adapter_model.safetensors does not exist"),
+        (lambda folder: (folder / WEIGHTS_NAME).write_bytes(b"x" * 40), "cannot be read"),
+        (lambda folder: (folder / CONFIG_NAME).write_text("[]"), "expected an object, got list"),
+        (lambda folder: change_config(folder, r=8), "r = 8, but lora.rank = 2"),
+        (lambda folder: change_config(folder, lora_alpha=16), "lora_alpha = 16, but lora.alpha = 4"),
+        (lambda folder: change_config(folder, use_dora=True), "use_dora = True is not supported"),
+        (lambda folder: change_config(folder, use_rslora=True), "use_rslora = True is not supported"),
+        (lambda folder: change_config(folder, modules_to_save=["lm_head"]), "modules_to_save"),
+        (lambda folder: change_tensors(folder, lambda t: t.pop(K_A)), "k_proj.lora_A.weight' is missing"),
+        (lambda folder: change_tensors(folder, lambda t: t.update({K_A: t[K_A][:, 1:].copy()})), "has shape .2, 31."),
+        (lambda folder: change_tensors(folder, lambda t: t.update({"more": t[K_A]})), "'more' is not of a layer"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(break_it, part, tmp_path):
+    lora = LoraConfig(rank=2, targets=ATTENTION)
+    save_adapters(tmp_path, random_adapters(MIXTURE, lora), MIXTURE, lora, "base")
+    load_adapters(tmp_path, MIXTURE, lora)
+    break_it(tmp_path)
+    with pytest.raises(ValueError, match=part) as raised:
+        load_adapters(tmp_path, MIXTURE, lora)
+    assert "\n" not in str(raised.value)
+
+
+def test_adapters_of_another_policy_are_refused(tmp_path):
+    lora = LoraConfig(rank=2, targets=ATTENTION)
+    save_adapters(tmp_path, random_adapters(MIXTURE, lora), MIXTURE, lora, "base")
+    deeper = dataclasses.replace(MIXTURE, num_layers=3)
+    with pytest.raises(ValueError, match=r"layers\.2.* is missing"):
+        load_adapters(tmp_path, deeper, lora)
+    assert jax.tree.leaves(load_adapters(tmp_path, MIXTURE, lora))[0].dtype == jnp.float32

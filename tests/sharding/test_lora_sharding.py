@@ -1,0 +1,70 @@
+"""The step on adapters on meshes of several shapes: the same gradients, and adapters that lie as their weights do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_step_sharding import CONFIG, CORRECTION, COUNT, LOSS, batch, gradient_keeper, shape
+
+from rljax.policy.lora import LoraConfig, MergedPolicy, abstract_adapters
+from rljax.policy.model import cast_params, init_params, param_shardings
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.state import create_state
+from rljax.trainer.step import PrecisionConfig, TrainStep
+
+pytestmark = pytest.mark.mesh
+
+LORA = LoraConfig(rank=2, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
+
+
+def run(fsdp, tp, dtype="float32", replica=1, keep_gathered=False):
+    mesh, tx, rng = make_mesh(MeshConfig(fsdp, tp, replica)), gradient_keeper(), np.random.default_rng(2)
+    place = jax.jit(lambda: cast_params(init_params(CONFIG, 0), dtype), out_shardings=param_shardings(CONFIG, mesh))
+    merged = MergedPolicy(CONFIG, LORA, mesh, place(), dtype)
+    step = TrainStep(
+        CONFIG,
+        tx,
+        mesh,
+        precision=PrecisionConfig(compute_dtype=dtype),
+        objective=Objective(LOSS, CORRECTION, COUNT, 16),
+        batch_shape=shape(),
+        diagnosis=DiagnosisConfig(),
+        keep_gathered=keep_gathered,
+        lora=LORA,
+        merged=merged,
+    )
+    adapters = jax.tree.map(
+        lambda leaf: jnp.asarray(0.2 * rng.normal(size=leaf.shape), jnp.float32), abstract_adapters(CONFIG, LORA)
+    )
+    state = create_state(adapters, CONFIG, tx, mesh, dynamic_scale=False, lora=LORA)
+    weights = merged(state.params)
+    return step(state, batch(), 0.1, True), weights, merged
+
+
+@pytest.fixture(scope="module")
+def single():
+    (state, metrics, logprobs), weights, _ = run(1, 1)
+    return jax.device_get((state.opt_state.inner_state.trace, metrics, logprobs, weights))
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "tp", "options"), [(8, 1, {}), (4, 2, {"keep_gathered": True}), (2, 2, {"replica": 2})]
+)
+def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, single):
+    (state, metrics, logprobs), weights, merged = run(fsdp, tp, **options)
+    expected_grads, expected_metrics, expected_logprobs, expected_weights = single
+    up = state.params["layers"]["mlp"]["up"]
+    assert up["a"].addressable_shards[0].data.shape == (2, 32 // fsdp, 2)
+    assert up["b"].addressable_shards[0].data.shape == (2, 2, 64 // tp)
+    assert weights["layers"]["mlp"]["up"].sharding == merged.base["layers"]["mlp"]["up"].sharding
+    for found, expected in zip(jax.tree.leaves(weights), jax.tree.leaves(expected_weights), strict=True):
+        np.testing.assert_allclose(jax.device_get(found), expected, atol=1e-6)
+    found_grads = jax.device_get(state.opt_state.inner_state.trace)
+    for found, expected in zip(jax.tree.leaves(found_grads), jax.tree.leaves(expected_grads), strict=True):
+        assert np.abs(found - expected).max() / np.abs(expected).max() <= 2e-5
+    for name, value in jax.device_get(metrics).items():
+        if name != "optimizer/grad_noise":
+            np.testing.assert_allclose(value, expected_metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(jax.device_get(logprobs), expected_logprobs, atol=2e-5, rtol=0)

@@ -1,0 +1,125 @@
+"""The step on adapters: their gradient is that of the loss of the merged policy, however the batch is cut up."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_step_math import (
+    CONFIG,
+    COUNT,
+    MESH,
+    batch_shape,
+    expected_gradient,
+    keep_gradient,
+    packed,
+    sequences,
+)
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.lora import LoraConfig, MergedPolicy, abstract_adapters, adapter_gradients, targets_of
+from rljax.policy.model import cast_params, init_params
+from rljax.sharding import replicated
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.micro_batches import place_batch
+from rljax.trainer.objective import Objective
+from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
+from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.totals import place_controls
+
+pytestmark = pytest.mark.slow
+
+LORA = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
+
+
+def adapters(*, seed=4, b_size=0.2):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(b_size * rng.normal(size=leaf.shape), jnp.float32), abstract_adapters(CONFIG, LORA)
+    )
+
+
+def run(tx, batch, *, row=20, rows=2, dtype="float32", apply=True, noise=False, rate=1.0, updates=1):
+    base = cast_params(init_params(CONFIG, 0), dtype)
+    merged = MergedPolicy(CONFIG, LORA, MESH, base, dtype)
+    step = TrainStep(
+        CONFIG,
+        tx,
+        MESH,
+        precision=PrecisionConfig(compute_dtype=dtype),
+        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
+        batch_shape=batch_shape(row, rows),
+        diagnosis=DiagnosisConfig(),
+        lora=LORA,
+        merged=merged,
+    )
+    state = create_state(adapters(), CONFIG, tx, MESH, dynamic_scale=dtype == "float16", lora=LORA)
+    for _ in range(updates):
+        state, metrics, logprobs = step(state, packed(batch, row, rows), rate, apply, noise)
+    return step, base, state, jax.device_get(metrics), logprobs
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Gradients of the adapters from those of the merged float32 policy, one sequence at a time."""
+    merged = MergedPolicy(CONFIG, LORA, MESH, init_params(CONFIG, 0), "float32")(adapters())
+    of_weights = expected_gradient(sequences(), merged)
+    return adapter_gradients(adapters(), targets_of(of_weights, CONFIG, LORA), CONFIG, LORA)
+
+
+@pytest.mark.parametrize(("row", "rows"), [(20, 2), (64, 1), (100, 3)])
+def test_gradient_is_that_of_the_loss_however_it_is_cut(row, rows, reference):
+    _, _, state, metrics, _ = run(keep_gradient(), sequences(), row=row, rows=rows)
+    trace = state.opt_state.inner_state.trace
+    for found, expected in zip(jax.tree.leaves(trace), jax.tree.leaves(reference), strict=True):
+        assert np.abs(found - expected).max() / np.abs(expected).max() < 1e-5
+    assert metrics["optimizer/grad_norm"] == pytest.approx(float(optax.tree.norm(reference)), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradient_in_16_bits_is_near_that_of_float32(dtype, reference):
+    _, _, state, metrics, _ = run(keep_gradient(), sequences(), dtype=dtype)
+    difference = jax.tree.map(lambda a, b: a - b, state.opt_state.inner_state.trace, reference)
+    assert float(optax.tree.norm(difference)) < (0.05 if dtype == "bfloat16" else 0.01) * float(
+        optax.tree.norm(reference)
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state.inner_state.trace)} == {jnp.dtype("float32")}
+    assert metrics["precision/overflows"] == 0
+
+
+def test_the_noise_of_the_gradient_is_that_of_the_adapters():
+    _, _, _, metrics, _ = run(keep_gradient(), sequences(), row=64, rows=1, noise=True)
+    assert 0 < metrics["optimizer/grad_noise"] < 1e3 * metrics["optimizer/grad_norm"] ** 2
+
+
+def test_updates_change_adapters_alone_in_float32_and_compile_once():
+    before = jax.device_get(adapters())
+    tx = make_optimizer(OptimizerConfig(learning_rate=1e-2))
+    step, base, state, _, _ = run(tx, sequences(), dtype="bfloat16", rate=1e-2, updates=3)
+    assert step.compilations == 1
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.params), strict=True):
+        assert new.dtype == jnp.float32
+        assert np.abs(old - np.asarray(new)).max() > 1e-3
+    fresh = cast_params(init_params(CONFIG, 0), jnp.bfloat16)
+    for old, new in zip(jax.tree.leaves(fresh), jax.tree.leaves(base), strict=True):
+        np.testing.assert_array_equal(np.asarray(old), np.asarray(new), strict=True)
+
+
+def test_the_lowered_step_is_the_one_that_is_called():
+    tx = keep_gradient()
+    step, _, state, metrics, _ = run(tx, sequences(), dtype="bfloat16")
+    everywhere = replicated(MESH)
+    base = cast_params(init_params(CONFIG, 0), jnp.bfloat16)
+    weights = MergedPolicy(CONFIG, LORA, MESH, base, jnp.bfloat16)(adapters())
+    placed = place_batch(packed(sequences()), everywhere, everywhere)
+    fresh = create_state(adapters(), CONFIG, tx, MESH, dynamic_scale=False, lora=LORA)
+    found = step.lower().compile()(fresh, placed, place_controls(1.0, True, False, everywhere), weights)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found[:2]), jax.device_get((state, metrics)))
+
+
+def test_a_skipped_update_leaves_the_adapters():
+    _, _, state, metrics, _ = run(make_optimizer(OptimizerConfig()), sequences(), apply=False)
+    assert metrics["optimizer/skipped_updates"] == 1
+    for old, new in zip(jax.tree.leaves(adapters()), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(old), np.asarray(new))
