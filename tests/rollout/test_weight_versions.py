@@ -98,12 +98,14 @@ def test_versions_arrive_bit_for_bit_as_deltas(tmp_path, mirror, dtype):
         training.write()
         done = training.pull(mirror)
         assert (done.dense, done.deltas) == (True, 0)
+        assert 0 < done.check_s < done.seconds - done.fetch_s
         assert_holds(mirror, training)
         for share in (0.05, 0.0, 0.2):
             before = {name: bits_of(array).copy() for name, array in training.tensors.items()}
             version = training.step(share)
             done = training.pull(mirror)
             assert (done.dense, done.deltas, done.bytes, done.repaired) == (False, 1, version.num_bytes, "")
+            assert 0 < done.check_s < done.seconds - done.fetch_s
             assert_holds(mirror, training)
             changed = sum(int((bits_of(array) != before[name]).sum()) for name, array in training.tensors.items())
             assert version.changed_fraction == changed / sum(array.size for array in training.tensors.values())
