@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _MODULUS = 2**32
+PLACE_FACTOR = 0x9E3779B1  # of place_weights
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,27 @@ def place_weights(places: Any) -> Any:
       places: int32 array of numpy, jax or torch: the flat index of each element in the whole tensor, row by row, mod
         2^32.
     """
-    x = places * (0x9E3779B1 - _MODULUS)
-    return x ^ ((x >> 15) & 0x1FFFF) | 1
+    x = places * (PLACE_FACTOR - _MODULUS)
+    x = _shifted_onto(x, 15, 0x1FFFF)
+    x |= 1
+    return x
 
 
 def _mix(x: Any, multiplier: int, another: int) -> Any:
-    """Shift and multiply, in int32 that wraps around; >> keeps the sign, so the bits it brings in are masked off."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * multiplier
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * another
-    return x ^ ((x >> 16) & 0xFFFF)
+    """Shift and multiply, in int32 that wraps around."""
+    x = _shifted_onto(x, 16, 0xFFFF)
+    x *= multiplier
+    x = _shifted_onto(x, 15, 0x1FFFF)
+    x *= another
+    return _shifted_onto(x, 16, 0xFFFF)
+
+
+def _shifted_onto(x: Any, by: int, kept: int) -> Any:
+    """A new array: x ^ x >> by, where >> keeps the sign, so that the bits it brings in are masked off.
+
+    Arrays that can be changed in place are, once they are this module's own: new memory costs more than the sums.
+    """
+    shifted = x >> by
+    shifted &= kept
+    shifted ^= x
+    return shifted

@@ -201,6 +201,7 @@ class Trainer:
             "bytes_over_the_link": int(crossed),
             "encode_s": round(metrics["publish/encode_s"], 2),
             "fetch_s": round(metrics["publish/fetch_s"], 2),
+            "check_s": round(metrics["publish/check_s"], 2),
             "pull_s": round(metrics["publish/pull_s"], 2),
             "least_s_of_the_link": round(metrics["publish/pulled_bytes"] / GIGABIT, 2),
             "load_s": round(metrics["publish/load_s"], 2),
@@ -270,7 +271,7 @@ def judged(publishes: Sequence[dict[str, Any]], cut: dict[str, Any], cut_s: floa
 
 
 def table(publishes: Sequence[dict[str, Any]]) -> str:
-    names = ("fetch_s", "pull_s", "encode_s", "load_s", "reload_s", "stall_s", "seconds")
+    names = ("fetch_s", "check_s", "pull_s", "encode_s", "load_s", "reload_s", "stall_s", "seconds")
     lines = [f"{'':28}{'MB':>8}{'link at least':>15}{''.join(f'{name:>10}' for name in names)}"]
     for each in publishes:
         rest = "".join(f"{each[name]:10.2f}" if name in each else f"{'':10}" for name in names)

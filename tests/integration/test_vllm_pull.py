@@ -67,6 +67,7 @@ def test_steps_at_the_papers_rate_arrive_as_deltas(bfloat16, pulling, store, tmp
     first = engine.pop_metrics()
     assert first["publish/pulled_bytes"] == first["publish/bytes"]
     assert 0 < first["publish/fetch_s"] < first["publish/pull_s"]
+    assert 0 < first["publish/check_s"] < first["publish/pull_s"] - first["publish/fetch_s"]
     params = bfloat16.model.params
     for version in range(1, 6):
         before, params = params, adamw_step(params, seed=version)

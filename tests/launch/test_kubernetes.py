@@ -96,14 +96,16 @@ REFERENCE_FAULTS = [
     ("qwen3-8b", "JobSet", "spec.failurePolicy.rules.0.onJobFailureMessagePatterns", ["exit code"]),
     ("qwen3-8b", "JobSet", "spec.network.subdomain", "trainers"),
     ("qwen3-8b", "Deployment", "spec.selector.matchLabels", {"app.kubernetes.io/component": "servers"}),
-    ("qwen3-8b", "Deployment", "spec.selector.matchLabels", {"app.kubernetes.io/component": "server"}),
+    ("qwen3-8b", "Deployment", "spec.selector.matchLabels", {"app.kubernetes.io/name": "rljax"}),
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.containers.0.readinessProbe.httpGet.port", "web"),
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.containers.0.ports.0.containerPort", 8080),
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.containers.0.envFrom.0.configMapRef.name", "rljax-servers"),
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.containers.0.args.0", "$(MODEL_PATH)"),
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.terminationGracePeriodSeconds", 30),
     ("qwen3-8b", "Deployment", f"{DEPLOYED}.containers.0.resources.limits", {"nvidia.com/gpu": "4"}),
-    ("qwen3-8b", "Service", "spec.selector", {"app.kubernetes.io/component": "server"}),
+    ("qwen3-32b", "Service", "spec.selector", {"app.kubernetes.io/component": "server"}),
+    ("qwen3-32b", "Service", "metadata.name", "server"),
+    ("qwen3-8b", "Service", "spec.publishNotReadyAddresses", True),
     ("qwen3-8b", "Service", "spec.selector", {"app.kubernetes.io/component": "vllm"}),
     ("qwen3-8b", "Service", "spec.clusterIP", "10.0.0.1"),
     ("qwen3-8b", "Service", "spec.ports.0.targetPort", "web"),
@@ -114,7 +116,6 @@ REFERENCE_FAULTS = [
     ("qwen3-8b", "NetworkPolicy", "spec.podSelector.matchLabels", {"app.kubernetes.io/component": "vllm"}),
     ("qwen3-8b", "PersistentVolumeClaim", "spec.accessModes", ["ReadWriteOnce"]),
     ("qwen3-8b", "PersistentVolumeClaim", "metadata.namespace", "default"),
-    ("paper-4b", "LeaderWorkerSet", "spec.replicas", 7),
     ("paper-4b", "LeaderWorkerSet", "metadata.name", "servers"),
     ("qwen3-32b", "LeaderWorkerSet", "spec.leaderWorkerTemplate.size", 4),
     ("qwen3-32b", "LeaderWorkerSet", f"{LEADER}.containers.0.args.9", "--nnodes=$(GROUP_SIZE)"),
@@ -140,6 +141,17 @@ def test_a_planted_fault_leads_nowhere(fault):
     objects = planted(*fault)
     assert schema_problems(objects) == []  # otherwise it belongs above
     assert reference_problems(objects)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)
+@pytest.mark.parametrize("where", ["dns://server:8000", "dns://servers:80", "dns://servers.default:8000"])
+def test_a_name_that_is_not_the_servers_is_found(overlay, where):
+    objects = rendered(overlay)
+    (run,) = (one for one in of_kind(objects, "ConfigMap") if "config.yaml" in one["data"])
+    text = run["data"]["config.yaml"]
+    run["data"]["config.yaml"] = text.replace("dns://servers:8000", where)
+    assert run["data"]["config.yaml"] != text
+    assert len(reference_problems(objects)) == 1
 
 
 def test_the_key_is_its_readers_alone():

@@ -10,6 +10,7 @@ import yaml
 from kubernetes_manifests import OVERLAYS, ROOT, renderer
 from serve_vllm import parse
 
+from rljax.rollout.served.discovery import make_lookup
 from rljax.rollout.vllm.server import ServerConfig, command
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
@@ -78,6 +79,7 @@ def test_the_servers_are_started_as_the_configuration_says(overlay, tmp_path):
     (literals,) = (one["literals"] for one in generators if one["name"] == "rljax-server")
     settings = dict(line.split("=", 1) for line in literals)
     assert config.rollout.engine == "vllm"
+    make_lookup(config.rollout.discovery)
     assert settings["MODEL"] == config.model.path
     assert settings["DTYPE"] == config.rollout.dtype
     assert int(settings["MAX_MODEL_LEN"]) >= config.max_engine_tokens

@@ -24,6 +24,7 @@ SERVED_METRICS = re.compile(
 OF_A_PULL = {
     "publish/pull_s",
     "publish/fetch_s",
+    "publish/check_s",
     "publish/pulled_bytes",
     "publish/mirrors_repaired",
 }  # see test_vllm_pull.py

@@ -11,8 +11,8 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from toy_runs import ROOT
+from weight_training import SHAPES, Training, assert_holds, held
 
 from rljax.errors import NotWrittenError
 from rljax.rollout.weights import pull as pulls
@@ -28,35 +28,6 @@ from rljax.rollout.weights.versions import VersionFiles
 from rljax.rollout.weights.writer import Part, PartWriter, joined
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
-SHAPES = {"embed": (64, 48), "norm": (48,), "experts": (4, 6, 8), "head": (64, 48)}
-
-
-class Training:
-    """Tensors of which each step changes a share, and their versions."""
-
-    def __init__(self, root, dtype=ml_dtypes.bfloat16, **options):
-        self.rng = np.random.default_rng(0)
-        self.tensors = {name: self.rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
-        self.files, self.number, self.versions = VersionFiles(root, **options), 0, []
-
-    def step(self, share=0.05):
-        """Changes a share of the elements and writes the version."""
-        for array in self.tensors.values():
-            bits = bits_of(array).reshape(-1)
-            chosen = self.rng.random(bits.size) < share
-            bits[chosen] ^= 1
-        return self.write()
-
-    def write(self):
-        tensors = {name: array.copy() for name, array in self.tensors.items()}
-        sums = {name: array_checksum(array) for name, array in tensors.items()}
-        self.versions.append(self.files.write(tensors.items(), self.number, sums))
-        self.number += 1
-        return self.versions[-1]
-
-    def pull(self, mirror, version=None):
-        version = version or self.versions[-1]
-        return pull(open_source(version.source), version.path.name, mirror)
 
 
 @pytest.fixture
@@ -71,26 +42,6 @@ def mirror(tmp_path):
     return Mirror(tmp_path / "mirror")
 
 
-def held(mirror):
-    """What a server would load: its manifest's tag, and the tensors of its files."""
-    manifest = json.loads((mirror.root / "manifest.json").read_text())
-    tensors = {}
-    for file in manifest["files"]:
-        tensors.update(load_file(mirror.root / file))
-    return manifest["tag"], tensors
-
-
-def assert_holds(mirror, training, version=None):
-    tag, tensors = held(mirror)
-    assert tag == (version or training.versions[-1]).tag
-    assert list(tensors) == list(training.tensors)
-    for name, array in training.tensors.items():
-        assert tensors[name].tobytes() == array.tobytes(), name
-        assert tensors[name].shape == array.shape
-        assert tensors[name].dtype == array.dtype
-    mirror.check()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_versions_arrive_bit_for_bit_as_deltas(tmp_path, mirror, dtype):
     training = Training(tmp_path, dtype)
@@ -98,12 +49,14 @@ def test_versions_arrive_bit_for_bit_as_deltas(tmp_path, mirror, dtype):
         training.write()
         done = training.pull(mirror)
         assert (done.dense, done.deltas) == (True, 0)
+        assert 0 < done.check_s < done.seconds - done.fetch_s
         assert_holds(mirror, training)
         for share in (0.05, 0.0, 0.2):
             before = {name: bits_of(array).copy() for name, array in training.tensors.items()}
             version = training.step(share)
             done = training.pull(mirror)
             assert (done.dense, done.deltas, done.bytes, done.repaired) == (False, 1, version.num_bytes, "")
+            assert 0 < done.check_s < done.seconds - done.fetch_s
             assert_holds(mirror, training)
             changed = sum(int((bits_of(array) != before[name]).sum()) for name, array in training.tensors.items())
             assert version.changed_fraction == changed / sum(array.size for array in training.tensors.values())

@@ -146,14 +146,18 @@ def _selectors(objects: list[Object]) -> Iterator[str]:
             yield f"{name_of(one)}: its selector takes the pods of {taken}"
     for one in of_kind(objects, "Service"):
         chosen = [pod for pod in templates if matches(one["spec"]["selector"], pod.labels)]
-        if len(chosen) != 1:
+        if [pod.where for pod in chosen] != [pod.where for pod in templates if _answers(pod)]:
             yield f"{name_of(one)}: its selector takes the pods of {[pod.where for pod in chosen]}"
         if one["spec"].get("clusterIP") != "None":
             yield f"{name_of(one)}: not headless"
-        named = {port.get("name") for pod in chosen for each in pod.containers for port in each.get("ports", [])}
-        for port in one["spec"]["ports"]:
-            if port["targetPort"] not in named:
-                yield f"{name_of(one)}: no port {port['targetPort']}"
+        ports = [port for pod in chosen for each in pod.containers for port in each.get("ports", [])]
+        if one["spec"].get("publishNotReadyAddresses"):
+            yield f"{name_of(one)}: has servers that are not ready"
+        if one["metadata"]["name"] in {other["metadata"]["name"] for other in of_kind(objects, "LeaderWorkerSet")}:
+            yield f"{name_of(one)}: a LeaderWorkerSet makes a Service of this name itself"
+        for port in one["spec"]["ports"]:  # a headless Service turns no port into another
+            if {"name": port["targetPort"], "containerPort": port["port"]} not in ports:
+                yield f"{name_of(one)}: no port {port['targetPort']} of the number {port['port']}"
     for one in of_kind(objects, "NetworkPolicy"):
         sources = [peer["podSelector"] for rule in one["spec"]["ingress"] for peer in rule["from"]]
         for selector in [one["spec"]["podSelector"], *sources]:
@@ -222,24 +226,29 @@ def action_after(jobset: Object, end: int | str) -> str | None:
     return "RestartJobSet"
 
 
-def server_urls(objects: list[Object]) -> set[str]:
-    """A URL for each server: of a Service, or of the leader of a group."""
-    found = set()
-    for one in of_kind(objects, "Service"):
-        found |= {f"http://{one['metadata']['name']}:{port['port']}" for port in one["spec"]["ports"]}
-    for one in of_kind(objects, "LeaderWorkerSet"):
-        name = one["metadata"]["name"]
-        (container,) = one["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"]
-        for index in range(one["spec"]["replicas"]):
-            found |= {f"http://{name}-{index}.{name}:{port['containerPort']}" for port in container["ports"]}
-    return found
+def _answers(pod: Pod) -> bool:
+    """Whether it is a server that answers requests; a server's further hosts do not."""
+    return any("serve_vllm.py" in word for container in pod.containers for word in container.get("command", []))
+
+
+def server_names(objects: list[Object]) -> set[str]:
+    """Under which the addresses of all servers are found, as ``rollout.discovery`` writes it."""
+    ports = {
+        port["containerPort"]
+        for pod in pods(objects)
+        if _answers(pod)
+        for container in pod.containers
+        for port in container.get("ports", [])
+    }
+    services = [one["metadata"]["name"] for one in of_kind(objects, "Service")]
+    return {f"dns://{name}:{port}" for name in services for port in ports}
 
 
 def _servers(objects: list[Object]) -> Iterator[str]:
     config = run_config(objects)
-    urls = config["rollout"]["urls"]
-    if len(urls) != len(set(urls)) or set(urls) != server_urls(objects):
-        yield f"rollout.urls are {urls}, the servers {sorted(server_urls(objects))}"
+    discovery = config["rollout"]["discovery"]
+    if server_names(objects) != {discovery}:
+        yield f"rollout.discovery is {discovery}, the servers' names are {sorted(server_names(objects))}"
     (settings,) = (one["data"] for one in of_kind(objects, "ConfigMap") if "TENSOR_PARALLEL" in one["data"])
     for pod in pods(objects):
         if pod.owner["kind"] == "JobSet":

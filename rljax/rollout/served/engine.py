@@ -245,7 +245,8 @@ class ServedEngine(ServedBase):
         """Has the server's machine pull a version while the server goes on."""
         done = self._backend.prepare(self._client, url, version)
         if done:
-            for name, of_pull in (("pull_s", "seconds"), ("fetch_s", "fetch_s"), ("pulled_bytes", "bytes")):
+            names = {"pull_s": "seconds", "fetch_s": "fetch_s", "check_s": "check_s", "pulled_bytes": "bytes"}
+            for name, of_pull in names.items():
                 self._metrics.highest(f"publish/{name}", done[of_pull])
             if done["repaired"]:
                 self._metrics.add("publish/mirrors_repaired", 1.0)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rljax.checksum import Checksum, checksum
+from rljax.checksum import Checksum
 from rljax.rollout.weights import safetensors_file
 from rljax.rollout.weights.delta import Delta, decode
 from rljax.rollout.weights.region import Region
@@ -28,7 +30,7 @@ from rljax.rollout.weights.sums import changed_checksum, region_checksum
 from rljax.rollout.weights.version import Piece, TensorRecord, Version, sums_digest
 
 _STATE = "state.json"
-_THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)
 
 OfName = Callable[[str], Path]
 
@@ -66,11 +68,17 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Mirror:
-    """A directory. What changes it is done under ``locked``, what reads it under ``locked(shared=True)``."""
+    """A directory. What changes it is done under ``locked``, what reads it under ``locked(shared=True)``.
+
+    Attributes:
+      root: the directory.
+      check_s: that taking checksums took so far (seconds); those of what a delta changes are taken as it is applied,
+        and not in it.
+    """
 
     def __init__(self, root: Path) -> None:
         """Makes the directory where there is none. Raises OSError."""
-        self.root = root
+        self.root, self.check_s = root, 0.0
         root.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
@@ -103,7 +111,7 @@ class Mirror:
             path = self.root / held.file
             return not path.is_file() or safetensors_file.xxh3_of(path) != held.xxh3
 
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with self._checking(), ThreadPoolExecutor(THREADS) as pool:
             wrong = pool.map(differs, state.tensors.values())
             changed = [name for name, found in zip(state.tensors, wrong, strict=True) if found]
         _refuse(changed, "not as it came")
@@ -122,22 +130,33 @@ class Mirror:
         sources = {file: safetensors_file.mapped(path_of(file)) for file in version.files_of(version.dense)}
         pieces = _by_tensor(version.dense)
 
-        def take(number_name: tuple[int, str]) -> tuple[str, Checksum]:
-            number, name = number_name
+        def take(number: int, name: str) -> str:
             record, file = version.tensors[name], f"{number:05d}.safetensors"
-            safetensors_file.create(self.root / file, name, version.dtype, record.shape)
             whole = Region.whole(record.shape)
+            if [piece.region for piece in pieces[name]] == [whole]:
+                (piece,) = pieces[name]
+                bits = sources[piece.file][piece.key]
+                safetensors_file.create(self.root / file, name, version.dtype, record.shape, bits)
+                return file
+            safetensors_file.create(self.root / file, name, version.dtype, record.shape)
             matrix = safetensors_file.mapped(self.root / file, writable=True)[name].reshape(whole.rows, whole.width)
-            sums = np.zeros(3, np.int64)
             for piece in pieces[name]:
                 region, bits = piece.region, _piece(sources, piece, matrix.dtype)
                 rows, columns = slice(region.row, region.row + region.rows), slice(region.column, None)
                 matrix[rows, columns][:, : region.width] = bits.reshape(region.rows, region.width)
-                part = region_checksum(bits, region)
-                sums += (part.first, part.second, part.placed)
-            return file, checksum(matrix.size, *sums.tolist())
+            return file
 
-        self._replace(version, take)
+        def summed(name: str) -> Checksum:
+            bits = safetensors_file.mapped(self.root / files[name])[name]
+            return region_checksum(bits, Region.whole(version.tensors[name].shape))
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            with _usable(version):
+                files = dict(zip(version.tensors, pool.map(take, itertools.count(), version.tensors), strict=True))
+            with self._checking():
+                largest_first = sorted(files, key=lambda name: -version.tensors[name].sums.count)
+                sums = dict(zip(largest_first, pool.map(summed, largest_first), strict=True))
+        self._keep(version, files, sums, {})
 
     def apply(self, version: Version, path_of: OfName) -> None:
         """Changes what is here by a delta. Arguments and errors as ``fill``; here must be the version's base."""
@@ -149,13 +168,12 @@ class Mirror:
         sources = {file: safetensors_file.mapped(path_of(file)) for file in version.files_of(version.delta)}
         pieces = _by_tensor(version.delta)
 
-        def take(number_name: tuple[int, str]) -> tuple[str, Checksum]:
-            name = number_name[1]
+        def take(name: str) -> Checksum:
             held = state.tensors[name]
             sums = held.record.sums
             changing = [piece for piece in pieces[name] if piece.changed]
             if not changing:
-                return held.file, sums
+                return sums
             flat = safetensors_file.mapped(self.root / held.file, writable=True)[name]
             for piece in changing:
                 gaps, values = (sources[piece.file][f"{piece.key}.{kind}"].tobytes() for kind in ("gaps", "values"))
@@ -165,9 +183,11 @@ class Mirror:
                 places = piece.region.first + rows * piece.region.stride + columns
                 sums = changed_checksum(sums, flat[places], new, places)
                 flat[places] = new
-            return held.file, sums
+            return sums
 
-        self._replace(version, take, state.tensors)
+        with ThreadPoolExecutor(THREADS) as pool, _usable(version):
+            sums = dict(zip(version.tensors, pool.map(take, version.tensors), strict=True))
+        self._keep(version, {name: state.tensors[name].file for name in sums}, sums, state.tensors)
 
     def clear(self) -> None:
         """Removes what it holds."""
@@ -179,38 +199,42 @@ class Mirror:
         """Removes the directory."""
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def _replace(
-        self,
-        version: Version,
-        take: Callable[[tuple[int, str]], tuple[str, Checksum]],
-        before: Mapping[str, Held] | None = None,
+    def _keep(
+        self, version: Version, files: Mapping[str, str], sums: Mapping[str, Checksum], before: Mapping[str, Held]
     ) -> None:
-        """Runs ``take`` on each tensor, compares the checksums with the version's, and notes what is held now."""
-        with ThreadPoolExecutor(_THREADS) as pool:
-            try:
-                taken = dict(zip(version.tensors, pool.map(take, enumerate(version.tensors)), strict=True))
-            except (KeyError, ValueError) as error:
-                raise DamagedError(f"{version.name} cannot be used: {error}") from error
-            wrong = [name for name, (_, sums) in taken.items() if sums != version.tensors[name].sums]
-            _refuse(wrong, f"other than in {version.tag}")
-            unchanged = {
-                name: held
-                for name, held in (before or {}).items()
-                if name in version.tensors and held.record == version.tensors[name]
-            }
+        """Compares the tensors' checksums with the version's, and notes what is held now; files of ``before`` stay."""
+        _refuse([name for name in files if sums[name] != version.tensors[name].sums], f"other than in {version.tag}")
 
-            def held(name: str) -> Held:
-                file, _ = taken[name]
-                return Held(file, version.tensors[name], safetensors_file.xxh3_of(self.root / file))
+        def held(name: str) -> Held:
+            record, known = version.tensors[name], before.get(name)
+            if known is not None and known.record == record:
+                return known
+            return Held(files[name], record, safetensors_file.xxh3_of(self.root / files[name]))
 
-            fresh = [name for name in version.tensors if name not in unchanged]
-            tensors = unchanged | dict(zip(fresh, pool.map(held, fresh), strict=True))
-        listed = {name: tensors[name] for name in version.tensors}
-        files = [held.file for held in listed.values()]
-        (self.root / "manifest.json").write_text(json.dumps({"tag": version.tag, "files": files}))
+        with self._checking(), ThreadPoolExecutor(THREADS) as pool:
+            listed = dict(zip(files, pool.map(held, files), strict=True))
+        manifest = {"tag": version.tag, "files": list(files.values())}
+        (self.root / "manifest.json").write_text(json.dumps(manifest))
         new = self.root / f"{_STATE}.new"
         new.write_bytes(msgspec.json.encode(State(version.name, version.tag, version.dtype, listed)))
         new.replace(self.root / _STATE)
+
+    @contextlib.contextmanager
+    def _checking(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.check_s += time.monotonic() - began
+
+
+@contextlib.contextmanager
+def _usable(version: Version) -> Iterator[None]:
+    """Within it content that is not what its version says it is raises DamagedError."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        raise DamagedError(f"{version.name} cannot be used: {error}") from error
 
 
 def _by_tensor(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:

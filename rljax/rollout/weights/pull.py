@@ -14,11 +14,12 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rljax.rollout.weights import safetensors_file
-from rljax.rollout.weights.mirror import DamagedError, Mirror, State
+from rljax.rollout.weights.mirror import THREADS, DamagedError, Mirror, State
 from rljax.rollout.weights.source import Source, SourceError, open_source
 from rljax.rollout.weights.version import VERSION_FILE, Piece, Version, is_newer, parse_version
 
@@ -33,7 +34,8 @@ class Pulled:
       tag: of the version that the mirror holds now.
       bytes: that were read from the source (bytes).
       seconds: all of it (seconds).
-      fetch_s: of them, for reading the files and comparing their checksums.
+      fetch_s: of them, for reading the files.
+      check_s: of them, for checksums: of the files, of the mirror before a delta, and of what it holds then.
       deltas: that were applied.
       dense: whether a dense version was taken.
       repaired: what was wrong with the mirror before, or with a delta; "" where nothing was.
@@ -43,6 +45,7 @@ class Pulled:
     bytes: int = 0
     seconds: float = 0.0
     fetch_s: float = 0.0
+    check_s: float = 0.0
     deltas: int = 0
     dense: bool = False
     repaired: str = ""
@@ -57,7 +60,7 @@ def pull(source: Source, name: str, mirror: Mirror) -> Pulled:
       ValueError: the mirror holds a newer version, for another server of this machine.
       OSError: the mirror cannot be written.
     """
-    began, done = time.monotonic(), Pulled()
+    began, checks, done = time.monotonic(), mirror.check_s, Pulled()
     with mirror.locked():
         state, version = mirror.state, _read(source, name)
         if state is not None and is_newer(state, version):
@@ -71,6 +74,7 @@ def pull(source: Source, name: str, mirror: Mirror) -> Pulled:
                 mirror.clear()
                 _bring(source, version, mirror, done, None)
     done.seconds = time.monotonic() - began
+    done.check_s += mirror.check_s - checks
     return done
 
 
@@ -143,10 +147,14 @@ def _fetched(
         for file in version.files_of(pieces):
             record = version.files[file]
             paths[file] = source.fetch(f"{version.name}/{file}", record, folder)
-            if safetensors_file.xxh3_of(paths[file]) != record.xxh3:
-                raise DamagedError(f"{version.name}/{file} has not the checksum that its version says")
             done.bytes += record.bytes
-        done.fetch_s += time.monotonic() - began
+        fetched = time.monotonic()
+        done.fetch_s += fetched - began
+        with ThreadPoolExecutor(THREADS) as pool:
+            for file, xxh3 in zip(paths, pool.map(safetensors_file.xxh3_of, paths.values()), strict=True):
+                if xxh3 != version.files[file].xxh3:
+                    raise DamagedError(f"{version.name}/{file} has not the checksum that its version says")
+        done.check_s += time.monotonic() - fetched
         yield paths
     finally:
         shutil.rmtree(folder, ignore_errors=True)

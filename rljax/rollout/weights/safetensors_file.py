@@ -42,13 +42,23 @@ def write(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], bytes | np
     return Written(size, hasher.hexdigest())
 
 
-def create(path: Path, key: str, dtype: str, shape: Sequence[int]) -> None:
-    """Makes a file of one tensor of zeros. Raises OSError, also where there is no room for it."""
-    header = _header({key: (dtype, shape)})
+def create(path: Path, key: str, dtype: str, shape: Sequence[int], content: np.ndarray | None = None) -> None:
+    """Makes a file of one tensor, whose bits are ``content`` or zeros.
+
+    Raises:
+      OSError: it cannot be written, or there is no room for it.
+      ValueError: ``content`` has another size.
+    """
+    header, size = _header({key: (dtype, shape)}), math.prod(shape) * _SIZES[_DTYPES[dtype]]
     with open(path, "wb") as file:
         file.write(header)
-        file.flush()
-        os.posix_fallocate(file.fileno(), 0, len(header) + math.prod(shape) * _SIZES[_DTYPES[dtype]])
+        if content is None:
+            file.flush()
+            os.posix_fallocate(file.fileno(), 0, len(header) + size)
+        elif content.nbytes == size:
+            file.write(_bytes_of(content).data)
+        else:
+            raise ValueError(f"{content.nbytes} bytes are not a tensor of {size}")
 
 
 def mapped(path: Path, *, writable: bool = False) -> dict[str, np.ndarray]:

@@ -6,10 +6,11 @@ import functools
 
 import numpy as np
 
-from rljax.checksum import Checksum, checksum, mixed, place_weights
+from rljax.checksum import PLACE_FACTOR, Checksum, checksum, mixed
 from rljax.rollout.weights.region import Region
 
-_BLOCK = 2**15  # elements at a time, which stay in a processor's cache
+# Elements at a time. Other threads run only within a call of numpy: with short ones they wait for each other.
+_BLOCK = 2**18
 
 
 def array_checksum(array: np.ndarray) -> Checksum:
@@ -26,23 +27,29 @@ def region_checksum(bits: np.ndarray, region: Region) -> Checksum:
     """
     rows, width = (1, region.size) if region.width == region.stride else (region.rows, region.width)
     matrix = bits.reshape(rows, width)
-    rows_at_once = max(1, _BLOCK // max(1, width))
-    count_rows, count_columns = (np.arange(n, dtype=np.int32) for n in (rows_at_once, min(width, _BLOCK)))
-    steps = (count_rows * _int32(region.stride))[:, None] + count_columns
-    sums = np.zeros(3, np.int64)
+    rows_at_once = min(rows, max(1, _BLOCK // max(1, width)))
+    row_places, column_places = np.arange(rows_at_once) * region.stride, np.arange(min(width, _BLOCK))
+    steps = (row_places[:, None] + column_places).astype(np.uint32)
+    sums = _Sums(steps.size)
     for row in range(0, rows, rows_at_once):
         for column in range(0, width, _BLOCK):
             block = matrix[row : row + rows_at_once, column : column + _BLOCK]
-            first = _int32(region.first + row * region.stride + column)
-            sums += _sums(block, steps[: block.shape[0], : block.shape[1]] + first)
-    return checksum(bits.size, *sums.tolist())
+            first = region.first + row * region.stride + column
+            sums.add(block, steps[: block.shape[0], : block.shape[1]], first)
+    return checksum(bits.size, *sums.values)
 
 
 def changed_checksum(before: Checksum, old: np.ndarray, new: np.ndarray, places: np.ndarray) -> Checksum:
     """Of a tensor of which ``before`` is the checksum, once the bits ``old`` at ``places`` (int64) became ``new``."""
-    places = places.astype(np.int32)
-    first, second, placed = (_sums(new, places) - _sums(old, places)).tolist()
-    return checksum(before.count, before.first + first, before.second + second, before.placed + placed)
+    added, removed = (_Sums(min(places.size, _BLOCK)) for _ in range(2))
+    for start in range(0, places.size, _BLOCK):
+        some = slice(start, start + _BLOCK)
+        here = places[some].astype(np.uint32)
+        added.add(new[some], here)
+        removed.add(old[some], here)
+    known = (before.first, before.second, before.placed)
+    values = (sum(each) for each in zip(known, added.values, (-value for value in removed.values), strict=True))
+    return checksum(before.count, *values)
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:
@@ -50,22 +57,49 @@ def bits_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
 
 
-def _sums(bits: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The three sums of elements at places (int32, mod 2^32): int64 [3], right mod 2^32."""
-    if bits.dtype == np.uint16:
-        first, second = (table.take(bits) for table in _tables())
-    else:
-        first, second = mixed(bits.view(np.int32))
-    placed = first * place_weights(places)
-    return np.array([values.sum(dtype=np.int32) for values in (first, second, placed)], np.int64)
+class _Sums:
+    """Adds up blocks of elements, in memory that is taken once: new memory costs more than the arithmetic.
+
+    Attributes:
+      values: the three sums so far, right mod 2^32.
+    """
+
+    def __init__(self, most: int) -> None:
+        """``most``: elements of the largest block."""
+        self.values = [0, 0, 0]
+        self._patterns = np.empty(most, np.intp)
+        self._mixed, self._weights, self._spare = (np.empty(most, np.uint32) for _ in range(3))
+
+    def add(self, bits: np.ndarray, places: np.ndarray, start: int = 0) -> None:
+        """Elements (uint16 or uint32) whose places in the tensor are ``start`` and ``places`` (uint32) together."""
+        if bits.dtype == np.uint16:
+            patterns, first = (each[: bits.size].reshape(bits.shape) for each in (self._patterns, self._mixed))
+            np.copyto(patterns, bits)
+            first_table, second_table = _tables()
+            second = _total(second_table.take(patterns, mode="clip", out=first))
+            first_table.take(patterns, mode="clip", out=first)
+        else:
+            first, other = (each.view(np.uint32) for each in mixed(bits.view(np.int32)))
+            second = _total(other)
+        placed = int(np.einsum("i,i->", first.reshape(-1), self._place_weights(places, start).reshape(-1)))
+        self.values = [sum(both) for both in zip(self.values, (_total(first), second, placed), strict=True)]
+
+    def _place_weights(self, places: np.ndarray, start: int) -> np.ndarray:
+        """As ``rljax.checksum.place_weights``."""
+        weights, shifted = (each[: places.size].reshape(places.shape) for each in (self._weights, self._spare))
+        np.add(places, np.uint32(start % 2**32), out=weights)
+        np.multiply(weights, np.uint32(PLACE_FACTOR), out=weights)
+        np.right_shift(weights, 15, out=shifted)
+        np.bitwise_xor(weights, shifted, out=weights)
+        return np.bitwise_or(weights, 1, out=weights)
 
 
-def _int32(number: int) -> np.int32:
-    """What is left of ``number`` mod 2^32."""
-    return np.uint32(number % 2**32).view(np.int32)
+def _total(values: np.ndarray) -> int:
+    return int(values.sum(dtype=np.uint32))
 
 
 @functools.cache
 def _tables() -> tuple[np.ndarray, np.ndarray]:
     """The two mixed values of each pattern of 16 bits."""
-    return mixed(np.arange(2**16, dtype=np.int32))
+    first, second = mixed(np.arange(2**16, dtype=np.int32))
+    return first.view(np.uint32), second.view(np.uint32)

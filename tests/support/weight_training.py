@@ -1,0 +1,62 @@
+"""Tensors of which each step changes a share, their versions, and what a machine's mirror holds of them."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file
+
+from rljax.rollout.weights.pull import pull
+from rljax.rollout.weights.source import open_source
+from rljax.rollout.weights.sums import array_checksum, bits_of
+from rljax.rollout.weights.versions import VersionFiles
+
+SHAPES = {"embed": (64, 48), "norm": (48,), "experts": (4, 6, 8), "head": (64, 48)}
+
+
+class Training:
+    """Tensors of which each step changes a share, and their versions."""
+
+    def __init__(self, root, dtype=ml_dtypes.bfloat16, **options):
+        self.rng = np.random.default_rng(0)
+        self.tensors = {name: self.rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
+        self.files, self.number, self.versions = VersionFiles(root, **options), 0, []
+
+    def step(self, share=0.05):
+        """Changes a share of the elements and writes the version."""
+        for array in self.tensors.values():
+            bits = bits_of(array).reshape(-1)
+            chosen = self.rng.random(bits.size) < share
+            bits[chosen] ^= 1
+        return self.write()
+
+    def write(self):
+        tensors = {name: array.copy() for name, array in self.tensors.items()}
+        sums = {name: array_checksum(array) for name, array in tensors.items()}
+        self.versions.append(self.files.write(tensors.items(), self.number, sums))
+        self.number += 1
+        return self.versions[-1]
+
+    def pull(self, mirror, version=None):
+        version = version or self.versions[-1]
+        return pull(open_source(version.source), version.path.name, mirror)
+
+
+def held(mirror):
+    """What a server would load: its manifest's tag, and the tensors of its files."""
+    manifest = json.loads((mirror.root / "manifest.json").read_text())
+    tensors = {}
+    for file in manifest["files"]:
+        tensors.update(load_file(mirror.root / file))
+    return manifest["tag"], tensors
+
+
+def assert_holds(mirror, training, version=None):
+    tag, tensors = held(mirror)
+    assert tag == (version or training.versions[-1]).tag
+    assert list(tensors) == list(training.tensors)
+    for name, array in training.tensors.items():
+        assert tensors[name].tobytes() == array.tobytes(), name
+        assert tensors[name].shape == array.shape
+        assert tensors[name].dtype == array.dtype
+    mirror.check()
