@@ -67,6 +67,7 @@ SANITY_ARMS = {
     "token_tis_": {"correction.preset": "token_tis"},
     "sequence_mis_": {"correction.preset": "sequence_mis"},
     "gspo_": {"loss.kind": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
+    "lora_": {"lora.rank": 32},
     "pg_sequence_tis_": {"loss.kind": "policy_gradient", "correction.preset": "sequence_tis"},
 }
 LARGER = {"model.path": "Qwen/Qwen3-8B-Base"}
