@@ -86,7 +86,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = config.shape(len(devices))
-    sizes = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, shape, strict=True))
+    named = zip(MESH_AXES, shape, strict=True)
+    sizes = ", ".join(f"{axis}={size}" for axis, size in named if axis != "expert" or size > 1)
     if math.prod(shape) > len(devices):
         raise ValueError(f"a mesh of {sizes} needs more than the {len(devices)} devices here")
     used = {device.process_index for device in devices[: math.prod(shape)]}
