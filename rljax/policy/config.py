@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from rljax.checks import check_at_least
 
@@ -71,7 +74,7 @@ class PolicyConfig:
     @property
     def route_bytes(self) -> int:
         """Bytes of the routes of one token, in the narrowest integers with room for "free" besides; 0 of no mixture."""
-        return self.num_layers * self.experts_per_token * (1 if self.num_experts < 256 else 2)
+        return self.num_layers * self.experts_per_token * np.dtype(route_dtype(self.num_experts)).itemsize
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -79,3 +82,8 @@ class PolicyConfig:
         if self.eos_token_id is None:
             return ()
         return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+
+def route_dtype(num_experts: int) -> Any:
+    """The narrowest dtype of the experts that tokens go to: with room for one number more than there are experts."""
+    return np.uint8 if num_experts < 256 else np.uint16

@@ -20,10 +20,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.attention import attend
-from rljax.policy.config import PolicyConfig
+from rljax.policy.config import PolicyConfig, route_dtype
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.model import Params, Seen, cast_params, embed_tokens, lm_head_table, param_shardings, run_blocks
-from rljax.rollout.types import Response, SamplingParams, VersionSpan, route_dtype
+from rljax.rollout.types import Response, SamplingParams, VersionSpan
 from rljax.sharding import constrain, replicated
 
 Cache = tuple[Array, Array]  # keys and values, [layers, b, s, kv heads, head_dim]

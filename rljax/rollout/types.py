@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -208,11 +208,6 @@ class RolloutConfig:
         check_finite(self, "temperature")
         check_positive(self, "temperature", "server_wait_s")
         check_at_least(self, 0, "dump_every", "transcript_every")
-
-
-def route_dtype(num_experts: int) -> Any:
-    """The narrowest dtype of ``Response.routes``: with room for one number more than there are experts."""
-    return np.uint8 if num_experts < 256 else np.uint16
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from rljax.mismatch import Statistics, merge, zeros
-from rljax.policy.config import PolicyConfig
+from rljax.policy.config import PolicyConfig, route_dtype
 from rljax.policy.head import matmul_precision
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels, choose_kernels
 from rljax.policy.layers import Routed
@@ -37,7 +37,6 @@ from rljax.policy.model import (
 from rljax.policy.options import DEFAULTS, PolicyOptions
 from rljax.policy.score import Scores, packed_logprobs
 from rljax.policy.trained import find_trained
-from rljax.rollout.types import route_dtype
 from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.micro_batches import abstract_batch, over_micro_batches, place_batch

@@ -23,13 +23,14 @@ import numpy as np
 
 from rljax.checksum import Checksum
 from rljax.errors import HandshakeError, ReplyError, ServerError, ServerGoneError, VerificationError
+from rljax.policy.config import route_dtype
 from rljax.rollout.api_key import find_key_file
 from rljax.rollout.served.backend import Backend, Expectation
 from rljax.rollout.served.base import ServedBase, shortest, wait_for_most
 from rljax.rollout.served.publishing import make_files
 from rljax.rollout.served.verify import Score, Verifier
 from rljax.rollout.served.wire import Completion, Request, ServerInfo, check_prompts, make_requests
-from rljax.rollout.types import PublishConfig, Response, RolloutConfig, SamplingParams, VersionSpan, route_dtype
+from rljax.rollout.types import PublishConfig, Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.rollout.weights.differences import described, differences
 from rljax.rollout.weights.directory import WeightVersion
 from rljax.rollout.weights.writer import Writer
