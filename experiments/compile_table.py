@@ -38,6 +38,10 @@ class Row(NamedTuple):
     words: tuple[str, ...] = ()
     base: str | None = None
 
+    def with_words(self, *words: str) -> Row:
+        """The same with more on its command line."""
+        return self._replace(words=(*self.words, *words))
+
 
 def on(model: str, label: str, machine: str, devices: int, replicas: int = 1) -> Row:
     """The paper's settings for a model on all devices of a machine: one row of tokens each."""
@@ -52,6 +56,7 @@ MODELS = [
     *(on(model, *place) for model in ("4B", "8B", "14B", "32B") for place in PLACES),
     on("8B", *PLACES[1], replicas=8),
     on("32B", *PLACES[1], replicas=4),
+    on("14B", "8 H100, lora.rank 32", "h100:1x8", 8).with_words("--lora.rank", "32"),
     Row("4B as written", "h100:1x4", SETUP),
     Row("8B as written", "h100:1x4", f"{PAPER}/qwen3_8b_length_triggered.yaml"),
     Row("4B float16 as written", "h100:1x4", f"{PAPER}/qwen3_4b_fp16.yaml"),

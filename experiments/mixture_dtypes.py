@@ -5,6 +5,9 @@
 Tiny random policies of the three families (two blocks, width 64; the mixture has 16 experts, 4 a token), the same
 float32 weights for all. Each server samples responses to the same prompts; the trainer's forward scores the same tokens
 in each 16-bit dtype and in float32. Nine servers are started one after another, about half a minute each on a CPU.
+
+How wide the band of a verification must be follows from the same tokens, where both sides have one dtype: the mean
+|server - trainer| over the probes of a round (``VerifyConfig``: prompts and tokens of each), drawn anew 20,000 times.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from rljax.policy.hf import save_params
 from rljax.policy.model import Params, init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.build import connect
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.types import SamplingParams, VerifyConfig
 from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
 
 SIZES: dict[str, Any] = {
@@ -50,6 +53,7 @@ FAMILIES = {
 DTYPES = ("bfloat16", "float16", "float32")
 PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 48, 16, 64
 METRICS = ("logprob_abs_diff_mean", "k3_kl")
+ROUNDS = 20_000
 
 
 def policy(config: PolicyConfig) -> Params:
@@ -78,7 +82,19 @@ def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> di
         trainer = np.stack([each[PROMPT_TOKENS:] for each in scored])
         metrics = mismatch_metrics(trainer, rollout, np.ones(rollout.shape, bool))
         found[ours] = {name: float(metrics[name]) for name in METRICS}
+        if ours == dtype:
+            found[ours] |= probe_rounds(np.abs(trainer - rollout))
     return found
+
+
+def probe_rounds(gaps: np.ndarray) -> dict[str, float]:
+    """Of |server - trainer| [responses, tokens]: the middle and the largest of many rounds' means (nats)."""
+    probes, rng = VerifyConfig(), np.random.default_rng(0)
+    prompts = rng.integers(0, len(gaps), (ROUNDS, probes.prompts))
+    first = rng.integers(0, gaps.shape[1] - probes.tokens + 1, (ROUNDS, probes.prompts))
+    tokens = first[..., None] + np.arange(probes.tokens)
+    means = gaps[prompts[..., None], tokens].mean(axis=(1, 2))
+    return {"probe_round_median": float(np.median(means)), "probe_round_largest": float(means.max())}
 
 
 def main() -> int:
@@ -93,7 +109,8 @@ def main() -> int:
             found[name] = {dtype: measure(config, params, Path(directory), dtype) for dtype in DTYPES}
         for dtype, of_trainer in found[name].items():
             shown = [f"{of_trainer[ours]['logprob_abs_diff_mean']:.2e}" for ours in DTYPES]
-            print(f"| {name} | {dtype} | {' | '.join(shown)} |", flush=True)
+            rounds = [f"{of_trainer[dtype][f'probe_round_{which}']:.2e}" for which in ("median", "largest")]
+            print(f"| {name} | {dtype} | {' | '.join(shown)} | {' | '.join(rounds)} |", flush=True)
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 

@@ -33,6 +33,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tp",),
     "norm": (),
     "rank": (),
+    "split_rank": ("fsdp", "expert"),
     "micro": (),
     "rows": ("replica", "fsdp", "expert"),
     "tokens": (),

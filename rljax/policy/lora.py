@@ -144,8 +144,14 @@ def adapter_axes(config: PolicyConfig, lora: LoraConfig) -> Params:
     found = {}
     for path, target in find_targets(config, lora).items():
         ins, outs = _split(target, target.axes)
-        found[*path, "a"], found[*path, "b"] = ("layers", *ins, "rank"), ("layers", "rank", *outs)
+        found[*path, "a"] = ("layers", *ins, _rank_axis(ins))
+        found[*path, "b"] = ("layers", _rank_axis(outs), *outs)
     return unflatten_dict(found)
+
+
+def _rank_axis(others: tuple[str, ...]) -> str:
+    """The logical axis of an adapter's rank, which is split as the model's width is where that width is not in it."""
+    return "rank" if "embed" in others else "split_rank"
 
 
 def adapter_shardings(config: PolicyConfig, lora: LoraConfig, mesh: Mesh) -> Params:

@@ -105,11 +105,14 @@ class VerifyConfig:
     """Lowest band by dtype."""
     ceilings: VerifyCeilings = field(default_factory=VerifyCeilings)
     """Highest band by dtype."""
+    mixture_factor: float = 2.0
+    """The highest bands of a mixture of experts are this many times ``ceilings``: some tokens go to other experts
+    where server and trainer round differently."""
     seed: int = 0
     """Seed of the probe prompts."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "prompts", "tokens", "rounds", "factor")
+        check_at_least(self, 1, "prompts", "tokens", "rounds", "factor", "mixture_factor")
         check_at_least(self, 0, "seed")
 
 

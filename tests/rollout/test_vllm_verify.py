@@ -24,11 +24,12 @@ class Server:
         ]
 
 
-def verifier(dtype="float32", **config) -> Verifier:
+def verifier(dtype="float32", mixture=False, **config) -> Verifier:
     def score(params, sequences):
         return [np.full(len(s), -2.0, np.float32) for s in sequences]
 
-    return Verifier(VerifyConfig(**config), score, ServerInfo("url", vocab_size=50, block_size=128), dtype=dtype)
+    info = ServerInfo("url", vocab_size=50, block_size=128)
+    return Verifier(VerifyConfig(**config), score, info, dtype=dtype, mixture=mixture)
 
 
 def check(made, server):
@@ -60,6 +61,16 @@ def test_calibration_refuses_more_than_the_ceiling(gap):
     with pytest.raises(VerificationError, match=r"the ceiling for float32 is 0\.001"):
         check(made, Server(gap))
     assert made.band is None
+
+
+def test_a_mixture_has_a_wider_band_of_its_own():
+    made = verifier("bfloat16", mixture=True, mixture_factor=2.0)
+    check(made, Server(0.1))
+    assert made.band == pytest.approx(0.16)
+    with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.16"):
+        check(verifier("bfloat16", mixture=True, mixture_factor=2.0), Server(0.17))
+    with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.08"):
+        check(verifier("bfloat16", mixture_factor=2.0), Server(0.1))
 
 
 def test_not_a_number_is_out_of_band():

@@ -16,7 +16,7 @@ from rljax.trainer.step import PrecisionConfig, TrainStep
 
 pytestmark = pytest.mark.mesh
 
-LORA = LoraConfig(rank=2, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
+LORA = LoraConfig(rank=4, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
 
 
 def run(fsdp, tp, dtype="float32", replica=1, keep_gathered=False):
@@ -56,8 +56,12 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, sing
     (state, metrics, logprobs), weights, merged = run(fsdp, tp, **options)
     expected_grads, expected_metrics, expected_logprobs, expected_weights = single
     up = state.params["layers"]["mlp"]["up"]
-    assert up["a"].addressable_shards[0].data.shape == (2, 32 // fsdp, 2)
-    assert up["b"].addressable_shards[0].data.shape == (2, 2, 64 // tp)
+    rank = 4 // fsdp if 4 % fsdp == 0 else 4
+    assert up["a"].addressable_shards[0].data.shape == (2, 32 // fsdp, 4)
+    assert up["b"].addressable_shards[0].data.shape == (2, rank, 64 // tp)
+    down = state.params["layers"]["mlp"]["down"]
+    assert down["a"].addressable_shards[0].data.shape == (2, 64 // tp, rank)
+    assert down["b"].addressable_shards[0].data.shape == (2, 4, 32 // fsdp)
     assert weights["layers"]["mlp"]["up"].sharding == merged.base["layers"]["mlp"]["up"].sharding
     for found, expected in zip(jax.tree.leaves(weights), jax.tree.leaves(expected_weights), strict=True):
         np.testing.assert_allclose(jax.device_get(found), expected, atol=1e-6)

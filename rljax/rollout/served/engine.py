@@ -135,7 +135,9 @@ class ServedEngine(ServedBase):
         except BaseException:
             self.close()
             raise
-        self._verifier = Verifier(config.verify, score, shortest(self._infos.values()), dtype=config.dtype)
+        self._verifier = Verifier(
+            config.verify, score, shortest(self._infos.values()), dtype=config.dtype, mixture="num_experts" in hf_config
+        )
 
     def publish(self, params: Any, policy_version: int) -> None:
         """See RolloutEngine. Rollouts are paused from before the update until a server is verified.

@@ -66,7 +66,9 @@ def sharpening(client: ServerClient, url: str, vocab_size: int, temperature: flo
 class Verifier:
     """Probes, and the band they must stay in."""
 
-    def __init__(self, config: VerifyConfig, score: Score, info: ServerInfo, *, dtype: str) -> None:
+    def __init__(
+        self, config: VerifyConfig, score: Score, info: ServerInfo, *, dtype: str, mixture: bool = False
+    ) -> None:
         """Samples the probe prompts.
 
         Args:
@@ -74,11 +76,13 @@ class Verifier:
           score: the trainer's side: log-probability of each token of each sequence under the given params.
           info: of a server; its vocabulary and the block size of its prefix cache are known.
           dtype: of the rollout.
+          mixture: whether the policy is a mixture of experts.
         """
         assert info.vocab_size is not None
         assert info.block_size is not None
         self.config, self._score, self._dtype = config, score, dtype
-        self._floor, self._ceiling = getattr(config.floors, dtype), getattr(config.ceilings, dtype)
+        self._floor = getattr(config.floors, dtype)
+        self._ceiling = getattr(config.ceilings, dtype) * (config.mixture_factor if mixture else 1.0)
         shape = (config.prompts, probe_length(info.block_size))
         self._prompts = random_prompts(shape, info.vocab_size, config.seed)
         self.band: float | None = None
