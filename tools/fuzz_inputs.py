@@ -46,11 +46,13 @@ import replay_surge
 import sound_run
 from hypothesis import HealthCheck, Phase
 from malformed_inputs import KINDS, Case, Special
+from sound_models import LORA, POLICIES
 from tqdm import tqdm
 
 from rljax import train
 from rljax.errors import caller_errors, run_cli
 from rljax.evaluate import find_policy
+from rljax.policy.peft import load_adapters
 from rljax.sharding import MeshConfig, make_mesh
 
 LONGEST_LINE = 2500  # characters of an error
@@ -68,6 +70,7 @@ SHARES = {
     "problems": 4,
     "model": 4,
     "weights": 4,
+    "adapters": 2,
     "tokens": 2,
     "log": 2,
     "record": 1,
@@ -81,6 +84,13 @@ def load(words: Sequence[str]) -> int:
     """Reads shape and weights of a model directory, as the start of a run does."""
     with caller_errors():
         find_policy(words[0]).load(make_mesh(MeshConfig(1, 1)))
+    return 0
+
+
+def load_tiny_adapters(words: Sequence[str]) -> int:
+    """Reads a directory of adapters on a tiny policy, as the start of a run with ``lora.adapter`` does."""
+    with caller_errors():
+        load_adapters(words[0], POLICIES["qwen3"], LORA)
     return 0
 
 
@@ -106,6 +116,7 @@ COMMANDS = {
     "train": Command(train.main, ("held",), (), "run.resume = never; give another run.dir"),
     "prepare": Command(prepare_data.main, ("out",)),
     "load": Command(load),
+    "adapters": Command(load_tiny_adapters),
     "compare": Command(compare_mismatch.main, ("out",), (0, 1)),
     "replay": Command(replay_surge.main, ("out",)),
     "plot": Command(plot_run.main, ("run",)),

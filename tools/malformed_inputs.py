@@ -23,8 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from hypothesis import strategies as st
+from sound_models import POLICIES, sound_adapters, sound_model
 from sound_run import RUN, STEPS, sound_run
 
+from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME
 from rljax.run.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -591,9 +593,13 @@ def model_cases(draw: st.DrawFn) -> Case:
 @functools.cache
 def weights() -> tuple[dict[str, Any], bytes]:
     """Header and data of the toy model's weights."""
-    data = (MODEL / "model.safetensors").read_bytes()
-    (size,) = struct.unpack("<Q", data[:8])
-    return json.loads(data[8 : 8 + size]), data[8 + size :]
+    return parts_of((MODEL / "model.safetensors").read_bytes())
+
+
+def parts_of(file: bytes) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a safetensors file."""
+    (size,) = struct.unpack("<Q", file[:8])
+    return json.loads(file[8 : 8 + size]), file[8 + size :]
 
 
 def as_safetensors(header: Any, data: bytes, size: int | None = None) -> bytes:
@@ -602,29 +608,60 @@ def as_safetensors(header: Any, data: bytes, size: int | None = None) -> bytes:
     return struct.pack("<Q", len(text) if size is None else size) + text + data
 
 
+def damaged_weights(file: bytes, how: str) -> st.SearchStrategy[bytes]:
+    """A safetensors file whose header, or its length, or whose bytes are damaged."""
+    header, data = parts_of(file)
+    if how == "header":
+        return mutated(header).map(lambda made: as_safetensors(made, data))
+    if how == "size":
+        sizes = st.sampled_from([0, 1, 2**20, 2**31, 2**63, 2**64 - 1])
+        return sizes.map(lambda size: as_safetensors(header, data, size))
+    return damaged(file)
+
+
+DAMAGES = ("header", "size", "bytes")
+OTHER_SIZES = st.sampled_from([1, 2, 3, 64, 96, 128, 1000])
+
+
 @st.composite
 def weight_cases(draw: st.DrawFn) -> Case:
-    """A model directory whose weight files are damaged."""
-    header, data = weights()
-    names = [name for name in header if name != "__metadata__"]
+    """A model directory of any family whose weight files are damaged, or are not of its shape."""
+    config, file = sound_model(draw(st.sampled_from([*POLICIES])))
+    names = [name for name in parts_of(file)[0] if name != "__metadata__"]
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model.safetensors")}
-    how = draw(st.sampled_from(["header", "size", "bytes", "index", "index", "config"]))
-    config, files = CONFIG, {"model.safetensors": as_safetensors(header, data)}
-    if how == "header":
-        files["model.safetensors"] = as_safetensors(draw(mutated(header)), data)
-    elif how == "size":
-        size = draw(st.sampled_from([0, 1, 2**20, 2**31, 2**63, 2**64 - 1]))
-        files["model.safetensors"] = as_safetensors(header, data, size)
-    elif how == "bytes":
-        files["model.safetensors"] = draw(damaged(files["model.safetensors"]))
+    how = draw(st.sampled_from([*DAMAGES, "index", "index", "config", "damaged config", "family"]))
+    files = {"model.safetensors": file}
+    if how in DAMAGES:
+        files["model.safetensors"] = draw(damaged_weights(file, how))
     elif how == "index":
         document = draw(mutated(index)) if draw(st.booleans()) else index | {"weight_map": {"a": draw(weird)}}
         files["model.safetensors.index.json"] = draw(maybe_damaged(as_json(document), 3))
+    elif how == "config":
+        sizes = [key for key, value in config.items() if isinstance(value, int)]
+        config = config | {draw(st.sampled_from(sizes)): draw(OTHER_SIZES)}
+    elif how == "damaged config":
+        config = draw(mutated(config))
     else:
-        sizes = [key for key, value in CONFIG.items() if isinstance(value, int)]
-        config = CONFIG | {draw(st.sampled_from(sizes)): draw(st.sampled_from([1, 2, 3, 64, 96, 128, 1000]))}
+        config = sound_model(draw(st.sampled_from([*POLICIES]))).config
     whole: dict[str, Content] = {f"model/{path}": content for path, content in files.items()}
     return Case("load", ("model",), {**whole, "model/config.json": as_json(config)})
+
+
+@st.composite
+def adapter_cases(draw: st.DrawFn) -> Case:
+    """A directory of adapters in PEFT's layout with one of its files damaged, missing or of another rank."""
+    config, file = sound_adapters()
+    files: dict[str, Content] = {CONFIG_NAME: as_json(config), WEIGHTS_NAME: file}
+    how = draw(st.sampled_from([*DAMAGES, "config", "config", "bytes of config", "nothing"]))
+    if how in DAMAGES:
+        files[WEIGHTS_NAME] = draw(damaged_weights(file, how))
+    elif how == "config":
+        files[CONFIG_NAME] = as_json(draw(mutated(config)))
+    elif how == "bytes of config":
+        files[CONFIG_NAME] = draw(damaged(as_json(config)))
+    else:
+        files[draw(st.sampled_from(sorted(files)))] = draw(st.sampled_from([*Special, b""]))
+    return Case("adapters", ("adapters",), {f"adapters/{name}": content for name, content in files.items()})
 
 
 # --- token dumps ------------------------------------------------------------------------------------------------------
@@ -935,6 +972,7 @@ KINDS: dict[str, st.SearchStrategy[Case]] = {
     "problems": problem_cases(),
     "model": model_cases(),
     "weights": weight_cases(),
+    "adapters": adapter_cases(),
     "tokens": token_cases(),
     "log": log_cases(),
     "record": record_cases(),

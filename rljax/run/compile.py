@@ -27,7 +27,7 @@ from rljax.policy.lora import OFF, LoraConfig, targets_of
 from rljax.policy.model import Params, abstract_params, logical_axes
 from rljax.run.build import batch_shape, make_step, makes_several_updates, of_update
 from rljax.run.config import Config
-from rljax.run.dry_run import check_shapes, in_units, planned_bytes
+from rljax.run.dry_run import beside_bytes, check_shapes, in_units, planned_bytes
 from rljax.sharding import make_mesh
 from rljax.trainer.state import make_optimizer
 
@@ -131,7 +131,8 @@ def report(compiled: CompiledStep) -> Report:
     segments = full_row(shape[2], config.max_sequence_tokens)
     kernels = {part: kernel_uses(getattr(program, part), segments) for part in PARTS}
     planned = sum(part for _, part in planned_bytes(config, policy, mesh).values())
-    needed = needed_bytes(machine, compiled.memory)
+    beside = beside_bytes(config, policy, mesh)
+    needed = needed_bytes(machine, compiled.memory) + beside
     return {
         "machine": machine.name,
         "card": machine.card.name,
@@ -142,6 +143,7 @@ def report(compiled: CompiledStep) -> Report:
         "compile_s": round(compiled.seconds, 1),
         "bytes": {
             **compiled.memory,
+            "beside": beside,
             "needed": needed,
             "planned": planned,
             "device": machine.card.memory_bytes,
@@ -258,7 +260,7 @@ def describe(found: Report) -> str:
     lines = [
         f"compiled for {found['machine']} ({found['card']}), mesh {mesh}, in {found['compile_s']:.0f} s; a device:",
         f"  bytes        {in_units(sizes['argument'])} of arguments, {in_units(sizes['temporary'])} of temporaries, "
-        f"{in_units(sizes['needed'])} at a time",
+        f"{in_units(sizes['beside'])} beside the step, {in_units(sizes['needed'])} at a time",
         f"  fits         {'yes' if sizes['fits'] else 'NO'}: the card has {in_units(sizes['device'])}; "
         f"the plan says {in_units(sizes['planned'])}, the compiler {against:+.1%}",
         f"  micro-batch  {batch['rows']} rows of {batch['tokens']:,} tokens on all devices; "

@@ -123,6 +123,14 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
     return {name: _bytes(tree) for name, tree in trees.items()}
 
 
+def beside_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> int:
+    """Bytes on one device of what stays there and the step does not read: a reference, the weights under adapters."""
+    sizes = state_bytes(config, policy, mesh)
+    # Merged weights have the shapes and the dtype of those under the adapters.
+    names = ("reference policy", f"{jnp.dtype(config.precision.compute_dtype)} merged")
+    return sum(sizes[name][1] for name in names if name in sizes)
+
+
 def planned_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
     """(bytes on all devices, bytes on one) of what the trainer keeps during a step, and what the step works with."""
     working = working_bytes(config, policy, mesh)

@@ -11,7 +11,7 @@ import pytest
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES, is_hub_id, model_directory, policy_shape
 from rljax.run.config import Config, RunConfig
-from rljax.run.dry_run import check_shapes, dry_run, in_units, shape_mesh, state_bytes
+from rljax.run.dry_run import beside_bytes, check_shapes, dry_run, in_units, shape_mesh, state_bytes
 from rljax.run.profiling import StepProfiler
 from rljax.sharding import MeshConfig
 
@@ -49,6 +49,8 @@ def test_bytes_of_a_tiny_policy_by_hand():
     assert "reference policy" not in sizes
     kl = changed(config, loss={"kl": "k3", "kl_coefficient": 0.1})
     assert state_bytes(kl, TINY, shape_mesh(kl.mesh))["reference policy"][0] == 4 * TINY_COUNT
+    assert beside_bytes(config, TINY, shape_mesh(config.mesh)) == 0
+    assert beside_bytes(kl, TINY, shape_mesh(kl.mesh)) == 4 * TINY_COUNT
 
 
 def test_bytes_of_adapters_on_a_tiny_policy_by_hand():
@@ -65,6 +67,8 @@ def test_bytes_of_adapters_on_a_tiny_policy_by_hand():
     assert state_bytes(kl, TINY, shape_mesh(kl.mesh))["reference policy"] == (0, 0)
     started = changed(kl, lora={"adapter": "somewhere"})
     assert state_bytes(started, TINY, shape_mesh(kl.mesh))["reference policy"] == sizes["bfloat16 merged"]
+    # The step reads the merged weights, and of the base what has no adapters: the rest lies beside it.
+    assert beside_bytes(config, TINY, shape_mesh(kl.mesh)) == 2 * 3 * (32 * 32 + 64 * 32)
 
 
 def test_a_run_on_adapters_is_described(tmp_path):

@@ -34,7 +34,10 @@ from malformed_inputs import (
     weights,
     without,
 )
+from sound_models import POLICIES, sound_adapters, sound_model
 from sound_run import RUN, STEPS, sound_run
+
+from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +54,25 @@ SOUND = {
         "load",
         ("model",),
         {"model/config.json": as_json(CONFIG), "model/model.safetensors": as_safetensors(*weights())},
+    ),
+    **{
+        family: Case(
+            "load",
+            ("model",),
+            {
+                "model/config.json": as_json(sound_model(family).config),
+                "model/model.safetensors": sound_model(family).weights,
+            },
+        )
+        for family in POLICIES
+    },
+    "adapters": Case(
+        "adapters",
+        ("adapters",),
+        {
+            f"adapters/{CONFIG_NAME}": as_json(sound_adapters().config),
+            f"adapters/{WEIGHTS_NAME}": sound_adapters().weights,
+        },
     ),
     "compare": Case("compare", ("t.jsonl", "--out", "out"), {"t.jsonl": as_lines(SEQUENCES)}),
     "replay": Case(
