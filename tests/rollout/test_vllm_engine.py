@@ -456,8 +456,12 @@ def test_a_server_that_fails_the_proof_is_left_out_until_the_next_version(fake, 
         assert other.events.count("sample") == asked
         assert engine.pop_metrics()["rollout/servers_rejected"] == 1
         other.not_loaded = set()
+        seen = len(other.events)
         engine.publish(PARAMS, 2)
         assert set(engine._client.opened()) == {fake.url, other.url}
+        # Weights that are not finite leave NaN in a cache: it samples nothing before it has others.
+        after = other.events[seen:]
+        assert after.index("sample") > after.index("/finish_weight_update")
         fake.not_loaded = other.not_loaded = {"a"}
         with pytest.raises(VerificationError, match=r"1 tensor differs: a \(not loaded"):
             engine.publish(PARAMS, 3)

@@ -89,7 +89,7 @@ class FakeVllm:
         if path == "/update_weights":
             self.weights_path = body["update_info"]["path"]
         if path.endswith(("/generate", "/completions")):
-            return self._sample(path, body)
+            return self._sample(path, body) if method == "POST" else (405, {"detail": "Method Not Allowed"})
         self.events.append(path)
         return 200, {}
 

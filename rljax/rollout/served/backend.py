@@ -62,9 +62,11 @@ class Backend(Wire, Protocol):
 
     Attributes:
       start_command: the command that starts a server, for messages.
+      logprobs_option: with which it reports log-probabilities of the distribution it samples from, for messages.
     """
 
     start_command: str
+    logprobs_option: str
 
     def describe(self, client: ServerClient, url: str) -> ServerInfo:
         """What the server says of itself; sets the client to its model's name and its route.
@@ -75,7 +77,7 @@ class Backend(Wire, Protocol):
         """
 
     def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
-        """Checks that trainer and server fit together and readies the weight transfer.
+        """Checks that trainer and server fit together and readies the weight transfer; nothing is sampled.
 
         Raises:
           HandshakeError: something differs.

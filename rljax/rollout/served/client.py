@@ -25,16 +25,16 @@ import time
 from collections.abc import Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Literal, TypeVar
 
 import httpx
-import numpy as np
 
 from rljax.errors import HandshakeError, ReplyError, ServerError, ServerGoneError, ServerRefusedError
 from rljax.rollout.api_key import find_key_file, read_api_key
 from rljax.rollout.served.descriptors import room_for
 from rljax.rollout.served.wire import Completion, Request, Wire, check_completion
-from rljax.rollout.types import ClientLimits, SamplingParams
+from rljax.rollout.types import ClientLimits
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class ServerClient:
         self._server(url).route = route
 
     def find_route(self, url: str) -> None:
-        """Sets the endpoint that samples at ``url``: the first that is there.
+        """Sets the endpoint that samples at ``url``, the first that is there; nothing is sampled.
 
         Raises:
           HandshakeError: none is there. Otherwise as :meth:`call`.
@@ -199,10 +199,12 @@ class ServerClient:
         for route in self._wire.routes:
             self.set_route(url, route)
             try:
-                self.sample(url, [Request(np.zeros(1, np.int32), SamplingParams(1))])
+                self.call(url, "GET", route)
                 return
             except ServerRefusedError as error:
-                if error.status != 404:
+                if error.status == HTTPStatus.METHOD_NOT_ALLOWED:  # it is there, and takes POST alone
+                    return
+                if error.status != HTTPStatus.NOT_FOUND:
                     raise
         raise HandshakeError(f"{url}: not there: {', '.join(self._wire.routes)}")
 

@@ -28,7 +28,7 @@ from rljax.rollout.api_key import find_key_file
 from rljax.rollout.served.backend import Backend, Expectation
 from rljax.rollout.served.base import ServedBase, shortest, wait_for_most
 from rljax.rollout.served.publishing import make_files
-from rljax.rollout.served.verify import Score, Verifier
+from rljax.rollout.served.verify import Score, Verifier, check_logprobs
 from rljax.rollout.served.wire import Completion, Request, ServerInfo, check_prompts, make_requests
 from rljax.rollout.types import PublishConfig, Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.rollout.weights.differences import described, differences
@@ -273,14 +273,18 @@ class ServedEngine(ServedBase):
         self._metrics.highest("time/wake_s", time.monotonic() - began)
         return True
 
-    def _renew(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Recovered:
+    def _renew(self, published: _Published, url: str) -> _Recovered:
         """Sends weights that the server's machine has, and asks for the proof; the probes are cached before."""
         if not self._wake(url):  # all of it before the weights come: what wakes later cannot change them
             self._verifier.warm(self._client, url)
+        self._load(published, url)
+        return self._prove(published, url)
+
+    def _load(self, published: _Published, url: str) -> None:
+        """Sends weights that the server's machine has."""
         began = time.monotonic()
         self._backend.push(self._client, url, published.version)
         self._metrics.highest("publish/load_s", time.monotonic() - began)
-        return self._prove(published, url, info)
 
     def _prove(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Recovered:
         """Asks for the proof that the server holds these weights.
@@ -310,27 +314,33 @@ class ServedEngine(ServedBase):
         """Makes a server that answers again hold the current weights.
 
         Before the first publish that is the handshake alone. A server that still has them (only the connection broke)
-        is asked for the proof; another passes the handshake and is updated. One that was rejected waits for the next
-        version.
+        is asked for the proof; another passes the handshake and is updated, and samples nothing before: with weights
+        that are not finite it would fill its key-value cache with what no update takes out. One that was rejected waits
+        for the next version.
         """
         if url in self._rejected:
             raise ServerGoneError(str(self._rejected[url]))
         published = self._current
         if published is None:
             try:
-                return _Recovered(self._handshake(url))
+                info = self._handshake(url)
+                check_logprobs(self._client, info, self._backend.logprobs_option)
+                return _Recovered(info)
             except ReplyError as error:  # no server of this kind: waiting would not make it one
                 raise HandshakeError(error) from error
         if not self._wake(url) and self._backend.serves(self._client, url, published.version):
             return self._prove(published, url)
         try:
             info = self._handshake(url)
+            self._prepare(published.version, url)
+            if self._current is not published:
+                raise ServerGoneError(f"{url} was recovered for weights that are not the current ones any more")
+            self._load(published, url)
+            recovered = self._prove(published, url, info)
+            check_logprobs(self._client, info, self._backend.logprobs_option)
         except HandshakeError as error:
             raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
-        self._prepare(published.version, url)
-        if self._current is not published:
-            raise ServerGoneError(f"{url} was recovered for weights that are not the current ones any more")
-        return self._renew(published, url, info)
+        return recovered
 
     # ---- who may sample ----
 

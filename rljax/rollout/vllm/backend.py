@@ -24,6 +24,7 @@ class VllmBackend(VllmWire):
     """See served.backend.Backend."""
 
     start_command = "launch/vllm_server.sh MODEL --port P"
+    logprobs_option = "--logprobs-mode processed_logprobs"
 
     def describe(self, client: ServerClient, url: str) -> ServerInfo:
         """See Backend. A server without rljax's plugin does not say its dtype and vocabulary."""

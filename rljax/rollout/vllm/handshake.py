@@ -6,12 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from rljax.errors import HandshakeError, ReplyError, ServerRefusedError
 from rljax.rollout.served.backend import Expectation
 from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.verify import TOP, probe_length, sharpening
+from rljax.rollout.served.verify import TOP, probe_length
 from rljax.rollout.served.wire import ServerInfo
 from rljax.rollout.vllm.server import BACKEND
 from rljax.rollout.weights.directory import PROTOCOL, WeightDirectory
@@ -53,7 +51,6 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
     _ask(client, url, "GET", "/weight_info", unnamed)
     client.find_route(url)
     info = server_info(url, described)
-    _check_logprobs(client, url, info)
     path, text = files.probe()
     unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
     if files.source:
@@ -127,18 +124,3 @@ def _differences(described: Mapping[str, Any], expected: Expectation) -> list[st
             f"default sampling is not plain: {described['default_sampling']}; start with --generation-config vllm"
         )
     return lines
-
-
-def _check_logprobs(client: ServerClient, url: str, info: ServerInfo) -> None:
-    """Log-probabilities are those of the distribution sampled from: halving the temperature doubles their gaps."""
-    assert info.vocab_size is not None
-    ratio = sharpening(client, url, info.vocab_size, 0.5)
-    if np.isnan(ratio):
-        raise HandshakeError(
-            f"{url}: log-probabilities are not finite, or all equal: the server's weights are broken; restart it"
-        )
-    if not 1.8 < ratio < 2.2:
-        raise HandshakeError(
-            f"{url}: log-probabilities are not of the distribution sampled from (at temperature 0.5 their gaps are "
-            f"{ratio:.2f} times those at 1, expected 2): start with --logprobs-mode processed_logprobs"
-        )
