@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rljax.errors import OwnedError
+from rljax.errors import OwnedError, writing
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
@@ -188,7 +188,8 @@ def _create(path: Path, record: Record) -> bool:
     content = json.dumps(asdict(record)).encode()
     whole = path.with_name(f"{path.name}.{record.token}")
     try:
-        whole.write_bytes(content)
+        with writing(path):
+            whole.write_bytes(content)
         try:
             os.link(whole, path)
         except OSError as error:

@@ -1,0 +1,52 @@
+"""A run whose disk fills up: it says so and ends with its last checkpoint whole, and goes on when there is room."""
+
+import os
+
+import pytest
+from small_disk import fill, small_disk
+from toy_runs import comparable, complete, tiny
+
+from rljax.report.rows import read_rows
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+MEGABYTES = 24
+
+
+@pytest.fixture(scope="module")
+def unbroken(toy_base, tmp_path_factory):
+    """The rows of the run on a disk with room."""
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    assert complete(words(toy_base, run_dir, STEPS))[0] == 0
+    return comparable(run_dir)
+
+
+def words(base, run_dir, steps):
+    return tiny(base, run_dir, steps, "--rollout.dump-every", "1")
+
+
+@pytest.mark.parametrize("left", [0, 40_000, 100_000])
+def test_a_run_on_a_full_disk_ends_in_one_line_and_goes_on_bit_for_bit_when_there_is_room(
+    left, toy_base, tmp_path, unbroken
+):
+    """``left`` bytes are free after the first checkpoint: none, a row, or a dump and a part of a checkpoint."""
+    with small_disk(tmp_path, MEGABYTES):
+        run_dir = tmp_path / "run"
+        assert complete(words(toy_base, run_dir, 2))[0] == 0
+        kept = {path: path.read_bytes() for path in (run_dir / "checkpoints" / "2").rglob("*") if path.is_file()}
+        filler = fill(tmp_path)
+        os.truncate(filler, max(0, filler.stat().st_size - left))
+        status, output = complete(words(toy_base, run_dir, STEPS))
+        assert status == 2, output
+        last = output.strip().splitlines()[-1]
+        assert last.startswith("error: ")
+        assert last.endswith(": No space left on device")
+        assert {path: path.read_bytes() for path in kept} == kept
+        rows = read_rows(run_dir / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        assert len(rows) >= 2
+        filler.unlink()
+        status, output = complete(words(toy_base, run_dir, STEPS))
+        assert status == 0, output
+        assert comparable(run_dir) == unbroken
