@@ -75,6 +75,7 @@ MIXTURES = [
     mixture("16 H100", "h100:2x8", 16, 8),
     mixture("16 H100, mesh.expert 1", "h100:2x8", 16, 1),
     mixture("64 H100", "h100:8x8", 64, 8),
+    mixture("64 H100, mesh.expert 4", "h100:8x8", 64, 4),
     mixture("v5p-64", "tpu:v5p:2x4x4", 32, 8),
 ]
 OPTIONS_OF_A_STEP = [
