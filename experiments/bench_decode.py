@@ -114,16 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "transformers": by_transformers(directory),
             "vLLM": by_engine(stack.enter_context(contextlib.closing(connect([server.url])))),
         }
-        print(
-            f"| at a time | {' | '.join(f'{name} tokens/s' for name in engines)} | rljax / transformers | rljax / vLLM |"
-        )
+        names = " | ".join(f"{name} tokens/s" for name in engines)
+        print(f"| at a time | {names} | rljax / transformers | rljax / vLLM |")
         print("|---" * (len(engines) + 3) + "|", flush=True)
         for batch in BATCHES:
             found[str(batch)] = one = compare(engines, batch, options.rounds)
             rates = " | ".join(f"{one['tokens_per_second'][name]:.0f}" for name in engines)
-            print(
-                f"| {batch} | {rates} | {one['ratio']['transformers']:.2f} | {one['ratio']['vLLM']:.2f} |", flush=True
-            )
+            ratios = " | ".join(f"{one['ratio'][name]:.2f}" for name in ("transformers", "vLLM"))
+            print(f"| {batch} | {rates} | {ratios} |", flush=True)
     if options.json:
         machine = f"{platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}, torch {torch.__version__}"
         report = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "batches": found}

@@ -129,15 +129,17 @@ def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:
 def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> int:
     """The backward pass of a mixture's experts, of which a device has one in ``ways``.
 
-    Of every token of the devices that share experts, two arrays of the model's width and two sums of it in float32; of
-    every pair in a round, four arrays of the model's width and six of an expert's; the weights of the device's experts
-    complete over the model's width, and their gradients and a round's part of them in float32.
+    Of every token of the devices that share experts, two arrays of the model's width and a sum of it in float32; of
+    every pair in a round, two arrays of the model's width and six of an expert's; the weights of the device's experts
+    complete over the model's width. Rounds add up the gradients of all three matrices in float32; of a single round one
+    is there at a time.
     """
     d, f, tokens = part.hidden_size, part.expert_size, places * ways
     pairs = round_size(tokens * part.experts_per_token, ways)
     weights = 3 * d * f * part.num_experts // ways
-    of_tokens = tokens * d * (2 * itemsize + 2 * _FLOAT32)
-    return of_tokens + pairs * itemsize * (4 * d + 6 * f) + weights * (itemsize + 2 * _FLOAT32)
+    of_tokens = tokens * d * (2 * itemsize + _FLOAT32)
+    gradients = weights if ways > 1 else weights // 3
+    return of_tokens + pairs * itemsize * (2 * d + 6 * f) + weights * itemsize + gradients * _FLOAT32
 
 
 def head_bytes(policy: PolicyConfig, mesh: Any, places: int, itemsize: int) -> int:
