@@ -32,13 +32,13 @@ echo "== style and types"
 echo "== the site of docs/"
 NO_MKDOCS_2_WARNING=1 "$RLJAX_BIN/mkdocs" build --strict --quiet
 status=0
+# Two processes; each group of tests (tests/conftest.py) stays in one of them.
+split=(--numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0)
 if ! $fast; then
   echo "== tests on eight simulated devices"
-  "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m mesh "$@" || status=$?
+  "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m mesh "${split[@]}" "$@" || status=$?
   [ "$status" != 5 ] || status=0 # none among those asked for
 fi
 echo "== tests"
-# Two processes; each group of tests (tests/conftest.py) stays in one of them.
-"$RLJAX_BIN/python" -m pytest --verbose --durations=15 -m "$selection" \
-  --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 "$@" || status=$?
+"$RLJAX_BIN/python" -m pytest --verbose --durations=15 -m "$selection" "${split[@]}" "$@" || status=$?
 exit "$status"
