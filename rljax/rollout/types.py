@@ -105,7 +105,7 @@ class VerifyConfig:
     """Lowest band by dtype."""
     ceilings: VerifyCeilings = field(default_factory=VerifyCeilings)
     """Highest band by dtype."""
-    mixture_factor: float = 2.0
+    mixture_factor: float = 3.0
     """The highest bands of a mixture of experts are this many times ``ceilings``: some tokens go to other experts
     where server and trainer round differently."""
     seed: int = 0
@@ -114,6 +114,11 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prompts", "tokens", "rounds", "factor", "mixture_factor")
         check_at_least(self, 0, "seed")
+
+    def limits(self, dtype: str, *, mixture: bool) -> tuple[float, float]:
+        """Lowest and highest band (nats) of a server in ``dtype``; ``mixture``: of a mixture of experts."""
+        wider = self.mixture_factor if mixture else 1.0
+        return getattr(self.floors, dtype), getattr(self.ceilings, dtype) * wider
 
 
 @dataclass(frozen=True)

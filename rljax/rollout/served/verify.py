@@ -100,8 +100,7 @@ class Verifier:
         assert info.vocab_size is not None
         assert info.block_size is not None
         self.config, self._score, self._dtype = config, score, dtype
-        self._floor = getattr(config.floors, dtype)
-        self._ceiling = getattr(config.ceilings, dtype) * (config.mixture_factor if mixture else 1.0)
+        self._floor, self._ceiling = config.limits(dtype, mixture=mixture)
         shape = (config.prompts, probe_length(info.block_size))
         self._prompts = random_prompts(shape, info.vocab_size, config.seed)
         self.band: float | None = None
