@@ -90,21 +90,22 @@ def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> di
 def probe_rounds(gaps: np.ndarray, dtype: str, *, mixture: bool) -> dict[str, float]:
     """Of |server - trainer| [responses, tokens]: means of many rounds (nats), and how often a sound server fails.
 
-    Each round is judged by a band that three others before it have set.
+    The rounds of a publish are judged by a band that others before them have set.
     """
     probes, rng = VerifyConfig(), np.random.default_rng(0)
-    size = (ROUNDS, 1 + probes.rounds, probes.prompts)
+    looks = probes.looks(mixture=mixture)
+    size = (ROUNDS, looks + probes.rounds, probes.prompts)
     prompts = rng.integers(0, len(gaps), size)
     first = rng.integers(0, gaps.shape[1] - probes.tokens + 1, size)
     means = gaps[prompts[..., None], first[..., None] + np.arange(probes.tokens)].mean(axis=(2, 3))
-    judged, calibration = means[:, 0], means[:, 1:].max(axis=1)
+    judged, calibration = means[:, :looks].min(axis=1), means[:, looks:].max(axis=1)
     floor, ceiling = probes.limits(dtype, mixture=mixture)
     bands = np.clip(probes.factor * calibration, floor, ceiling)
     return {
         "probe_round_median": float(np.median(means)),
         "probe_round_largest": float(means.max()),
         "sound_calibrations_refused": float(np.mean(calibration > ceiling)),
-        "sound_rounds_refused": float(np.mean(judged > bands)),
+        "sound_publishes_refused": float(np.mean(judged > bands)),
     }
 
 
@@ -121,7 +122,7 @@ def main() -> int:
         for dtype, of_trainer in found[name].items():
             shown = [f"{of_trainer[ours]['logprob_abs_diff_mean']:.2e}" for ours in DTYPES]
             rounds = [f"{of_trainer[dtype][f'probe_round_{which}']:.2e}" for which in ("median", "largest")]
-            rounds.append(f"{of_trainer[dtype]['sound_rounds_refused']:.2%}")
+            rounds.append(f"{of_trainer[dtype]['sound_publishes_refused']:.2%}")
             print(f"| {name} | {dtype} | {' | '.join(shown)} | {' | '.join(rounds)} |", flush=True)
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0

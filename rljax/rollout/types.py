@@ -120,6 +120,10 @@ class VerifyConfig:
         wider = self.mixture_factor if mixture else 1.0
         return getattr(self.floors, dtype), getattr(self.ceilings, dtype) * wider
 
+    def looks(self, *, mixture: bool) -> int:
+        """Rounds of probes after a publish, of which one must be in the band."""
+        return 2 if mixture else 1
+
 
 @dataclass(frozen=True)
 class PublishConfig:

@@ -73,6 +73,18 @@ def test_a_mixture_has_a_wider_band_of_its_own():
         check(verifier("bfloat16", mixture_factor=2.0), Server(0.1))
 
 
+def test_of_a_mixture_one_of_two_rounds_must_be_in_the_band():
+    made, server = verifier("bfloat16", mixture=True), Server(0.01)
+    check(made, server)
+    sound, far = (made.sample(Server(gap), "url") for gap in (0.01, 0.1))
+    assert len(sound) == len(far) == 2
+    assert made.judge("url", [far[0], sound[0]], None).mean == pytest.approx(0.01, rel=1e-3)
+    with pytest.raises(VerificationError, match="the band for bfloat16 is"):
+        made.judge("url", far, None)
+    with pytest.raises(VerificationError, match="the band for bfloat16 is"):
+        made.judge("url", [made.sample(Server(np.nan), "url")[0], far[0]], None)
+
+
 def test_not_a_number_is_out_of_band():
     made = verifier()
     check(made, Server(0.0))
