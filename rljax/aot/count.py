@@ -2,8 +2,9 @@
 
 The micro-batches are loops whose trip counts are known only when the step runs: one over those that carry loss, and one
 over the others, which take a forward alone. So everything is counted for one micro-batch of either and, apart from
-them, for what is done once a step. Of a conditional one branch counts: one that calls an
-attention kernel (its alternative is for rare batches), else the one that moves most bytes.
+them, for what is done once a step. A loop of such a kind inside another one counts as run once each time: the rounds of
+a mixture's experts, of which one is enough while the routing is even. Of a conditional one branch counts: one that
+calls an attention kernel (its alternative is for rare batches), else the one that moves most bytes.
 """
 
 from __future__ import annotations
@@ -127,13 +128,16 @@ class Program:
       micro_batch: what is done for each micro-batch: the loop without a trip count that moves most bytes.
       forward: what is done for each micro-batch without loss: the other such loops.
       step: what is done once.
-      open_loops: number of loops without a trip count. One more than two would be counted as if it ran once a forward.
+      open_loops: number of outermost loops without a trip count. One more than two would be counted as if it ran once a
+        forward.
+      inner_open_loops: number of those inside of them.
     """
 
     micro_batch: Work
     forward: Work
     step: Work
     open_loops: int
+    inner_open_loops: int
 
 
 def count_program(module: Module, devices: int) -> Program:
@@ -148,7 +152,7 @@ def count_program(module: Module, devices: int) -> Program:
     forward = Work()
     for loop in others:
         forward.add(loop)
-    return Program(first, forward, step, len(counter.open_loops))
+    return Program(first, forward, step, len(counter.open_loops), counter.inner_open_loops)
 
 
 class _Counter:
@@ -157,6 +161,8 @@ class _Counter:
     def __init__(self, module: Module, devices: int):
         self._module, self._devices = module, devices
         self.open_loops: list[Work] = []
+        self.inner_open_loops = 0
+        self._is_inside = False
 
     def scheduled(self, computation: Computation, times: int) -> Work:
         """What a computation of which every instruction is a kernel or control flow does in ``times`` executions."""
@@ -181,7 +187,12 @@ class _Counter:
         trips = trip_count(self._module, computation, one)
         if trips is not None:
             return self._called(one, "body", times * trips)
+        if self._is_inside:
+            self.inner_open_loops += 1
+            return self._called(one, "body", times)
+        self._is_inside = True
         self.open_loops.append(self._called(one, "body", times))
+        self._is_inside = False
         return Work()
 
     def _collective(self, work: Work, computation: Computation, one: Instruction, times: int) -> None:

@@ -160,6 +160,7 @@ def report(compiled: CompiledStep) -> Report:
         "memory_bytes_per_forward": program.forward.memory_bytes,
         "memory_bytes_per_step": program.step.memory_bytes,
         "open_loops": program.open_loops,
+        "inner_open_loops": program.inner_open_loops,
         "collectives": _collectives(program, nodes),
         "roofline": _roofline(policy, compiled, program, kernels, nodes),
     }

@@ -116,6 +116,24 @@ def test_a_loop_whose_end_is_an_input_is_counted_once():
     assert not program.step.flops
 
 
+def test_such_a_loop_inside_of_one_counts_once_each_time():
+    """As the rounds of a mixture's experts, in each of five layers."""
+
+    def f(n, rounds, x):
+        def layer(x, _):
+            return jax.lax.fori_loop(0, rounds, lambda _, x: x @ x, x @ x @ x), None
+
+        return jax.lax.fori_loop(0, n, lambda _, x: jax.lax.scan(layer, x, length=5)[0], x)
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    text = jax.jit(f).lower(number, number, jax.ShapeDtypeStruct((8, 8), jnp.float32)).compile().as_text()
+    program = count_program(parse_module(text), 1)
+    assert (program.open_loops, program.inner_open_loops) == (1, 1)
+    assert sum(program.micro_batch.flops.values()) == 5 * 3 * 2 * 8**3
+    assert not program.forward.flops
+    assert not program.step.flops
+
+
 def test_of_two_such_loops_the_smaller_is_the_forward():
     def f(n, x):
         with_loss = jax.lax.fori_loop(0, n, lambda _, x: x @ x @ x, x)
