@@ -7,7 +7,8 @@ over all prefixes, S the largest norm of a token's score, and abs(A) <= M. With 
     bias        |E_mu - E_pi of sum_t A_t score_t| <= T (T + 1) D S M   for A_t of the tokens up to t
                 |E_mu - E_pi of A sum_t score_t|   <= 2 T^2 D S M       for one A of the whole response
 
-The paper writes Delta_max for D and B for S, has rewards of 0 and 1 (M = 1), and states 2 B Delta_max T^2 (theorem B.1).
+The paper writes Delta_max for D and B for S, has rewards of 0 and 1 (M = 1), and states 2 B Delta_max T^2
+(theorem B.1).
 """
 
 import numpy as np
