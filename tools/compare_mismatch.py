@@ -12,6 +12,7 @@ stops answering, the program still saves and reports the columns that are comple
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from rljax.compare.distributions import DistributionPair, compare_distributions, with_distributions
 from rljax.compare.dump import TokenDump, write_dump
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import SECOND_RUN, Comparison, compare_columns, to_json, to_markdown, to_text
@@ -68,8 +70,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="SPEC",
         action="append",
         default=[],
-        help="what computes a column: jax:DTYPE, jax-decode:DTYPE or hf:DTYPE (DTYPE: float32, bfloat16, float16), "
-        "vllm:URL or dump:FILE#COLUMN; may be repeated",
+        help="what computes a column: jax:DTYPE, jax-decode:DTYPE or hf:DTYPE (DTYPE: float32, bfloat16, float16; "
+        "DTYPE@DIR: of another model directory), vllm:URL or dump:FILE#COLUMN; may be repeated",
     )
     parser.add_argument(
         "--sample",
@@ -102,6 +104,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         action="append",
         default=[],
         help="a column that a rollout engine computed; may be repeated",
+    )
+    parser.add_argument(
+        "--distributions",
+        action="store_true",
+        help="also compare the next-token distributions of the jax:, hf: and vllm: scorers, at each response token",
+    )
+    parser.add_argument(
+        "--top-k",
+        metavar="K",
+        type=int,
+        default=20,
+        help="with --distributions: how many of its likeliest tokens a server is asked for (default: 20)",
+    )
+    parser.add_argument(
+        "--same-weights",
+        action="store_true",
+        help="the model directories hold one model's weights in different forms, as after a conversion: their hashes "
+        "may differ, and the numbers alone judge",
     )
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="temperature of sampling and of scoring (default: 1)"
@@ -177,6 +197,21 @@ def sequences(options: argparse.Namespace) -> TokenDump:
         return sample_responses(dump, options.model, options.sample, config, progress=bar.update)
 
 
+def distributions(dump: TokenDump, options: argparse.Namespace) -> list[DistributionPair]:
+    """What --distributions asks for."""
+    if not options.distributions:
+        return []
+    with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
+        return compare_distributions(
+            options.scorer,
+            dump,
+            options.model,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            progress=bar.update,
+        )
+
+
 def named_roles(options: argparse.Namespace, columns: Collection[str]) -> dict[str, str]:
     """The roles that --trainer and --rollout give: name of a column -> role."""
     roles = dict.fromkeys(options.trainer, "trainer") | dict.fromkeys(options.rollout, "rollout")
@@ -249,6 +284,8 @@ def main(argv: Sequence[str]) -> int:
     with caller_errors():
         for spec in options.scorer:
             split_spec(spec)
+        if options.distributions:
+            with_distributions(options.scorer)
         if options.sample is not None:
             split_sampler(options.sample)
         columns = name_columns(options.scorer)
@@ -268,7 +305,10 @@ def main(argv: Sequence[str]) -> int:
     if stopped is not None and len(names) < 2:
         raise stopped
     with caller_errors():
-        comparison = compare_columns(dump.with_roles({name: roles[name] for name in names if name in roles}), names)
+        with_roles = dump.with_roles({name: roles[name] for name in names if name in roles})
+        comparison = compare_columns(with_roles, names, same_weights=options.same_weights)
+    if stopped is None:
+        comparison = dataclasses.replace(comparison, distributions=distributions(dump, options))
     (options.out / "report.md").write_text(to_markdown(comparison), encoding="utf-8")
     (options.out / "report.json").write_text(to_json(comparison), encoding="utf-8")
     plot_comparison(comparison, options.out / "report.png")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from rljax.compare.distributions import DistributionPair
 from rljax.compare.dump import ColumnSource, TokenDump
 from rljax.compare.verdict import Verdict, judge
 from rljax.mismatch import mismatch_metrics, read_tokens
@@ -53,11 +55,13 @@ class Comparison:
       columns: name -> where it comes from and its role, in the order of the matrix; second runs are left out.
       pairs: every two columns once.
       noise_floor: column -> metrics between its two runs, where there is a second one.
+      distributions: whole distributions of scorers against each other, where they were compared.
     """
 
     columns: dict[str, ColumnSource]
     pairs: list[Pair]
     noise_floor: dict[str, dict[str, float]]
+    distributions: list[DistributionPair] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -65,13 +69,17 @@ class Comparison:
         return all(pair.verdict.status == "pass" for pair in self.pairs)
 
 
-def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None) -> Comparison:
+def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, same_weights: bool = False) -> Comparison:
     """Compares every two of the columns (all of them unless named).
 
     A pair's places follow from the roles of its columns (``TokenDump.role``): a trainer stands before a column without
     a role, and that before a rollout engine. Two columns of one role, or of none, stand in the order of ``columns``, or
     by name when that is None, and the pair says that its roles are not known. The order of the columns in a file
     changes no number.
+
+    A pair with the column that the tokens were sampled with (``sampling`` names it; else every one of the role
+    "rollout") is refused when top_p, top_k or min_p cut the distribution that was sampled from. ``same_weights``:
+    columns with different weight hashes are of one model, as before and after a conversion.
 
     Raises:
       ValueError: a named column is not there, or there are fewer than two.
@@ -85,6 +93,8 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None) -> Co
     roles = {name: dump.role(name) for name in given}
     names = sorted(given, key=lambda name: _PLACES.index(roles[name]))
     mask = _pad(dump.response_mask, False)
+    cut, sampler = _cut(dump.sampling), dump.sampling.get("column")
+    cuts = {name: cut if (name == sampler if sampler else roles[name] == "rollout") else "" for name in names}
     arrays = {name: _pad(vectors, np.nan) for name, vectors in dump.logprobs.items()}
     pairs = [
         Pair(
@@ -93,7 +103,15 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None) -> Co
             roles[a] != roles[b],
             mismatch_metrics(arrays[a], arrays[b], mask),
             _growth(arrays[a], arrays[b], mask),
-            judge(arrays[a], arrays[b], mask, dump.sources[a], dump.sources[b]),
+            judge(
+                arrays[a],
+                arrays[b],
+                mask,
+                dump.sources[a],
+                dump.sources[b],
+                cut=cuts[a] or cuts[b],
+                same_weights=same_weights,
+            ),
         )
         for a, b in itertools.combinations(names, 2)
     ]
@@ -104,6 +122,13 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None) -> Co
     }
     sources = {name: dataclasses.replace(dump.sources[name], role=roles[name]) for name in names}
     return Comparison(sources, pairs, floors)
+
+
+def _cut(sampling: Mapping[str, Any]) -> str:
+    """Which settings of the sampling gave some tokens no chance; empty: none."""
+    off = {"top_p": lambda value: value >= 1, "top_k": lambda value: value < 1, "min_p": lambda value: value <= 0}
+    numbers = {name: sampling[name] for name in off if isinstance(sampling.get(name), (int, float))}
+    return ", ".join(f"{name} = {value:g}" for name, value in numbers.items() if not off[name](value))
 
 
 def to_json(comparison: Comparison) -> str:
@@ -127,6 +152,8 @@ def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]
     """The tables, and a paragraph on the columns that share a role."""
     matrices = [_matrix(comparison, metric) for metric in MATRIX_METRICS]
     tables = [_columns_table(comparison), *matrices, _growth_table(comparison), _verdict_table(comparison)]
+    if comparison.distributions:
+        tables.append(_distributions_table(comparison))
     parts = [section.format(title, to_table(rows)) for title, rows in tables]
     return "\n\n".join([*parts, *_unknown_roles(comparison)]) + "\n"
 
@@ -201,6 +228,15 @@ def _verdict_table(comparison: Comparison) -> tuple[str, _Rows]:
         label = f"{pair.trainer} / {pair.rollout}"
         rows.append([label, verdict.status.upper(), verdict.cause, *numbers, verdict.reason])
     return "Verdicts", rows
+
+
+def _distributions_table(comparison: Comparison) -> tuple[str, _Rows]:
+    numbers = ("kl", "kl_max", "reverse_kl", "total_variation", "top1_agreement", "rest_mass")
+    rows = [["pair", "outcomes", *numbers]]
+    for pair in comparison.distributions:
+        known = "all tokens" if pair.is_complete else "listed tokens and the rest"
+        rows.append([f"{pair.trainer} / {pair.rollout}", known, *(f"{pair.metrics[name]:.3g}" for name in numbers)])
+    return "Whole distributions at each response token (kl: of the second against the first, nats)", rows
 
 
 def _text_table(rows: _Rows) -> str:

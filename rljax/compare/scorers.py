@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -31,7 +31,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 _SERVER_LIMITS = ClientLimits(request_timeout_s=600.0)
 _NONE = np.full(1, np.nan, np.float32)  # position 0 carries no log-probability
 
-_FORMS = {"jax": "DTYPE", "jax-decode": "DTYPE", "hf": "DTYPE", "vllm": "URL", "dump": "FILE#COLUMN"}
+_OF_MODEL = "DTYPE[@DIR]"
+_FORMS = {"jax": _OF_MODEL, "jax-decode": _OF_MODEL, "hf": _OF_MODEL, "vllm": "URL", "dump": "FILE#COLUMN"}
 
 
 def score_column(
@@ -49,9 +50,9 @@ def score_column(
       spec: ``jax:DTYPE`` (this library's forward), ``jax-decode:DTYPE`` (the embedded engine, one token at a time
         through its key-value cache; responses only), ``hf:DTYPE`` (transformers on torch), ``vllm:URL`` (prompt
         log-probabilities of a running server) or ``dump:FILE#COLUMN`` (from any file ``read_tokens`` reads; sequences
-        go by their ids).
+        go by their ids). The first three take a model directory of their own, ``jax:DTYPE@DIR``.
       dump: the sequences.
-      model: Hugging Face directory; for the first three.
+      model: Hugging Face directory; for the first three, where they name none.
       temperature: of the distribution scored; positive, and 1 for a server.
       batch_size: sequences a forward, or requests at a time.
       progress: called with a number of sequences when so many have been scored.
@@ -80,11 +81,12 @@ def score_column(
         with open_server(argument) as server:
             vectors = list(counted(server.score(dump.token_ids, at_once=batch_size), progress))
             return vectors, server_source(server.info, "", 1.0)
-    if model is None:
+    dtype, directory = split_model(argument, model)
+    if directory is None:
         raise ValueError(f"scorer {spec!r} needs a model directory")
     score = {"jax": _jax_scores, "jax-decode": _decode_scores, "hf": _hf_scores}[kind]
-    vectors = list(counted(score(Path(model), argument, temperature, dump, batch_size), progress))
-    return vectors, local_source(kind, argument, temperature, model)
+    vectors = list(counted(score(Path(directory), dtype, temperature, dump, batch_size), progress))
+    return vectors, local_source(kind, dtype, temperature, directory)
 
 
 def open_server(url: str) -> contextlib.closing[ServedModel]:
@@ -138,21 +140,34 @@ def split_spec(spec: str) -> tuple[str, str]:
     return parse_spec("scorer", spec, _FORMS)
 
 
+def split_model(argument: str, model: str | os.PathLike[str] | None) -> tuple[str, str | os.PathLike[str] | None]:
+    """Dtype and model directory of ``DTYPE[@DIR]``; the directory is ``model`` where it names none."""
+    dtype, _, own = argument.partition("@")
+    return dtype, own or model
+
+
 def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str]:
     """Kind and argument of a spec.
 
     Args:
       what: "scorer" or "sampler", for the message.
       spec: KIND:ARGUMENT.
-      forms: kind -> what its argument is: "DTYPE", "URL" or "FILE#COLUMN".
+      forms: kind -> what its argument is: "DTYPE", "DTYPE[@DIR]", "URL" or "FILE#COLUMN".
 
     Raises:
       ValueError: it has none of these forms.
     """
     kind, _, argument = spec.partition(":")
     form = forms.get(kind)
-    is_url = argument.startswith(("http://", "https://"))
-    if {None: False, "DTYPE": argument in DTYPES, "URL": is_url, "FILE#COLUMN": "#" in argument}[form]:
+    dtype, at, directory = argument.partition("@")
+    fits = {
+        None: False,
+        "DTYPE": argument in DTYPES,
+        _OF_MODEL: dtype in DTYPES and bool(at) == bool(directory),
+        "URL": argument.startswith(("http://", "https://")),
+        "FILE#COLUMN": "#" in argument,
+    }
+    if fits[form]:
         return kind, argument
     known = ", ".join(f"{kind}:{form}" for kind, form in forms.items())
     raise ValueError(f"unknown {what} {spec!r}, expected {known} (DTYPE: {', '.join(DTYPES)})")
@@ -197,7 +212,8 @@ def _read_column(argument: str, dump: TokenDump) -> tuple[list[np.ndarray], Colu
     return vectors, other.sources[column]
 
 
-def _check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
+def check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
+    """Raises ValueError when a token id of ``dump`` is none of the model's."""
     for name, ids in zip(dump.sequence_ids, dump.token_ids, strict=True):
         if ids.max() >= vocab_size:
             raise ValueError(
@@ -207,7 +223,7 @@ def _check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
 
 def _jax_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
     config = read_config(model)
-    _check_vocabulary(dump, config.vocab_size)
+    check_vocabulary(dump, config.vocab_size)
     params = load_params(model, config)
     score = make_scorer(config, dtype, temperature=temperature)
     for start in range(0, len(dump.token_ids), batch_size):
@@ -217,7 +233,7 @@ def _jax_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, ba
 
 def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
     """Everything from the first response token on is decoded; the tokens before it are the prompt."""
-    _check_vocabulary(dump, read_config(model).vocab_size)
+    check_vocabulary(dump, read_config(model).vocab_size)
     # A prompt has at least one token, and is the whole sequence where there is no response.
     starts = [max(int(np.argmax(mask)), 1) if mask.any() else len(mask) for mask in dump.response_mask]
     prompts = [ids[:start] for ids, start in zip(dump.token_ids, starts, strict=True)]
@@ -229,16 +245,36 @@ def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump,
         yield from after_prompts(prompts[batch], scored)
 
 
-def _hf_scores(directory: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
+def hf_log_softmax(directory: Path, dtype: str, temperature: float) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Of a model in transformers, (token ids [t], places [n] from 1 on) -> float32 [n, v], the log-softmax there."""
+    torch, model, device = _load_hf(directory, dtype)
+
+    def rows(ids: np.ndarray, places: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            tokens = torch.tensor(ids[None], dtype=torch.long, device=device)
+            logits = model(input_ids=tokens).logits[0, torch.tensor(places - 1, device=device)].float() / temperature
+            found: np.ndarray = torch.log_softmax(logits, dim=-1).cpu().numpy()
+        return found
+
+    return rows
+
+
+def _load_hf(directory: Path, dtype: str) -> tuple[Any, Any, str]:
+    """torch, the model and the device that it is on."""
     try:  # here, because the other scorers do without torch
         import torch
         import transformers
-        from torch.nn.utils.rnn import pad_sequence
     except ImportError as error:
         raise ValueError(f"an hf: scorer needs torch and transformers: {error}") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval().to(device)
-    _check_vocabulary(dump, model.config.vocab_size)
+    return torch, model, device
+
+
+def _hf_scores(directory: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
+    torch, model, device = _load_hf(directory, dtype)
+    pad_sequence = torch.nn.utils.rnn.pad_sequence
+    check_vocabulary(dump, model.config.vocab_size)
     for start in range(0, len(dump.token_ids), batch_size):
         batch = dump.token_ids[start : start + batch_size]
         tokens = pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in batch], batch_first=True).to(device)

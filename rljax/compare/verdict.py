@@ -6,6 +6,7 @@ alignment off by one, a temperature, then the size of the gap, which the dtypes 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,7 +37,8 @@ class Verdict:
 
     Attributes:
       status: "pass"; "fail" (comparable, and too far apart); "refused" (the numbers are not of the same thing).
-      cause: "none", "above_bar", "no_tokens", "temperature", "other_weights", "off_by_one" or "wrong_dtype".
+      cause: "none", "above_bar", "no_tokens", "truncated_sampling", "temperature", "other_weights", "off_by_one" or
+        "wrong_dtype".
       reason: one sentence for a person.
       bars: "framework name" -> (its number for this pair, its published limit).
     """
@@ -53,6 +55,9 @@ def judge(
     mask: np.ndarray,
     trainer_source: ColumnSource,
     rollout_source: ColumnSource,
+    *,
+    cut: str = "",
+    same_weights: bool = False,
 ) -> Verdict:
     """Judges a pair of columns.
 
@@ -62,6 +67,9 @@ def judge(
       mask: [b, t] bool, response tokens.
       trainer_source: what is known of the first.
       rollout_source: what is known of the second.
+      cut: what kept tokens from being sampled, such as "top_p = 0.95", where one column is of the sampling; empty:
+        nothing.
+      same_weights: whether different hashes are of one model's weights in two forms, so that numbers alone judge.
 
     Returns:
       The verdict. A cause is a finding from numbers, and its reason says how sure it is.
@@ -73,18 +81,28 @@ def judge(
         f"{framework} {name}": (framework_metrics(statistics, framework)[name], bar)
         for (framework, name), bar in PUBLISHED_BARS.items()
     }
-    return Verdict(*next(_findings(x, y, valid, trainer_source, rollout_source, bars)), bars)
+    if same_weights:
+        trainer_source, rollout_source = (
+            dataclasses.replace(source, weights_hash="") for source in (trainer_source, rollout_source)
+        )
+    return Verdict(*next(_findings(x, y, valid, trainer_source, rollout_source, bars, cut)), bars)
 
 
 _Finding = tuple[str, str, str]  # status, cause, reason
 
 
 def _findings(
-    x: np.ndarray, y: np.ndarray, valid: np.ndarray, a: ColumnSource, b: ColumnSource, bars: Bars
+    x: np.ndarray, y: np.ndarray, valid: np.ndarray, a: ColumnSource, b: ColumnSource, bars: Bars, cut: str
 ) -> Iterator[_Finding]:
     """What can be said of a pair; only the first finding counts, because it may have caused the later ones."""
     if not valid.any():
         yield "refused", "no_tokens", "no response token has a finite log-probability in both columns"
+    if cut:
+        reason = (
+            f"the tokens were sampled with {cut}: the distribution sampled from is the engine's, divided by the mass "
+            "that survives the cut, and the ratio to it is not the mismatch of the engines"
+        )
+        yield "refused", "truncated_sampling", reason
     if a.temperature is not None and b.temperature is not None and a.temperature != b.temperature:
         reason = f"log-probabilities at temperature {a.temperature:g} and {b.temperature:g}: different distributions"
         yield "refused", "temperature", reason

@@ -68,6 +68,11 @@ def check_engine(config: RolloutConfig) -> None:
     inject = config.inject
     if config.colocated and config.engine != "vllm":
         raise ValueError(f"rollout.colocated works with rollout.engine = vllm, not with {config.engine}")
+    for name, default in (("weight_quantization", "none"), ("kv_cache_dtype", "auto")):
+        if config.engine != "jax" and getattr(config, name) != default:
+            raise ValueError(f"rollout.{name} works with rollout.engine = jax, not with {config.engine}")
+    if config.weight_quantization != "none" and inject.quantize != "none":
+        raise ValueError("rollout.weight_quantization and rollout.inject.quantize both round the weights: give one")
     if config.router is not None:
         check_url(config.router)
     if config.engine == "vllm":
@@ -144,7 +149,14 @@ def make_engine(
         replayed = config.router_replay == "r3"
         head = jnp.float32 if lm_head_dtype == "float32" else None
         engine: RolloutEngine = JaxEngine(
-            policy, config.dtype, max_prompt_tokens, mesh=mesh, lm_head_dtype=head, with_routes=replayed
+            policy,
+            config.dtype,
+            max_prompt_tokens,
+            mesh=mesh,
+            lm_head_dtype=head,
+            weight_quantization=config.weight_quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
+            with_routes=replayed,
         )
     else:
         assert make_executable is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +18,8 @@ from jaxtyping import Array
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params, logical_axes, param_shardings
 from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.quantization import quantize, restore
 from rljax.rollout.types import InjectConfig, Response, SamplingParams
-
-LARGEST = {"int8": 127.0, "fp8": float(jnp.finfo(jnp.float8_e4m3fn).max)}
-STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-
-
-class Quantized(NamedTuple):
-    """A weight as an engine stores it: values times scale."""
-
-    values: Array  # int8 or float8_e4m3fn
-    scale: Array  # float32, size 1 along the axes that are summed over
 
 
 def add_noise(params: Params, logical: Params, size: Array, seed: Array, version: Array) -> Params:
@@ -51,47 +41,6 @@ def add_noise(params: Params, logical: Params, size: Array, seed: Array, version
 
     leaves, tree = jax.tree.flatten(params)
     return jax.tree.map(noisy, jax.tree.unflatten(tree, range(len(leaves))), params, logical)
-
-
-def summed_axes(logical: tuple[str, ...]) -> tuple[int, ...]:
-    """The axes that a block's matrix sums over: its inputs. () for what is no block's matrix.
-
-    The model width is the input where it comes first and the output where it comes last.
-    """
-    if logical[0] != "layers" or "router" in logical or not {"embed", "expert_embed"} & set(logical):
-        return ()
-    first = 2 if logical[1] == "experts" else 1
-    inputs = (first,) if logical[first] in ("embed", "expert_embed") else range(first, len(logical) - 1)
-    return tuple(inputs)
-
-
-def quantize(params: Params, logical: Params, kind: str) -> Params:
-    """The blocks' matrices as ``Quantized``, symmetric with a scale an output channel; other leaves as they are.
-
-    Embedding, LM head, norms and routers stay as they are, as in vLLM's int8 and fp8.
-    """
-
-    def stored(weight: Array, axes: tuple[str, ...]) -> Any:
-        inputs, weight = summed_axes(axes), weight.astype(jnp.float32)
-        if not inputs:
-            return weight
-        largest = jnp.max(jnp.abs(weight), axis=inputs, keepdims=True)
-        scale = jnp.where(largest > 0, largest, 1.0) / LARGEST[kind]
-        scaled = jnp.clip(weight / scale, -LARGEST[kind], LARGEST[kind])
-        return Quantized((jnp.round(scaled) if kind == "int8" else scaled).astype(STORED[kind]), scale)
-
-    return jax.tree.map(stored, params, logical)
-
-
-def restore(params: Params) -> Params:
-    """Float32 weights of what ``quantize`` or a cast stored."""
-
-    def plain(weight: Any) -> Array:
-        if isinstance(weight, Quantized):
-            return weight.values.astype(jnp.float32) * weight.scale
-        return weight.astype(jnp.float32)
-
-    return jax.tree.map(plain, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
 
 class InjectedEngine:

@@ -4,6 +4,9 @@ It is a second engine in the sense that matters: its own dtype, its own graph, i
 leave the LM head in the rollout dtype and only then become float32, unless the head computes in float32; the trainer
 keeps them float32, so in 16 bits the two differ on every token as real engines do. Prompts are padded on the left, so
 that all rows decode at one cache index; a prompt is prefilled once and its cache repeated for its ``n`` responses.
+
+With weights or a cache of 8 bits it samples from the numbers that a quantized engine holds: a function of the published
+weights, and no noise. The memory is that of the rollout dtype, because matrices are restored to it at each publish.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,17 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig, route_dtype
 from rljax.policy.head import head_operands, matmul_precision
-from rljax.policy.model import Params, Seen, cast_params, embed_tokens, lm_head_table, param_shardings, run_blocks
+from rljax.policy.model import (
+    Params,
+    Seen,
+    cast_params,
+    embed_tokens,
+    lm_head_table,
+    logical_axes,
+    param_shardings,
+    run_blocks,
+)
+from rljax.rollout.quantization import CACHES, quantize, restore, to_cache
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
 from rljax.sharding import constrain, replicated
 
@@ -32,21 +45,29 @@ Cache = tuple[Array, Array]  # keys and values, [layers, b, s, kv heads, head_di
 def _with_cache(
     mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
 ) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
-    """Writes this call's keys and values into the layer's cache and attends to all of it that ``mask`` allows."""
+    """Writes this call's keys and values into the layer's cache and attends to all of it that ``mask`` allows.
+
+    They are stored in the dtype of the cache, and all that is read of it, this call's own included, is what it stores.
+    """
 
     def attention_fn(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
         keys, values = (
-            jax.lax.dynamic_update_slice(old, new[None], (layer, 0, write_at, 0, 0))
+            jax.lax.dynamic_update_slice(old, to_cache(new, old.dtype)[None], (layer, 0, write_at, 0, 0))
             for old, new in zip(cache, (k, v), strict=True)
         )
         k_all, v_all = (jax.lax.dynamic_index_in_dim(part, layer, 0, keepdims=False) for part in (keys, values))
-        return attend(q, k_all, v_all, mask), (keys, values)
+        return attend(q, k_all.astype(k.dtype), v_all.astype(v.dtype), mask), (keys, values)
 
     return attention_fn
 
 
 def _prefill(
-    params: Params, config: PolicyConfig, tokens: Int[Array, "p s"], lengths: Int[Array, " p"], cache_tokens: int
+    params: Params,
+    config: PolicyConfig,
+    tokens: Int[Array, "p s"],
+    lengths: Int[Array, " p"],
+    cache_tokens: int,
+    cache_dtype: Any,
 ) -> tuple[Float[Array, "p d"], Cache, Bool[Array, "p c"], Any]:
     """Last hidden state, cache, the cache's valid places, and the experts of each token, for left-padded prompts."""
     rows, width = tokens.shape
@@ -54,7 +75,7 @@ def _prefill(
     valid = index[None, :] >= width - lengths[:, None]
     positions = jnp.maximum(index[None, :] - (width - lengths[:, None]), 0)
     shape = (config.num_layers, rows, cache_tokens, config.num_kv_heads, config.head_dim)
-    cache = (jnp.zeros(shape, params["embed"].dtype), jnp.zeros(shape, params["embed"].dtype))
+    cache = (jnp.zeros(shape, cache_dtype), jnp.zeros(shape, cache_dtype))
     valid_cache = jnp.pad(valid, ((0, 0), (0, cache_tokens - width)))
     causal = index[:, None] >= jnp.arange(cache_tokens)[None, :]
     mask = causal[None] & valid_cache[:, None, :]
@@ -112,6 +133,7 @@ def _decode(
     limit: int,
     greedy: bool,
     lm_head_dtype: Any,
+    cache_dtype: Any,
     with_routes: bool,
 ) -> tuple[Array, ...]:
     """(tokens [b, r], log-probabilities [b, r], lengths [b], stopped [b]) of b = p * n responses of at most r tokens.
@@ -121,7 +143,7 @@ def _decode(
     """
     width = prompts.shape[1]
     rows = len(prompts) * n
-    hidden, cache, valid, of_prompts = _prefill(params, config, prompts, lengths, width + limit)
+    hidden, cache, valid, of_prompts = _prefill(params, config, prompts, lengths, width + limit, cache_dtype)
 
     def repeat(x: Array, axis: int = 0) -> Array:
         return jnp.repeat(x, n, axis=axis)
@@ -179,16 +201,20 @@ class JaxEngine:
         *,
         mesh: Mesh,
         lm_head_dtype: Any = None,
+        weight_quantization: Literal["none", "int8", "fp8"] = "none",
+        kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto",
         with_routes: bool = False,
     ):
         """Builds the engine; ``publish`` must be called before ``generate``.
 
         Args:
           config: shape of the policy.
-          dtype: rollout dtype, of the weights and the cache.
+          dtype: rollout dtype: the engine computes in it, and weights and cache have it unless the next two say less.
           max_prompt_tokens: prompts are padded to it, so that the number of compilations stays small.
           mesh: the trainer's; weights stay sharded as they are there.
           lm_head_dtype: dtype in which the LM head computes, and of the logits; None: ``dtype``.
+          weight_quantization: as ``RolloutConfig`` has it.
+          kv_cache_dtype: likewise.
           with_routes: whether responses have the experts of their tokens; of a mixture of experts.
         """
         self._with_routes = with_routes
@@ -200,10 +226,17 @@ class JaxEngine:
             lambda params: jax.tree.map(lambda p: jnp.array(p, copy=True), cast_params(params, self._dtype)),
             out_shardings=shardings,
         )
+        # Storing and restoring are two executables: inside one XLA may drop a pair of casts.
+        self._quantize: Any = None
+        if weight_quantization != "none":
+            logical = logical_axes(config)
+            self._quantize = jax.jit(lambda params: quantize(params, logical, weight_quantization))
+        self._restore = jax.jit(lambda stored: restore(stored, self._dtype), out_shardings=shardings)
+        cache_dtype = CACHES.get(kv_cache_dtype, self._dtype)
 
         def decode(params: Params, *args: Any, **static: Any) -> tuple[Array, ...]:
             with jax.default_matmul_precision(matmul_precision(self._dtype)):
-                return _decode(params, config, *args, lm_head_dtype=lm_head_dtype, **static)
+                return _decode(params, config, *args, lm_head_dtype=lm_head_dtype, cache_dtype=cache_dtype, **static)
 
         self._decode: Any = jax.jit(
             decode, static_argnames=("n", "limit", "greedy", "with_routes"), out_shardings=replicated(mesh)
@@ -221,7 +254,10 @@ class JaxEngine:
         """See RolloutEngine."""
         start = time.perf_counter()
         with jax.set_mesh(self._mesh):
-            self._params = jax.block_until_ready(self._cast(params))
+            weights = self._cast(params)
+            if self._quantize is not None:
+                weights = self._restore(self._quantize(weights))
+            self._params = jax.block_until_ready(weights)
         self._version = policy_version
         self._metrics["time/publish_s"] += time.perf_counter() - start
 

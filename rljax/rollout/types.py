@@ -174,6 +174,12 @@ class RolloutConfig:
     directory of files ``*.url``, or dns://HOST:PORT for a server at each address of HOST. ``urls`` is not used then."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype that the engine computes in. It must be the dtype of the weights published to it."""
+    weight_quantization: Literal["none", "int8", "fp8"] = "none"
+    """Rounds the matrices of the transformer blocks, as they are published in ``dtype``, to 8 bits: symmetric, with one
+    scale for each output channel; fp8 is float8_e4m3fn. Embedding, LM head, norms and activations stay in ``dtype``.
+    Only for the embedded engine."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Dtype of the cached keys and values, with scale 1. auto: ``dtype``. Only for the embedded engine."""
     group_size: int = 16
     """Responses per prompt: at least 2, for the leave-one-out baseline."""
     max_response_tokens: int = 8192

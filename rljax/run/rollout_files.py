@@ -62,8 +62,9 @@ def write_tokens(
 ) -> None:
     """Writes ``rollouts/step_<step>.parquet`` (see ``compare.dump``) with the columns ``rollout`` and ``trainer``.
 
-    Under ``sampling`` the header says in ``inject`` which settings of ``rollout.inject`` are on. Weights that these
-    change have a name of their own; those of several versions, or of an older one, have none.
+    Under ``sampling`` the header says in ``inject`` which settings of ``rollout.inject`` are on, and which 8 bits the
+    engine holds weights or cache in. Weights that these change have a name of their own; those of several versions, or
+    of an older one, have none.
     """
     stale = any(s.staleness is not None and s.staleness.any() for s in sequences)
     # A name in place of a hash: equal names are equal weights.
@@ -71,6 +72,12 @@ def write_tokens(
     defaults = vars(InjectConfig())
     injected = {name: value for name, value in vars(config.rollout.inject).items() if value != defaults[name]}
     changes = [f"{name} {injected[name]}" for name in ("weight_noise", "quantize", "dtype") if name in injected]
+    eight_bits = {
+        name: getattr(config.rollout, name)
+        for name, default in (("weight_quantization", "none"), ("kv_cache_dtype", "auto"))
+        if getattr(config.rollout, name) != default
+    }
+    changes += [f"{name} {kind}" for name, kind in eight_bits.items() if name == "weight_quantization"]
     rollout_weights = "" if stale else ", ".join([weights, *changes])
     temperature = config.rollout.temperature
     engine = {"jax": f"jax {jax.__version__} decode"}.get(config.rollout.engine, config.rollout.engine)
@@ -84,6 +91,7 @@ def write_tokens(
             TRAINER: ColumnSource(f"jax {jax.__version__}", config.precision.compute_dtype, weights, temperature),
         },
         {"temperature": temperature, "max_response_tokens": config.rollout.max_response_tokens}
+        | eight_bits
         | ({"inject": injected} if injected else {}),
     )
     write_dump(_path(config, step, "parquet"), dump)

@@ -146,7 +146,7 @@ def test_every_command_of_the_page_is_understood():
     tool = runpy.run_path(str(ROOT / "tools" / "compare_mismatch.py"))
     joined = PAGE.replace("\\\n", " ")
     commands = re.findall(r"^python tools/compare_mismatch\.py (.*)$", joined, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         options = tool["parse"](
             shlex.split(re.sub(r"\$\(cat [\w/.]+\.url\)", "http://127.0.0.1:1", command), comments=True)

@@ -1,10 +1,12 @@
 """The comparison of a dump's columns, its texts, and the program around it."""
 
+import itertools
 import json
 import runpy
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,7 +16,8 @@ from rljax.compare.scorers import score_column
 from rljax.errors import run_cli
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import save_params
+from rljax.policy.hf import load_params, save_params
+from rljax.policy.hf_config import read_config
 from rljax.policy.model import init_params
 
 TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
@@ -154,6 +157,50 @@ def test_the_program_scores_reports_and_draws(tool, model, tmp_path, capsys):
     assert 0 < plain["pairs"][0]["metrics"]["logprob_abs_diff_mean"] < 1e-5
     assert set(plain["noise_floor"]) == {"jax:float32", "hf:float32"}
     assert (tmp_path / "out" / "report.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_conversion_alone_is_judged_by_numbers_and_by_whole_distributions(tool, model, tmp_path, capsys):
+    """The same prompts by the directory before and after; a tensor that was lost on the way is found."""
+    config = read_config(model)
+    params = load_params(model, config)
+    save_params(tmp_path / "kept", jax.tree.map(lambda leaf: leaf * np.float32(1 + 1e-7), params), config)
+    save_params(tmp_path / "lost", params | {"embed": params["embed"][::-1]}, config)
+    dump = make_dump(
+        ["a", "b"], np.random.default_rng(1).integers(0, 16, (2, 12)), np.arange(12)[None] > [[3], [3]], {}
+    )
+    path = write_dump(tmp_path / "t", dump)
+    found = {}
+    for name, options in (("kept", []), ("kept", ["--same-weights"]), ("lost", ["--same-weights"])):
+        words = ["--scorer", "jax:float32", "--scorer", f"jax:float32@{tmp_path / name}", "--distributions", *options]
+        out = tmp_path / f"{name}{len(options)}"
+        status = run_cli(tool["main"], [str(path), "--model", str(model), "--no-second-run", "--out", str(out), *words])
+        assert status == (0 if (name, len(options)) == ("kept", 1) else 1), capsys.readouterr()
+        plain = json.loads((out / "report.json").read_text())
+        found[name, len(options)] = plain["pairs"][0]["verdict"]["cause"], plain["distributions"][0]["metrics"]["kl"]
+        assert "Whole distributions" in (out / "report.md").read_text()
+    assert [cause for cause, _ in found.values()] == ["other_weights", "none", "other_weights"]
+    assert found["kept", 1][1] < 1e-9 < 1e-2 < found["lost", 1][1]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "refused"),
+    [
+        ({"top_p": 1.0, "top_k": 0, "min_p": 0.0}, []),
+        ({"top_p": 1, "top_k": -1}, []),
+        ({"top_p": None, "temperature": 0.7}, []),
+        ({"top_p": 0.95}, ["rollout"]),
+        ({"top_k": 40}, ["rollout"]),
+        ({"min_p": 0.05, "column": "b"}, ["b"]),
+    ],
+)
+def test_only_pairs_with_the_sampling_column_are_refused_for_a_cut(sampling, refused):
+    rng = np.random.default_rng(0)
+    values = -rng.exponential(1.0, (1, 40))
+    columns = {name: values + 1e-4 * rng.standard_normal(values.shape) for name in ("a", "b", "rollout")}
+    dump = make_dump(["x"], [[1] * 40], [[True] * 40], columns, {}, sampling)
+    pairs = compare_columns(dump).pairs
+    cut = [(pair.trainer, pair.rollout) for pair in pairs if pair.verdict.cause == "truncated_sampling"]
+    assert cut == [pair for pair in itertools.combinations(["a", "b", "rollout"], 2) if set(refused) & set(pair)]
 
 
 def test_an_interrupt_keeps_what_was_scored(tool, model, tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from vllm_fake import FakeVllm
 
+from rljax.compare.distributions import compare_distributions
 from rljax.compare.dump import make_dump, read_dump, write_dump
 from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses
@@ -40,6 +41,17 @@ def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
     assert source.weights_hash == weights_hash(model)
     assert done == [1, 1]
     assert fake.most_running == 1
+
+
+def test_a_server_is_asked_for_its_likeliest_tokens_and_the_others_are_one(fake, model):
+    """It lists two tokens of probabilities e^-4 and e^-5 beside the one that stands there; it is the rollout."""
+    fake.root = str(model)
+    (pair,) = compare_distributions([f"vllm:{fake.url}", "jax:float32"], DUMP, model, top_k=2)
+    assert (pair.trainer, pair.rollout, pair.is_complete) == ("jax:float32", f"vllm:{fake.url}", False)
+    assert pair.metrics["token_count"] == 3
+    listed = np.exp(-4) + np.exp(-5) + np.exp([-1 / 8, -2 / 8, -1 / 8])
+    assert pair.metrics["rest_mass"] == pytest.approx(np.mean(1 - listed), rel=1e-5)
+    assert pair.metrics["kl"] > 0
 
 
 def test_weights_that_were_published_since_have_no_known_hash(fake, model):

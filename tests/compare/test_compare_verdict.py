@@ -108,6 +108,23 @@ def test_other_weights_are_told_by_hash_and_by_numbers(world):
     assert "beyond any dtype" in seen.reason
 
 
+def test_hashes_of_one_model_in_two_forms_do_not_refuse_and_numbers_still_judge(world):
+    (x, a), (y, b), (z, c) = (
+        column(world, *spec) for spec in (["jax:float32"], ["hf:float32"], ["hf:float32", "stale"])
+    )
+    converted = dataclasses.replace(b, weights_hash="sha256:0")
+    assert judge(x, y, MASK, a, converted).cause == "other_weights"
+    assert judge(x, y, MASK, a, converted, same_weights=True).status == "pass"
+    assert judge(x, z, MASK, a, c, same_weights=True).status == "fail"
+
+
+def test_a_cut_of_the_sampling_is_refused_by_name(world):
+    (x, a), (y, b) = column(world, "jax:float32"), column(world, "hf:float32")
+    verdict = judge(x, y, MASK, a, b, cut="top_p = 0.9")
+    assert (verdict.status, verdict.cause) == ("refused", "truncated_sampling")
+    assert "sampled with top_p = 0.9" in verdict.reason
+
+
 @pytest.mark.parametrize(
     ("really", "declared", "likely"),
     [("bfloat16", "float32", "bfloat16"), ("float16", "float32", "float16"), ("float32", "bfloat16", "float32")],

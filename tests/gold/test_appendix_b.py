@@ -6,6 +6,9 @@ over all prefixes, S the largest norm of a token's score, and abs(A) <= M. With 
     occupancy   TV of the first t tokens <= 1 - (1 - D)^t <= t D
     bias        |E_mu - E_pi of sum_t A_t score_t| <= T (T + 1) D S M   for A_t of the tokens up to t
                 |E_mu - E_pi of A sum_t score_t|   <= 2 T^2 D S M       for one A of the whole response
+
+The paper writes Delta_max for D and B for S, has rewards of 0 and 1 (M = 1), and states 2 B Delta_max T^2
+(theorem B.1).
 """
 
 import numpy as np
@@ -117,6 +120,17 @@ def test_the_worst_advantages_of_random_policies_stay_under_both_bounds(seed, sh
     whole = np.sign(case.surplus * case.scores.sum(axis=1)[:, 0])
     assert case.bias(worst) >= case.bias(by_prefix(np.random.default_rng(seed), case.tokens, vocabulary))
     assert case.bias(np.repeat(whole[:, None], length, axis=1)) <= 2 * length**2 * case.unit
+
+
+@settings(max_examples=60, deadline=None)
+@cases
+def test_rewards_of_0_and_1_stay_under_theorem_b1(seed, shape, size):
+    """Of random rewards, and of those 0 and 1 that push one parameter as far as they can."""
+    case, rng = random_case(seed, *shape, size, parameters=1)
+    pushed = case.surplus * case.scores.sum(axis=1)[:, 0]
+    for rewards in (rng.integers(0, 2, len(case.tokens)), pushed > 0, pushed < 0):
+        bias = case.bias(np.repeat(np.asarray(rewards, float)[:, None], case.length, axis=1))
+        assert bias <= 2 * case.length**2 * case.unit
 
 
 def slipping_policies(length, slip=1e-4):

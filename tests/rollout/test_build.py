@@ -41,6 +41,29 @@ def test_settings_that_an_engine_cannot_work_with_are_refused(engine, urls, inje
 
 
 @pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"engine": "exact", "weight_quantization": "int8"},
+            "rollout.weight_quantization works with rollout.engine = jax, not with exact",
+        ),
+        (
+            {"engine": "vllm", "urls": ("http://127.0.0.1:1",), "kv_cache_dtype": "fp8_e5m2"},
+            "rollout.kv_cache_dtype works with rollout.engine = jax, not with vllm",
+        ),
+        (
+            {"weight_quantization": "fp8", "inject": InjectConfig(quantize="fp8")},
+            "rollout.weight_quantization and rollout.inject.quantize both round the weights: give one",
+        ),
+    ],
+)
+def test_eight_bits_are_for_the_embedded_engine(settings, said):
+    for check in (check_engine, make):
+        with pytest.raises(ValueError, match=said):
+            check(RolloutConfig(**settings))
+
+
+@pytest.mark.parametrize(
     ("config", "settings", "said"),
     [
         (RolloutConfig, {"temperature": 0.0}, "temperature must be positive, got 0.0"),
@@ -97,6 +120,17 @@ def test_every_setting_of_the_served_engine_is_read_and_reaches_it(fake, tmp_pat
             list(engine.generate([np.array([3], np.int32)], 1, SamplingParams(1), seed=0))
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("settings", [{"weight_quantization": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}])
+def test_eight_bits_reach_the_embedded_engine(settings):
+    params, prompts = init_params(CONFIG, 0), [np.array([3, 5], np.int32)]
+    found = []
+    for kinds in (settings, {}):
+        engine = make(RolloutConfig(dtype="float32", **kinds))
+        engine.publish(params, 0)
+        found.append(engine.score(prompts, prompts)[0])
+    assert np.abs(found[0] - found[1]).max() > 0
 
 
 def test_only_changed_weights_are_wrapped():

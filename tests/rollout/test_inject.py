@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -14,7 +13,7 @@ from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params, logical_axes
 from rljax.rollout.exact_engine import ExactEngine
-from rljax.rollout.injected_engine import InjectedEngine, add_noise, quantize, restore, summed_axes
+from rljax.rollout.injected_engine import InjectedEngine, add_noise
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.types import InjectConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
@@ -115,42 +114,6 @@ def test_noise_has_the_relative_size_and_is_one_for_a_version(params):
         assert largest_difference(other, found) > 0.01
     up = found["layers"]["mlp"]["up"] - params["layers"]["mlp"]["up"]
     assert abs(np.corrcoef(np.ravel(up), np.ravel(changed - wide))[0, 1]) < 0.1
-
-
-def test_which_axes_a_matrix_sums_over():
-    layers = LOGICAL["layers"]
-    assert [summed_axes(layers["attention"][name]) for name in ("query", "key", "value", "output")] == [
-        *[(1,)] * 3,
-        (1, 2),
-    ]
-    assert [summed_axes(layers["mlp"][name]) for name in ("gate", "up", "down")] == [(1,)] * 3
-    others = LOGICAL["embed"], LOGICAL["final_norm"]["scale"], layers["mlp_norm"]["scale"]
-    assert [summed_axes(axes) for axes in others] == [()] * 3
-
-
-# One layer, two inputs, two output channels whose largest weights are 1.27 and 2.54 (int8), 448 and 0.875 (fp8).
-@pytest.mark.parametrize(
-    ("kind", "weight", "expected"),
-    [
-        # Steps 0.01 and 0.02: -0.504 -> -0.50, 0.031 -> 0.04 (1.55 steps).
-        ("int8", [[1.27, 0.031], [-0.504, -2.54]], [[1.27, 0.04], [-0.50, -2.54]]),
-        # Three bits of mantissa: 19 -> 20 (18, 20, ...; ties to even); -0.875 is 448 steps, 0.03 is 15.36 -> 15.
-        ("fp8", [[448.0, 0.03], [19.0, -0.875]], [[448.0, 15 * 0.875 / 448], [20.0, -0.875]]),
-    ],
-)
-def test_quantized_weights_are_the_hand_worked_ones(kind, weight, expected):
-    params = {"matrix": jnp.asarray(weight, jnp.float32)[None], "norm": jnp.asarray([[0.123, 7.0]])}
-    logical = {"matrix": ("layers", "embed", "mlp"), "norm": ("layers", "norm")}
-    stored = quantize(params, logical, kind)
-    assert stored["matrix"].values.dtype == {"int8": jnp.int8, "fp8": ml_dtypes.float8_e4m3fn}[kind]
-    found = restore(stored)
-    np.testing.assert_allclose(found["matrix"][0], expected, rtol=1e-6)
-    np.testing.assert_array_equal(found["norm"], params["norm"])
-
-
-def test_a_channel_of_zeros_stays_zero():
-    params, logical = {"m": jnp.zeros((1, 3, 2))}, {"m": ("layers", "embed", "mlp")}
-    assert not np.asarray(restore(quantize(params, logical, "int8"))["m"]).any()
 
 
 class Published:

@@ -40,3 +40,14 @@ def test_a_dump_names_the_weights_that_sampled(tmp_path, inject, staleness, expe
     assert trainer == f"{tmp_path} version 3"
     assert dump.sources["rollout"].weights_hash == expected.format(trainer=trainer)
     assert dump.sampling.get("inject") == said
+
+
+def test_a_dump_names_the_eight_bits_of_the_engine(tmp_path):
+    rollout = RolloutConfig(weight_quantization="int8", kv_cache_dtype="fp8_e4m3")
+    config = Config(run=RunConfig(dir=str(tmp_path)), rollout=rollout)
+    ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
+    write_tokens(config, 4, 3, [TrainSequence(ids, ids, logprobs, 0.5, True, np.zeros(3, np.int32))], [logprobs])
+    dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
+    assert dump.sources["rollout"].weights_hash == f"{tmp_path} version 3, weight_quantization int8"
+    assert dump.sources["trainer"].weights_hash == f"{tmp_path} version 3"
+    assert (dump.sampling["weight_quantization"], dump.sampling["kv_cache_dtype"]) == ("int8", "fp8_e4m3")

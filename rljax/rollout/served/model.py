@@ -89,13 +89,37 @@ class ServedModel(ServedBase):
         """
         check_prompts(sequences, 1, self.info)
         for start in range(0, len(sequences), at_once):
-            batch = sequences[start : start + at_once]
-            requests = [Request(ids, SamplingParams(1), prompt_logprobs=True) for ids in batch]
-            for request, reply in zip(requests, self._client.sample(self.info.url, requests), strict=True):
-                if reply.finish_reason not in ("stop", "length"):
-                    raise ServerGoneError(f"{self.info.url} ended a response with {reply.finish_reason!r}")
-                check_completion(self.info.url, reply, request, self.info.vocab_size)
+            requests = [
+                Request(ids, SamplingParams(1), prompt_logprobs=True) for ids in sequences[start : start + at_once]
+            ]
+            for request, reply in zip(requests, self._scored(requests), strict=True):
                 yield self._logprobs_of(request.prompt, reply)
+
+    def top_logprobs(self, sequence: np.ndarray, count: int) -> list[dict[int, float]]:
+        """Log-probabilities at temperature 1 of the likeliest tokens at each place of a sequence, by one server.
+
+        Args:
+          sequence: int32 [t] token ids.
+          count: how many are asked for; the token that stands there is among those reported, too.
+
+        Returns:
+          Token id -> log-probability at each place; nothing at place 0.
+
+        Raises:
+          As ``score``.
+        """
+        check_prompts([sequence], 1, self.info)
+        (reply,) = self._scored([Request(sequence, SamplingParams(1), top_logprobs=count, prompt_logprobs=True)])
+        self._logprobs_of(sequence, reply)
+        return [dict(top) for top in reply.prompt_logprobs]
+
+    def _scored(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """One server's replies to these requests, each checked."""
+        for request, reply in zip(requests, self._client.sample(self.info.url, requests), strict=True):
+            if reply.finish_reason not in ("stop", "length"):
+                raise ServerGoneError(f"{self.info.url} ended a response with {reply.finish_reason!r}")
+            check_completion(self.info.url, reply, request, self.info.vocab_size)
+            yield reply
 
     def logprobs_temperature(self, temperature: float) -> float | None:
         """Of which temperature the log-probabilities are that come with responses sampled at ``temperature``.

@@ -24,7 +24,8 @@ class Request:
       sampling: how to sample it.
       seed: of this response alone; None leaves the seed to the server.
       top_logprobs: how many of the likeliest tokens' log-probabilities to report at each position.
-      prompt_logprobs: whether to report the prompt's own log-probabilities; always those at temperature 1.
+      prompt_logprobs: whether to report the log-probabilities of the prompt's own tokens, and of the likeliest at each
+        of its positions; always those at temperature 1.
       routes: (layers, k, experts) of a mixture whose routes are to be reported; None: they need not be.
     """
 

@@ -114,7 +114,7 @@ class VllmWire:
             "seed": request.seed,
         }
         if request.prompt_logprobs:
-            sampling["prompt_logprobs"] = 0
+            sampling["prompt_logprobs"] = request.top_logprobs
         tokens = request.prompt.tolist()
         if route == GENERATE:
             return {"model": model, "token_ids": tokens, "sampling_params": sampling}

@@ -1,0 +1,161 @@
+"""What each form of engine makes of one policy: mismatch by engine, by the policy's sharpness, and by length.
+
+    python experiments/engine_mismatch.py runs/study-base --json benchmarks/engine_mismatch.json
+
+The embedded engine samples responses to the toy task; the trainer's forward scores the same tokens. No step is trained:
+the weights are those of the directory throughout. Three tables:
+
+engines: one row for each form of the engine.
+sharpness: the scale of the final norm, and with it each logit, is multiplied by a number, so that the same policy is
+  less or more certain of its tokens (the embedding is tied, so that nothing else would do).
+length: of the responses that have at least as many tokens as the longest cut, only the first tokens count: how the
+  mean over tokens, and the sum over them, change with the number of tokens alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rljax.data.tokenizer import load_tokenizer
+from rljax.data.toy import addition_problems
+from rljax.errors import caller_errors, run_cli
+from rljax.mismatch import mismatch_metrics
+from rljax.policy.hf import load_params
+from rljax.policy.hf_config import read_config
+from rljax.policy.model import Params
+from rljax.policy.score import make_scorer
+from rljax.rollout.build import make_engine
+from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.types import RolloutConfig, SamplingParams
+from rljax.sharding import MeshConfig, make_mesh
+
+ENGINES: dict[str, tuple[dict[str, Any], str]] = {
+    "bfloat16": ({}, "bfloat16"),
+    "bfloat16, trainer float32": ({}, "float32"),
+    "int8 weights": ({"weight_quantization": "int8"}, "bfloat16"),
+    "fp8 weights": ({"weight_quantization": "fp8"}, "bfloat16"),
+    "fp8_e4m3 cache": ({"kv_cache_dtype": "fp8_e4m3"}, "bfloat16"),
+    "fp8_e5m2 cache": ({"kv_cache_dtype": "fp8_e5m2"}, "bfloat16"),
+    "int8 weights, fp8_e4m3 cache": ({"weight_quantization": "int8", "kv_cache_dtype": "fp8_e4m3"}, "bfloat16"),
+    "fp8 weights, fp8_e4m3 cache": ({"weight_quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, "bfloat16"),
+    "fp8 weights, fp8_e5m2 cache": ({"weight_quantization": "fp8", "kv_cache_dtype": "fp8_e5m2"}, "bfloat16"),
+}
+"""Name -> settings of ``rollout``, dtype of the trainer."""
+
+SHARPNESS = (0.5, 1.0, 2.0, 4.0)
+SHARPENED = ("bfloat16", "int8 weights", "fp8 weights, fp8_e4m3 cache")
+CUTS = (2, 4, 8, 16, 28)
+METRICS = ("log_ppl_abs_diff", "log_ppl_abs_diff_sum", "logprob_abs_diff_mean", "k3_kl", "training_log_ppl")
+
+Score = Callable[[Params, Sequence[np.ndarray]], list[np.ndarray]]
+Sampled = tuple[np.ndarray, np.ndarray, np.ndarray]  # trainer, rollout, mask, [b, t] each
+
+
+class Toy(NamedTuple):
+    """Prompts of the toy task, and the tokens that end a response."""
+
+    prompts: list[np.ndarray]
+    stops: tuple[int, ...]
+
+
+def sample(engine: RolloutEngine, score: Score, params: Params, toy: Toy, options: argparse.Namespace) -> Sampled:
+    """Both sides' log-probabilities of the engine's responses."""
+    limit = options.max_response_tokens
+    engine.publish(params, 0)
+    sampling = SamplingParams(limit, 1.0, toy.stops)
+    responses = list(engine.generate(toy.prompts, options.group_size, sampling, seed=options.seed))
+    whole = [np.concatenate([toy.prompts[r.prompt_index], r.token_ids]) for r in responses]
+    scored = [vector for i in range(0, len(whole), 512) for vector in score(params, whole[i : i + 512])]
+    trainer, rollout = (np.zeros((len(responses), limit)) for _ in range(2))
+    mask = np.zeros(trainer.shape, bool)
+    for row, (response, logprobs) in enumerate(zip(responses, scored, strict=True)):
+        trainer[row, : response.length] = logprobs[-response.length :]
+        rollout[row, : response.length] = response.logprobs
+        mask[row, : response.length] = True
+    return trainer, rollout, mask
+
+
+def numbers(sampled: Sampled) -> dict[str, float]:
+    """The metrics of the tables; ``gap_per_uncertainty`` is the mean absolute difference over the mean of 1 - p."""
+    trainer, rollout, mask = sampled
+    found = mismatch_metrics(trainer, rollout, mask)
+    uncertainty = float(np.mean(1.0 - np.exp(trainer[mask])))
+    return {name: found[name] for name in METRICS} | {
+        "uncertainty": uncertainty,
+        "gap_per_uncertainty": found["logprob_abs_diff_mean"] / uncertainty,
+        "responses": found["sequence_count"],
+        "tokens": found["token_count"],
+    }
+
+
+def sharpened(params: Params, factor: float) -> Params:
+    """The policy with each logit multiplied by ``factor``."""
+    return params | {"final_norm": {"scale": params["final_norm"]["scale"] * factor}}
+
+
+def first_tokens(sampled: Sampled, count: int, longest: int) -> Sampled:
+    """The first ``count`` tokens of the responses that have at least ``longest``."""
+    trainer, rollout, mask = sampled
+    kept = mask.sum(1) >= longest
+    return trainer[kept, :count], rollout[kept, :count], mask[kept, :count]
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The three tables; prints each row as it comes."""
+    policy, tokenizer = read_config(options.path), load_tokenizer(options.path)
+    params, mesh = load_params(options.path, policy), make_mesh(MeshConfig())
+    prompts = [tokenizer.encode(problem["prompt"]) for problem in addition_problems("eval", options.problems)]
+    toy = Toy(prompts, policy.stop_token_ids or (tokenizer.eos_token_id,))
+    longest = max(map(len, prompts))
+    scorers = {dtype: make_scorer(policy, dtype) for dtype in ("bfloat16", "float32")}
+    tables: dict[str, list[dict[str, Any]]] = {"engines": [], "sharpness": [], "length": []}
+
+    def add(table: str, row: dict[str, Any], sampled: Sampled) -> None:
+        tables[table].append(row | numbers(sampled))
+        cells = [f"{v:.3g}" if isinstance(v, float) else str(v) for v in tables[table][-1].values()]
+        print(f"| {table} | {' | '.join(cells)} |", flush=True)
+
+    for name, (settings, trainer_dtype) in ENGINES.items():
+        config = RolloutConfig(engine="jax", dtype="bfloat16", **settings)
+        engine = make_engine(
+            config, policy, mesh, max_prompt_tokens=longest, max_tokens=longest + options.max_response_tokens
+        )
+        sampled = sample(engine, scorers[trainer_dtype], params, toy, options)
+        add("engines", {"engine": name}, sampled)
+        if name in SHARPENED:
+            for cut in CUTS:
+                add("length", {"engine": name, "first_tokens": cut}, first_tokens(sampled, cut, CUTS[-1]))
+            for factor in SHARPNESS:
+                other = sample(engine, scorers[trainer_dtype], sharpened(params, factor), toy, options)
+                add("sharpness", {"engine": name, "factor": factor}, other)
+        engine.close()
+    return tables
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the rows; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", help="directory of a policy of the toy task")
+    parser.add_argument("--problems", type=int, default=200, help="prompts (default: 200)")
+    parser.add_argument("--group-size", type=int, default=8, help="responses to each (default: 8)")
+    parser.add_argument("--max-response-tokens", type=int, default=36, help="of a response (default: 36)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument("--json", type=Path, help="file for the tables")
+    options = parser.parse_args(argv)
+    with caller_errors(RuntimeError):
+        tables = measure(options)
+    if options.json is not None:
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        options.json.write_text(json.dumps({"settings": settings, **tables}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

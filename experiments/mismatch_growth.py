@@ -1,0 +1,126 @@
+"""Whether the mismatch of an engine grows while a policy is trained: reads the run directories of a study.
+
+    python experiments/study.py configs/study/engines.yaml --seeds 100
+    python experiments/mismatch_growth.py runs/study-engines --json benchmarks/mismatch_growth.json
+
+One row for each run: ``log_ppl_abs_diff`` over ten steps at the beginning, at the peak of the accuracy and at the end,
+the same of what may carry it, and rank correlations over the steps. "gap per entropy" is the mean absolute difference
+of the log-probabilities over the policy's entropy: what remains of the gap where certain tokens are discounted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rljax.errors import ConfigError, run_cli
+from rljax.report.rows import Row, read_rows
+from rljax.report.summary import collapse_step, trailing_mean
+
+WINDOW = 10
+MISMATCH = "log_ppl_abs_diff"
+BAND = (1e-2, 1e-1)
+"""The size of ``log_ppl_abs_diff`` that is looked for (nats): above healthy engines, up to what collapses report."""
+
+SERIES = {
+    MISMATCH: "mismatch/log_ppl_abs_diff",
+    "log_ppl_abs_diff_sum": "mismatch/log_ppl_abs_diff_sum",
+    "entropy": "policy/entropy",
+    "response_length": "response_length/mean",
+    "grad_norm": "optimizer/grad_norm",
+}
+"""Name in the table -> metric."""
+
+
+def series_of(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """Float64 [steps] of each of ``SERIES``, and of the gap per entropy."""
+    found = {name: np.asarray([row[key] for row in rows], np.float64) for name, key in SERIES.items()}
+    gap = np.asarray([row["mismatch/logprob_abs_diff_mean"] for row in rows], np.float64)
+    return found | {"gap_per_entropy": gap / np.maximum(found["entropy"], 1e-9)}
+
+
+def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman's, with the mean rank for equal values; 0 where one side is constant."""
+    ranks = [np.mean([np.searchsorted(np.sort(v), v, side) for side in ("left", "right")], axis=0) for v in (x, y)]
+    if min(np.ptp(r) for r in ranks) == 0.0:
+        return 0.0
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def growth_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """What the table says of one run."""
+    series = series_of(rows)
+    accuracy = trailing_mean([row["reward/mean"] for row in rows], WINDOW)
+    peak = max(int(np.argmax(accuracy)), WINDOW - 1)
+    windows = {"first": slice(0, WINDOW), "peak": slice(peak - WINDOW + 1, peak + 1), "last": slice(-WINDOW, None)}
+    return {
+        "steps": len(rows),
+        "accuracy_peak": float(accuracy[peak]),
+        "accuracy_last": float(accuracy[-1]),
+        "peak_step": peak + 1,
+        "collapse_step": collapse_step(accuracy),
+        "steps_in_band": int(np.sum((series[MISMATCH] >= BAND[0]) & (series[MISMATCH] <= BAND[1]))),
+        "largest": float(series[MISMATCH].max()),
+        "largest_step": int(np.argmax(series[MISMATCH])) + 1,
+        "windows": {
+            when: {name: float(values[part].mean()) for name, values in series.items()}
+            for when, part in windows.items()
+        },
+        "rank_correlation_of_log_ppl_abs_diff": {
+            name: rank_correlation(series[MISMATCH], values)
+            for name, values in {"step": np.arange(len(rows), dtype=float), **series}.items()
+            if name != MISMATCH
+        },
+    }
+
+
+def to_markdown(runs: dict[str, dict[str, Any]]) -> str:
+    """One row for each run; three numbers in a cell are those of the first ten steps, at the peak, of the last ten."""
+    shown = (MISMATCH, "gap_per_entropy", "entropy", "response_length")
+    related = ("step", "entropy", "response_length", "grad_norm")
+    head = [
+        "run",
+        "accuracy peak -> last",
+        *shown,
+        "steps in 1e-2..1e-1",
+        "largest (step)",
+        *(f"rank correlation: {name}" for name in related),
+    ]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for name, found in runs.items():
+        cells = [name, f"{found['accuracy_peak']:.2f} -> {found['accuracy_last']:.2f}"]
+        cells += [" -> ".join(f"{found['windows'][w][key]:.2g}" for w in ("first", "peak", "last")) for key in shown]
+        cells.append(str(found["steps_in_band"]))
+        cells.append(f"{found['largest']:.2g} ({found['largest_step']})")
+        cells += [f"{found['rank_correlation_of_log_ppl_abs_diff'][key]:+.2f}" for key in related]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="directory of a study's runs")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    options = parser.parse_args(argv)
+    complete = [
+        path.parent for path in sorted(options.out.glob("*/metrics.jsonl")) if (path.parent / "summary.json").exists()
+    ]
+    if not complete:
+        raise ConfigError(f"{options.out} holds no complete run")
+    runs = {path.name: growth_of(read_rows(path / "metrics.jsonl")) for path in complete}
+    print(to_markdown(runs))
+    if options.json is not None:
+        document = {"command": f"python experiments/mismatch_growth.py {options.out}", "runs": runs}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

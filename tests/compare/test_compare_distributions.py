@@ -1,0 +1,121 @@
+"""Whole distributions against each other: hand-worked numbers, bounds, and scorers that really give them."""
+
+import numpy as np
+import pytest
+
+from rljax.compare.distributions import Known, compare_distributions, divergences
+from rljax.compare.dump import make_dump
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import load_params, save_params
+from rljax.policy.model import init_params
+from rljax.policy.score import make_scorer
+
+CONFIG = PolicyConfig(13, 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.5)
+LN2 = np.log(2.0)
+
+
+def known(*rows, ids=None):
+    return Known(np.log(np.asarray(rows, np.float32)), None if ids is None else np.asarray(ids, np.int32))
+
+
+def test_divergences_are_the_hand_worked_ones():
+    """p = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4): both KLs are 1/4 log 2, and a quarter of the mass moves."""
+    (found,) = divergences(known([0.5, 0.25, 0.25]), known([0.25, 0.5, 0.25]))
+    np.testing.assert_allclose(found, [LN2 / 4, LN2 / 4, 0.25, 0.0, 0.0], rtol=1e-6)
+    (same,) = divergences(known([0.5, 0.25, 0.25]), known([0.5, 0.25, 0.25]))
+    np.testing.assert_array_equal(same, [0.0, 0.0, 0.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("listed_by", ["p", "q"])
+def test_tokens_that_one_side_does_not_list_are_one_outcome(listed_by):
+    """Only token 0 is listed: 1/2 against 1/4, and the rests 1/2 against 3/4."""
+    p, q = known([0.5, 0.25, 0.25]), known([0.25, 0.5, 0.25])
+    p, q = (known([0.5], ids=[[0]]), q) if listed_by == "p" else (p, known([0.25], ids=[[0]]))
+    (found,) = divergences(p, q)
+    forward, backward = 0.5 * LN2 + 0.5 * np.log(2 / 3), 0.25 * -LN2 + 0.75 * np.log(1.5)
+    np.testing.assert_allclose(found[[0, 1, 2, 4]], [forward, backward, 0.25, 0.5], rtol=1e-6)
+
+
+def test_two_lists_are_compared_on_the_tokens_that_both_have():
+    """Tokens 4 and 7 against 7 and 9: of both known, 1/4 against 1/2, and the rests 3/4 and 1/2."""
+    p, q = known([0.5, 0.25], ids=[[4, 7]]), known([0.5, 0.25], ids=[[7, 9]])
+    (found,) = divergences(p, q)
+    np.testing.assert_allclose(
+        found, [0.25 * -LN2 + 0.75 * np.log(1.5), 0.5 * np.log(4 / 3), 0.25, 0.0, 0.75], rtol=1e-6
+    )
+
+
+def test_merged_outcomes_never_show_more_than_all_of_them():
+    rng = np.random.default_rng(0)
+    p, q = (Known(np.log(rng.dirichlet(np.full(20, 0.4), 200)).astype(np.float32)) for _ in range(2))
+    whole = divergences(p, q)
+    before = np.zeros(200)
+    for count in (1, 5, 20):
+        ids = np.argsort(-p.logprobs, axis=1)[:, :count].astype(np.int32)
+        listed = divergences(Known(np.take_along_axis(p.logprobs, ids, 1), ids), q)
+        assert (listed[:, 0] >= before - 1e-6).all()
+        assert (listed[:, :3] <= whole[:, :3] + 1e-6).all()
+        before = listed[:, 0]
+    np.testing.assert_allclose(before, whole[:, 0], rtol=1e-3, atol=1e-6)
+
+
+def test_tiny_divergences_keep_their_digits():
+    """q moves 1e-4 from one token of probability 1/2 to the other: KL = -log(1 - 4e-8) / 2 = 2e-8."""
+    p, q = known([0.5, 0.5]), Known(np.log(np.asarray([[0.5001, 0.4999]])))
+    assert divergences(p, q)[0, 0] == pytest.approx(2e-8, rel=1e-2)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for seed in (0, 1):
+        save_params(root / str(seed), init_params(CONFIG, seed), CONFIG)
+    rng = np.random.default_rng(2)
+    rows = [rng.integers(0, 13, n).tolist() for n in (5, 9)]
+    masks = [[False, False, True, True, True], [False] * 4 + [True, False, True, True, True]]
+    return root, make_dump(["a", "b"], rows, masks, {})
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_scorers_of_two_directories_are_compared_by_every_next_token(world, temperature):
+    """Against a scorer of given tokens that is asked for each token of the vocabulary."""
+    root, dump = world
+    specs = ["jax:float32", f"jax:float32@{root / '1'}"]
+    (pair,) = compare_distributions(specs, dump, root / "0", temperature=temperature)
+    score = make_scorer(CONFIG, "float32", temperature=temperature)
+    rows = [[], []]
+    for seed in (0, 1):
+        params = load_params(root / str(seed), CONFIG)
+        for ids, mask in zip(dump.token_ids, dump.response_mask, strict=True):
+            for place in np.flatnonzero(mask):
+                every = score(params, [np.append(ids[:place], np.int32(token)) for token in range(13)])
+                rows[seed].append([logprobs[-1] for logprobs in every])
+    q, p = (Known(np.asarray(row, np.float32)) for row in rows)
+    expected = divergences(p, q).mean(0)
+    names = ("kl", "reverse_kl", "total_variation", "top1_agreement", "rest_mass")
+    assert (pair.trainer, pair.rollout, pair.is_complete) == (*specs, True)
+    assert pair.metrics["token_count"] == 7
+    np.testing.assert_allclose([pair.metrics[name] for name in names], expected, rtol=1e-4, atol=1e-7)
+    assert pair.metrics["kl"] > 0.1
+
+
+def test_torch_and_jax_give_one_distribution(world):
+    pytest.importorskip("torch")
+    root, dump = world
+    (pair,) = compare_distributions(["jax:float32", "hf:float32"], dump, root / "0")
+    assert pair.metrics["kl_max"] < 1e-8
+    assert pair.metrics["top1_agreement"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("specs", "settings", "said"),
+    [
+        (["jax:float32", "jax-decode:float32"], {}, "whole distributions need two scorers of the kinds jax, hf, vllm"),
+        (["jax:float32", "jax:bfloat16"], {"model": None}, "scorer 'jax:float32' needs a model directory"),
+        (["jax:float32", "vllm:http://h:1"], {"temperature": 0.5}, "at temperature 1, 0.5 was asked for"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(world, specs, settings, said):
+    root, dump = world
+    with pytest.raises(ValueError, match=said):
+        compare_distributions(specs, dump, **{"model": root / "0"} | settings)

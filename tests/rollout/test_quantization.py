@@ -1,0 +1,145 @@
+"""Eight-bit weights and caches: hand-worked numbers, and that the embedded engine samples from nothing else."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rljax.policy.attention import attend
+from rljax.policy.config import PolicyConfig
+from rljax.policy.model import cast_params, init_params, logical_axes
+from rljax.rollout.jax_engine import JaxEngine, _with_cache
+from rljax.rollout.quantization import quantize, restore, summed_axes, to_cache
+from rljax.rollout.types import SamplingParams
+from rljax.sharding import MeshConfig, make_mesh
+
+CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
+LOGICAL = logical_axes(CONFIG)
+MESH = make_mesh(MeshConfig(1, 1))
+PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
+
+
+def engine_of(params, dtype, **settings):
+    engine = JaxEngine(CONFIG, dtype, 6, mesh=MESH, **settings)
+    engine.publish(params, 0)
+    return engine
+
+
+def sample(engine, *, seed=0):
+    return list(engine.generate(PROMPTS, 2, SamplingParams(10, 1.0), seed=seed))
+
+
+def assert_same_bits(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+
+
+def test_which_axes_a_matrix_sums_over():
+    layers = LOGICAL["layers"]
+    assert [summed_axes(layers["attention"][name]) for name in ("query", "key", "value", "output")] == [
+        *[(1,)] * 3,
+        (1, 2),
+    ]
+    assert [summed_axes(layers["mlp"][name]) for name in ("gate", "up", "down")] == [(1,)] * 3
+    others = LOGICAL["embed"], LOGICAL["final_norm"]["scale"], layers["mlp_norm"]["scale"]
+    assert [summed_axes(axes) for axes in others] == [()] * 3
+
+
+# One layer, two inputs, two output channels whose largest weights are 1.27 and 2.54 (int8), 448 and 0.875 (fp8).
+@pytest.mark.parametrize(
+    ("kind", "weight", "expected"),
+    [
+        # Steps 0.01 and 0.02: -0.504 -> -0.50, 0.031 -> 0.04 (1.55 steps).
+        ("int8", [[1.27, 0.031], [-0.504, -2.54]], [[1.27, 0.04], [-0.50, -2.54]]),
+        # Three bits of mantissa: 19 -> 20 (18, 20, ...; ties to even); -0.875 is 448 steps, 0.03 is 15.36 -> 15.
+        ("fp8", [[448.0, 0.03], [19.0, -0.875]], [[448.0, 15 * 0.875 / 448], [20.0, -0.875]]),
+    ],
+)
+def test_quantized_weights_are_the_hand_worked_ones(kind, weight, expected):
+    params = {"matrix": jnp.asarray(weight, jnp.float32)[None], "norm": jnp.asarray([[0.123, 7.0]])}
+    logical = {"matrix": ("layers", "embed", "mlp"), "norm": ("layers", "norm")}
+    stored = quantize(params, logical, kind)
+    assert stored["matrix"].values.dtype == {"int8": jnp.int8, "fp8": ml_dtypes.float8_e4m3fn}[kind]
+    found = restore(stored)
+    np.testing.assert_allclose(found["matrix"][0], expected, rtol=1e-6)
+    np.testing.assert_array_equal(found["norm"], params["norm"])
+
+
+def test_a_channel_of_zeros_stays_zero():
+    params, logical = {"m": jnp.zeros((1, 3, 2))}, {"m": ("layers", "embed", "mlp")}
+    assert not np.asarray(restore(quantize(params, logical, "int8"))["m"]).any()
+
+
+# float8_e4m3fn has 3 bits of mantissa and ends at 448; float8_e5m2 has 2 bits and ends at 57344. Ties go to even.
+@pytest.mark.parametrize(
+    ("dtype", "x", "expected"),
+    [
+        (jnp.float8_e4m3fn, [1.0, 1.05, 1.0625, 1.1875, -19.0, 500.0, -1e9], [1.0, 1.0, 1.0, 1.25, -20.0, 448.0, -448]),
+        (jnp.float8_e5m2, [1.0, 1.1, 1.125, 1.375, -19.0, 500.0, -1e9], [1.0, 1.0, 1.0, 1.5, -20.0, 512.0, -57344.0]),
+    ],
+)
+@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
+def test_a_cache_stores_the_hand_worked_numbers(given, dtype, x, expected):
+    stored = to_cache(jnp.asarray(x, given), dtype)
+    assert stored.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(stored, np.float32), expected)
+
+
+def test_a_cache_of_its_own_dtype_stores_what_it_gets():
+    x = jnp.asarray([1.1, np.inf], jnp.bfloat16)
+    assert to_cache(x, jnp.bfloat16) is x
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_attention_reads_what_the_cache_stores(kind):
+    """The newest token's own keys and values too; rounded here by numpy."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 3, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
+    empty = jnp.zeros((1, 2, 5, 2, 8), kind)
+    mask = jnp.asarray(np.tril(np.ones((3, 5), bool))[None].repeat(2, 0))
+    out, (keys, values) = jax.jit(_with_cache(mask, 0))((empty, empty), jnp.int32(0), q, k, v)
+    assert keys.dtype == values.dtype == jnp.dtype(kind)
+    dtype = getattr(ml_dtypes, kind)
+    rounded = [jnp.asarray(np.asarray(x).astype(np.float32).astype(dtype).astype(np.float32), q.dtype) for x in (k, v)]
+    expected = attend(q, *(jnp.pad(x, ((0, 0), (0, 2), (0, 0), (0, 0))) for x in rounded), mask)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), rtol=1e-2, atol=1e-3)
+    plain = attend(q, *(jnp.pad(x, ((0, 0), (0, 2), (0, 0), (0, 0))) for x in (k, v)), mask)
+    off = [float(jnp.abs(x.astype(jnp.float32) - out.astype(jnp.float32)).mean()) for x in (expected, plain)]
+    assert off[1] > 20 * off[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_the_engine_samples_from_the_published_weights_in_eight_bits(kind, dtype):
+    """Bit for bit as an engine that gets these numbers: of the weights in the rollout dtype, not of the masters."""
+    params = init_params(CONFIG, 0)
+    rounded = restore(quantize(cast_params(params, dtype), LOGICAL, kind), dtype)
+    found = sample(engine_of(params, dtype, weight_quantization=kind))
+    assert_same_bits(found, sample(engine_of(cast_params(rounded, "float32"), dtype)))
+    with pytest.raises(AssertionError):
+        assert_same_bits(found, sample(engine_of(params, dtype)))
+
+
+def test_eight_bits_repeat_and_compile_nothing_again():
+    engine = engine_of(init_params(CONFIG, 0), "bfloat16", weight_quantization="fp8", kv_cache_dtype="fp8_e4m3")
+    first = sample(engine)
+    engine.publish(init_params(CONFIG, 1), 1)
+    with pytest.raises(AssertionError):
+        assert_same_bits(first, sample(engine))
+    engine.publish(init_params(CONFIG, 0), 2)
+    assert_same_bits(first, sample(engine))
+    assert engine.compilations == 1
+
+
+def test_a_coarser_cache_is_farther_from_a_cache_of_the_rollout_dtype():
+    params = init_params(CONFIG, 0)
+    responses = [np.arange(i, i + 10, dtype=np.int32) for i in range(4)]
+    plain, *rest = (
+        np.concatenate(engine_of(params, "float32", kv_cache_dtype=kind).score(PROMPTS, responses))
+        for kind in ("auto", "fp8_e4m3", "fp8_e5m2")
+    )
+    gaps = [np.abs(logprobs - plain).mean() for logprobs in rest]
+    # One bit of mantissa less doubles the rounding error.
+    assert 0 < 1.5 * gaps[0] < gaps[1] < 3 * gaps[0]
