@@ -22,6 +22,7 @@ from rljax.rollout.types import SamplingParams, VerifyConfig
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
 
+_SHORTEST = 32  # tokens of a probe prompt: the blocks of a cache may be of one token
 TOP = 8  # likeliest tokens that the probe of the temperature compares
 
 
@@ -35,8 +36,8 @@ class Difference:
 
 
 def probe_length(block_size: int) -> int:
-    """Tokens of a probe prompt: two whole cache blocks and a part of a third."""
-    return 2 * block_size + max(block_size // 3, 1)
+    """Tokens of a probe prompt: two whole cache blocks and a part of a third, and no fewer than 32."""
+    return max(2 * block_size + max(block_size // 3, 1), _SHORTEST)
 
 
 def random_prompts(shape: tuple[int, int], vocab_size: int, seed: int = 0) -> list[np.ndarray]:
