@@ -15,50 +15,8 @@ mkdir -p "$venv"
 venv="$(cd "$venv" && pwd)"
 log="$venv/install.log"
 marker="$venv/.rljax-vllm"
-child=""
-
-say() { echo "install_vllm: $*" >&2; }
-die() { say "$*"; exit 1; }
-
-stop_child() {
-  if [[ -n "$child" ]] && kill -0 "$child" 2>/dev/null; then
-    kill "$child" 2>/dev/null || true
-    wait "$child" 2>/dev/null || true
-  fi
-}
-trap stop_child EXIT
-trap 'say "interrupted; run it again to go on"; exit 130' INT TERM
-
-find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1; then
-      echo "$candidate"
-      return
-    fi
-  done
-  die "no Python 3.11, 3.12 or 3.13 found; name one with PYTHON=/path/to/python"
-}
-
-# waited TITLE COMMAND...: runs it with its output in the log and says every 15 seconds that it goes on.
-waited() {
-  local title="$1" began=$SECONDS next=15
-  shift
-  say "$title"
-  "$@" >>"$log" 2>&1 &
-  child=$!
-  while kill -0 "$child" 2>/dev/null; do
-    sleep 0.5
-    if ((SECONDS - began >= next)); then
-      say "  $((SECONDS - began)) s, $(du -sh "$venv" 2>/dev/null | cut -f1) on disk"
-      next=$((next + 15))
-    fi
-  done
-  local status=0
-  wait "$child" || status=$?
-  child=""
-  return "$status"
-}
+program=install_vllm
+source "$repo/launch/installing.sh"
 
 explain_and_die() {
   local missing

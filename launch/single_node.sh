@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One machine: starts vLLM, waits for its health, trains with rollouts from it, and ends every process it started.
+# One machine: starts servers, waits for their health, trains with rollouts from it, and ends every process it started.
 #
 #   bash launch/single_node.sh CONFIG.yaml [options] [-- options of rljax.train]
 #   bash launch/single_node.sh configs/paper/qwen3_4b_length_triggered.yaml --trainer-gpus 0-3 --server-gpus 4-7
@@ -13,6 +13,7 @@
 #                                 share GPUs, as in --trainer-gpus 0 --server-gpus 0 --gpu-memory-utilization 0.4
 #   --max-model-len N             longest prompt plus response (default: what the configuration asks for, at least
 #                                 512: the verification's probes want a few hundred tokens)
+#   --engine vllm|sglang          kind of the servers (default vllm; sglang: on a CPU, or one GPU a server)
 #   --dry-run                     print what would be started, and what the run would take
 #   --help                        this text
 #
@@ -53,7 +54,7 @@ expand() {
   )
 }
 
-config="" trainer_gpus="" server_gpus="" tensor_parallel=1 memory="" max_len="" dry_run=false
+engine=vllm config="" trainer_gpus="" server_gpus="" tensor_parallel=1 memory="" max_len="" dry_run=false
 while (($#)); do
   case "$1" in
     -h | --help)
@@ -68,7 +69,7 @@ while (($#)); do
       shift
       break
       ;;
-    --trainer-gpus | --server-gpus | --tensor-parallel | --gpu-memory-utilization | --max-model-len)
+    --trainer-gpus | --server-gpus | --tensor-parallel | --gpu-memory-utilization | --max-model-len | --engine)
       (($# > 1)) || die "$1: expected a value"
       case "$1" in
         --trainer-gpus) trainer_gpus="$(expand "$2" "$1")" ;;
@@ -76,6 +77,7 @@ while (($#)); do
         --tensor-parallel) tensor_parallel="$2" ;;
         --gpu-memory-utilization) memory="$2" ;;
         --max-model-len) max_len="$2" ;;
+        --engine) engine="$2" ;;
       esac
       shift 2
       ;;
@@ -88,6 +90,7 @@ while (($#)); do
   esac
 done
 [[ -n "$config" ]] || die "name a configuration (see --help)"
+[[ "$engine" == vllm || "$engine" == sglang ]] || die "--engine: expected vllm or sglang, got '$engine'"
 [[ "$tensor_parallel" =~ ^[1-9][0-9]*$ ]] || die "--tensor-parallel: expected a number of GPUs, got '$tensor_parallel'"
 [[ -z "$memory" || "$memory" =~ ^0?\.[0-9]+$ ]] || die "--gpu-memory-utilization: expected a share such as 0.4, got '$memory'"
 
@@ -111,8 +114,8 @@ fi
 source "$here/launch/environment.sh"
 prepare_trainer_environment
 python="$RLJAX_BIN/python"
-given=("$config" "$@" --rollout.engine vllm)
-pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and vllm wants a URL
+given=("$config" "$@" --rollout.engine "$engine")
+pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and their engine wants a URL
 keys=model.path,rollout.dtype,precision.lm_head_dtype,run.dir,max_engine_tokens,rollout.api_key_file,rollout.colocated
 settings="$("$python" "$here/tools/show_config.py" "$keys" "${pending[@]}")" || exit 2
 {
@@ -122,14 +125,16 @@ settings="$("$python" "$here/tools/show_config.py" "$keys" "${pending[@]}")" || 
 ((longest >= 512)) || longest=512
 logs="$run_dir-servers"
 
-server_command=(bash "$here/launch/vllm_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --follow-parent)
+server_command=(bash "$here/launch/${engine}_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --follow-parent)
 [[ "$head" != float32 ]] || server_command+=(--head-dtype float32)
 [[ "$key_file" == None ]] || server_command+=(--api-key-file "$key_file")
-vllm_args=()
-((tensor_parallel == 1)) || vllm_args+=(--tensor-parallel-size "$tensor_parallel")
-[[ -z "$memory" ]] || vllm_args+=(--gpu-memory-utilization "$memory")
+server_args=()
+memory_option=--gpu-memory-utilization
+[[ "$engine" == vllm ]] || memory_option=--mem-fraction-static
+((tensor_parallel == 1)) || server_args+=(--tensor-parallel-size "$tensor_parallel")
+[[ -z "$memory" ]] || server_args+=("$memory_option" "$memory")
 # vLLM for a CPU refuses the option; there a server sleeps without giving memory back.
-[[ "$colocated" != True || -z "$server_gpus" ]] || vllm_args+=(--enable-sleep-mode)
+[[ "$colocated" != True || -z "$server_gpus" ]] || server_args+=(--enable-sleep-mode)
 trainer_env=()
 [[ -z "$trainer_gpus" ]] || trainer_env+=("CUDA_VISIBLE_DEVICES=$trainer_gpus")
 # Beside a server that has its share, JAX must not take three quarters of the GPU at once, and where they take turns it
@@ -154,7 +159,7 @@ if $dry_run; then
   urls=()
   for i in "${!groups[@]}"; do
     server_environment "${groups[i]}"
-    echo "server $i: $(shown "${server_env[@]}" "${server_command[@]}" --log "$logs/$i.log" ${vllm_args[@]+-- "${vllm_args[@]}"})"
+    echo "server $i: $(shown "${server_env[@]}" "${server_command[@]}" --log "$logs/$i.log" ${server_args[@]+-- "${server_args[@]}"})"
     urls+=("<server $i>")
   done
   echo "trainer:  $(shown "${trainer_env[@]}" "$python" -m rljax.train "${given[@]}")--rollout.urls ${urls[*]}"
@@ -201,10 +206,10 @@ mkdir -p "$logs"
 for i in "${!groups[@]}"; do
   server_environment "${groups[i]}"
   env "${server_env[@]}" "${server_command[@]}" --log "$logs/$i.log" --url-file "$work/$i.url" \
-    ${vllm_args[@]+-- "${vllm_args[@]}"} >/dev/null &
+    ${server_args[@]+-- "${server_args[@]}"} >/dev/null &
   servers+=($!)
 done
-echo "== waiting for ${#servers[@]} vLLM server(s) in $dtype, logs in $logs"
+echo "== waiting for ${#servers[@]} $engine server(s) in $dtype, logs in $logs"
 urls=()
 for i in "${!servers[@]}"; do
   while [[ ! -s "$work/$i.url" ]]; do
@@ -233,7 +238,7 @@ done
 lost=false
 if running "$trainer" && ! $asked; then
   lost=true
-  echo "single_node: no vLLM server is left; stopping the training" >&2
+  echo "single_node: no server is left; stopping the training" >&2
   kill -TERM "$trainer" 2>/dev/null || true
 fi
 while

@@ -31,7 +31,7 @@ from rljax.policy.model import param_shardings
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.types import RolloutConfig, SamplingParams
+from rljax.rollout.types import SERVED, RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
 from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
@@ -67,11 +67,11 @@ class Arguments:
     max_response_tokens: int | None = None
     """Longest response (tokens). None: what the toy task needs; for a file 8192, or less if the model has fewer
     positions."""
-    engine: Literal["jax", "vllm"] = "jax"
-    """jax: sample in this process. vllm: sample from servers; those of a Hugging Face directory are used as they are,
-    and the weights of a run are published to them first."""
+    engine: Literal["jax", "vllm", "sglang"] = "jax"
+    """jax: sample in this process. vllm, sglang: sample from servers of that kind; those of a Hugging Face directory
+    are used as they are, and the weights of a run are published to them first."""
     urls: tuple[str, ...] = ()
-    """Base URLs of the vLLM servers."""
+    """Base URLs of the servers."""
     api_key_file: str | None = None
     """As ``rollout.api_key_file``."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -94,8 +94,8 @@ class Arguments:
     def __post_init__(self) -> None:
         check_sampling(self)
         check_at_least(self, 1, "batch_size")
-        if (self.engine == "vllm") != bool(self.urls):
-            raise ValueError("urls are needed with engine = vllm, and only there")
+        if (self.engine in SERVED) != bool(self.urls):
+            raise ValueError("urls are needed with engine = vllm or sglang, and only there")
         if self.best and self.step is not None:
             raise ValueError("best and step name two checkpoints: give one")
 
@@ -185,16 +185,16 @@ def open_engine(
 
     Args:
       policy: what it samples from.
-      rollout: names the engine, jax or vllm, and its servers and dtype.
+      rollout: names the engine, jax, vllm or sglang, and its servers and dtype.
       prompt_tokens: longest prompt.
       response_tokens: longest response.
     """
     made: RolloutEngine
     with caller_errors():
-        if rollout.engine == "vllm" and policy.run is None:
-            made = connect(rollout.urls, api_key_file=rollout.api_key_file)
+        if rollout.engine in SERVED and policy.run is None:
+            made = connect(rollout.urls, kind=rollout.engine, api_key_file=rollout.api_key_file)
         else:
-            mesh = make_mesh(MeshConfig(), jax.devices()[:1] if rollout.engine == "vllm" else None)
+            mesh = make_mesh(MeshConfig(), jax.devices()[:1] if rollout.engine in SERVED else None)
             params = policy.load(mesh)
             longest = prompt_tokens + response_tokens
             made = make_engine(rollout, policy.config, mesh, max_prompt_tokens=prompt_tokens, max_tokens=longest)

@@ -19,7 +19,7 @@ from rljax.policy.hf_config import read_config
 from rljax.rollout.build import load_jax_engine
 from rljax.rollout.jax_engine import JaxEngine
 from rljax.rollout.served.model import ServedModel
-from rljax.rollout.types import Response, SamplingParams
+from rljax.rollout.types import SERVED, Response, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def sample_responses(
     Args:
       dump: its prompts are what stands before the first response token; its columns are not carried over.
       model: Hugging Face directory; of a server's only the end-of-sequence tokens and the vocabulary are read.
-      spec: ``jax-decode:DTYPE`` (the embedded engine) or ``vllm-decode:URL`` (a running server).
+      spec: ``jax-decode:DTYPE`` (the embedded engine) or ``vllm-decode:URL`` or
+        ``sglang-decode:URL`` (a running server).
       config: how; None takes the defaults.
       progress: called with a number of responses when so many have been sampled.
 
@@ -76,6 +77,7 @@ def sample_responses(
     """
     how = config or SampleConfig()
     kind, argument = split_sampler(spec)
+    served = kind.removesuffix("-decode")
     shape = read_config(model)
     prompts = [
         _prompt(name, ids, mask, shape.vocab_size)
@@ -83,8 +85,8 @@ def sample_responses(
     ]
     sampling = SamplingParams(how.max_response_tokens, how.temperature, shape.stop_token_ids)
     opened: contextlib.AbstractContextManager[ServedModel | JaxEngine] = (
-        open_server(argument)
-        if kind == "vllm-decode"
+        open_server(argument, served)
+        if served in SERVED
         else contextlib.closing(load_jax_engine(model, argument, max(map(len, prompts))))
     )
     with opened as engine:
@@ -93,7 +95,7 @@ def sample_responses(
             runs = [engine.generate(prompts, how.responses, sampling, seed=how.seed)]
         else:
             column, temperature = f"{kind}:{server_label(engine.info)}", engine.logprobs_temperature(how.temperature)
-            source = server_source(engine.info, "decode", temperature)
+            source = server_source(engine.info, "decode", temperature, served)
             runs = [
                 engine.generate(prompts, how.responses, sampling, seed=how.seed, at_once=size)
                 for size in (how.batch_size, how.batch_size // 2 or 2)[: 1 + how.second_run]
@@ -121,7 +123,7 @@ def split_sampler(spec: str) -> tuple[str, str]:
     Raises:
       ValueError: it is none of the forms ``sample_responses`` takes.
     """
-    return parse_spec("sampler", spec, {"jax-decode": "DTYPE", "vllm-decode": "URL"})
+    return parse_spec("sampler", spec, {"jax-decode": "DTYPE"} | {f"{kind}-decode": "URL" for kind in SERVED})
 
 
 def toy_prompts(count: int, model: str | Path) -> TokenDump:

@@ -20,7 +20,7 @@ from rljax.policy.score import make_scorer
 from rljax.rollout.build import connect, load_jax_engine
 from rljax.rollout.served.model import ServedModel
 from rljax.rollout.served.wire import ServerInfo
-from rljax.rollout.types import ClientLimits
+from rljax.rollout.types import SERVED, ClientLimits
 from rljax.rollout.weights.hash import weights_hash
 
 T = TypeVar("T")
@@ -32,7 +32,11 @@ _SERVER_LIMITS = ClientLimits(request_timeout_s=600.0)
 _NONE = np.full(1, np.nan, np.float32)  # position 0 carries no log-probability
 
 _OF_MODEL = "DTYPE[@DIR]"
-_FORMS = {"jax": _OF_MODEL, "jax-decode": _OF_MODEL, "hf": _OF_MODEL, "vllm": "URL", "dump": "FILE#COLUMN"}
+_FORMS = {
+    **dict.fromkeys(("jax", "jax-decode", "hf"), _OF_MODEL),
+    **dict.fromkeys(("vllm", "sglang"), "URL"),
+    "dump": "FILE#COLUMN",
+}
 
 
 def score_column(
@@ -48,9 +52,10 @@ def score_column(
 
     Args:
       spec: ``jax:DTYPE`` (this library's forward), ``jax-decode:DTYPE`` (the embedded engine, one token at a time
-        through its key-value cache; responses only), ``hf:DTYPE`` (transformers on torch), ``vllm:URL`` (prompt
-        log-probabilities of a running server) or ``dump:FILE#COLUMN`` (from any file ``read_tokens`` reads; sequences
-        go by their ids). The first three take a model directory of their own, ``jax:DTYPE@DIR``.
+        through its key-value cache; responses only), ``hf:DTYPE`` (transformers on torch), ``vllm:URL`` or
+        ``sglang:URL`` (prompt log-probabilities of a running server) or ``dump:FILE#COLUMN`` (from any file
+        ``read_tokens`` reads; sequences go by their ids). The first three take a model directory of their own,
+        ``jax:DTYPE@DIR``.
       dump: the sequences.
       model: Hugging Face directory; for the first three, where they name none.
       temperature: of the distribution scored; positive, and 1 for a server.
@@ -75,12 +80,12 @@ def score_column(
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if kind == "vllm":
+    if kind in SERVED:
         if temperature != 1.0:
             raise ValueError(f"a server's prompt log-probabilities are at temperature 1, {temperature:g} was asked for")
-        with open_server(argument) as server:
+        with open_server(argument, kind) as server:
             vectors = list(counted(server.score(dump.token_ids, at_once=batch_size), progress))
-            return vectors, server_source(server.info, "", 1.0)
+            return vectors, server_source(server.info, "", 1.0, kind)
     dtype, directory = split_model(argument, model)
     if directory is None:
         raise ValueError(f"scorer {spec!r} needs a model directory")
@@ -89,14 +94,14 @@ def score_column(
     return vectors, local_source(kind, dtype, temperature, directory)
 
 
-def open_server(url: str) -> contextlib.closing[ServedModel]:
-    """The server at ``url``, closed at the end of a ``with``.
+def open_server(url: str, kind: str = "vllm") -> contextlib.closing[ServedModel]:
+    """The server of this kind (vllm or sglang) at ``url``, closed at the end of a ``with``.
 
     Raises:
       ServerError: it does not answer, or refuses.
       ValueError: it is no server of one model.
     """
-    return contextlib.closing(connect([url], _SERVER_LIMITS))
+    return contextlib.closing(connect([url], _SERVER_LIMITS, kind=kind))
 
 
 def counted(items: Iterable[T], progress: Callable[[int], object]) -> Iterator[T]:
@@ -111,11 +116,14 @@ def server_label(info: ServerInfo) -> str:
     return info.dtype or info.url.partition("://")[2]
 
 
-def server_source(info: ServerInfo, kind: str, temperature: float | None) -> ColumnSource:
-    """What a column of the server's is; ``kind`` ends the engine's name. Weights published to it have no known hash."""
+def server_source(info: ServerInfo, way: str, temperature: float | None, kind: str = "vllm") -> ColumnSource:
+    """What a column of a server of ``kind`` is; ``way`` ends the engine's name.
+
+    Weights that were published to it have no known hash.
+    """
     readable = info.has_first_weights and any(Path(info.root).glob("*.safetensors"))
     known_hash = weights_hash(info.root) if readable else ""
-    return ColumnSource(f"vllm {info.version} {kind}".strip(), info.dtype, known_hash, temperature, "rollout")
+    return ColumnSource(f"{kind} {info.version} {way}".strip(), info.dtype, known_hash, temperature, "rollout")
 
 
 def local_source(kind: str, dtype: str, temperature: float, model: str | os.PathLike[str]) -> ColumnSource:
@@ -132,7 +140,7 @@ def split_spec(spec: str) -> tuple[str, str]:
     Raises:
       ValueError: it is none of the forms ``score_column`` takes.
     """
-    if spec.startswith("vllm-decode:"):
+    if spec.startswith(tuple(f"{kind}-decode:" for kind in SERVED)):
         raise ValueError(
             f"{spec!r} samples and cannot score: over HTTP no server decodes given tokens; score them with "
             f"{spec.replace('-decode', '', 1)}, or sample with --sample"
@@ -174,7 +182,7 @@ def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str
 
 
 def name_columns(specs: Sequence[str]) -> dict[str, str]:
-    """Spec -> name of its column: the spec itself, but ``vllm:DTYPE`` for a server, with its URL where that is taken.
+    """Spec -> name of its column: the spec itself, but ``vllm:DTYPE`` or the like for a server.
 
     Raises:
       ValueError: a spec is unknown.
@@ -184,9 +192,9 @@ def name_columns(specs: Sequence[str]) -> dict[str, str]:
     for spec in dict.fromkeys(specs):
         kind, argument = split_spec(spec)
         name = spec
-        if kind == "vllm":
-            with open_server(argument) as server:
-                name = f"vllm:{server_label(server.info)}"
+        if kind in SERVED:
+            with open_server(argument, kind) as server:
+                name = f"{kind}:{server_label(server.info)}"
         names[spec] = spec if name in names.values() else name
     return names
 

@@ -23,15 +23,19 @@ from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.exact_engine import ExactEngine, Executable
 from rljax.rollout.injected_engine import InjectedEngine
 from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.served.backend import Backend
 from rljax.rollout.served.client import check_url
 from rljax.rollout.served.discovery import make_lookup
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.served.model import ServedModel
 from rljax.rollout.served.verify import Score
-from rljax.rollout.types import ClientLimits, PublishConfig, RolloutConfig
+from rljax.rollout.sglang.backend import SglangBackend
+from rljax.rollout.types import SERVED, ClientLimits, PublishConfig, RolloutConfig
 from rljax.rollout.vllm.backend import VllmBackend
 from rljax.rollout.weights.writer import Part, Writer
 from rljax.sharding import MeshConfig, make_mesh
+
+_BACKENDS: Mapping[str, Callable[[], Backend]] = {"vllm": VllmBackend, "sglang": SglangBackend}
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,19 @@ def check_engine(config: RolloutConfig) -> None:
         raise ValueError("rollout.weight_quantization and rollout.inject.quantize both round the weights: give one")
     if config.router is not None:
         check_url(config.router)
-    if config.engine == "vllm":
+        if config.engine == "sglang":
+            raise ValueError("rollout.router works with rollout.engine = vllm, not with sglang")
+    if config.engine == "sglang" and config.router_replay == "r3":
+        raise ValueError("rollout.router_replay = r3 works with rollout.engine = jax or vllm, not with sglang")
+    if config.engine in SERVED:
         if config.discovery is not None:
             make_lookup(config.discovery)
         elif not config.urls:
-            raise ValueError("rollout.engine = vllm needs at least one URL in rollout.urls, or rollout.discovery")
+            raise ValueError(
+                f"rollout.engine = {config.engine} needs at least one URL in rollout.urls, or rollout.discovery"
+            )
         if inject.changes_weights or inject.logit_noise:
-            raise ValueError("rollout.inject works with rollout.engine = exact or jax, not with vllm")
+            raise ValueError(f"rollout.inject works with rollout.engine = exact or jax, not with {config.engine}")
     if config.engine == "exact" and config.router_replay != "none":
         raise ValueError("rollout.router_replay: the exact engine routes as the trainer does; give none")
     if config.engine == "jax" and inject.logit_noise:
@@ -110,7 +120,7 @@ def make_engine(
       mesh: the trainer's.
       max_prompt_tokens: longest prompt (tokens).
       max_tokens: longest prompt plus longest response that will be asked for (tokens).
-      lm_head_dtype: as ``PrecisionConfig`` has it; the exact engine has it in its executable. None: vLLM servers may
+      lm_head_dtype: as ``PrecisionConfig`` has it; the exact engine has it in its executable. None: servers may
         compute the LM head in any dtype, and the embedded engine does so in its own.
       make_executable: the trainer's executable; engine exact alone needs and makes it.
       functions: for HTTP servers; None: ``policy_functions``.
@@ -125,12 +135,12 @@ def make_engine(
     check_engine(config)
     if config.router_replay != "none" and not policy.num_experts:
         raise ValueError(f"rollout.router_replay = {config.router_replay} is for a mixture of experts; this is dense")
-    if config.engine == "vllm":
+    if config.engine in SERVED:
         functions = functions or policy_functions(policy, config.dtype)
         try:
             return ServedEngine(
                 config,
-                VllmBackend(),
+                _BACKENDS[config.engine](),
                 hf_config=config_to_hf(policy, config.dtype),
                 max_tokens=max_tokens,
                 tensors=functions.tensors,
@@ -172,11 +182,19 @@ def load_jax_engine(model: str | Path, dtype: Any, max_prompt_tokens: int) -> Ja
     return engine
 
 
-def connect(urls: Sequence[str], limits: ClientLimits | None = None, *, api_key_file: str | None = None) -> ServedModel:
-    """The model that vLLM servers hold as they stand; their key comes as that of ``RolloutConfig.api_key_file``.
+def connect(
+    urls: Sequence[str], limits: ClientLimits | None = None, *, kind: str = "vllm", api_key_file: str | None = None
+) -> ServedModel:
+    """The model that servers hold as they stand; their key comes as that of ``RolloutConfig.api_key_file``.
+
+    Args:
+      urls: of the servers.
+      limits: of the client.
+      kind: vllm or sglang.
+      api_key_file: with the key that they ask for.
 
     Raises:
       ServerError: a server does not answer.
-      ValueError: a server is no vLLM server of one model, or the servers hold different ones.
+      ValueError: a server is not of this kind with one model, or the servers hold different ones.
     """
-    return ServedModel(urls, VllmBackend(), limits=limits, api_key_file=api_key_file)
+    return ServedModel(urls, _BACKENDS[kind](), limits=limits, api_key_file=api_key_file)

@@ -127,7 +127,7 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """How new weights come to vLLM servers."""
+    """How new weights come to servers."""
 
     store: str = "shared"
     """shared: servers read each version in ``rollout.transfer_dir``, which they and the trainer see. Otherwise each
@@ -157,6 +157,9 @@ class PublishConfig:
             raise ValueError(f"port must be in 0..65535, got {self.port}")
 
 
+SERVED = ("vllm", "sglang")
+"""The engines that are servers over HTTP."""
+
 RouterReplay = Literal["none", "r2", "r3"]
 
 
@@ -164,13 +167,13 @@ RouterReplay = Literal["none", "r2", "r3"]
 class RolloutConfig:
     """How a step's responses are sampled."""
 
-    engine: Literal["jax", "vllm", "exact"] = "jax"
-    """jax: the embedded engine. vllm: vLLM servers over HTTP. exact: the trainer's own executable, with zero mismatch
-    but slow."""
+    engine: Literal["jax", "vllm", "sglang", "exact"] = "jax"
+    """jax: the embedded engine. vllm, sglang: servers of that kind over HTTP. exact: the trainer's own executable, with
+    zero mismatch but slow."""
     urls: tuple[str, ...] = ()
-    """Base URLs of the vLLM servers."""
+    """Base URLs of the servers."""
     discovery: str | None = None
-    """Where vLLM servers are listed that may join and leave while the run goes on: a file with a URL in each line, a
+    """Where servers are listed that may join and leave while the run goes on: a file with a URL in each line, a
     directory of files ``*.url``, or dns://HOST:PORT for a server at each address of HOST. ``urls`` is not used then."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype that the engine computes in. It must be the dtype of the weights published to it."""
@@ -193,7 +196,7 @@ class RolloutConfig:
     max_route_bytes: int = 8 * 2**30
     """Most bytes that the routes of one step may take on the host; a run that could need more is refused."""
     transfer_dir: str | None = None
-    """Directory for weights that all trainer processes see, and the vLLM servers, too, where ``publish.store`` is
+    """Directory for weights that all trainer processes see, and the servers, too, where ``publish.store`` is
     shared or directory. None: a memory-backed directory on this machine."""
     router: str | None = None
     """URL of a vllm-router that spreads rollouts over the servers, by its own policy. It is told which of them are
@@ -202,17 +205,17 @@ class RolloutConfig:
     """Whether the vLLM servers are on the trainer's own devices: after sampling they sleep, which gives the memory of
     weights and caches back, and for sampling they wake, load the weights and are verified."""
     server_wait_s: float = 900.0
-    """Longest time the run waits while no vLLM server answers (seconds)."""
+    """Longest time the run waits while no server answers (seconds)."""
     seeded: bool = True
-    """Whether a seed is sent with each response to a vLLM server, so that equal weights sample alike as far as the
-    server can."""
+    """Whether a seed is sent with each response to a server, so that equal weights sample alike as far as the server
+    can: vLLM does, SGLang on its own settings does not."""
     api_key_file: str | None = None
-    """File with the key that the vLLM servers ask for, readable by its owner alone. None: the file that
+    """File with the key that the servers ask for, readable by its owner alone. None: the file that
     ``$RLJAX_API_KEY_FILE`` names, and no key where it names none."""
     limits: ClientLimits = field(default_factory=ClientLimits)
-    """Limits of the client that talks to vLLM servers."""
+    """Limits of the client that talks to servers."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
-    """How the use of published weights is verified on each vLLM server."""
+    """How the use of published weights is verified on each server."""
     dump_every: int = 0
     """Steps between token dumps (``rollouts/step_*.parquet``, which tools/compare_mismatch.py reads). 0: no dumps."""
     transcript_every: int = 0

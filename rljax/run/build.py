@@ -24,7 +24,7 @@ from rljax.processes import ALONE, Processes
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import make_engine, policy_functions
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.types import SERVED, SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import evaluate_datasets
@@ -90,7 +90,7 @@ def make_run_engine(
 
     Raises as ``make_engine``.
     """
-    several, is_served = processes.count > 1, config.rollout.engine == "vllm"
+    several, is_served = processes.count > 1, config.rollout.engine in SERVED
     functions = None
     if several and is_served:
         # A directory that is named is one that all processes see; without one, process 0 writes into its own memory.
@@ -123,7 +123,7 @@ def make_checkpointer(config: Config, processes: Processes) -> Checkpointer:
 
 def make_acts(config: Config, policy: PolicyConfig, mesh: Mesh, processes: Processes) -> dict[str, OfParams]:
     """What a process other than 0 does for the engine of process 0."""
-    if config.rollout.engine == "vllm":
+    if config.rollout.engine in SERVED:
         return function_acts(policy_functions(policy, config.rollout.dtype), processes)
     return engine_acts(make_run_engine(config, policy, mesh, StopRequest()))
 

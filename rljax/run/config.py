@@ -12,7 +12,7 @@ from rljax.checks import check_at_least, check_finite
 from rljax.data.prompts import DataConfig
 from rljax.policy.lora import LoraConfig
 from rljax.policy.options import PolicyOptions
-from rljax.rollout.types import PublishConfig, RolloutConfig
+from rljax.rollout.types import SERVED, PublishConfig, RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.guard import GuardConfig
 from rljax.run.rate import ScheduleConfig
@@ -157,9 +157,9 @@ class Config:
             )
         if self.rollout.engine == "exact":
             self._check_exact()
-        if self.publish.store != "shared" and self.rollout.engine != "vllm":
+        if self.publish.store != "shared" and self.rollout.engine not in SERVED:
             raise ValueError(
-                f"publish.store = {self.publish.store} is for servers: rollout.engine must be vllm, got "
+                f"publish.store = {self.publish.store} is for servers: rollout.engine must be vllm or sglang, got "
                 f"{self.rollout.engine}"
             )
 

@@ -19,6 +19,7 @@ DOORS = {
     "uvicorn": {"rollout.served.weight_server"},
     "msgspec": {
         "rollout.vllm.wire",
+        "rollout.sglang.wire",
         "rollout.weights.version",
         "rollout.weights.mirror",
         "rollout.weights.writer",
@@ -30,9 +31,22 @@ DOORS = {
     "fsspec": {"object_stores"},
     "grain": {"data.prompts"},
     "pyarrow": {"data.files", "compare.dump"},
-    "safetensors": {"policy.hf", "policy.peft", "rollout.weights.files", "rollout.vllm.plugin"},
+    "safetensors": {
+        "policy.hf",
+        "policy.peft",
+        "rollout.weights.files",
+        "rollout.vllm.plugin",
+        "rollout.sglang.plugin",
+    },
     "vllm": {"rollout.vllm.plugin"},
-    "torch": {"rollout.vllm.plugin", "compare.scorers"},
+    "sglang": {"rollout.sglang.plugin"},
+    "torch": {
+        "rollout.vllm.plugin",
+        "rollout.sglang.plugin",
+        "rollout.sglang.launch_on_cpu",
+        "rollout.served.torch_checksum",
+        "compare.scorers",
+    },
     "huggingface_hub": {"policy.hub"},
     "transformers": {"data.tokenizer", "compare.scorers"},
     "tensorboardX": {"run.record"},
@@ -62,8 +76,15 @@ LEVEL_0 = ("errors", "schedule", "mismatch")
 MISMATCH_MODULES = {"accurate", "metrics", "histogram", "importance", "correction", "diagnosis", "names"}
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 
-# Loaded where there may be no jax: the plugin inside vLLM's worker processes, and the weights beside it.
-WITHOUT_JAX = ("rollout.vllm.plugin", "rollout.weights.files", "rollout.weights.hash", "rollout.weights.pull")
+# Loaded where there may be no jax: the plugins inside servers' worker processes, and the weights beside it.
+WITHOUT_JAX = (
+    "rollout.vllm.plugin",
+    "rollout.sglang.plugin",
+    "rollout.sglang.server",
+    "rollout.weights.files",
+    "rollout.weights.hash",
+    "rollout.weights.pull",
+)
 
 
 def module_name(path: Path) -> str:

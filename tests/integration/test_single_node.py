@@ -127,13 +127,13 @@ def test_the_death_of_its_server_ends_the_run_at_once(launch):
     """The worker dies of SIGILL, as where AMX is used without permission: status 1, the steps saved, nothing left."""
     process, mark, run_dir = launch("--run.steps", "1000", "--checkpoint.every", "0")
     wait_for_rows(process, run_dir, 2)
-    (group,) = (int(pid) for pid, line in marked(mark).items() if "rljax.rollout.vllm.server" in line)
+    (group,) = (int(pid) for pid, line in marked(mark).items() if "rljax.rollout.served.process" in line)
     kill_worker(group)
     output, _ = process.communicate(timeout=LIMIT_S)  # by itself the trainer would wait for 900 s
     assert process.returncode == 1, output
     log = Path(f"{run_dir}-servers/0.log")
     assert f"single_node: server 0 ended, 0 of 1 left; the whole log is {log}\n" in output
-    assert "single_node: no vLLM server is left; stopping the training\n" in output
+    assert "single_node: no server is left; stopping the training\n" in output
     assert log.read_text().splitlines()[-1] in output
     assert saved_steps(run_dir) == [len(comparable(run_dir))]
     assert marked(mark) == members(group) == {}

@@ -10,9 +10,9 @@ import pytest
 from rljax.errors import HandshakeError
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.served.process import free_port
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.rollout.vllm.backend import VllmBackend
-from rljax.rollout.vllm.server import free_port
 
 pytestmark = pytest.mark.vllm
 

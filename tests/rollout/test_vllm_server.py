@@ -12,6 +12,7 @@ import pytest
 import serve_vllm
 
 from rljax.errors import ServerFailedError
+from rljax.rollout.served.foreground import parse
 from rljax.rollout.vllm.server import ServerConfig, VllmServer, command, start, vllm_python
 
 pytestmark = pytest.mark.slow
@@ -152,10 +153,10 @@ def test_arguments_of_vllm_come_after_the_options():
     own = {"url_file": None, "timeout": 600.0, "follow_parent": False}
     given = {"model": "m", "dtype": "float16", "max_model_len": 9, **own, "follow_parent": True}
     options = ["--max-model-len", "9", "m", "--dtype", "float16", "--follow-parent"]
-    assert serve_vllm.parse(["m"]) == {"model": "m", **own, "extra_args": ()}
-    assert serve_vllm.parse(options) == {**given, "extra_args": ()}
-    assert serve_vllm.parse([*options, "--", "--x", "1"]) == {**given, "extra_args": ("--x", "1")}
-    assert serve_vllm.parse(["m", "--head-dtype", "float32"])["head_dtype"] == "float32"
+    assert parse("vLLM", ["m"]) == {"model": "m", **own, "extra_args": ()}
+    assert parse("vLLM", options) == {**given, "extra_args": ()}
+    assert parse("vLLM", [*options, "--", "--x", "1"]) == {**given, "extra_args": ("--x", "1")}
+    assert parse("vLLM", ["m", "--head-dtype", "float32"])["head_dtype"] == "float32"
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):

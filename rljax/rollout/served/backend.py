@@ -62,11 +62,11 @@ class Backend(Wire, Protocol):
 
     Attributes:
       start_command: the command that starts a server, for messages.
-      logprobs_option: with which it reports log-probabilities of the distribution it samples from, for messages.
+      logprobs_hint: what to do about one whose log-probabilities are not of the distribution that it samples from.
     """
 
     start_command: str
-    logprobs_option: str
+    logprobs_hint: str
 
     def describe(self, client: ServerClient, url: str) -> ServerInfo:
         """What the server says of itself; sets the client to its model's name and its route.

@@ -27,8 +27,9 @@ from rljax.policy.config import route_dtype
 from rljax.rollout.api_key import find_key_file
 from rljax.rollout.served.backend import Backend, Expectation
 from rljax.rollout.served.base import ServedBase, shortest, wait_for_most
+from rljax.rollout.served.handshake import check_logprobs
 from rljax.rollout.served.publishing import make_files
-from rljax.rollout.served.verify import Score, Verifier, check_logprobs
+from rljax.rollout.served.verify import Score, Verifier
 from rljax.rollout.served.wire import Completion, Request, ServerInfo, check_prompts, make_requests
 from rljax.rollout.types import PublishConfig, Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.rollout.weights.differences import described, differences
@@ -324,7 +325,7 @@ class ServedEngine(ServedBase):
         if published is None:
             try:
                 info = self._handshake(url)
-                check_logprobs(self._client, info, self._backend.logprobs_option)
+                check_logprobs(self._client, info, self._backend.logprobs_hint)
                 return _Recovered(info)
             except ReplyError as error:  # no server of this kind: waiting would not make it one
                 raise HandshakeError(error) from error
@@ -337,7 +338,7 @@ class ServedEngine(ServedBase):
                 raise ServerGoneError(f"{url} was recovered for weights that are not the current ones any more")
             self._load(published, url)
             recovered = self._prove(published, url, info)
-            check_logprobs(self._client, info, self._backend.logprobs_option)
+            check_logprobs(self._client, info, self._backend.logprobs_hint)
         except HandshakeError as error:
             raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
         return recovered

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from rljax.errors import HandshakeError, ReplyError, ServerRefusedError
+from rljax.errors import HandshakeError, ReplyError
 from rljax.rollout.served.backend import Expectation
 from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.verify import TOP, probe_length
+from rljax.rollout.served.handshake import ask, dtype_differences, length_differences, shape_differences
+from rljax.rollout.served.verify import TOP
 from rljax.rollout.served.wire import ServerInfo
 from rljax.rollout.vllm.server import BACKEND
 from rljax.rollout.weights.directory import PROTOCOL, WeightDirectory
@@ -26,8 +27,8 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
       ReplyError: it answers with what cannot be read.
     """
     development = "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1 (launch/vllm_server.sh)"
-    if _ask(client, url, "GET", "/is_paused", development).get("is_paused"):
-        if _ask(client, url, "GET", "/is_sleeping", development).get("is_sleeping"):
+    if ask(client, url, "GET", "/is_paused", development).get("is_paused"):
+        if ask(client, url, "GET", "/is_sleeping", development).get("is_sleeping"):
             client.call(url, "POST", "/wake_up")
         log.info("%s was left paused; resuming it", url)
         client.call(url, "POST", "/resume")
@@ -35,7 +36,7 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
         "rljax's plugin is not in this server: install rljax beside vLLM and start it with "
         "--worker-extension-cls rljax.rollout.vllm.plugin.WorkerExtension"
     )
-    reply = _ask(client, url, "POST", "/collective_rpc", plugin, {"method": "rljax_describe"})
+    reply = ask(client, url, "POST", "/collective_rpc", plugin, {"method": "rljax_describe"})
     try:
         described = reply["results"][0]
         if described.get("protocol") != PROTOCOL:
@@ -48,7 +49,7 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
     if differing:
         raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
     unnamed = "it does not say which weights it holds: no /weight_info (launch/install_vllm.sh has a vLLM with it)"
-    _ask(client, url, "GET", "/weight_info", unnamed)
+    ask(client, url, "GET", "/weight_info", unnamed)
     client.find_route(url)
     info = server_info(url, described)
     path, text = files.probe()
@@ -56,16 +57,8 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
     if files.source:
         unread = f"the server's machine cannot read weights from {files.source}"
     probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}
-    _ask(client, url, "POST", "/init_weight_transfer_engine", unread, {"init_info": probe})
+    ask(client, url, "POST", "/init_weight_transfer_engine", unread, {"init_info": probe})
     return info
-
-
-def _ask(client: ServerClient, url: str, method: str, path: str, refusal: str, json: Any = None) -> dict[str, Any]:
-    """The reply; a refusal is a HandshakeError that begins with what it means."""
-    try:
-        return client.call(url, method, path, json=json)
-    except ServerRefusedError as error:
-        raise HandshakeError(str(error) if error.status == 401 else f"{url}: {refusal} ({error})") from error
 
 
 def server_info(url: str, described: Mapping[str, Any]) -> ServerInfo:
@@ -87,36 +80,19 @@ def _differences(described: Mapping[str, Any], expected: Expectation) -> list[st
         lines.append(
             f"the weight-transfer backend is {described['backend']!r}, expected {BACKEND!r} (--weight-transfer-config)"
         )
-    if described["dtype"] != expected.dtype:
-        lines.append(f"the dtype is {described['dtype']}, expected {expected.dtype} (rollout.dtype)")
-    head = described.get("head_dtype", described["dtype"])
-    both_plain = (head, expected.head_dtype) == (described["dtype"], expected.dtype)  # what differs was said above
-    if expected.head_dtype not in (None, head) and not both_plain:
-        option = "with" if expected.head_dtype == "float32" else "without"
-        lines.append(
-            f"the LM head computes in {head}, expected {expected.head_dtype} (precision.lm_head_dtype): start {option} "
-            '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\''
-        )
-    if described["quantization"] is not None:
-        lines.append(f"the weights are quantized ({described['quantization']}), expected none")
+    lines += dtype_differences(described, expected, 'vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\'')
     if expected.needs_routes and not described.get("returns_routes", False):
         lines.append(
             "it does not report the experts of its tokens (rollout.router_replay = r3): start it with "
             "--enable-return-routed-experts and VLLM_USE_V2_MODEL_RUNNER=1, which vLLM's build for a CPU does not have"
         )
-    shape = described["shape"]
-    for key, theirs in shape.items():
-        wanted = expected.hf_config.get(key)
-        if None not in (wanted, theirs) and theirs != wanted:
-            lines.append(f"{key} is {theirs}, expected {wanted} (another model)")
+    lines += shape_differences(described, expected)
     sizes = described.get("head_sizes")
-    if sizes and shape["head_dim"] not in sizes:
-        lines.append(f"head_dim is {shape['head_dim']}; vLLM's attention on the server's device takes {sizes}")
-    probe = probe_length(described["block_size"]) + expected.verify.tokens
-    longest = max(expected.max_tokens, probe)
-    if described["max_model_len"] < longest:
-        why = "prompt plus response" if longest == expected.max_tokens else "the verification's probes"
-        lines.append(f"max_model_len is {described['max_model_len']}, expected at least {longest} for {why}")
+    if sizes and described["shape"]["head_dim"] not in sizes:
+        lines.append(
+            f"head_dim is {described['shape']['head_dim']}; vLLM's attention on the server's device takes {sizes}"
+        )
+    lines += length_differences(described, expected)
     if described["max_logprobs"] < TOP:
         lines.append(f"max_logprobs is {described['max_logprobs']}, expected at least {TOP}")
     if described["default_sampling"]:

@@ -11,7 +11,7 @@ environment.
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,14 +31,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rljax.checksum import Checksum, checksum, mixed, place_weights
-from rljax.rollout.weights.pulling import Pulling
-from rljax.rollout.weights.source import open_source
+from rljax.checksum import Checksum
+from rljax.rollout.served.torch_checksum import tensor_checksum
+from rljax.rollout.served.worker_weights import WorkerWeights, described_shape
+from rljax.rollout.weights.directory import PROTOCOL
 
 BACKEND = "rljax_file"
-PROTOCOL = 3
-_PROBE_S = 10.0  # longest to wait for a source that does not answer
-_CHUNK = 2**20  # elements whose checksum is taken at a time
 
 
 def register() -> None:
@@ -91,8 +89,11 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     update_info_cls = FileUpdateInfo
     loaded: LoadedWeights | None = None  # by the last update, once it is finished
     _loading: LoadedWeights | None = None
-    _roots: frozenset[Path] = frozenset()  # the directories that trainers have shown
-    pulling: Pulling | None = None  # from the source that the last trainer has shown
+
+    @functools.cached_property
+    def weights(self) -> WorkerWeights:
+        """What this worker may load."""
+        return WorkerWeights()
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Checks protocol and probe file.
@@ -100,20 +101,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         Raises:
           ValueError: the protocols differ, or this process does not see the trainer's file.
         """
-        if init_info.protocol != PROTOCOL:
-            raise ValueError(f"rljax protocol: the trainer speaks {init_info.protocol}, this server {PROTOCOL}")
-        probe = Path(init_info.probe_path)
-        if init_info.source:
-            if open_source(init_info.source, _PROBE_S).read(probe.name).decode() != init_info.probe_text:
-                raise ValueError(f"{init_info.source} is not where this trainer's weights are")
-            if self.pulling is None or self.pulling.source != init_info.source:
-                if self.pulling is not None:
-                    self.pulling.close()
-                self.pulling = Pulling(init_info.source, init_info.probe_text)
-            return
-        if not probe.is_file() or probe.read_text() != init_info.probe_text:
-            raise ValueError(f"this server does not see the trainer's file {probe}: one shared directory is needed")
-        self._roots |= {probe.resolve().parent}
+        self.weights.show(init_info.probe_path, init_info.probe_text, init_info.protocol, init_info.source)
 
     def start_weight_update(self) -> None:
         """Prepares every layer to be loaded again, and the checksums of what will be."""
@@ -129,31 +117,14 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
           ValueError: the directory bears another tag than the update asks for, names a file outside itself, or lies in
             no directory that a trainer has shown.
         """
-        if not update_info.path:
-            if self.pulling is None:
-                raise ValueError("no trainer has shown from where weights are pulled")
-            with self.pulling.mirror.locked(shared=True):
-                self._load(self.pulling.mirror.root, update_info.tag)
-            return
-        directory = Path(update_info.path).resolve()
-        if directory.parent not in self._roots:
-            raise ValueError(f"{directory} lies in no directory that a trainer has shown at its handshake")
-        self._load(directory, update_info.tag)
-
-    def _load(self, directory: Path, tag: str) -> None:
-        manifest = json.loads((directory / "manifest.json").read_text())
-        if manifest["tag"] != tag:
-            raise ValueError(f"{directory} holds {manifest['tag']}, the update is for {tag}")
-        outside = [file for file in manifest["files"] if Path(file).name != file or file == ".."]
-        if outside:
-            raise ValueError(f"{directory} names files outside itself: {outside[:3]}")
-        assert self._loading is not None
-        try:
-            self.model.load_weights(read_tensors(directory, manifest["files"]))
-            self._loading.tag = tag
-        except BaseException:
-            self.shutdown()
-            raise
+        with self.weights.version(update_info.path, update_info.tag) as (directory, files):
+            assert self._loading is not None
+            try:
+                self.model.load_weights(read_tensors(directory, files))
+                self._loading.tag = update_info.tag
+            except BaseException:
+                self.shutdown()
+                raise
 
     def finish_weight_update(self) -> None:
         """Puts the layers back into service, the tied head included, and takes the checksums that are missing."""
@@ -271,20 +242,6 @@ def expert_parts(layer: Any, path: str, name: str, parameter: torch.Tensor) -> I
         yield from ((f"{above}.experts.{expert}.{part}.weight", tensor) for part, tensor in parts.items())
 
 
-def tensor_checksum(tensor: torch.Tensor) -> Checksum:
-    """Of any tensor of 16 or 32 bits, wherever it lies; needs memory for a small part of it only."""
-    narrow = tensor.element_size() == 2
-    bits = tensor.detach().reshape(-1).view(torch.int16 if narrow else torch.int32)
-    sums = torch.zeros(3, dtype=torch.int64, device=tensor.device)
-    for number, part in enumerate(bits.split(_CHUNK)):
-        words = part.to(torch.int32) & 0xFFFF if narrow else part
-        first, second = mixed(words)
-        places = torch.arange(number * _CHUNK, number * _CHUNK + len(part), device=part.device).to(torch.int32)
-        placed = first * place_weights(places)
-        sums += torch.stack([values.sum(dtype=torch.int64) for values in (first, second, placed)])
-    return checksum(tensor.numel(), *sums.tolist())
-
-
 def read_tensors(directory: Path, files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) of ``files`` in order, one tensor in memory at a time."""
     for file in files:
@@ -326,21 +283,7 @@ class WorkerExtension:
     def rljax_describe(self) -> dict[str, Any]:
         """What the trainer compares with its own at the handshake; plain JSON."""
         model = self.vllm_config.model_config
-        text = model.hf_text_config
         transfer = self.vllm_config.weight_transfer_config
-        shape = {
-            "vocab_size": text.vocab_size,
-            "hidden_size": text.hidden_size,
-            "intermediate_size": getattr(text, "intermediate_size", None),
-            "num_hidden_layers": text.num_hidden_layers,
-            "num_attention_heads": text.num_attention_heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", text.num_attention_heads),
-            "head_dim": model.get_head_size(),
-            "num_experts": getattr(text, "num_experts", None),
-            "num_experts_per_tok": getattr(text, "num_experts_per_tok", None),
-            "moe_intermediate_size": getattr(text, "moe_intermediate_size", None),
-            "tie_word_embeddings": bool(getattr(text, "tie_word_embeddings", False)),
-        }
         return {
             "protocol": PROTOCOL,
             "vllm": str(getattr(vllm, "__version__", "unknown")),
@@ -354,16 +297,16 @@ class WorkerExtension:
             "backend": transfer.backend if transfer is not None else None,
             "head_sizes": supported_head_sizes(),
             "returns_routes": returns_routes(self.vllm_config),
-            "shape": shape,
+            "shape": described_shape(model.hf_text_config, model.get_head_size()),
         }
 
     def rljax_pull(self, name: str) -> None:
         """Begins to bring this machine's mirror to the version ``name``; the worker goes on."""
-        self.weight_transfer_engine.pulling.begin(name)
+        self.weight_transfer_engine.weights.begin_pull(name)
 
     def rljax_pulled(self, name: str) -> dict[str, Any] | None:
         """What that pull did (``weights.pull.Pulled``), or its ``error``; null while it goes on. Plain JSON."""
-        return self.weight_transfer_engine.pulling.done(name)
+        return self.weight_transfer_engine.weights.pulled(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
         """What this worker was given last: the tag, each tensor's checksum, and the seconds that they took; plain JSON.

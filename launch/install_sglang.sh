@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Installs SGLang into a virtual environment of its own, with rljax's plugin beside it.
+#
+#   bash launch/install_sglang.sh [VENV_DIR]      default: $RLJAX_SGLANG_VENV, else .venv-sglang in this checkout
+#
+# Where there is an NVIDIA GPU it installs SGLang with all that it asks for; elsewhere, for tests and small models, its
+# Python files with a torch for the CPU and without its kernels (about 2.3 GB and two minutes). A finished environment is
+# used again as it is. Environment variables:
+#   PYTHON             interpreter to build from (default: the first of python3.11, 3.12, 3.13 that runs)
+#   RLJAX_SGLANG_SPEC  pip requirement to install instead of the default
+set -euo pipefail
+
+repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="${1:-${RLJAX_SGLANG_VENV:-$repo/.venv-sglang}}"
+mkdir -p "$venv"
+venv="$(cd "$venv" && pwd)"
+log="$venv/install.log"
+marker="$venv/.rljax-sglang"
+program=install_sglang
+source "$repo/launch/installing.sh"
+
+failed() {
+  tail -n 15 "$log" >&2
+  die "pip failed; the whole log is $log"
+}
+
+# What SGLang imports on a CPU; its own requirements are of builds for CUDA.
+beside=('transformers>=5.19,<5.20' aiohttp fastapi 'uvicorn>=0.51' uvloop orjson packaging psutil pybase64 pydantic
+  python-multipart 'pyzmq>=25.1.2' requests setproctitle msgspec prometheus-client partial_json_parser pillow einops
+  IPython tqdm interegular dill 'apache-tvm-ffi>=0.1.11,<0.1.12' 'sentencepiece>=0.2.1,<0.3'
+  'compressed-tensors>=0.18,<0.19' gguf 'openai>=2.8,<2.9' jsonschema 'xgrammar>=0.2.7,<0.3' 'openai-harmony>=0.0.4,<0.1'
+  soundfile)
+spec="${RLJAX_SGLANG_SPEC:-sglang>=0.5.23,<0.5.24}"
+
+if [[ ! -x "$venv/bin/python" ]]; then
+  python="$(find_python)"
+  say "new environment $venv ($("$python" --version 2>&1))"
+  "$python" -m venv "$venv"
+fi
+pip=("$venv/bin/python" -m pip install)
+
+if [[ "$(cat "$marker" 2>/dev/null || true)" == "$spec" ]]; then
+  say "$spec is already in $venv"
+else
+  rm -f "$marker"
+  : >"$log"
+  waited "upgrading pip" "${pip[@]}" --upgrade pip || say "going on with the old pip"
+  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
+    waited "installing $spec (several minutes)" "${pip[@]}" "$spec" || failed
+  else
+    waited "installing torch for the CPU" "${pip[@]}" 'torch==2.13.0+cpu' || failed
+    waited "installing $spec" "${pip[@]}" --no-deps 'torchvision>=0.28,<0.29' 'triton>=3.7,<3.8' "$spec" || failed
+    waited "installing what it needs on a CPU" "${pip[@]}" "${beside[@]}" || failed
+  fi
+  "$venv/bin/python" -c 'import torch, sglang' >>"$log" 2>&1 || failed
+  echo "$spec" >"$marker"
+fi
+
+plugin_is_here='
+import importlib.metadata, pathlib, sys, tomllib
+import rljax, xxhash, zstandard
+repo, group = pathlib.Path(sys.argv[1]).resolve(), "sglang.srt.plugins"
+wanted = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["entry-points"][group]["rljax"]
+installed = [point.value for point in importlib.metadata.entry_points(group=group, name="rljax")]
+sys.exit(installed != [wanted] or pathlib.Path(rljax.__file__).resolve().parents[1] != repo)
+'
+if ! (cd / && "$venv/bin/python" -c "$plugin_is_here" "$repo") 2>/dev/null; then
+  waited "installing rljax's plugin (without its dependencies)" "${pip[@]}" --no-deps -e "$repo" || failed
+  waited "installing what the plugin needs besides" "${pip[@]}" 'zstandard>=0.23,<1' 'xxhash>=3.5,<5' || failed
+fi
+say "ready: $venv"

@@ -1,0 +1,96 @@
+"""What trainer and SGLang server must agree on before the first rollout, asked rather than believed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from rljax.errors import HandshakeError, ReplyError, ServerRefusedError
+from rljax.rollout.served.backend import Expectation
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.handshake import (
+    ask,
+    dtype_differences,
+    length_differences,
+    shape_differences,
+)
+from rljax.rollout.served.wire import ServerInfo
+from rljax.rollout.sglang.workers import ask_workers
+from rljax.rollout.weights.directory import PROTOCOL, WeightDirectory
+
+log = logging.getLogger(__name__)
+
+
+def shake_hands(client: ServerClient, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
+    """Checks one healthy server, shows it the run's weights, and returns its description of itself.
+
+    Raises:
+      HandshakeError: something differs.
+      ServerGoneError: it stopped answering.
+      ReplyError: it answers with what cannot be read.
+    """
+    try:
+        client.call(url, "GET", "/ready")
+    except ServerRefusedError as error:
+        if error.status == 503:
+            log.info("%s was left paused; it goes on", url)
+            client.call(url, "POST", "/continue_generation", json={})
+    plugin = "rljax's plugin is not in this server: install rljax beside SGLang (launch/install_sglang.sh)"
+    described = _of_workers(client, url, plugin, "rljax_describe")[0]
+    try:
+        if described.get("protocol") != PROTOCOL:
+            raise HandshakeError(
+                f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}"
+            )
+        differing = _differences(described, expected)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ReplyError(f"{url}: /weights_checker answered without {error}: {str(described)[:300]}") from error
+    if differing:
+        raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
+    ask(client, url, "GET", "/model_info", "it does not say which weights it holds")
+    client.find_route(url)
+    info = server_info(url, described)
+    path, text = files.probe()
+    unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
+    if files.source:
+        unread = f"the server's machine cannot read weights from {files.source}"
+    probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}
+    _of_workers(client, url, unread, "rljax_show", probe)
+    return info
+
+
+def server_info(url: str, described: Mapping[str, Any]) -> ServerInfo:
+    """The plugin's description."""
+    return ServerInfo(
+        url=url,
+        version=str(described.get("sglang", "")),
+        dtype=str(described.get("dtype", "")),
+        vocab_size=described.get("shape", {}).get("vocab_size"),
+        max_model_len=described.get("max_model_len"),
+        block_size=described.get("block_size"),
+    )
+
+
+def _of_workers(client: ServerClient, url: str, refusal: str, method: str, *arguments: Any) -> list[Any]:
+    try:
+        return ask_workers(client, url, method, *arguments)
+    except ServerRefusedError as error:
+        raise HandshakeError(str(error) if error.status == 401 else f"{url}: {refusal} ({error})") from error
+
+
+def _differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
+    """One line for each thing that differs."""
+    lines = dtype_differences(described, expected, "SGLang's --enable-fp32-lm-head")
+    if described["kv_cache_dtype"] != described["dtype"]:
+        cache, dtype = described["kv_cache_dtype"], described["dtype"]
+        lines.append(f"the key-value cache is {cache} and the model {dtype}: start it with --dtype {expected.dtype}")
+    if not described["has_prefix_cache"]:
+        lines.append("it has no prefix cache (--disable-radix-cache), so that stale keys and values could not show")
+    if expected.needs_routes or described["shape"]["num_experts"]:
+        lines.append("mixtures of experts are not supported with rollout.engine = sglang")
+    lines += shape_differences(described, expected)
+    lines += length_differences(described, expected)
+    if described["preferred_sampling"]:
+        lines.append(f"default sampling is not plain: {described['preferred_sampling']} (--preferred-sampling-params)")
+    return lines

@@ -1,0 +1,114 @@
+"""SGLang's wire format: what is sent, and replies as SGLang 0.5.23 gave them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rljax.errors import ReplyError
+from rljax.rollout.served.wire import Request, check_completion
+from rljax.rollout.sglang.wire import GENERATE, SglangWire
+from rljax.rollout.types import SamplingParams
+
+PROMPT = np.array([3, 4, 5], np.int32)
+WIRE = SglangWire()
+REPLY = {
+    "output_ids": [14, 14],
+    "meta_info": {
+        "id": "4654ee110d5645c89a74151d30d067c4",
+        "finish_reason": {"type": "length", "length": 2},
+        "prompt_tokens": 3,
+        "weight_version": "run.3",
+        "num_retractions": 0,
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[-0.0033606071956455708, 14, None], [-0.0020496377255767584, 14, None]],
+        "output_token_logprobs_length": 2,
+        "input_top_logprobs": [],
+        "output_top_logprobs": [
+            [[-0.0033606071956455708, 14, None], [-7.485095024108887, 15, None]],
+            [[-0.0020496377255767584, 14, None], [-8.02249813079834, 15, None]],
+        ],
+        "completion_tokens": 2,
+        "cached_tokens": 0,
+        "weight_versions": [{"version": "run.3", "start": 0, "end": 2}],
+        "dp_rank": None,
+    },
+}
+SCORED = {
+    "output_ids": [14],
+    "meta_info": {
+        "finish_reason": {"type": "stop", "matched": 14},
+        "weight_version": "default",
+        "input_token_logprobs": [[None, 3, None], [-7.3416523933410645, 4, None], [-9.421671867370605, 5, None]],
+        "output_token_logprobs": [[-0.0033606071956455708, 14, None]],
+        "weight_versions": [{"version": "default", "start": 0, "end": 1}],
+    },
+}
+
+
+def read(reply, request):
+    return WIRE.completion(GENERATE, json.dumps(reply).encode(), request)
+
+
+def changed(**meta):
+    return REPLY | {"meta_info": REPLY["meta_info"] | meta}
+
+
+def test_everything_that_shapes_the_distribution_is_sent():
+    body = WIRE.body(GENERATE, Request(PROMPT, SamplingParams(9, 0.7, (14,)), seed=5, top_logprobs=2), "policy")
+    assert body["input_ids"] == [3, 4, 5]
+    assert (body["return_logprob"], body["logprob_start_len"], body["top_logprobs_num"]) == (True, -1, 2)
+    sampling = body["sampling_params"]
+    assert (sampling["max_new_tokens"], sampling["temperature"], sampling["sampling_seed"]) == (9, 0.7, 5)
+    assert (sampling["top_p"], sampling["top_k"], sampling["min_p"], sampling["repetition_penalty"]) == (1, -1, 0, 1)
+    # SGLang passes over stop_token_ids, too, where ignore_eos is true.
+    assert (sampling["stop_token_ids"], sampling["ignore_eos"]) == ([14], False)
+    plain = WIRE.body(GENERATE, Request(PROMPT, SamplingParams(1), prompt_logprobs=True), "policy")
+    assert plain["logprob_start_len"] == 0
+    assert (plain["sampling_params"]["stop_token_ids"], plain["sampling_params"]["ignore_eos"]) == (None, True)
+    assert "sampling_seed" not in plain["sampling_params"]
+
+
+def test_a_reply_is_read():
+    request = Request(PROMPT, SamplingParams(2), top_logprobs=2)
+    got = read(REPLY, request)
+    assert got.token_ids.tolist() == [14, 14]
+    np.testing.assert_array_equal(got.logprobs, np.float32([-0.0033606071956455708, -0.0020496377255767584]))
+    assert (got.finish_reason, got.spans) == ("length", (("run.3", 0, 2),))
+    assert got.top_logprobs[1] == {14: -0.0020496377255767584, 15: -8.02249813079834}
+    check_completion("u", got, request, 16)
+
+
+def test_log_probabilities_of_a_prompt_and_a_stop_token_in_the_output():
+    request = Request(PROMPT, SamplingParams(4, stop_token_ids=(14,)), prompt_logprobs=True)
+    got = read(SCORED, request)
+    assert got.prompt_logprobs == ({}, {4: -7.3416523933410645}, {5: -9.421671867370605})
+    assert (got.finish_reason, got.token_ids.tolist()) == ("stop", [14])
+    check_completion("u", got, request, 16)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        {"error": {"message": "x"}},
+        REPLY | {"output_ids": [14, 13]},
+        REPLY | {"output_ids": [14]},
+        REPLY | {"output_ids": "14"},
+        changed(output_token_logprobs=[[None, 14, None], [-0.1, 14, None]]),
+        changed(output_token_logprobs=None),
+        changed(weight_versions=[{"version": "a", "start": 0}]),
+        changed(finish_reason="length"),
+    ],
+)
+def test_what_is_no_completion_is_refused(reply):
+    with pytest.raises(ReplyError, match=GENERATE):
+        read(reply, Request(PROMPT, SamplingParams(2)))
+
+
+def test_a_response_that_the_server_gave_up_is_said_to_be_one():
+    """SGLang answers an aborted request with 200 and what it had."""
+    request = Request(PROMPT, SamplingParams(2))
+    got = read(changed(finish_reason={"type": "abort", "message": "Abort", "status_code": None}), request)
+    with pytest.raises(ReplyError, match="ended a response with 'abort'"):
+        check_completion("u", got, request, 16)

@@ -1,0 +1,232 @@
+"""A real SGLang server: publish, proof, samples and scores; and each fault that SGLang reports as success."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.errors import HandshakeError, VerificationError
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import hf_checksums, hf_tensors, load_params
+from rljax.policy.hf_config import config_to_hf, read_config
+from rljax.policy.score import make_scorer
+from rljax.rollout.build import connect
+from rljax.rollout.served.client import ServerClient
+from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.sglang.backend import SglangBackend
+from rljax.rollout.sglang.server import ServerConfig, SglangServer, sglang_python, start
+from rljax.rollout.types import PublishConfig, RolloutConfig, SamplingParams, VersionSpan
+
+pytestmark = pytest.mark.sglang
+SUPPORT = Path(__file__).parents[1] / "support"
+DTYPE = "float32"
+PROMPTS = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6, 7], [1, 2, 3, 4, 5, 6, 7])]
+NORM, KEYS = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
+OTHER_BITS = "does not hold the trainer's weights"
+OUT_OF_BAND = "does not sample from the trainer's weights"
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A running server and the policy it was started from; ``fault`` is the file that says how it is broken."""
+
+    server: SglangServer
+    config: PolicyConfig
+    params: dict
+    fault: Path
+
+    def break_updates(self, how: str, of: str = "-") -> None:
+        self.fault.write_text(f"{how} {of}")
+
+    def engine(
+        self, *, tensors: Callable | None = None, publish: PublishConfig | None = None, max_tokens=128, **config
+    ) -> ServedEngine:
+        dtype = jnp.dtype(DTYPE)
+        settings = {"engine": "sglang", "urls": (self.server.url,), "dtype": DTYPE, "server_wait_s": 60.0} | config
+        return ServedEngine(
+            RolloutConfig(**settings),
+            SglangBackend(),
+            hf_config=config_to_hf(self.config, DTYPE),
+            max_tokens=max_tokens,
+            tensors=tensors or functools.partial(hf_tensors, config=self.config, dtype=dtype),
+            checksums=functools.partial(hf_checksums, config=self.config, dtype=dtype),
+            score=make_scorer(self.config, dtype),
+            publish=publish,
+        )
+
+    def moved(self, seed: int) -> dict:
+        """The parameters after a big step."""
+        leaves, tree = jax.tree.flatten(self.params)
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        moved = [x + 0.3 * x.std() * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+        return jax.tree.unflatten(tree, moved)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory, toy_base):
+    folder = tmp_path_factory.mktemp("sglang")
+    metadata = folder / "plugins" / "rljax_faults-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rljax-faults\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaults = sglang_sabotage:register\n")
+    fault = folder / "fault"
+    fault.write_text("off -")
+    config = ServerConfig(
+        model=str(toy_base),
+        python=str(sglang_python()),
+        dtype=DTYPE,
+        max_model_len=256,
+        log_path=folder / "server.log",
+        extra_env={"PYTHONPATH": f"{metadata.parent}:{SUPPORT}", "RLJAX_TEST_FAULT": str(fault)},
+    )
+    policy = read_config(toy_base)
+    with start(config, 400) as server:
+        yield Served(server, policy, load_params(toy_base, policy), fault)
+
+
+@pytest.fixture
+def served(running):
+    running.break_updates("off")
+    yield running
+    running.break_updates("off")
+
+
+@pytest.fixture
+def opened(served):
+    """Builds engines that have published version 0, and closes them."""
+    engines = []
+
+    def build(**options) -> ServedEngine:
+        engines.append(served.engine(**options))
+        engines[-1].publish(served.params, 0)
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("store", ["shared", "directory"])
+def test_published_weights_are_proven_and_sampled_from(served, opened, store):
+    """Version 2 of a directory comes as a delta, through this machine's mirror."""
+    engine = opened(publish=PublishConfig(store=store))
+    for version in (1, 2):
+        engine.publish(served.moved(version), version)
+    metrics = engine.pop_metrics()
+    assert metrics["publish/verified_tensors"] == 24
+    assert metrics["publish/verify_abs_diff_mean"] < 1e-5
+    assert ("publish/pulled_bytes" in metrics) == (store == "directory")
+    responses = list(engine.generate(PROMPTS, 4, SamplingParams(24, 0.7, (14,)), seed=1))
+    assert len(responses) == 12
+    score = make_scorer(served.config, jnp.dtype(DTYPE), temperature=0.7)
+    for response in responses:
+        prompt = PROMPTS[response.prompt_index]
+        (expected,) = score(served.moved(2), [np.concatenate([prompt, response.token_ids])])
+        np.testing.assert_allclose(response.logprobs, expected[len(prompt) :][: response.length], atol=2e-5)
+        assert response.versions == (VersionSpan(2, 0, response.length),)
+        assert response.truncated or response.token_ids[-1] == 14
+    assert {response.truncated for response in responses} != {True}
+
+
+@pytest.mark.parametrize(("how", "of"), [("flip", NORM), ("flip", KEYS), ("skip", KEYS), ("skip", NORM)])
+def test_other_bits_are_found_and_named(served, opened, how, of):
+    """SGLang reports success for each of them."""
+    engine = opened()
+    served.break_updates(how, of)
+    with pytest.raises(VerificationError, match=f"{OTHER_BITS}: 1 tensor differs: {of} "):
+        engine.publish(served.moved(3), 1)
+    served.break_updates("off")
+    engine.publish(served.moved(3), 2)
+
+
+def test_a_cache_that_is_not_flushed_is_out_of_band(served, opened):
+    engine = opened()
+    served.break_updates("unflushed")
+    with pytest.raises(VerificationError, match=OUT_OF_BAND):
+        engine.publish(served.moved(4), 1)
+    served.break_updates("off")
+    engine.publish(served.moved(4), 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda name, array: None if name == KEYS else array, f"lacks \\['{KEYS}'\\]"),
+        (lambda name, array: array[:1] if name == NORM else array, rf"{NORM} is \[1\] in .*, and \[64\] in the model"),
+        (lambda name, array: array[:-1] if name == "model.embed_tokens.weight" else array, r"embed_tokens.*\[15, 64\]"),
+    ],
+)
+def test_files_without_all_tensors_or_of_other_shapes_are_not_loaded(served, opened, change, said):
+    """SGLang would load what is there and report success. The server goes on after a sound publish."""
+    plain = functools.partial(hf_tensors, config=served.config, dtype=jnp.dtype(DTYPE))
+    broken = []
+
+    def tensors(params):
+        for name, array in plain(params):
+            other = change(name, array) if broken else array
+            if other is not None:
+                yield name, other
+
+    engine = opened(tensors=tensors)
+    broken.append(True)
+    with pytest.raises(RuntimeError, match=said):
+        engine.publish(served.moved(5), 1)
+    broken.clear()
+    engine.publish(served.moved(5), 2)
+    assert len(list(engine.generate(PROMPTS, 1, SamplingParams(4), seed=1))) == 3
+
+
+def test_what_does_not_fit_is_refused_at_the_handshake(served):
+    with pytest.raises(HandshakeError, match="the dtype is float32, expected bfloat16"):
+        served.engine(dtype="bfloat16")
+    with pytest.raises(HandshakeError, match="max_model_len is 256, expected at least 300"):
+        served.engine(max_tokens=300)
+
+
+def test_a_directory_that_no_trainer_has_shown_is_not_loaded(served, opened, tmp_path):
+    opened()
+    client = ServerClient([served.server.url], SglangBackend())
+    try:
+        update = {"model_path": str(tmp_path), "weight_version": "x"}
+        with pytest.raises(RuntimeError, match="lies in no directory that a trainer has shown"):
+            client.call(served.server.url, "POST", "/update_weights_from_disk", json=update)
+    finally:
+        client.close()
+
+
+def test_prompts_outside_the_vocabulary_are_not_sent(opened):
+    with pytest.raises(ValueError, match=r"token ids outside 0\.\.15"):
+        opened().generate([np.array([16], np.int32)], 1, SamplingParams(1), seed=0)
+
+
+def test_a_paused_server_is_refused_and_goes_on_with_the_next_run(served, opened):
+    client = ServerClient([served.server.url], SglangBackend())
+    try:
+        client.call(served.server.url, "POST", "/pause_generation", json={"mode": "retract"})
+        with pytest.raises(ValueError, match="is paused"):
+            connect([served.server.url], kind="sglang")
+        opened().publish(served.moved(6), 1)
+    finally:
+        client.call(served.server.url, "POST", "/continue_generation", json={})
+        client.close()
+
+
+def test_scores_of_given_tokens_are_the_trainers(served, opened):
+    """``sglang:URL`` of the comparison."""
+    opened()
+    server = connect([served.server.url], kind="sglang")
+    try:
+        assert server.logprobs_temperature(0.5) == 0.5
+        for got, expected in zip(
+            server.score(PROMPTS, at_once=2),
+            make_scorer(served.config, jnp.dtype(DTYPE))(served.params, PROMPTS),
+            strict=True,
+        ):
+            np.testing.assert_allclose(got[1:], expected[1:], atol=2e-5)
+    finally:
+        server.close()

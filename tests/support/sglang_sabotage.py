@@ -1,0 +1,47 @@
+"""A plugin of the test servers: ways to break an update that must not pass unnoticed.
+
+The file that ``$RLJAX_TEST_FAULT`` names holds the fault of the next updates and a tensor: ``skip`` leaves it out,
+``flip`` changes one bit of it, ``unflushed`` keeps the prefix cache; ``off``.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+
+def fault() -> list[str]:
+    return Path(os.environ["RLJAX_TEST_FAULT"]).read_text().split()
+
+
+def broken(weights):
+    how, of = fault()
+    for name, tensor in weights:
+        if name != of or how == "off":
+            yield name, tensor
+        elif how == "flip":
+            other = tensor.clone()
+            other.reshape(-1).view(torch.uint8)[0] ^= 1
+            yield name, other
+
+
+def update(original, updater, *args, **kwargs):
+    model = updater.get_model()
+    load = model.load_weights
+    model.load_weights = lambda weights, *more: load(broken(weights), *more)
+    try:
+        return original(updater, *args, **kwargs)
+    finally:
+        del model.load_weights
+
+
+def flush(original, manager, request, success, message):
+    return (success, message) if fault()[0] == "unflushed" else original(manager, request, success, message)
+
+
+def register() -> None:
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    scheduler = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    HookRegistry.register(f"{updater}.update_weights_from_disk", update, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.flush_cache_after_weight_update", flush, HookType.AROUND)
