@@ -44,6 +44,7 @@ if [[ "$(cat "$marker" 2>/dev/null || true)" == "$spec" ]]; then
 else
   rm -f "$marker"
   : >"$log"
+  imports='import torch, sglang'
   waited "upgrading pip" "${pip[@]}" --upgrade pip || say "going on with the old pip"
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
     waited "installing $spec (several minutes)" "${pip[@]}" "$spec" || failed
@@ -51,8 +52,9 @@ else
     waited "installing torch for the CPU" "${pip[@]}" 'torch==2.13.0+cpu' || failed
     waited "installing $spec" "${pip[@]}" --no-deps 'torchvision>=0.28,<0.29' 'triton>=3.7,<3.8' "$spec" || failed
     waited "installing what it needs on a CPU" "${pip[@]}" "${beside[@]}" || failed
+    imports='import rljax.rollout.sglang.launch_on_cpu, sglang'
   fi
-  "$venv/bin/python" -c 'import torch, sglang' >>"$log" 2>&1 || failed
+  PYTHONPATH="$repo" "$venv/bin/python" -c "$imports" >>"$log" 2>&1 || failed
   echo "$spec" >"$marker"
 fi
 

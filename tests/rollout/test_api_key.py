@@ -7,7 +7,6 @@ import urllib.request
 
 import numpy as np
 import pytest
-import serve_vllm
 from vllm_fake import SHAPE, FakeVllm
 
 from rljax.compare.dump import make_dump
@@ -17,9 +16,10 @@ from rljax.rollout.api_key import KEY_FILE, find_key_file, read_api_key
 from rljax.rollout.build import connect
 from rljax.rollout.middleware import RequireKey
 from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.served.foreground import serve
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.rollout.vllm.backend import VllmBackend
-from rljax.rollout.vllm.server import ServerConfig, VllmServer, command, environment
+from rljax.rollout.vllm.server import ServerConfig, VllmServer, command, environment, start
 from rljax.rollout.weights.sums import array_checksum
 
 KEY = "0123456789abcdef-a-key"
@@ -206,7 +206,7 @@ def test_arguments_of_vllm_that_would_undo_it_are_refused(argument):
 
 
 def test_the_program_says_it_in_one_line(caplog):
-    assert serve_vllm.main(["m", "--host", "0.0.0.0"]) == 2
+    assert serve(ServerConfig, start, ServerConfig.kind, ["m", "--host", "0.0.0.0"]) == 2
     assert len(caplog.records) == 1
     assert "host must be a loopback or private address, got 0.0.0.0" in caplog.text
 
