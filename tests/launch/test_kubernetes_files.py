@@ -8,9 +8,9 @@ import sys
 import pytest
 import yaml
 from kubernetes_manifests import OVERLAYS, ROOT, renderer
-from serve_vllm import parse
 
 from rljax.rollout.served.discovery import make_lookup
+from rljax.rollout.served.foreground import parse
 from rljax.rollout.vllm.server import ServerConfig, command
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
@@ -98,7 +98,7 @@ def test_a_server_is_started_with_options_that_there_are():
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python3", f"{IN_IMAGE}/tools/serve_vllm.py"]
     words = [word.replace("$(DTYPE)", "bfloat16").replace("$(MAX_MODEL_LEN)", "9216") for word in container["args"]]
-    options = parse(words)
+    options = parse("vLLM", words)
     assert (options["model"], options["port"], options["host"]) == ("$(MODEL)", 8000, "$(POD_IP)")
     assert options["extra_args"] == ("--tensor-parallel-size=$(TENSOR_PARALLEL)",)
 
@@ -121,7 +121,9 @@ def test_every_host_of_a_server_has_the_leaders_engine_arguments():
     (worker,) = templates["workerTemplate"]["spec"]["containers"]
     words = [word.replace("$(DTYPE)", "float16").replace("$(MAX_MODEL_LEN)", "77") for word in leader["args"]]
     options = {
-        key: value for key, value in parse(words).items() if key in ("model", "dtype", "max_model_len", "extra_args")
+        key: value
+        for key, value in parse("vLLM", words).items()
+        if key in ("model", "dtype", "max_model_len", "extra_args")
     }
     started = pairs(command(ServerConfig(python=sys.executable, **options), 8000, gpu=True)[3:])
     started = {word.replace("=float16", "=$(DTYPE)").replace("=77", "=$(MAX_MODEL_LEN)") for word in started}
