@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One machine: starts servers, waits for their health, trains with rollouts from it, and ends every process it started.
+# One machine: starts servers, waits for their health, trains with rollouts from them, and ends every process it started.
 #
 #   bash launch/single_node.sh CONFIG.yaml [options] [-- options of rljax.train]
 #   bash launch/single_node.sh configs/paper/qwen3_4b_length_triggered.yaml --trainer-gpus 0-3 --server-gpus 4-7

@@ -263,6 +263,6 @@ def test_a_server_that_does_not_start_ends_the_script(tmp_path):
 def test_help_is_the_head_of_the_script():
     code, out, _ = outcome("--help")
     assert code == 0
-    assert out.startswith("One machine: starts vLLM")
+    assert out.startswith("One machine: starts servers")
     assert "--tensor-parallel N" in out
     assert "set -euo" not in out
