@@ -131,7 +131,7 @@ def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):
     [
         (["--guard.warn", "mismatch/k3 >"], "guard: a guard reads 'METRIC > NUMBER'"),
         (["--loss.mini-batches", "3"], "data.batch_size = 8 does not divide into loss.mini_batches = 3"),
-        (["--publish.store", "http"], "publish.store = http is for servers: rollout.engine must be vllm or sglang, got"),
+        (["--publish.store", "http"], "publish.store = http is for servers: rollout.engine must be vllm or sglang"),
         (["--publish.store", "nowhere"], "store must be shared, directory, http or a URL, got 'nowhere'"),
         (
             ["--loss.old-logprobs", "rollout", "--correction.preset", "token_tis"],
