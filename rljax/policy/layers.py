@@ -6,6 +6,7 @@ abstract shapes, shardings, initial values and the layout of checkpoints all der
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.policy.config import PolicyConfig
 from rljax.policy.grouped import IN_BLOCKS, Grouped
 from rljax.policy.linear import linear
-from rljax.sharding import constrain
+from rljax.sharding import axis_size, constrain
 
 
 class Stored(NamedTuple):
@@ -93,19 +94,32 @@ class Activations(NamedTuple):
     """What is seen of a block's forward.
 
     Attributes:
-      inside: the largest absolute values inside the block, over the tokens of each row.
+      inside: the largest absolute values inside the block, over s parts of the tokens of each row.
       outside: likewise of what the block leaves.
       router: of a block with experts, else None.
     """
 
-    inside: Float[Array, "b f"]
-    outside: Float[Array, "b d"]
+    inside: Float[Array, "b s f"]
+    outside: Float[Array, "b s d"]
     router: Routed | None
 
 
-def largest(x: Float[Array, "b t f"]) -> Float[Array, "b f"]:
-    """Over the tokens only: a maximum over what the mesh splits would be a collective in every block."""
-    return jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=1)).astype(jnp.float32)
+def largest(x: Float[Array, "b t f"]) -> Float[Array, "b s f"]:
+    """Over each device's tokens only: a maximum over what the mesh splits would be a collective in every block."""
+    rows, tokens, features = x.shape
+    parts = math.gcd(tokens, axis_size("split_tokens"))
+    each = jnp.abs(x).reshape(rows, parts, tokens // parts, features)
+    return jax.lax.stop_gradient(jnp.max(each, axis=2)).astype(jnp.float32)
+
+
+def split_tokens(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    """``x`` between the products of a block, where each token is computed alone: split by tokens over ``tp``."""
+    return constrain(x, "rows", "split_tokens", "act_embed")
+
+
+def all_tokens(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    """``x`` before products whose weights are split over ``tp``: each device has all tokens of its rows."""
+    return constrain(x, "rows", "tokens", "act_embed")
 
 
 def rms_norm(x: Float[Array, "b *t d"], scale: Float[Array, "*b d"], eps: float) -> Float[Array, "b *t d"]:
@@ -195,7 +209,7 @@ class MLP(nnx.Module):
         self.down = param(rngs, (f, d), ("mlp", "embed"), normal, "mlp.down_proj.weight", 1)
 
     def __call__(self, x: Float[Array, "b t d"], routing: Routing | None) -> tuple[Array, Array, None]:
-        """``x`` -> (the same shape and dtype, the largest absolute values inside [b, f], no routing)."""
+        """``x`` -> (the same shape and dtype, the largest absolute values inside [b, s, f], no routing)."""
         del routing
         gate, up = linear(("btd,df->btf",) * 2, x, (self.gate[...], self.up[...]))
         product = jax.nn.silu(gate) * constrain(up, "rows", "tokens", "act_mlp")
@@ -217,8 +231,8 @@ class Block(nnx.Module):
 
         ``routing`` is for an MLP with experts.
         """
-        mixed, carry = self.attention(self.attention_norm(x), rotary, attention_fn)
-        x = x + mixed
-        fed, inside, router = self.mlp(self.mlp_norm(x), routing)
-        x = constrain(x + fed, "rows", "tokens", "act_embed")
+        mixed, carry = self.attention(all_tokens(self.attention_norm(x)), rotary, attention_fn)
+        x = x + split_tokens(mixed)
+        fed, inside, router = self.mlp(all_tokens(self.mlp_norm(x)), routing)
+        x = split_tokens(x + split_tokens(fed))
         return x, carry, Activations(inside, largest(x), router)

@@ -22,7 +22,18 @@ from rljax.policy.attention_blocks import LSE_NAME, OUT_NAME
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import FAMILIES
 from rljax.policy.grouped import IN_BLOCKS, Grouped
-from rljax.policy.layers import Activations, RMSNorm, Routed, Routing, Stored, param, rms_norm, rotary_tables
+from rljax.policy.layers import (
+    Activations,
+    RMSNorm,
+    Routed,
+    Routing,
+    Stored,
+    all_tokens,
+    param,
+    rms_norm,
+    rotary_tables,
+    split_tokens,
+)
 from rljax.policy.linear import PRODUCT
 from rljax.sharding import constrain, named_sharding
 
@@ -151,7 +162,7 @@ def lm_head_table(params: Params) -> Float[Array, "v d"]:
 def _rows(table: Array, tokens: Array) -> Array:
     """Each device looks up its part of the width and of the vocabulary for the tokens of all: no table is gathered."""
     table, tokens = constrain(table, "vocab", "embed"), constrain(tokens, None, None)
-    return constrain(constrain(table[tokens], None, None, "embed"), "rows", "tokens", "act_embed")
+    return split_tokens(constrain(table[tokens], None, None, "embed"))
 
 
 def _rows_fwd(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -215,10 +226,10 @@ def run_blocks(
 
     if remat != "none":
         body = jax.checkpoint(body, prevent_cse=False, policy=_SAVED[remat])
-    x = constrain(x, "rows", "tokens", "act_embed")
+    x = split_tokens(x)
     layers = (params["layers"], jnp.arange(config.num_layers), None if routing is None else routing.choices)
     (x, carry), seen = jax.lax.scan(body, (x, carry), layers)
-    hidden = rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps)
+    hidden = all_tokens(rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps))
     return hidden, carry, Seen(jnp.maximum(jnp.max(seen.inside), jnp.max(seen.outside)), seen.router)
 
 

@@ -48,7 +48,7 @@ class Experts(nnx.Module):
         self.down = param(rngs, (e, f, d), back, normal, "mlp.experts.{}.down_proj.weight", 1)
 
     def __call__(self, x: Float[Array, "b t d"], routing: Routing) -> tuple[Array, Array, Routed]:
-        """``x`` -> (the same shape and dtype, largest absolute values inside [b, f], what the router did)."""
+        """``x`` -> (the same shape and dtype, largest absolute values inside [b, 1, f], what the router did)."""
         probabilities = jax.nn.softmax(router_logits(x, self.router[...]), axis=-1)
         gates, own = jax.lax.top_k(probabilities, self.k)
         choices = own
@@ -59,7 +59,7 @@ class Experts(nnx.Module):
             gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
         weights = (self.gate[...], self.up[...], self.down[...])
         out, inside = experts(routing.grouped, x, choices, gates, weights)
-        return out, inside, _routed(probabilities, own, choices, routing)
+        return out, inside[:, None], _routed(probabilities, own, choices, routing)
 
 
 def _routed(probabilities: Array, own: Array, choices: Array, routing: Routing) -> Routed:
