@@ -150,6 +150,10 @@ class ReplyError(ServerError):
     """The server answered 200 with something that is not a completion."""
 
 
+class ServersLostError(ServerError):
+    """None is left to sample, and those that come back cannot be verified before the next publish."""
+
+
 class HandshakeError(ValueError):
     """Trainer and server do not fit together; one line for each thing that differs."""
 

@@ -199,6 +199,7 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
             run_parts = (config, policy, tokenizer, mesh, engine, checkpointer, problems, stop.gives_up, processes)
             components = build(*run_parts)
             stack.callback(components.rewards.close)
+            stop.is_unwanted = components.batches.is_unwanted
             state, progress = starting_point(components, mesh)
         with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)

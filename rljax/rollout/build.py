@@ -72,6 +72,10 @@ def check_engine(config: RolloutConfig) -> None:
     inject = config.inject
     if config.colocated and config.engine != "vllm":
         raise ValueError(f"rollout.colocated works with rollout.engine = vllm, not with {config.engine}")
+    if config.max_staleness and config.engine == "exact":
+        raise ValueError("rollout.max_staleness: the exact engine samples with the policy that is trained; give 0")
+    if config.max_staleness and config.colocated:
+        raise ValueError("rollout.max_staleness: colocated servers sleep while the trainer trains; give 0")
     for name, default in (("weight_quantization", "none"), ("kv_cache_dtype", "auto")):
         if config.engine != "jax" and getattr(config, name) != default:
             raise ValueError(f"rollout.{name} works with rollout.engine = jax, not with {config.engine}")

@@ -183,6 +183,9 @@ class RolloutConfig:
     Only for the embedded engine."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Dtype of the cached keys and values, with scale 1. auto: ``dtype``. Only for the embedded engine."""
+    max_staleness: int = 0
+    """Most policy versions from the one that samples a batch to the one that is trained on it. 0: a batch is sampled
+    when its step begins. k: while one step trains, the next batches are sampled, up to k steps ahead."""
     group_size: int = 16
     """Responses per prompt: at least 2, for the leave-one-out baseline."""
     max_response_tokens: int = 8192
@@ -228,7 +231,7 @@ class RolloutConfig:
         check_at_least(self, 1, "max_response_tokens", "max_route_bytes")
         check_finite(self, "temperature")
         check_positive(self, "temperature", "server_wait_s")
-        check_at_least(self, 0, "dump_every", "transcript_every")
+        check_at_least(self, 0, "max_staleness", "dump_every", "transcript_every")
 
 
 @dataclass(frozen=True)

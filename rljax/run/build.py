@@ -21,6 +21,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.lora import MergedPolicy
 from rljax.policy.model import Params
 from rljax.processes import ALONE, Processes
+from rljax.report.rows import Row
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import make_engine, policy_functions
 from rljax.rollout.engine import RolloutEngine
@@ -33,8 +34,10 @@ from rljax.run.follow import OfParams, engine_acts, function_acts
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.lead import LedCheckpointer, LedEngine, LedUpdate, led_functions, led_parts
 from rljax.run.loop import Components
+from rljax.run.pipeline import Ahead, Batches, InTurn
 from rljax.run.progress import Progress
 from rljax.run.rate import make_rate_controller
+from rljax.run.sampling import sample_batch
 from rljax.run.stop import StopRequest
 from rljax.run.weights import initial_params, load_merged, load_reference
 from rljax.trainer.exact import ExactPass, ExactUpdate
@@ -91,6 +94,8 @@ def make_run_engine(
     Raises as ``make_engine``.
     """
     several, is_served = processes.count > 1, config.rollout.engine in SERVED
+    if several and not is_served and config.rollout.max_staleness:
+        raise ValueError("rollout.max_staleness: the embedded engine of several processes samples in turn; give 0")
     functions = None
     if several and is_served:
         # A directory that is named is one that all processes see; without one, process 0 writes into its own memory.
@@ -165,9 +170,9 @@ def build(
         policy=policy,
         engine=engine,
         stream=problems.stream,
+        batches=make_batches(config, engine, tokenizer, rewards, stops, problems.stream, gives_up),
         tokenizer=tokenizer,
         rewards=rewards,
-        sampling=SamplingParams(config.rollout.max_response_tokens, config.rollout.temperature, stops),
         evaluate=evaluate,
         update=LedUpdate(update, processes) if processes.count > 1 else update,
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
@@ -176,9 +181,38 @@ def build(
         checkpointer=checkpointer,
         fingerprints={"problems": problems.fingerprint} | trainer.fingerprints,
         weights=trainer.weights,
-        gives_up=gives_up,
         enter_phase=processes.at,
     )
+
+
+def make_batches(
+    config: Config,
+    engine: RolloutEngine,
+    tokenizer: Tokenizer,
+    rewards: RewardPool,
+    stop_token_ids: tuple[int, ...],
+    stream: PromptStream,
+    gives_up: Callable[[], bool],
+) -> Batches:
+    """Where the run's batches come from; ``rollout.max_staleness`` says whether they are sampled ahead."""
+    rollout = config.rollout
+    sample = functools.partial(
+        sample_batch,
+        engine,
+        tokenizer,
+        rewards,
+        SamplingParams(rollout.max_response_tokens, rollout.temperature, stop_token_ids),
+        group_size=rollout.group_size,
+        run_seed=config.run.seed,
+        gives_up=gives_up,
+    )
+    if not rollout.max_staleness:
+        return InTurn(stream, sample, rewards.pop_metrics)
+
+    def pop_metrics() -> Row:
+        return rewards.pop_metrics() | engine.pop_metrics()
+
+    return Ahead(stream, sample, pop_metrics, steps=config.run.steps, max_staleness=rollout.max_staleness)
 
 
 class Trainer(NamedTuple):

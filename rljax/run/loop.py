@@ -3,7 +3,8 @@
 Step t (1-based) is one rollout batch and at most one update:
 
 1. take ``batch_size`` problems
-2. sample ``group_size`` responses to each with the published policy; rewards are scored as responses arrive
+2. sample ``group_size`` responses to each with the published policy; rewards are scored as responses arrive. With
+   ``rollout.max_staleness`` both are done ahead of the step (``run/pipeline.py``)
 3. observe the mean response length over all of them; the rate of this very update follows
 4. advantages; groups whose rewards are all equal carry no loss, and with no group left the update is skipped
 5. pack into rows
@@ -23,11 +24,11 @@ import contextlib
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,22 +41,21 @@ from rljax.policy.model import Params
 from rljax.report.rows import Row
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import mean_accuracy
 from rljax.run.guard import Guard, SkippedUpdates
+from rljax.run.pipeline import Batches
 from rljax.run.profiling import StepProfiler
 from rljax.run.progress import Progress, check_fingerprints, check_policy, policy_record
 from rljax.run.rate import RateController, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
-from rljax.run.sampling import collect_rollouts, rollout_row, score_responses, step_seed, training_sequences
+from rljax.run.sampling import rollout_row, step_seed, training_sequences
 from rljax.trainer.measure import without_empty_buckets
 from rljax.trainer.packing import useful_fraction
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, UpdateOptions
 
-T = TypeVar("T")
 Record = Callable[[Row, dict[str, np.ndarray]], None]
 
 
@@ -67,9 +67,9 @@ class Components:
     policy: PolicyConfig
     engine: RolloutEngine
     stream: PromptStream
+    batches: Batches
     tokenizer: Tokenizer
     rewards: RewardPool
-    sampling: SamplingParams
     evaluate: Callable[[], Row] | None
     update: Update
     controller: RateController
@@ -77,7 +77,6 @@ class Components:
     skipped: SkippedUpdates
     checkpointer: Checkpointer
     fingerprints: dict[str, str]
-    gives_up: Callable[[], bool]
     weights: Callable[[Params], Params] = lambda params: params
     enter_phase: Callable[[str], None] = lambda name: None
 
@@ -88,7 +87,7 @@ class Components:
             | {
                 "guard": self.guard.state_dict(),
                 "skipped_updates": self.skipped.state_dict(),
-                "data": self.stream.state_dict(),
+                "data": self.batches.state_dict(),
                 "schedule": self.controller.state_dict(),
                 "policy": policy_record(self.policy),
                 "fingerprints": self.fingerprints,
@@ -170,21 +169,9 @@ def one_step(run: Components, at: Standing) -> None:
     if step == 1 and config.eval.at_start:
         row |= {f"{key}_at_start": value for key, value in evaluate(run, timers, "eval_at_start").items()}
 
-    with timers.phase("rollout"):
-        problems = run.stream.next_batch()
-        group_size = config.rollout.group_size
-        scored = score_responses(
-            run.engine,
-            run.tokenizer,
-            problems,
-            run.rewards,
-            run.sampling,
-            n=group_size,
-            seed=seed,
-            gives_up=run.gives_up,
-        )
-        rollouts = collect_rollouts(entering(scored, run.enter_phase, "rollout"), len(problems), group_size)
-    row |= rollout_row(rollouts, version) | run.rewards.pop_metrics()
+    with timers.phase(run.batches.phase):
+        rollouts, of_sampling = run.batches.take(lambda: run.enter_phase(run.batches.phase))
+    row |= rollout_row(rollouts, version) | of_sampling
 
     observed = observed_value(config.schedule.metric, row, last_row)
     rate = run.controller.step(observed, row["response_length/truncated_fraction"])
@@ -207,28 +194,30 @@ def one_step(run: Components, at: Standing) -> None:
     row["optimizer/grad_norm_ema"] = progress.grad_norm_ema
     row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
     try:
-        try:
-            with timers.phase("publish"):
-                is_published = publish(run, at.state, progress.policy_version)
-        finally:
-            row |= run.engine.pop_metrics()
-        write_rollouts(config, step, version, rollouts, sequences, updated.trainer_logprobs, run.tokenizer)
-        if is_published and is_evaluated(config, step):
+        with contextlib.ExitStack() as holding:
+            with timers.phase("drain") if config.rollout.max_staleness else contextlib.nullcontext():
+                holding.enter_context(run.batches.held(lambda: run.enter_phase("drain")))
             try:
-                row |= evaluate(run, timers, "eval")
-            except StoppedWaitingError as error:
-                print(f"the evaluation of step {step} is given up: {error}", file=sys.stderr)
+                with timers.phase("publish"):
+                    is_published = publish(run, at.state, progress.policy_version)
+            finally:
+                row |= added_up(of_sampling, run.engine.pop_metrics())
+            write_rollouts(config, step, version, rollouts, sequences, updated.trainer_logprobs, run.tokenizer)
+            if is_published and is_evaluated(config, step):
+                try:
+                    row |= evaluate(run, timers, "eval")
+                except StoppedWaitingError as error:
+                    print(f"the evaluation of step {step} is given up: {error}", file=sys.stderr)
     finally:
         row |= timers.row | {"time/step_s": time.perf_counter() - start}
         response_tokens = sum(response.length for response in rollouts.all())
-        row["perf/response_tokens_per_s"] = response_tokens / timers.row["time/rollout_s"]
+        row["perf/response_tokens_per_s"] = response_tokens / row["time/rollout_s"]
 
 
-def entering(items: Iterable[T], enter_phase: Callable[[str], None], phase: str) -> Iterator[T]:
-    """The items; each one counts as progress of the phase."""
-    for item in items:
-        enter_phase(phase)
-        yield item
+def added_up(of_sampling: Row, now: Row) -> Row:
+    """What the engine counted while it sampled the batch, and since: counts are added up, the newest gauge stays."""
+    both = (of_sampling.keys() & now.keys()) - {"rollout/servers"}
+    return now | {name: of_sampling[name] + now[name] for name in both}
 
 
 def is_evaluated(config: Config, step: int) -> bool:
@@ -361,6 +350,7 @@ def train(
     if not publish(run, state, progress.policy_version):
         return state
     run.engine.pop_metrics()
+    run.batches.start(progress.step, should_stop)
     try:
         with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:
             while progress.step < config.run.steps:
@@ -394,4 +384,6 @@ def train(
             said = f"step {progress.step} could not be saved: {why}; {what_remains(checkpointer)}"
         print(f"\n{said}", file=sys.stderr)
         raise
+    finally:
+        run.batches.close()
     return at.state

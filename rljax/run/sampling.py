@@ -101,6 +101,54 @@ def score_responses(
         yield first_scored()
 
 
+def sample_batch(
+    engine: RolloutEngine,
+    tokenizer: Tokenizer,
+    rewards: RewardPool,
+    sampling: SamplingParams,
+    problems: Sequence[Problem],
+    step: int,
+    progressed: Callable[[], None],
+    is_unwanted: Callable[[], bool],
+    *,
+    group_size: int,
+    run_seed: int,
+    gives_up: Callable[[], bool],
+) -> Rollouts:
+    """The scored rollouts of one step, ``group_size`` responses to each problem.
+
+    Args:
+      engine: as ``score_responses``, as the next three.
+      tokenizer: likewise.
+      rewards: likewise.
+      sampling: likewise.
+      problems: likewise.
+      step: that they are for; with ``run_seed`` it gives the seed of the sampling.
+      progressed: called with each response.
+      is_unwanted: asked as ``gives_up`` is.
+      group_size: responses to each problem.
+      run_seed: of the run.
+      gives_up: true ends it.
+
+    Raises:
+      RuntimeError: the engine returned another number of responses.
+      StoppedWaitingError: given up.
+    """
+
+    def ends() -> bool:
+        return is_unwanted() or gives_up()
+
+    def counted() -> Iterator[Scored]:
+        seed = step_seed(run_seed, step)
+        for one in score_responses(
+            engine, tokenizer, problems, rewards, sampling, n=group_size, seed=seed, gives_up=ends
+        ):
+            progressed()
+            yield one
+
+    return collect_rollouts(counted(), len(problems), group_size)
+
+
 def collect_rollouts(scored: Iterable[Scored], count: int, group_size: int) -> Rollouts:
     """The scored responses to ``count`` problems, ``group_size`` to each, in the order of the problems.
 

@@ -28,6 +28,8 @@ class StopRequest:
         self._step_s: float | None = None
         self._save_s: Callable[[], float | None] = lambda: None
         self._previous: dict[int, Any] = {}
+        self.is_unwanted: Callable[[], bool] = lambda: False
+        """Whether what the calling thread samples will not be trained on."""
 
     def requested(self) -> bool:
         """True once a signal came."""
@@ -40,7 +42,10 @@ class StopRequest:
         self._began, self._step_s, self._save_s = time.monotonic(), last_step_s, last_save_s
 
     def gives_up(self) -> bool:
-        """Whether the step under way is not expected to be done, and saved, in what is left of the grace."""
+        """Whether to end what is sampled: it is unwanted, or the step under way, which wants it, is not expected to be
+        done, and saved, in what is left of the grace."""
+        if self.is_unwanted():
+            return True
         if not self.requested():
             return False
         return remaining_s(self._step_s, time.monotonic() - self._began, self._save_s()) > self.left_s()

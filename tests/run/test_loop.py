@@ -27,6 +27,7 @@ from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.loop import train
 from rljax.run.progress import Progress, check_fingerprints
 from rljax.run.rate import ScheduleConfig
+from rljax.run.sampling import step_seed
 from rljax.run.stop import StopRequest, remaining_s
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
@@ -612,3 +613,52 @@ def test_the_reference_is_fingerprinted_by_its_weights(tmp_path):
     assert found[0] == found[1]
     assert found[0]["problems"] == found[2]["problems"]
     assert found[0]["reference"] != found[2]["reference"]
+
+
+def without_versions(row):
+    of_versions = ("rollout/policy_version", "rollout/staleness", "mismatch_staleness/")
+    (row,) = without_clock([row])
+    return {name: value for name, value in row.items() if not name.startswith(of_versions)}
+
+
+@pytest.mark.parametrize("k", [1, 3, 9])
+def test_rollouts_sampled_ahead_are_those_of_the_same_prompts(go, k):
+    in_turn, ahead = go("turn"), go("ahead", rollout={"max_staleness": k})
+    for row, other in zip(ahead.rows, in_turn.rows, strict=True):
+        step = row["step"]
+        # The first batch is sampled with the policy that it is trained from; with k = 1 the others are one version old.
+        oldest = min(step - 1, k)
+        assert row["rollout/staleness"] == (oldest if k == 1 else pytest.approx(row["rollout/staleness"]))
+        assert 0 <= row["rollout/staleness"] <= oldest
+        assert row["rollout/policy_version"] == step - 1 - row["rollout/staleness"]
+        assert row["rollout/requests"] == 4
+        # The script knows no policy: what is not the clock's or the version's is the same.
+        assert without_versions(row) == without_versions(other)
+    trained = [prompts for prompts in ahead.engine.asked if len(prompts) == 2]
+    assert trained == [prompts for prompts in in_turn.engine.asked if len(prompts) == 2]
+    assert ahead.engine.published == [0, 1, 2, 3, 4]
+    assert {"time/wait_s", "time/drain_s", "time/rollout_s"} <= ahead.rows[0].keys()
+    assert not {"time/wait_s", "time/drain_s"} & in_turn.rows[0].keys()
+
+
+def test_a_run_with_rollouts_ahead_is_stopped_and_resumed_without_losing_a_prompt(go):
+    whole = go("whole")
+    first = go(stop_after=2, rollout={"max_staleness": 1})
+    assert first.saved == [2]
+    second = go(last_row=first.rows[-1], rollout={"max_staleness": 1})
+    assert second.engine.published == [2, 3, 4]
+    assert [row["rollout/staleness"] for row in first.rows + second.rows] == [0, 1, 0, 1]
+    # The batch of step 3 may have been under way when the run stopped; it is asked for again.
+    before = [prompts for prompts in first.engine.asked if len(prompts) == 2]
+    after = [prompts for prompts in second.engine.asked if len(prompts) == 2]
+    assert before[:2] + after == [prompts for prompts in whole.engine.asked if len(prompts) == 2]
+
+
+def test_an_engine_that_breaks_ahead_ends_the_run_at_its_own_step(go):
+    def breaks_at_the_third(prompt, sample, seed):
+        return half_right(prompt, sample, seed) if seed != step_seed(0, 3) else 1 / 0
+
+    rows = []
+    with pytest.raises(ZeroDivisionError):
+        go(rows=rows, engine=ScriptedEngine(TOKENIZER, breaks_at_the_third), rollout={"max_staleness": 2})
+    assert [row["step"] for row in rows] == [1, 2]

@@ -212,9 +212,13 @@ class ServedBase:
             for item in stream:
                 stop_sampling(self._gives_up)
                 if item is None:
-                    self._recover_all()
+                    self._tend()
                 else:
                     yield item
+
+    def _tend(self) -> None:
+        """Looks after the servers while responses are sampled. Raises as :meth:`_recover_all`."""
+        self._recover_all()
 
     def _wait(self, waited: float) -> None:
         """Says, from time to time, what is waited for, and waits a moment."""

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,14 @@ from typing import Any
 import numpy as np
 
 from rljax.checksum import Checksum
-from rljax.errors import HandshakeError, ReplyError, ServerError, ServerGoneError, VerificationError
+from rljax.errors import (
+    HandshakeError,
+    ReplyError,
+    ServerError,
+    ServerGoneError,
+    ServersLostError,
+    VerificationError,
+)
 from rljax.policy.config import route_dtype
 from rljax.rollout.api_key import find_key_file
 from rljax.rollout.served.backend import Backend, Expectation
@@ -120,6 +128,7 @@ class ServedEngine(ServedBase):
         # (layers, k, experts) of the routes that every reply must have, or None.
         self._routes = self._expected.routes
         self._current: _Published | None = None
+        self._publisher = threading.get_ident()  # thread that may use the policy of ``_current``
         self._verified = self._warned = False
         self._rejected: dict[str, Exception] = {}  # servers that failed under the current version, and how
         self._infos: dict[str, ServerInfo] = {}
@@ -147,6 +156,7 @@ class ServedEngine(ServedBase):
         fail it, the last one's VerificationError is raised.
         """
         began = time.monotonic()
+        self._publisher = threading.get_ident()
         # A server that computed one token with weights that are not finite keeps NaN in its key-value cache.
         sums = self._checksums(params)
         self._metrics.add("time/checksums_s", time.monotonic() - began)
@@ -179,7 +189,10 @@ class ServedEngine(ServedBase):
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
     ) -> Iterator[Response]:
-        """See RolloutEngine. Waits, bounded, for servers that die meanwhile; their responses are sampled again."""
+        """See RolloutEngine. Waits, bounded, for servers that die meanwhile; their responses are sampled again.
+
+        On another thread than the one that publishes it does not wait when all of them died: ServersLostError.
+        """
         if not self._verified:
             raise RuntimeError(f"the {self._backend.name} servers hold no verified policy: publish first")
         if not prompts or n < 1:
@@ -344,6 +357,20 @@ class ServedEngine(ServedBase):
         return recovered
 
     # ---- who may sample ----
+
+    def _tend(self) -> None:
+        """See ServedBase. On another thread than the publisher's servers that come back wait for the next publish.
+
+        The trainer may have taken over the policy that they would be verified with.
+        """
+        if threading.get_ident() == self._publisher:
+            super()._tend()
+            return
+        self._follow_discovery()
+        self._watch_open()
+        if not self._client.opened():
+            reason = next(iter(self._client.down().values()), "none is listed")
+            raise ServersLostError(f"no {self._backend.name} server is left to sample: {reason}")
 
     def _renew_all(self, urls: Sequence[str]) -> None:
         """Gives these servers, and those that came back, the current weights; returns when one of all is verified."""

@@ -1,0 +1,233 @@
+"""Rollouts sampled ahead: every batch once, in order, none staler than asked for; stops, losses, failures, resumes."""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rljax.data.prompts import PromptStream
+from rljax.errors import ServersLostError, StoppedWaitingError
+from rljax.run.pipeline import Ahead, InTurn
+
+PROBLEMS = [{"prompt": str(i), "answer": ""} for i in range(10)]
+SEED = 3
+
+
+def nothing():
+    """Takes no notice of progress."""
+
+
+class Engine:
+    """Samples a batch as (its problems, its step, the version published then); knows who uses it at the same time."""
+
+    def __init__(self, sampling_s=lambda step: 0.0):
+        self.version, self.users, self.calls, self.failures = 0, 0, [], {}
+        self.sampling_s, self.counted = sampling_s, 0
+
+    @contextlib.contextmanager
+    def used(self):
+        self.users += 1
+        assert self.users == 1, "two use the engine at once"
+        yield
+        self.users -= 1
+
+    def sample(self, problems, step, progressed, is_unwanted):
+        with self.used():
+            version = self.version
+            self.calls.append((step, version, threading.current_thread() is threading.main_thread()))
+            until = time.monotonic() + self.sampling_s(step)
+            while time.monotonic() < until:
+                progressed()
+                if is_unwanted():
+                    self.users -= 1
+                    raise StoppedWaitingError("unwanted")
+                time.sleep(0.002)
+            failure = self.failures.pop(step, None)
+            if failure is not None:
+                self.users -= 1
+                raise failure
+            assert self.version == version
+            self.counted += 1
+            return [problem["prompt"] for problem in problems], step, version
+
+    def publish(self, version):
+        with self.used():
+            time.sleep(0.002)
+            self.version = version
+
+    def pop_metrics(self):
+        counted, self.counted = self.counted, 0
+        return {"sampled": counted}
+
+
+def stream_at(batches=0):
+    stream = PromptStream(PROBLEMS, 2, SEED)
+    stream.load_state_dict({"problems_drawn": 2 * batches})
+    return stream
+
+
+def make(engine, k, steps=8, at=0):
+    stream = stream_at(at)
+    if k == 0:
+        return InTurn(stream, engine.sample, engine.pop_metrics)
+    return Ahead(stream, engine.sample, engine.pop_metrics, steps=steps, max_staleness=k)
+
+
+def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0, should_stop=lambda: False):
+    """Steps as the loop makes them. Returns what each was trained on, and (step, state of the stream) after each."""
+    trained, states = [], []
+    batches.start(first - 1, should_stop)
+    engine.version = first - 1
+    try:
+        for step in range(first, last + 1):
+            sampled = batches.take(nothing)
+            time.sleep(training_s(step))
+            with batches.held(nothing):
+                engine.publish(step)
+            trained.append(sampled)
+            states.append(batches.state_dict())
+            if should_stop():
+                break
+    finally:
+        batches.close()
+    return trained, states
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 4, 20])
+@pytest.mark.parametrize("slow", ["sampling", "training", "by turns"])
+def test_each_batch_is_trained_on_once_in_order_and_none_is_older_than_asked(k, slow):
+    waits = {
+        "sampling": (lambda step: 0.02, lambda step: 0.0),
+        "training": (lambda step: 0.0, lambda step: 0.02),
+        "by turns": (lambda step: 0.03 * (step % 3 == 0), lambda step: 0.03 * (step % 4 == 1)),
+    }
+    sampling_s, training_s = waits[slow]
+    engine = Engine(sampling_s)
+    trained, states = go_on(make(engine, k), engine, 1, 8, training_s=training_s)
+    in_order, expected = stream_at(), []
+    for step, (sampled, state) in enumerate(zip(trained, states, strict=True), 1):
+        prompts, of_step, version = sampled.rollouts
+        expected.append([problem["prompt"] for problem in in_order.next_batch()])
+        assert (prompts, of_step) == (expected[-1], step)
+        assert 0 <= step - 1 - version <= k
+        assert sampled.row["sampled"] == 1
+        assert state == in_order.state_dict()
+    assert [step for step, *_ in engine.calls] == list(range(1, 9))
+    if k == 1:
+        assert [version for _, version, _ in engine.calls] == [0, 0, 1, 2, 3, 4, 5, 6]
+    if k > 1 and slow == "training":
+        assert max(step - 1 - version for step, version, _ in engine.calls) > 1
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_while_a_step_trains_those_after_it_are_sampled(k):
+    engine, steps = Engine(), 8
+    seen = []
+
+    def train_until_all_are_sampled(step):
+        last = min(step + k, steps)
+        until = time.monotonic() + 10
+        while len(engine.calls) < last and time.monotonic() < until:
+            time.sleep(0.001)
+        seen.append((step, len(engine.calls)))
+        return 0.01  # in which nothing beyond them is begun
+
+    go_on(make(engine, k, steps), engine, 1, steps, training_s=train_until_all_are_sampled)
+    assert seen == [(step, min(step + k, steps)) for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_resumed_run_asks_again_for_what_was_under_way(k):
+    engine = Engine(lambda step: 0.01)
+    trained, states = go_on(make(engine, k), engine, 1, 3)
+    again = Engine(lambda step: 0.01)
+    rest, _ = go_on(make(again, k, at=states[-1]["problems_drawn"] // 2), again, 4, 8)
+    whole = stream_at()
+    prompts = [sampled.rollouts[0] for sampled in trained + rest]
+    assert prompts == [[problem["prompt"] for problem in whole.next_batch()] for _ in range(8)]
+    assert again.calls[0][:2] == (4, 3)
+
+
+def test_a_batch_whose_servers_were_lost_is_asked_again_after_the_publish():
+    engine = Engine(lambda step: 0.01)
+    engine.failures[3] = ServersLostError("none is left")
+    # Training takes longer, so that the loss is known before version 2 is published.
+    trained, _ = go_on(make(engine, 1), engine, 1, 5, training_s=lambda step: 0.05)
+    assert [call[:2] for call in engine.calls[:5]] == [(1, 0), (2, 0), (3, 1), (3, 2), (4, 2)]
+    in_order = stream_at()
+    expected = [[problem["prompt"] for problem in in_order.next_batch()] for _ in range(5)]
+    assert [sampled.rollouts[0] for sampled in trained] == expected
+
+
+def test_a_lost_batch_that_is_waited_for_is_sampled_by_who_waits():
+    engine = Engine()
+    engine.failures[1] = ServersLostError("none is left")
+    trained, _ = go_on(make(engine, 1), engine, 1, 3)
+    assert engine.calls[:2] == [(1, 0, False), (1, 0, True)]
+    assert [sampled.rollouts[1] for sampled in trained] == [1, 2, 3]
+
+
+def test_a_failure_is_raised_when_its_batch_is_due_and_not_before():
+    engine = Engine()
+    engine.failures[3] = RuntimeError("the engine broke")
+    batches = make(engine, 4)
+    batches.start(0, lambda: False)
+    for step in (1, 2):
+        assert batches.take(nothing).rollouts[1] == step
+        with batches.held(nothing):
+            engine.publish(step)
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        batches.take(nothing)
+    batches.close()
+
+
+def test_who_waits_sees_progress():
+    engine, seen = Engine(lambda step: 0.7), []
+    batches = make(engine, 1)
+    batches.start(0, lambda: False)
+    batches.take(lambda: seen.append(threading.current_thread()))
+    batches.close()
+    assert seen
+    assert set(seen) == {threading.main_thread()}
+
+
+@pytest.mark.parametrize("how", ["asked", "closed"])
+def test_what_is_sampled_ahead_is_given_up_when_no_step_will_use_it(how):
+    engine = Engine(lambda step: 30.0 if step > 1 else 0.0)
+    stop, began = threading.Event(), time.monotonic()
+    batches = make(engine, 2)
+    batches.start(0, stop.is_set)
+    assert batches.take(nothing).rollouts[1] == 1
+    if how == "asked":
+        stop.set()
+        with batches.held(nothing):
+            engine.publish(1)
+        assert batches.state_dict() == {"problems_drawn": 2}
+    batches.close()
+    assert time.monotonic() - began < 10
+    assert threading.active_count() == 1 or not any(t.name == "rljax-sampling" for t in threading.enumerate())
+
+
+def test_the_batch_that_is_waited_for_is_not_given_up_when_a_stop_is_asked_for():
+    engine, stop = Engine(lambda step: 0.3), threading.Event()
+    batches = make(engine, 1)
+    batches.start(0, stop.is_set)
+    threading.Timer(0.1, stop.set).start()
+    assert batches.take(nothing).rollouts[1] == 1
+    batches.close()
+
+
+def test_nothing_is_sampled_while_it_is_held():
+    engine = Engine()
+    batches = make(engine, 4)
+    batches.start(0, lambda: False)
+    batches.take(nothing)
+    with batches.held(nothing):
+        calls = len(engine.calls)
+        time.sleep(0.05)
+        assert len(engine.calls) == calls
+        engine.publish(1)
+    np.testing.assert_equal(batches.take(nothing).rollouts[1], 2)
+    batches.close()
