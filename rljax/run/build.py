@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -40,12 +41,13 @@ from rljax.run.rate import make_rate_controller
 from rljax.run.sampling import sample_batch
 from rljax.run.stop import StopRequest
 from rljax.run.weights import initial_params, load_merged, load_reference
+from rljax.trainer.behaviour import SplitUpdate, copy_of
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch, max_micro_batches, pack
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
-from rljax.trainer.update import MultipleUpdates, Pack, SingleUpdate, Update, reference_logprobs
+from rljax.trainer.update import Forward, MultipleUpdates, Pack, SingleUpdate, Update, reference_logprobs
 
 
 @dataclass(frozen=True)
@@ -329,9 +331,11 @@ def make_update(
         return forward(params if merged is None else merged(params), batch, **options)
 
     pack_all = make_pack(config, config.num_sequences)
+    update: Update
     if not makes_several_updates(config):
-        return SingleUpdate(step, of_state, pack_all, reference)
-    return MultipleUpdates(
+        update = SingleUpdate(step, of_state, pack_all, reference)
+        return told_apart(config, update, of_state)
+    update = MultipleUpdates(
         step,
         of_state,
         pack_all,
@@ -342,6 +346,24 @@ def make_update(
         reference=reference,
         replays_own=config.rollout.router_replay == "r2",
     )
+    return told_apart(config, update, of_state)
+
+
+def told_apart(config: Config, update: Update, forward: Forward) -> Update:
+    """``update``, with the mismatch of stale rollouts told apart where there may be any."""
+    count = min(config.diagnosis.behaviour_responses, config.num_sequences)
+    if not count or not kept_versions(config):
+        return update
+    # Adapters are merged in float32.
+    dtype = jnp.float32 if config.lora.rank else config.precision.compute_dtype
+    return SplitUpdate(
+        update, forward, make_pack(config, count), copy=copy_of(dtype), versions=kept_versions(config), sample=count
+    )
+
+
+def kept_versions(config: Config) -> int:
+    """Most versions from the policy that samples a batch to the one that is trained on it."""
+    return config.rollout.max_staleness + config.rollout.inject.staleness
 
 
 def make_step(

@@ -18,7 +18,7 @@ from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
 from rljax.policy.lora import LoraConfig, abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
-from rljax.run.build import batch_shape, makes_several_updates
+from rljax.run.build import batch_shape, kept_versions, makes_several_updates
 from rljax.run.config import Config
 from rljax.run.memory_plan import working_bytes
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
@@ -120,6 +120,9 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
         reference = merged if config.lora.adapter else {}
     if config.loss.kl != "none":
         trees["reference policy"] = reference
+    if versions := kept_versions(config) if config.diagnosis.behaviour_responses else 0:
+        copy = state.params if config.lora.rank else weights(logical_axes(policy))
+        trees[f"policies of {versions + 1} versions"] = [copy] * (versions + 1)
     return {name: _bytes(tree) for name, tree in trees.items()}
 
 

@@ -55,11 +55,15 @@ class DiagnosisConfig:
     """Steps between measurements of ``mismatch_free_routing/``, the mismatch without the routes that
     ``rollout.router_replay: r3`` replays; each takes a forward of its own. 0: never."""
 
+    behaviour_responses: int = 64
+    """Responses of a step of which stale rollouts' mismatch is told apart into numerics and drift, by a forward under
+    the policy that sampled them. 0: none; no copies of older policies are kept then."""
+
     def __post_init__(self) -> None:
         for name in ("position_edges", "entropy_edges"):
             check_edges(name, getattr(self, name))
         check_at_least(self, 1, "staleness_buckets", "reference_steps", "is_threshold")
-        check_at_least(self, 0, "grad_noise_every", "free_routing_every")
+        check_at_least(self, 0, "grad_noise_every", "free_routing_every", "behaviour_responses")
 
 
 def measure(

@@ -1,0 +1,66 @@
+"""Stale rollouts in whole runs: numerics and drift told apart, and recovered where both are put in on purpose."""
+
+import numpy as np
+import pytest
+from toy_runs import comparable, complete, tiny
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
+# Responses that are long enough to earn something, all of which are told apart.
+SIZE = ("--rollout.max-response-tokens", "40", "--data.batch-size", "4", "--diagnosis.behaviour-responses", "16")
+
+
+def run(base, run_dir, *options, rate="3e-3", steps=STEPS):
+    size = ("--optimizer.learning-rate", rate)
+    code, output = complete(tiny(base, run_dir, steps, *FLOAT32, *SIZE, *size, *options))
+    assert code == 0, output
+    return comparable(run_dir)
+
+
+def test_sampled_ahead_in_float32_all_mismatch_is_drift(toy_base, tmp_path):
+    rows = run(toy_base, tmp_path / "run", "--rollout.max-staleness", "1")
+    assert [row["rollout/staleness"] for row in rows] == [0, *[1] * (STEPS - 1)]
+    assert not any(key.startswith(("mismatch_numerics/", "mismatch_drift/")) for key in rows[0])
+    for row in rows[1:]:
+        assert row["mismatch_numerics/token_count"] == row["mismatch/token_count"]
+        assert row["mismatch_numerics/logprob_abs_diff_mean"] < 3e-6
+        assert row["mismatch_drift/kl"] + row["mismatch_numerics/kl"] == pytest.approx(row["mismatch/kl"], abs=1e-6)
+        assert row["mismatch_drift/1/k3_kl"] == row["mismatch_drift/k3_kl"]
+    # The policy moved, or nothing was shown.
+    moved = [row["mismatch_drift/logprob_abs_diff_mean"] for row in rows[1:]]
+    assert np.mean(moved) > 1e-3
+
+
+def test_injected_noise_and_staleness_are_recovered(toy_base, tmp_path):
+    noise = ("--rollout.inject.weight-noise", "0.05", "--rollout.inject.seed", "3")
+    stale = ("--rollout.inject.staleness", "2")
+    still = run(toy_base, tmp_path / "still", *noise, *stale, rate="1e-12")
+    # Slow enough that the noise does to the policy what it did to the one that stands still.
+    drift = run(toy_base, tmp_path / "drift", *stale, rate="3e-4")
+    both = run(toy_base, tmp_path / "both", *stale, *noise, rate="3e-4")
+
+    def mean(rows, part, name="logprob_abs_diff_mean"):
+        return np.mean([row[f"mismatch_{part}/{name}"] for row in rows[2:]])
+
+    # Weights that do not move do not drift; their mismatch is what the noise makes.
+    assert all(row["mismatch_drift/logprob_abs_diff_max"] < 3e-6 for row in still[2:])
+    assert mean(still, "numerics") > 1e-3
+    assert mean(drift, "numerics") < 3e-6 < 3e-4 < mean(drift, "drift")
+    # With both, each is what it is alone, as far as runs that sample other tokens can agree.
+    assert mean(both, "numerics") == pytest.approx(mean(still, "numerics"), rel=0.25)
+    assert mean(both, "drift") == pytest.approx(mean(drift, "drift"), rel=0.25)
+    for row in both[2:]:
+        assert row["mismatch_drift/kl"] + row["mismatch_numerics/kl"] == pytest.approx(row["mismatch/kl"], abs=1e-6)
+
+
+def test_a_run_sampled_ahead_and_resumed_goes_on(toy_base, tmp_path):
+    ahead = ("--rollout.max-staleness", "1")
+    whole = run(toy_base, tmp_path / "whole", *ahead)
+    first = run(toy_base, tmp_path / "run", *ahead, steps=2)
+    rows = run(toy_base, tmp_path / "run", *ahead)
+    assert rows[:2] == first == whole[:2]
+    # The batch after the checkpoint is asked for again, of the newest version; from then on each is one version old.
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 0, 1, 1, 1]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

@@ -1,0 +1,81 @@
+"""Numerics and drift of stale tokens by hand, and which versions and responses are taken for them."""
+
+import numpy as np
+import pytest
+
+from rljax.trainer.behaviour import SplitUpdate, split_metrics
+from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.update import Updated, UpdateOptions
+
+OPTIONS = UpdateOptions(1e-3, 0, noise=False)
+
+
+def sequence(rollout, behind):
+    tokens = np.ones(len(rollout), np.int32)
+    return TrainSequence(tokens[:1], tokens, np.float32(rollout), 0.0, True, np.int32(behind))
+
+
+def test_parts_by_hand():
+    one = sequence([-1.0, -2.0, -3.0], [2, 2, 0])  # the last token is of the newest version
+    two = sequence([-1.0, -1.0], [3, 3])  # of a version that is not kept
+    behaviour = {2: [np.float32([-1.1, -2.3, 9.0]), np.float32([9.0, 9.0])]}
+    row = split_metrics([one, two], behaviour, [np.float32([-1.5, -2.1, -3.2]), np.float32([-5.0, -5.0])])
+    numerics, drift = np.array([-0.1, -0.3, -0.2]), np.array([-0.4, 0.2, 0.0])
+    assert row["mismatch_numerics/token_count"] == 3
+    assert row["mismatch_numerics/kl"] == pytest.approx(-numerics.mean(), rel=1e-5)
+    assert row["mismatch_numerics/logprob_abs_diff_mean"] == pytest.approx(0.2, rel=1e-5)
+    assert row["mismatch_drift/kl"] == pytest.approx(-drift.mean(), rel=1e-5)
+    assert row["mismatch_drift/k3_kl"] == pytest.approx(np.mean(np.exp(drift) - drift - 1), rel=1e-5)
+    assert row["mismatch_drift/log_ppl_abs_diff"] == pytest.approx(abs(drift.mean()), rel=1e-5)
+    assert row["mismatch_drift/2/kl"] == pytest.approx(0.1, rel=1e-5)
+    assert row["mismatch_drift/2/logprob_abs_diff_max"] == pytest.approx(0.4, rel=1e-5)
+
+
+class Inner:
+    """An update whose policy is a number, which each update raises by one."""
+
+    def __init__(self):
+        self.asked = []
+
+    def pack(self, sequences):
+        return pack(sequences, row_tokens=8, rows_per_micro_batch=1, micro_batches=8)
+
+    def forward(self, params, batch):
+        self.asked.append((params, int(batch.response_mask.sum())))
+        return {}, np.full(batch.tokens.shape, -float(params), np.float32)
+
+    def __call__(self, state, batch, sequences, options):
+        return Updated(State(state.params + 1), {}, {}, lambda: [np.full(len(s.response), -9.0) for s in sequences])
+
+
+class State:
+    def __init__(self, params):
+        self.params = params
+
+
+def updated(split, state, behind):
+    sequences = [sequence([-1.0, -1.0], [d, d]) for d in behind]
+    return split(state, split.pack(sequences), sequences, OPTIONS)
+
+
+def test_each_version_is_scored_with_its_own_weights():
+    inner = Inner()
+    split = SplitUpdate(inner, inner.forward, inner.pack, copy=lambda params: params, versions=2, sample=8)
+    state = State(100)
+    for behind in ([0, 0], [0, 0], [1, 0], [2, 1], [3, 3]):
+        found = updated(split, state, behind)
+        state = found.state
+        has_parts = any(key.startswith("mismatch_drift/") for key in found.row)
+        assert has_parts == bool({1, 2} & set(behind))
+    # Steps 3 and 4 are trained from 102 and 103; three versions are kept, so that those three behind are not.
+    assert inner.asked == [(101, 4), (102, 4), (101, 4)]
+
+
+def test_a_sample_is_spread_evenly_over_the_batch():
+    inner = Inner()
+    split = SplitUpdate(inner, inner.forward, inner.pack, copy=lambda params: params, versions=1, sample=3)
+    updated(split, State(0), [0] * 7)
+    found = updated(split, State(1), [1, 0, 0, 1, 0, 0, 1])
+    assert found.row["mismatch_numerics/token_count"] == 6
+    assert inner.asked == [(0, 6)]
+    assert found.row["mismatch_drift/1/logprob_abs_diff_mean"] == 9.0
