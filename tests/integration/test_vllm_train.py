@@ -49,6 +49,21 @@ def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy
         assert row["publish/changed_fraction"] > 0.5
 
 
+def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base, tmp_path):
+    options = [*FLOAT32, "--run.steps", "5", "--optimizer.learning-rate", "2e-4", "--eval.every", "2"]
+    options += ["--rollout.max-staleness", "1"]
+    code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
+    assert code == 0, output
+    rows = comparable(tmp_path)
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1, 1]
+    for row in rows:
+        assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
+        assert row["rollout/responses_without_version"] == 0
+        assert ("eval/toy/accuracy" in row) == (row["step"] in (2, 4, 5))
+    for row in rows[1:]:
+        assert row["mismatch_numerics/logprob_abs_diff_max"] < 1e-4 < row["mismatch_drift/logprob_abs_diff_max"]
+
+
 def test_adapters_are_served_merged_and_proven_as_any_weights_are(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "3", "--optimizer.learning-rate", "2e-3", "--eval.every", "0"]
     code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options, "--lora.rank", "4"))

@@ -1,0 +1,155 @@
+"""Wall time of a step with rollouts sampled ahead, against the longer of sampling and training.
+
+    python experiments/bench_pipeline.py --json benchmarks/pipeline.json
+
+The real loop trains the toy policy with an engine that takes a fixed time for each batch and each publish, and an
+update that sleeps until a fixed time has passed. For each setting and each ``rollout.max_staleness`` a Markdown table
+gives the mean time of a step, the bound max(rollout, train + publish), their ratio, and what the trainer waited. The
+first two steps, which compile and fill the pipeline, are left out. Times are of the wall clock: run it on a machine
+with nothing beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rljax.data.prompts import DataConfig
+from rljax.data.tokenizer import load_tokenizer
+from rljax.policy.hf_config import read_config
+from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
+from rljax.run.build import build, load_problems, starting_point
+from rljax.run.checkpoint import CheckpointConfig, Checkpointer
+from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
+from rljax.run.loop import train
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.packing import PackingConfig
+
+BASE = Path(__file__).parents[1] / "configs/toy-base"
+STEPS, WARM_UP = 12, 2
+
+
+class Times(NamedTuple):
+    """Seconds that each part takes."""
+
+    rollout: float
+    train: float
+    publish: float
+
+
+SETTINGS = (Times(1.0, 0.5, 0.05), Times(0.8, 0.8, 0.05), Times(0.5, 1.0, 0.05), Times(0.8, 0.6, 0.2))
+
+
+class SleepingEngine:
+    """RolloutEngine whose batches and publishes take a fixed time."""
+
+    def __init__(self, times: Times):
+        """``times``: of the setting."""
+        self._times, self._version = times, 0
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
+    ) -> Iterator[Response]:
+        """See RolloutEngine: three random tokens a response, spread over the time."""
+        rng = np.random.default_rng(seed)
+        count = len(prompts) * n
+        for place in range(count):
+            time.sleep(self._times.rollout / count)
+            tokens = rng.integers(0, 10, 3).astype(np.int32)
+            spans = (VersionSpan(self._version, 0, 3),)
+            yield Response(*divmod(place, n), tokens, np.full(3, -2.3, np.float32), True, spans)
+
+    def publish(self, params: Any, policy_version: int) -> None:
+        """See RolloutEngine."""
+        time.sleep(self._times.publish)
+        self._version = policy_version
+
+    def pop_metrics(self) -> dict[str, float]:
+        """See RolloutEngine."""
+        return {}
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+
+
+class SleepingUpdate:
+    """Update that takes a fixed time at least."""
+
+    def __init__(self, update: Any, seconds: float):
+        """``update``: makes the updates."""
+        self._update, self._seconds, self.pack = update, seconds, update.pack
+
+    def __call__(self, *arguments: Any) -> Any:
+        """See Update."""
+        until = time.monotonic() + self._seconds
+        updated = self._update(*arguments)
+        time.sleep(max(0.0, until - time.monotonic()))
+        return updated
+
+
+def rows_of(times: Times, max_staleness: int) -> list[dict[str, Any]]:
+    """The rows of a run."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        config = Config(
+            run=RunConfig(dir=directory, steps=STEPS),
+            model=ModelConfig(path=str(BASE)),
+            data=DataConfig(batch_size=4, max_prompt_tokens=8),
+            rollout=RolloutConfig(group_size=4, max_response_tokens=4, max_staleness=max_staleness),
+            packing=PackingConfig(row_tokens=64, rows_per_micro_batch=4),
+            mesh=MeshConfig(1, 1),
+            eval=EvalConfig(every=0),
+            checkpoint=CheckpointConfig(every=0),
+        )
+        policy, tokenizer, mesh = read_config(BASE), load_tokenizer(BASE), make_mesh(config.mesh)
+        checkpointer = stack.enter_context(contextlib.closing(Checkpointer(Path(directory, "checkpoints"), keep=1)))
+        problems = load_problems(config, tokenizer)
+        parts = build(config, policy, tokenizer, mesh, SleepingEngine(times), checkpointer, problems)
+        stack.callback(parts.rewards.close)
+        parts = dataclasses.replace(parts, update=SleepingUpdate(parts.update, times.train))
+        state, progress = starting_point(parts, mesh)
+        train(parts, state, progress, lambda row, histograms: rows.append(row))
+    return rows[WARM_UP:-1]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs every setting and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write what was measured here")
+    parser.add_argument("--max-staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    arguments = parser.parse_args(argv)
+    found = []
+    print("| rollout / train / publish (s) | k | step (s) | bound (s) | ratio | waited (s) | staleness |")
+    print("|---|---|---|---|---|---|---|")
+    for times in SETTINGS:
+        for k in arguments.max_staleness:
+            rows = rows_of(times, k)
+            step = float(np.mean([row["time/step_s"] for row in rows]))
+            bound = max(times.rollout, times.train + times.publish) if k else sum(times)
+            waited = float(np.mean([row.get("time/wait_s", 0.0) + row.get("time/drain_s", 0.0) for row in rows]))
+            staleness = float(np.mean([row["rollout/staleness"] for row in rows]))
+            found.append(
+                {**times._asdict(), "max_staleness": k, "step_s": step, "bound_s": bound, "ratio": step / bound}
+                | {"waited_s": waited, "staleness": staleness}
+            )
+            said = " / ".join(f"{each:g}" for each in times)
+            print(f"| {said} | {k} | {step:.3f} | {bound:.3f} | {step / bound:.2f} | {waited:.3f} | {staleness:.2f} |")
+    if arguments.json:
+        command = f"python experiments/bench_pipeline.py {shlex.join(argv)}"
+        arguments.json.write_text(json.dumps({"command": command, "steps": STEPS, "measured": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

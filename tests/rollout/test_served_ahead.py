@@ -1,0 +1,61 @@
+"""An HTTP engine that samples on another thread than the one that publishes: who is verified when."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from test_vllm_engine import PARAMS, PROMPTS, make
+from vllm_fake import FakeVllm
+
+from rljax.errors import ServersLostError
+from rljax.rollout.types import SamplingParams, VersionSpan
+
+
+@pytest.fixture
+def elsewhere():
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
+
+
+def sample(engine, n=3):
+    return list(engine.generate(PROMPTS, n, SamplingParams(5), seed=0))
+
+
+def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere):
+    other = FakeVllm()
+    engine = make(fake.url, other.url)
+    try:
+        engine.publish(PARAMS, 0)
+        port = other.port
+        other.stop()
+        other = FakeVllm(port)
+        # Nothing may be verified here: the trainer may have taken over the weights.
+        responses = elsewhere.submit(sample, engine).result(timeout=30)
+        assert len(responses) == 6
+        assert engine._client.opened() == [fake.url]
+        engine.publish(PARAMS, 1)
+        assert sorted(engine._client.opened()) == sorted([fake.url, other.url])
+        versions = {response.versions for response in elsewhere.submit(sample, engine).result(timeout=30)}
+        assert versions == {(VersionSpan(1, 0, 5),)}
+    finally:
+        engine.close()
+        other.stop()
+
+
+def test_without_any_server_the_sampling_ends_at_once_and_the_publisher_recovers(fake, elsewhere):
+    engine = make(fake.url)
+    again = None
+    try:
+        engine.publish(PARAMS, 0)
+        port = fake.port
+        fake.stop()
+        again = FakeVllm(port)
+        with pytest.raises(ServersLostError, match="no vLLM server is left to sample"):
+            elsewhere.submit(sample, engine).result(timeout=30)
+        # On the thread that published, with the weights at hand, it is recovered as ever.
+        assert len(sample(engine)) == 6
+        np.testing.assert_equal(engine.pop_metrics()["rollout/servers_brought_back"], 1)
+    finally:
+        engine.close()
+        if again is not None:
+            again.stop()
