@@ -119,7 +119,8 @@ def split_tokens(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
 
 def all_tokens(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
     """``x`` before products whose weights are split over ``tp``: each device has all tokens of its rows."""
-    return constrain(x, "rows", "tokens", "act_embed")
+    # What travels is ``x`` as it is here, and not a wider array from which it is rounded.
+    return constrain(split_tokens(x), "rows", "tokens", "act_embed")
 
 
 def rms_norm(x: Float[Array, "b *t d"], scale: Float[Array, "*b d"], eps: float) -> Float[Array, "b *t d"]:

@@ -42,7 +42,8 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     (local_rows,) = named_sharding(mesh, ("rows",), (rows,)).shard_shape((rows,))
     part = local_policy(policy, mesh)
     itemsize = jnp.dtype(config.precision.compute_dtype).itemsize
-    kept = kept_by_a_block(part, local_rows, tokens, config, planned_attention(config, policy, mesh))
+    attention = planned_attention(config, policy, mesh)
+    kept = kept_by_a_block(part, local_rows, tokens, config, attention, ways=_ways(mesh, "split_tokens", tokens))
     gradients = _sharded_size(policy, mesh, find_trained(policy, config.lora)) * itemsize
     places = local_rows * tokens
     block = gradients + block_bytes(part, places, itemsize)
@@ -88,9 +89,18 @@ def planned_attention(config: Config, policy: PolicyConfig, mesh: Any) -> Packed
 
 
 def kept_by_a_block(
-    part: PolicyConfig, rows: int, tokens: int, config: Config, attention: PackedAttention = packed_attention
+    part: PolicyConfig,
+    rows: int,
+    tokens: int,
+    config: Config,
+    attention: PackedAttention = packed_attention,
+    *,
+    ways: int = 1,
 ) -> int:
-    """Bytes of activations that a block leaves for its backward pass under ``precision.remat``."""
+    """Bytes of activations that a block leaves for its backward pass under ``precision.remat``.
+
+    ``ways``: into which those of the model's width are split by tokens.
+    """
     dtype = jnp.dtype(config.precision.compute_dtype)
     remat = config.precision.remat_policy
     if remat == "offload":
@@ -108,7 +118,13 @@ def kept_by_a_block(
     with compiled_for_hopper():
         kept = jax.tree.leaves(jax.eval_shape(pullback, params, ids))
     # The scan stacks what a block leaves, and its weights among it.
-    of_blocks = sum(leaf.size * leaf.dtype.itemsize for leaf in kept if leaf.shape[:1] == (_LAYERS,))
+
+    def parts(leaf: Any) -> int:
+        # Without remat what is kept of the model's width in the compute dtype is gathered: operands of products.
+        is_split = leaf.shape[1:] == (rows, tokens, part.hidden_size) and (remat != "none" or leaf.dtype != dtype)
+        return ways if is_split else 1
+
+    of_blocks = sum(leaf.size * leaf.dtype.itemsize // parts(leaf) for leaf in kept if leaf.shape[:1] == (_LAYERS,))
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["layers"]))
     return int(max(0, of_blocks - weights)) // _LAYERS
 
@@ -148,6 +164,11 @@ def head_bytes(policy: PolicyConfig, mesh: Any, places: int, itemsize: int) -> i
     chunk = shard // vocabulary_chunks(shard)
     logits = places * chunk * (2 * _FLOAT32 + itemsize)
     return logits + (places + chunk) * policy.hidden_size * (_FLOAT32 + 2 * itemsize)
+
+
+def _ways(mesh: Any, logical: str, size: int) -> int:
+    """Parts into which the mesh splits an axis of so many elements."""
+    return int(size // named_sharding(mesh, (logical,), (size,)).shard_shape((size,))[0])
 
 
 def _sharded_size(policy: PolicyConfig, mesh: Any, trained: Trained) -> int:
