@@ -3,7 +3,7 @@
 Weights are sharded over three of the mesh axes: ``fsdp`` splits the model width, ``tp`` splits heads, the MLP's inner
 width and the vocabulary; ``expert`` splits the experts of a mixture, and the model width of all other weights besides.
 Each part of ``replica`` has all of them. Activations are split by rows over ``replica``, ``fsdp`` and ``expert``, and
-between the products of a block by tokens over ``tp`` (sequence parallelism, Korthikanti et al. 2022, section 4.2.2).
+between the products of a block by tokens over ``tp`` (sequence parallelism, arXiv 2205.05198).
 """
 
 from __future__ import annotations

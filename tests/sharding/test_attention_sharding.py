@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from packed_rows import gradients, heads, row
 
 from rljax.policy.attention_blocks import block_attention
+from rljax.policy.attention_splash import splash_attention
 from rljax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.mesh
@@ -54,3 +55,18 @@ def test_devices_do_not_talk_and_may_recompute():
         for x, expected in zip(compiled(*arrays, segments), gradients(attention, arrays, SEGMENTS)[1:], strict=True):
             np.testing.assert_array_equal(x, expected)
     assert not re.findall(COLLECTIVES, compiled.as_text())
+
+
+@pytest.mark.parametrize(("fsdp", "tp"), [(8, 1), (4, 2)])
+def test_the_kernel_of_a_tpu_gives_the_numbers_of_one_device(fsdp, tp):
+    def interpreted(q, k, v, segments):
+        return splash_attention(q, k, v, segments, block=128, interpret=True)
+
+    segments = np.stack([row(256, lengths) for lengths in ([100, 130], [256], [], [1, 60, 60])] * 2)
+    arrays = heads(segments, head_dim=16)
+    expected = gradients(interpreted, arrays, segments)
+    mesh = make_mesh(MeshConfig(fsdp, tp))
+    with jax.set_mesh(mesh):
+        got = gradients(interpreted, on_mesh(mesh, arrays, len(segments), tp == 2), segments)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
