@@ -204,8 +204,8 @@ def test_between_products_a_device_of_two_holds_half_of_the_tokens(tmp_path):
     of_width = 9216 * 2560 * 2
     over_tp = [one for one in found["collectives"] if one["per"] == "micro_batch" and one["group_size"] == 2]
     whole = {(one["kind"], one["dtype"]): one for one in over_tp if one["bytes"] >= of_width}
-    # A layer: two of each forward and two backward; of the second forward both gathers and one parted sum. The embedding
-    # parts one sum, and the head and its backward pass gather one each.
+    # A layer: two of each forward and two backward; of the second forward both gathers and one parted sum. The
+    # embedding parts one sum, and the head and its backward pass gather one each.
     assert whole["reduce-scatter", "bfloat16"]["bytes"] == (3 * 5 + 1) * of_width
     assert whole["all-gather", "bfloat16"]["bytes"] == (3 * 6 + 2) * of_width
     # The hidden states' gradient of the head is added up in float32.
