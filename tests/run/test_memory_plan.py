@@ -73,6 +73,17 @@ def test_other_remats_keep_more_or_none():
     assert 0 <= kept[2] - products <= 0.02 * products
 
 
+def test_between_products_tokens_are_split():
+    """In bfloat16 two products' operands are gathered where nothing is recomputed; of the others the input is split."""
+    width = 2 * 64 * 16 * 2
+    for remat, split in (("blocks", 1), ("dots", 2)):
+        whole, halved = (kept_by_a_block(POLICY, 2, 64, config(remat=remat), ways=ways) for ways in (1, 2))
+        assert whole - halved == split * width // 2
+    whole, halved = (kept_by_a_block(POLICY, 2, 64, config(remat="none"), ways=ways) for ways in (1, 2))
+    assert (whole - halved) % width == 0
+    assert whole - halved > 2 * width
+
+
 @pytest.mark.parametrize("remat", ["blocks", "dots", "none"])
 def test_cudnn_keeps_queries_again_and_the_sums_of_each_segment(remat):
     """For its alternative in rows of very many segments, and a log-sum-exp for each of up to 16 segments."""
@@ -102,7 +113,8 @@ def test_work_by_hand():
     found = working_bytes(wanted, POLICY, mesh)
     # 16 sequences of up to 64 tokens are 16 rows, 2 micro-batches of 8.
     assert found["batch"] == 2 * 128 * 38
-    assert found["kept for the backward pass"] == pytest.approx(3 * 128 * 16 * 2, rel=0.1)
+    # Of the inputs of blocks a device has half of the tokens; a block keeps some bytes of each row besides.
+    assert 0 <= found["kept for the backward pass"] - 3 * 128 * 16 * 2 // 2 <= 3 * 2 * 150
     part = local_policy(POLICY, mesh)
     block = 128 * (2 * (4 * 24 + 7 * 16 + 3 * 16) + 4 * 24) + 16 * 24 * (2 + 8)
     assert block_bytes(part, 128, 2) == block
