@@ -194,9 +194,9 @@ def one_step(run: Components, at: Standing) -> None:
     row["optimizer/grad_norm_ema"] = progress.grad_norm_ema
     row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
     try:
-        with contextlib.ExitStack() as holding:
+        with contextlib.ExitStack() as pause:
             with timers.phase("drain") if config.rollout.max_staleness else contextlib.nullcontext():
-                holding.enter_context(run.batches.held(lambda: run.enter_phase("drain")))
+                pause.enter_context(run.batches.paused(lambda: run.enter_phase("drain")))
             try:
                 with timers.phase("publish"):
                     is_published = publish(run, at.state, progress.policy_version)

@@ -58,7 +58,7 @@ class Batches(Protocol):
         Raises as ``RolloutEngine.generate``.
         """
 
-    def held(self, progressed: Callable[[], None]) -> AbstractContextManager[None]:
+    def paused(self, progressed: Callable[[], None]) -> AbstractContextManager[None]:
         """Within it the caller alone uses the engine; at its end the policy of the last batch taken is published."""
 
     def is_unwanted(self) -> bool:
@@ -91,7 +91,7 @@ class InTurn:
         rollouts = self._sample(self._stream.next_batch(), self._step, progressed, self.is_unwanted)
         return Sampled(rollouts, self._pop_metrics())
 
-    def held(self, progressed: Callable[[], None]) -> AbstractContextManager[None]:
+    def paused(self, progressed: Callable[[], None]) -> AbstractContextManager[None]:
         """See Batches."""
         del progressed
         return contextlib.nullcontext()
@@ -157,7 +157,7 @@ class Ahead:
         self._under_way: _Job | None = None
         self._lost: _Job | None = None
         self._error: BaseException | None = None
-        self._is_held = self._is_closed = False
+        self._is_paused = self._is_closed = False
         self._awaited = 0  # step whose batch is waited for
         self._responses = 0  # sampled so far
 
@@ -187,16 +187,16 @@ class Ahead:
             return sampled
 
     @contextlib.contextmanager
-    def held(self, progressed: Callable[[], None]) -> Iterator[None]:
+    def paused(self, progressed: Callable[[], None]) -> Iterator[None]:
         """See Batches."""
         following = self._taken + 1
         with self._changed:
             self._wait(lambda: self._begun >= following or not self._may_begin(following), progressed)
-            self._is_held = True
+            self._is_paused = True
             self._wait(lambda: self._under_way is None, progressed)
         yield
         with self._changed:
-            self._is_held, self._version = False, self._taken
+            self._is_paused, self._version = False, self._taken
             self._changed.notify_all()
 
     def is_unwanted(self) -> bool:
@@ -219,7 +219,7 @@ class Ahead:
             self._thread.join(_END_S)
 
     def _wait(self, is_so: Callable[[], bool], progressed: Callable[[], None]) -> None:
-        """Waits until ``is_so``; the condition is held."""
+        """Waits until ``is_so``; the caller has the condition."""
         seen = self._responses
         while not self._changed.wait_for(is_so, _TICK_S):
             if self._responses != seen:
@@ -232,8 +232,8 @@ class Ahead:
         return not is_over and step <= min(self._steps, self._version + 1 + self._max_staleness)
 
     def _next_job(self) -> _Job | None:
-        """What the thread is to sample now, if anything; the condition is held."""
-        if self._is_held or self._is_closed or self._under_way is not None:
+        """What the thread is to sample now, if anything; the caller has the condition."""
+        if self._is_paused or self._is_closed or self._under_way is not None:
             return None
         if self._lost is not None:
             job, renewed = self._lost, self._version > self._lost.version

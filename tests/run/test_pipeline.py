@@ -84,7 +84,7 @@ def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0, should_s
         for step in range(first, last + 1):
             sampled = batches.take(nothing)
             time.sleep(training_s(step))
-            with batches.held(nothing):
+            with batches.paused(nothing):
                 engine.publish(step)
             trained.append(sampled)
             states.append(batches.state_dict())
@@ -176,7 +176,7 @@ def test_a_failure_is_raised_when_its_batch_is_due_and_not_before():
     batches.start(0, lambda: False)
     for step in (1, 2):
         assert batches.take(nothing).rollouts[1] == step
-        with batches.held(nothing):
+        with batches.paused(nothing):
             engine.publish(step)
     with pytest.raises(RuntimeError, match="the engine broke"):
         batches.take(nothing)
@@ -202,7 +202,7 @@ def test_what_is_sampled_ahead_is_given_up_when_no_step_will_use_it(how):
     assert batches.take(nothing).rollouts[1] == 1
     if how == "asked":
         stop.set()
-        with batches.held(nothing):
+        with batches.paused(nothing):
             engine.publish(1)
         assert batches.state_dict() == {"problems_drawn": 2}
     batches.close()
@@ -219,12 +219,12 @@ def test_the_batch_that_is_waited_for_is_not_given_up_when_a_stop_is_asked_for()
     batches.close()
 
 
-def test_nothing_is_sampled_while_it_is_held():
+def test_nothing_is_sampled_while_it_is_paused():
     engine = Engine()
     batches = make(engine, 4)
     batches.start(0, lambda: False)
     batches.take(nothing)
-    with batches.held(nothing):
+    with batches.paused(nothing):
         calls = len(engine.calls)
         time.sleep(0.05)
         assert len(engine.calls) == calls
