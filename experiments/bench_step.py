@@ -191,10 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         low, high = one["ratio_range"]
         print(f"| {name} | {own:.0f} | {theirs:.0f} | {one['ratio']:.2f} | {low:.2f} - {high:.2f} | {own / base:.2f} |")
         sys.stdout.flush()
-    if options.json:
-        machine = f"{platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}, torch {torch.__version__}"
-        report = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "cases": found}
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if options.json:  # after each case: those in bfloat16 take torch minutes
+            machine = f"{platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}, torch {torch.__version__}"
+            report = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "cases": found}
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

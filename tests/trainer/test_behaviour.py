@@ -1,9 +1,13 @@
 """Numerics and drift of stale tokens by hand, and which versions and responses are taken for them."""
 
+import jax
 import numpy as np
 import pytest
 
-from rljax.trainer.behaviour import SplitUpdate, split_metrics
+from rljax.data.toy import policy_config
+from rljax.policy.model import init_params, param_shardings
+from rljax.sharding import MeshConfig, make_mesh, put
+from rljax.trainer.behaviour import SplitUpdate, copy_of, split_metrics
 from rljax.trainer.packing import TrainSequence, pack
 from rljax.trainer.update import Updated, UpdateOptions
 
@@ -79,3 +83,14 @@ def test_a_sample_is_spread_evenly_over_the_batch():
     assert found.row["mismatch_numerics/token_count"] == 6
     assert inner.asked == [(0, 6)]
     assert found.row["mismatch_drift/1/logprob_abs_diff_mean"] == 9.0
+
+
+@pytest.mark.mesh
+def test_copies_lie_where_the_parameters_lie():
+    policy, mesh = policy_config(), make_mesh(MeshConfig(4, 2))
+    params = put(init_params(policy, 0), param_shardings(policy, mesh))
+    copies = copy_of("bfloat16")(params)
+    for copy, leaf in zip(jax.tree.leaves(copies), jax.tree.leaves(params), strict=True):
+        assert copy.dtype == "bfloat16"
+        assert copy.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+        np.testing.assert_array_equal(np.asarray(copy), np.asarray(leaf).astype(copy.dtype))

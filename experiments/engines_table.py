@@ -1,0 +1,103 @@
+"""The same tokens and weights in jax, transformers, vLLM and SGLang, in three dtypes each: how far every two lie apart.
+
+    python experiments/engines_table.py runs/engines-table --json benchmarks/engines_table.json
+
+Samples responses to toy prompts, scores them with ``tools/compare_mismatch.py`` by each scorer, and by one server after
+another, which this program starts (launch/install_vllm.sh, launch/install_sglang.sh). What is in the directory already
+is not scored again. Prints a Markdown table of the mean absolute difference (nats a token), with each column's
+difference from its own second run, its noise floor, on the diagonal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rljax.rollout.sglang import server as sglang
+from rljax.rollout.vllm import server as vllm
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "configs/toy-base"
+DTYPES = ("float32", "bfloat16", "float16")
+IN_PROCESS = [f"{engine}:{dtype}" for engine in ("jax", "hf") for dtype in DTYPES]
+SERVED = [(engine, dtype) for engine in ("vllm", "sglang") for dtype in DTYPES]
+METRIC = "logprob_abs_diff_mean"
+
+
+def compare(out: Path, *words: str) -> None:
+    """Runs the tool on the tokens of ``out``. Raises RuntimeError when it fails for another reason than a verdict."""
+    command = [sys.executable, str(ROOT / "tools/compare_mismatch.py"), *words, "--batch-size", "64", "--out", str(out)]
+    status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
+    if status not in (0, 1):
+        raise RuntimeError(f"{shlex.join(command)} ended with {status}")
+
+
+def columns_of(out: Path) -> set[str]:
+    """Columns that were scored so far."""
+    report = out / "report.json"
+    return set(json.loads(report.read_text())["columns"]) if report.exists() else set()
+
+
+def score_by_server(out: Path, engine: str, dtype: str) -> None:
+    """Starts a server, has it score the tokens of ``out``, and ends it."""
+    settings: dict[str, Any] = {"model": str(MODEL), "dtype": dtype, "max_model_len": 512}
+    settings["log_path"] = out / f"{engine}-{dtype}.log"
+    server = (
+        vllm.start(vllm.ServerConfig(python=str(vllm.vllm_python()), **settings))
+        if engine == "vllm"
+        else sglang.start(sglang.ServerConfig(python=str(sglang.sglang_python()), **settings))
+    )
+    try:
+        compare(out, str(out / "tokens.parquet"), "--model", str(MODEL), "--scorer", f"{engine}:{server.url}")
+    finally:
+        server.stop()
+
+
+def table(report: dict[str, Any]) -> list[str]:
+    """Markdown lines."""
+    names = [name for name in report["columns"] if not name.endswith("@2")]
+    between = {frozenset((pair["trainer"], pair["rollout"])): pair["metrics"][METRIC] for pair in report["pairs"]}
+    floors = report["noise_floor"]
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for i, row in enumerate(names):
+        cells = [""] * i + [f"({floors[row][METRIC]:.2g})" if row in floors else "-"]
+        cells += [f"{between[frozenset((row, column))]:.3g}" for column in names[i + 1 :]]
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main(argv: Sequence[str]) -> int:
+    """Scores what is missing and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="directory of the tokens and the comparison")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--prompts", type=int, default=200, help="toy prompts (default 200)")
+    arguments = parser.parse_args(argv)
+    out = arguments.out
+    if not columns_of(out):
+        sampled = ["--toy-prompts", str(arguments.prompts), "--responses", "8", "--max-response-tokens", "36"]
+        scorers = [word for spec in IN_PROCESS for word in ("--scorer", spec)]
+        compare(out, *sampled, "--model", str(MODEL), "--sample", "jax-decode:float32", *scorers)
+    for engine, dtype in SERVED:
+        if f"{engine}:{dtype}" not in columns_of(out):
+            print(f"scoring by {engine} in {dtype}", file=sys.stderr, flush=True)
+            score_by_server(out, engine, dtype)
+    report = json.loads((out / "report.json").read_text())
+    print("\n".join(table(report)))
+    if arguments.json:
+        kept = {key: report[key] for key in ("columns", "pairs", "noise_floor")}
+        command = f"python experiments/engines_table.py {shlex.join(argv)}"
+        found = {"command": command, "machine": platform.machine(), **kept}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
