@@ -20,6 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rljax.policy.hf_config import read_config
 from rljax.rollout.sglang import server as sglang
 from rljax.rollout.vllm import server as vllm
 
@@ -37,6 +41,14 @@ def compare(out: Path, *words: str) -> None:
     status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
     if status not in (0, 1):
         raise RuntimeError(f"{shlex.join(command)} ended with {status}")
+
+
+def drop_last_id(tokens: Path, last_id: int) -> None:
+    """Leaves sequences out that hold the last id of the vocabulary: SGLang 0.5.23 reads a 0 in its place."""
+    table = pq.read_table(tokens)
+    kept = [last_id not in ids for ids in table["token_ids"].to_pylist()]
+    print(f"{kept.count(False)} of {len(kept)} sequences hold token {last_id} and are left out", file=sys.stderr)
+    pq.write_table(table.filter(pa.array(kept)), tokens)
 
 
 def columns_of(out: Path) -> set[str]:
@@ -62,7 +74,8 @@ def score_by_server(out: Path, engine: str, dtype: str) -> None:
 
 def table(report: dict[str, Any]) -> list[str]:
     """Markdown lines."""
-    names = [name for name in report["columns"] if not name.endswith("@2")]
+    order = [f"{engine}:{dtype}" for engine in ("jax", "jax-decode", "hf", "vllm", "sglang") for dtype in DTYPES]
+    names = sorted(report["columns"], key=order.index)
     between = {frozenset((pair["trainer"], pair["rollout"])): pair["metrics"][METRIC] for pair in report["pairs"]}
     floors = report["noise_floor"]
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
@@ -85,6 +98,7 @@ def main(argv: Sequence[str]) -> int:
         sampled = ["--toy-prompts", str(arguments.prompts), "--responses", "8", "--max-response-tokens", "36"]
         scorers = [word for spec in IN_PROCESS for word in ("--scorer", spec)]
         compare(out, *sampled, "--model", str(MODEL), "--sample", "jax-decode:float32", *scorers)
+        drop_last_id(out / "tokens.parquet", read_config(MODEL).vocab_size - 1)
     for engine, dtype in SERVED:
         if f"{engine}:{dtype}" not in columns_of(out):
             print(f"scoring by {engine} in {dtype}", file=sys.stderr, flush=True)
