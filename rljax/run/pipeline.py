@@ -152,7 +152,7 @@ class Ahead:
         self._thread = threading.Thread(target=self._run, name="rljax-sampling", daemon=True)
         self._changed = threading.Condition()  # guards all that follows
         self._version = self._taken = self._begun = 0
-        self._data = stream.state_dict()
+        self._data: dict[str, Any] | None = None  # None before the start: what the stream says then
         self._ready: dict[int, tuple[Sampled, _Job]] = {}
         self._under_way: _Job | None = None
         self._lost: _Job | None = None
@@ -208,7 +208,7 @@ class Ahead:
 
     def state_dict(self) -> dict[str, Any]:
         """See Batches."""
-        return self._data
+        return self._stream.state_dict() if self._data is None else self._data
 
     def close(self) -> None:
         """See Batches."""

@@ -25,7 +25,7 @@ def test_sampled_ahead_in_float32_all_mismatch_is_drift(toy_base, tmp_path):
     assert not any(key.startswith(("mismatch_numerics/", "mismatch_drift/")) for key in rows[0])
     for row in rows[1:]:
         assert row["mismatch_numerics/token_count"] == row["mismatch/token_count"]
-        assert row["mismatch_numerics/logprob_abs_diff_mean"] < 3e-6
+        assert row["mismatch_numerics/logprob_abs_diff_mean"] < 1e-6
         assert row["mismatch_drift/kl"] + row["mismatch_numerics/kl"] == pytest.approx(row["mismatch/kl"], abs=1e-6)
         assert row["mismatch_drift/1/k3_kl"] == row["mismatch_drift/k3_kl"]
     # The policy moved, or nothing was shown.
@@ -45,11 +45,11 @@ def test_injected_noise_and_staleness_are_recovered(toy_base, tmp_path):
         return np.mean([row[f"mismatch_{part}/{name}"] for row in rows[2:]])
 
     # Weights that do not move do not drift; their mismatch is what the noise makes.
-    assert all(row["mismatch_drift/logprob_abs_diff_max"] < 3e-6 for row in still[2:])
+    assert all(row["mismatch_drift/logprob_abs_diff_max"] < 1e-6 for row in still[2:])
     assert mean(still, "numerics") > 1e-3
-    assert mean(drift, "numerics") < 3e-6 < 3e-4 < mean(drift, "drift")
+    assert mean(drift, "numerics") < 1e-6 < 3e-4 < mean(drift, "drift")
     # With both, each is what it is alone, as far as runs that sample other tokens can agree.
-    assert mean(both, "numerics") == pytest.approx(mean(still, "numerics"), rel=0.25)
+    assert mean(both, "numerics") == pytest.approx(mean(still, "numerics"), rel=0.18)
     assert mean(both, "drift") == pytest.approx(mean(drift, "drift"), rel=0.25)
     for row in both[2:]:
         assert row["mismatch_drift/kl"] + row["mismatch_numerics/kl"] == pytest.approx(row["mismatch/kl"], abs=1e-6)

@@ -138,6 +138,19 @@ def test_while_a_step_trains_those_after_it_are_sampled(k):
     assert seen == [(step, min(step + k, steps)) for step in range(1, steps + 1)]
 
 
+@pytest.mark.parametrize("k", [0, 1])
+def test_before_the_start_the_state_is_that_which_was_loaded(k):
+    stream = stream_at()
+    engine = Engine()
+    batches = (
+        Ahead(stream, engine.sample, engine.pop_metrics, steps=8, max_staleness=k)
+        if k
+        else InTurn(stream, engine.sample, engine.pop_metrics)
+    )
+    stream.load_state_dict({"problems_drawn": 6})
+    assert batches.state_dict() == {"problems_drawn": 6}
+
+
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_resumed_run_asks_again_for_what_was_under_way(k):
     engine = Engine(lambda step: 0.01)
