@@ -12,6 +12,7 @@ from rljax.rollout.served.backend import Expectation
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.verify import probe_length, sharpening
 from rljax.rollout.served.wire import ServerInfo
+from rljax.rollout.weights.directory import PROTOCOL, WeightDirectory
 
 
 def ask(client: ServerClient, url: str, method: str, path: str, refusal: str, json: Any = None) -> dict[str, Any]:
@@ -33,6 +34,33 @@ def optional(client: ServerClient, url: str, method: str, path: str, **content: 
         return client.call(url, method, path, **content)
     except ServerRefusedError:
         return {}
+
+
+def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo:
+    """What the plugin of this kind of server says, as far as there is one."""
+    return ServerInfo(
+        url=url,
+        version=str(described.get(kind, "")),
+        dtype=str(described.get("dtype", "")),
+        vocab_size=described.get("shape", {}).get("vocab_size"),
+        max_model_len=described.get("max_model_len"),
+        block_size=described.get("block_size"),
+    )
+
+
+def check_protocol(url: str, described: Mapping[str, Any]) -> None:
+    """Raises HandshakeError where plugin and trainer are of versions that do not fit."""
+    if described.get("protocol") != PROTOCOL:
+        raise HandshakeError(f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}")
+
+
+def weights_probe(files: WeightDirectory) -> tuple[dict[str, Any], str]:
+    """What shows a plugin where the run's weights will be, and what a refusal of it means."""
+    path, text = files.probe()
+    unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
+    if files.source:
+        unread = f"the server's machine cannot read weights from {files.source}"
+    return {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}, unread
 
 
 def dtype_differences(described: Mapping[str, Any], expected: Expectation, head_option: str) -> list[str]:

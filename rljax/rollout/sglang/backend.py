@@ -10,9 +10,9 @@ from rljax.errors import ServerGoneError, ServerRefusedError
 from rljax.rollout.served import workers
 from rljax.rollout.served.backend import Expectation, Loaded
 from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.handshake import optional
+from rljax.rollout.served.handshake import optional, server_info
 from rljax.rollout.served.wire import ServerInfo
-from rljax.rollout.sglang.handshake import server_info, shake_hands
+from rljax.rollout.sglang.handshake import shake_hands
 from rljax.rollout.sglang.wire import SglangWire
 from rljax.rollout.sglang.workers import ask_workers
 from rljax.rollout.weights.directory import WeightDirectory, WeightVersion
@@ -40,7 +40,7 @@ class SglangBackend(SglangWire):
                 said = "end the run that publishes weights to it, or POST /continue_generation {}"
                 raise ValueError(f"{url} is paused: {said}") from error
         try:
-            info = server_info(url, ask_workers(client, url, "rljax_describe")[0])
+            info = server_info(url, ask_workers(client, url, "rljax_describe")[0], "sglang")
         except ServerRefusedError:
             plain = optional(client, url, "GET", "/server_info")
             dtype = plain.get("dtype", "auto")

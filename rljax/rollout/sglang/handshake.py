@@ -11,13 +11,16 @@ from rljax.rollout.served.backend import Expectation
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.handshake import (
     ask,
+    check_protocol,
     dtype_differences,
     length_differences,
+    server_info,
     shape_differences,
+    weights_probe,
 )
 from rljax.rollout.served.wire import ServerInfo
 from rljax.rollout.sglang.workers import ask_workers
-from rljax.rollout.weights.directory import PROTOCOL, WeightDirectory
+from rljax.rollout.weights.directory import WeightDirectory
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +42,7 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
     plugin = "rljax's plugin is not in this server: install rljax beside SGLang (launch/install_sglang.sh)"
     described = _of_workers(client, url, plugin, "rljax_describe")[0]
     try:
-        if described.get("protocol") != PROTOCOL:
-            raise HandshakeError(
-                f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}"
-            )
+        check_protocol(url, described)
         differing = _differences(described, expected)
     except (LookupError, TypeError, AttributeError) as error:
         raise ReplyError(f"{url}: /weights_checker answered without {error}: {str(described)[:300]}") from error
@@ -50,26 +50,10 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
         raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
     ask(client, url, "GET", "/model_info", "it does not say which weights it holds")
     client.find_route(url)
-    info = server_info(url, described)
-    path, text = files.probe()
-    unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
-    if files.source:
-        unread = f"the server's machine cannot read weights from {files.source}"
-    probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}
+    info = server_info(url, described, "sglang")
+    probe, unread = weights_probe(files)
     _of_workers(client, url, unread, "rljax_show", probe)
     return info
-
-
-def server_info(url: str, described: Mapping[str, Any]) -> ServerInfo:
-    """The plugin's description."""
-    return ServerInfo(
-        url=url,
-        version=str(described.get("sglang", "")),
-        dtype=str(described.get("dtype", "")),
-        vocab_size=described.get("shape", {}).get("vocab_size"),
-        max_model_len=described.get("max_model_len"),
-        block_size=described.get("block_size"),
-    )
 
 
 def _of_workers(client: ServerClient, url: str, refusal: str, method: str, *arguments: Any) -> list[Any]:

@@ -10,9 +10,9 @@ from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
 from rljax.rollout.served import workers
 from rljax.rollout.served.backend import Expectation, Loaded
 from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.handshake import optional
+from rljax.rollout.served.handshake import optional, server_info
 from rljax.rollout.served.wire import ServerInfo
-from rljax.rollout.vllm.handshake import server_info, shake_hands
+from rljax.rollout.vllm.handshake import shake_hands
 from rljax.rollout.vllm.wire import VllmWire
 from rljax.rollout.weights.directory import WeightDirectory, WeightVersion
 
@@ -37,7 +37,7 @@ class VllmBackend(VllmWire):
         client.set_model(url, str(model["id"]))
         client.find_route(url)
         return dataclasses.replace(
-            server_info(url, (described.get("results") or [{}])[0]),
+            server_info(url, (described.get("results") or [{}])[0], "vllm"),
             model=str(model["id"]),
             root=str(model.get("root") or ""),
             version=str(optional(client, url, "GET", "/version").get("version", "")),

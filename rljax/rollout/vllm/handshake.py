@@ -9,11 +9,19 @@ from typing import Any
 from rljax.errors import HandshakeError, ReplyError
 from rljax.rollout.served.backend import Expectation
 from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.handshake import ask, dtype_differences, length_differences, shape_differences
+from rljax.rollout.served.handshake import (
+    ask,
+    check_protocol,
+    dtype_differences,
+    length_differences,
+    server_info,
+    shape_differences,
+    weights_probe,
+)
 from rljax.rollout.served.verify import TOP
 from rljax.rollout.served.wire import ServerInfo
 from rljax.rollout.vllm.server import BACKEND
-from rljax.rollout.weights.directory import PROTOCOL, WeightDirectory
+from rljax.rollout.weights.directory import WeightDirectory
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +47,7 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
     reply = ask(client, url, "POST", "/collective_rpc", plugin, {"method": "rljax_describe"})
     try:
         described = reply["results"][0]
-        if described.get("protocol") != PROTOCOL:
-            raise HandshakeError(
-                f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}"
-            )
+        check_protocol(url, described)
         differing = _differences(described, expected)
     except (LookupError, TypeError, AttributeError) as error:
         raise ReplyError(f"{url}: /collective_rpc answered without {error}: {str(reply)[:300]}") from error
@@ -51,26 +56,10 @@ def shake_hands(client: ServerClient, url: str, expected: Expectation, files: We
     unnamed = "it does not say which weights it holds: no /weight_info (launch/install_vllm.sh has a vLLM with it)"
     ask(client, url, "GET", "/weight_info", unnamed)
     client.find_route(url)
-    info = server_info(url, described)
-    path, text = files.probe()
-    unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
-    if files.source:
-        unread = f"the server's machine cannot read weights from {files.source}"
-    probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}
+    info = server_info(url, described, "vllm")
+    probe, unread = weights_probe(files)
     ask(client, url, "POST", "/init_weight_transfer_engine", unread, {"init_info": probe})
     return info
-
-
-def server_info(url: str, described: Mapping[str, Any]) -> ServerInfo:
-    """The plugin's description, as far as there is one."""
-    return ServerInfo(
-        url=url,
-        version=str(described.get("vllm", "")),
-        dtype=str(described.get("dtype", "")),
-        vocab_size=described.get("shape", {}).get("vocab_size"),
-        max_model_len=described.get("max_model_len"),
-        block_size=described.get("block_size"),
-    )
 
 
 def _differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
