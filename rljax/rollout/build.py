@@ -76,6 +76,8 @@ def check_engine(config: RolloutConfig) -> None:
         raise ValueError("rollout.max_staleness: the exact engine samples with the policy that is trained; give 0")
     if config.max_staleness and config.colocated:
         raise ValueError("rollout.max_staleness: colocated servers sleep while the trainer trains; give 0")
+    if config.update != "wait":
+        _check_in_flight(config)
     for name, default in (("weight_quantization", "none"), ("kv_cache_dtype", "auto")):
         if config.engine != "jax" and getattr(config, name) != default:
             raise ValueError(f"rollout.{name} works with rollout.engine = jax, not with {config.engine}")
@@ -100,6 +102,19 @@ def check_engine(config: RolloutConfig) -> None:
         raise ValueError("rollout.router_replay: the exact engine routes as the trainer does; give none")
     if config.engine == "jax" and inject.logit_noise:
         raise ValueError("rollout.inject.logit_noise works with rollout.engine = exact only")
+
+
+def _check_in_flight(config: RolloutConfig) -> None:
+    """Raises ValueError where responses under way cannot go on with new weights."""
+    said = f"rollout.update = {config.update}"
+    if config.engine not in SERVED:
+        raise ValueError(f"{said} works with rollout.engine = vllm or sglang, not with {config.engine}")
+    if not config.max_staleness:
+        raise ValueError(f"{said}: no response is under way when weights come; give rollout.max_staleness above 0")
+    if config.router is not None:
+        raise ValueError(f"{said}: through rollout.router nobody knows which server samples a response; give wait")
+    if config.router_replay == "r3":
+        raise ValueError(f"{said}: the experts of tokens before new weights are not reported; give wait")
 
 
 def make_engine(

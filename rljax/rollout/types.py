@@ -162,6 +162,8 @@ SERVED = ("vllm", "sglang")
 
 RouterReplay = Literal["none", "r2", "r3"]
 
+InFlight = Literal["wait", "keep", "abort"]
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -186,6 +188,10 @@ class RolloutConfig:
     max_staleness: int = 0
     """Most policy versions from the one that samples a batch to the one that is trained on it. 0: a batch is sampled
     when its step begins. k: while one step trains, the next batches are sampled, up to k steps ahead."""
+    update: InFlight = "wait"
+    """What becomes of the responses that servers sample ahead when new weights come. wait: they are finished first.
+    keep: they are held, and go on with the new weights; their keys and values are computed again. abort: the servers
+    hand back what they have of them, and the rest is asked of whichever server has room."""
     group_size: int = 16
     """Responses per prompt: at least 2, for the leave-one-out baseline."""
     max_response_tokens: int = 8192
@@ -211,7 +217,7 @@ class RolloutConfig:
     """Longest time the run waits while no server answers (seconds)."""
     seeded: bool = True
     """Whether a seed is sent with each response to a server, so that equal weights sample alike as far as the server
-    can: vLLM does, SGLang on its own settings does not."""
+    can: vLLM does, SGLang on its own settings does not. With another ``update`` than wait none is sent."""
     api_key_file: str | None = None
     """File with the key that the servers ask for, readable by its owner alone. None: the file that
     ``$RLJAX_API_KEY_FILE`` names, and no key where it names none."""

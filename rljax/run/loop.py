@@ -9,7 +9,7 @@ Step t (1-based) is one rollout batch and at most one update:
 4. advantages; groups whose rewards are all equal carry no loss, and with no group left the update is skipped
 5. pack into rows
 6. one compiled step (forward, mismatch, loss, backward, AdamW), or several mini-batches
-7. publish the weights as policy version t
+7. publish the weights as policy version t; with ``rollout.update`` responses that are sampled ahead go on with them
 8. evaluate when due, then record one row
 9. check the guard; checkpoint when due
 
@@ -50,7 +50,7 @@ from rljax.run.profiling import StepProfiler
 from rljax.run.progress import Progress, check_fingerprints, check_policy, policy_record
 from rljax.run.rate import RateController, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
-from rljax.run.sampling import rollout_row, step_seed, training_sequences
+from rljax.run.sampling import mixed_fraction, rollout_row, step_seed, training_sequences
 from rljax.trainer.measure import without_empty_buckets
 from rljax.trainer.packing import useful_fraction
 from rljax.trainer.state import TrainState
@@ -172,6 +172,8 @@ def one_step(run: Components, at: Standing) -> None:
     with timers.phase(run.batches.phase):
         rollouts, of_sampling = run.batches.take(lambda: run.enter_phase(run.batches.phase))
     row |= rollout_row(rollouts, version) | of_sampling
+    if config.rollout.update != "wait":
+        row["rollout/mixed_fraction"] = mixed_fraction(rollouts)
 
     observed = observed_value(config.schedule.metric, row, last_row)
     rate = run.controller.step(observed, row["response_length/truncated_fraction"])
@@ -196,7 +198,8 @@ def one_step(run: Components, at: Standing) -> None:
     try:
         with contextlib.ExitStack() as pause:
             with timers.phase("drain") if config.rollout.max_staleness else contextlib.nullcontext():
-                pause.enter_context(run.batches.paused(lambda: run.enter_phase("drain")))
+                drains = config.rollout.update == "wait" or is_evaluated(config, step)
+                pause.enter_context(run.batches.paused(lambda: run.enter_phase("drain"), drains=drains))
             try:
                 with timers.phase("publish"):
                     is_published = publish(run, at.state, progress.policy_version)

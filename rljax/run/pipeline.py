@@ -3,8 +3,9 @@
 With ``rollout.max_staleness`` k above 0 the batch of step s may be sampled as soon as policy version s - 1 - k is
 published: while one step trains, the next batches are sampled. What bounds the staleness is when a prompt is sent, so
 nothing that was sampled is dropped, whatever its length. Batches are made of prompts in their order and are sampled one
-after the other; sampling excludes publishing and evaluating. Before version t is published the batch of step t + 1 is
-begun, if the version before allows it, and ends: with k = 1 each batch but the first is one version old in every run.
+after the other; sampling excludes evaluating. Before version t is published the batch of step t + 1 is begun, if the
+version before allows it. With ``rollout.update: wait`` it ends before that, too, so that with k = 1 each batch but the
+first is one version old in every run; otherwise it goes on with version t, and is at most as old.
 """
 
 from __future__ import annotations
@@ -58,8 +59,11 @@ class Batches(Protocol):
         Raises as ``RolloutEngine.generate``.
         """
 
-    def paused(self, progressed: Callable[[], None]) -> AbstractContextManager[None]:
-        """Within it the caller alone uses the engine; at its end the policy of the last batch taken is published."""
+    def paused(self, progressed: Callable[[], None], *, drains: bool = True) -> AbstractContextManager[None]:
+        """Within it the caller alone uses the engine; at its end the policy of the last batch taken is published.
+
+        Without ``drains`` a batch that is under way goes on, and only a new one does not begin.
+        """
 
     def is_unwanted(self) -> bool:
         """Whether what the calling thread samples will not be trained on."""
@@ -91,9 +95,9 @@ class InTurn:
         rollouts = self._sample(self._stream.next_batch(), self._step, progressed, self.is_unwanted)
         return Sampled(rollouts, self._pop_metrics())
 
-    def paused(self, progressed: Callable[[], None]) -> AbstractContextManager[None]:
+    def paused(self, progressed: Callable[[], None], *, drains: bool = True) -> AbstractContextManager[None]:
         """See Batches."""
-        del progressed
+        del progressed, drains
         return contextlib.nullcontext()
 
     def is_unwanted(self) -> bool:
@@ -157,7 +161,7 @@ class Ahead:
         self._under_way: _Job | None = None
         self._lost: _Job | None = None
         self._error: BaseException | None = None
-        self._is_paused = self._is_closed = False
+        self._is_paused = self._is_publishing = self._is_closed = False
         self._awaited = 0  # step whose batch is waited for
         self._responses = 0  # sampled so far
 
@@ -187,16 +191,19 @@ class Ahead:
             return sampled
 
     @contextlib.contextmanager
-    def paused(self, progressed: Callable[[], None]) -> Iterator[None]:
+    def paused(self, progressed: Callable[[], None], *, drains: bool = True) -> Iterator[None]:
         """See Batches."""
         following = self._taken + 1
         with self._changed:
             self._wait(lambda: self._begun >= following or not self._may_begin(following), progressed)
             self._is_paused = True
-            self._wait(lambda: self._under_way is None, progressed)
+            if drains:
+                self._wait(lambda: self._under_way is None, progressed)
+            self._is_publishing = True
         yield
         with self._changed:
-            self._is_paused, self._version = False, self._taken
+            self._is_paused = self._is_publishing = False
+            self._version = self._taken
             self._changed.notify_all()
 
     def is_unwanted(self) -> bool:
@@ -270,6 +277,8 @@ class Ahead:
         try:
             rollouts = self._sample(job.problems, job.step, count, self.is_unwanted)
             seconds = time.perf_counter() - began
+            with self._changed:  # what a publish counts is of its own step
+                self._changed.wait_for(lambda: not self._is_publishing or self._is_closed)
             outcome = Sampled(rollouts, self._pop_metrics() | {"time/rollout_s": seconds})
         except BaseException as error:
             outcome = error

@@ -184,6 +184,11 @@ def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
     }
 
 
+def mixed_fraction(rollouts: Rollouts) -> float:
+    """Share of the responses that more than one policy version sampled."""
+    return float(np.mean([len(response.versions) > 1 for response in rollouts.all()]))
+
+
 def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) -> list[TrainSequence]:
     """Each response with its advantage, and whether its group carries loss."""
     lengths = np.asarray([[response.length for response in group] for group in rollouts.responses])

@@ -244,3 +244,69 @@ def test_nothing_is_sampled_while_it_is_paused():
         engine.publish(1)
     np.testing.assert_equal(batches.take(nothing).rollouts[1], 2)
     batches.close()
+
+
+class Sharing(Engine):
+    """Samples while others publish; a batch is (its problems, its step, the version that began it, that ended it)."""
+
+    def __init__(self, sampling_s):
+        super().__init__(sampling_s)
+        self.published = 0
+
+    @contextlib.contextmanager
+    def used(self):
+        yield
+
+    def sample(self, problems, step, progressed, is_unwanted):
+        first = self.version
+        self.calls.append((step, first))
+        time.sleep(self.sampling_s(step))
+        return [problem["prompt"] for problem in problems], step, first, self.version
+
+    def publish(self, version):
+        time.sleep(0.06)
+        self.version = version
+        self.published += 1
+
+    def pop_metrics(self):
+        published, self.published = self.published, 0
+        return {"published": published}
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("slow", ["sampling", "training"])
+def test_a_batch_under_way_goes_on_across_publishes_and_none_begins_within_one(k, slow):
+    """Whatever version it ends with, none is older than asked, and what a publish counts is of its own step."""
+    engine = Sharing(lambda step: 0.2 if slow == "sampling" else 0.0)
+    batches, trained = make(engine, k), []
+    batches.start(0, lambda: False)
+    for step in range(1, 9):
+        sampled = batches.take(nothing)
+        time.sleep(0.05 if slow == "training" else 0.0)
+        with batches.paused(nothing, drains=False):
+            begun = len(engine.calls)
+            engine.publish(step)
+            assert len(engine.calls) == begun
+            assert engine.pop_metrics()["published"] == 1
+        trained.append(sampled)
+    batches.close()
+    assert [call[0] for call in engine.calls] == list(range(1, 9))
+    for step, sampled in enumerate(trained, 1):
+        _, of_step, first, last = sampled.rollouts
+        assert of_step == step
+        assert 0 <= step - 1 - last <= step - 1 - first <= k
+        assert sampled.row["published"] == 0
+    crossed = [first < last for sampled in trained for _, _, first, last in [sampled.rollouts]]
+    assert any(crossed) == (slow == "sampling")
+
+
+def test_an_evaluation_waits_for_the_batch_under_way():
+    engine = Sharing(lambda step: 0.1)
+    batches, trained = make(engine, 1), []
+    batches.start(0, lambda: False)
+    for step in range(1, 5):
+        trained.append(batches.take(nothing))
+        with batches.paused(nothing):
+            engine.publish(step)
+    batches.close()
+    assert [sampled.rollouts[2:] for sampled in trained] == [(0, 0), (0, 0), (1, 1), (2, 2)]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_flight import check_versions, sampled_across_publishes
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.policy.config import PolicyConfig
@@ -131,6 +132,21 @@ def test_published_weights_are_proven_and_sampled_from(served, opened, store):
         assert response.versions == (VersionSpan(2, 0, response.length),)
         assert response.truncated or response.token_ids[-1] == 14
     assert {response.truncated for response in responses} != {True}
+
+
+@pytest.mark.parametrize("update", ["keep", "abort"])
+def test_responses_under_way_go_on_with_new_weights(served, update):
+    """Each token has the log-probability of the policy that sampled it, with all before it computed by that policy."""
+    policies = [served.params, served.moved(5), served.moved(6)]
+    engine = served.engine(update=update, max_staleness=2, max_tokens=240)
+    try:
+        responses = sampled_across_publishes(engine, policies, PROMPTS, 230)
+    finally:
+        engine.close()
+    assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == 4 * len(PROMPTS)
+    assert all(r.length == 230 and len(r.versions) > 1 for r in responses)
+    score = make_scorer(served.config, jnp.dtype(DTYPE))
+    check_versions([functools.partial(score, params) for params in policies], PROMPTS, responses, 2e-5)
 
 
 @pytest.mark.parametrize(("how", "of"), [("flip", NORM), ("flip", KEYS), ("skip", KEYS), ("skip", NORM)])

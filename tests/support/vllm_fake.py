@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlparse
+from urllib.parse import parse_qsl, urlparse
 
 from safetensors.numpy import load_file
 
@@ -36,6 +36,10 @@ class FakeVllm:
         self.weights_path = None
         self.logprob = -1.0
         self.delay_s = 0.0
+        self.token_s = 0.0  # that each token takes
+        self.pauses: list[str] = []  # the mode of each
+        self.asked: list[tuple[list[int], int, int | None]] = []  # prompt, limit and seed of each sample
+        self.names_versions = True
         self.fail_next: list[int] = []  # statuses of the next samples
         self.routes = {"/inference/v1/generate", "/v1/completions", "/weight_info"}
         self.dtype = "float32"
@@ -49,7 +53,8 @@ class FakeVllm:
         self.seen: Counter[str] = Counter()
         self.events: list[str] = []
         self.running, self.most_running = 0, 0
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._holds, self._given_up = False, 0
         self._httpd = _Server(("127.0.0.1", port), _handler(self))
         self.port = self._httpd.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -84,6 +89,12 @@ class FakeVllm:
         if path == "/collective_rpc":
             method = {"rljax_describe": self._describe, "rljax_checksums": self._checksums}[body["method"]]
             return 200, {"results": [method()]}
+        if path in ("/pause", "/resume"):
+            with self._lock:
+                self._holds = path == "/pause" and body["mode"] != "wait"
+                self._given_up += self._holds and body["mode"] == "abort"
+                self.pauses += [body["mode"]] if path == "/pause" else []
+                self._lock.notify_all()
         if path == "/finish_weight_update":
             self.version = body["weight_version"]
         if path == "/update_weights":
@@ -119,16 +130,35 @@ class FakeVllm:
             self.running += 1
             self.most_running = max(self.most_running, self.running)
             status = self.fail_next.pop(0) if self.fail_next else 200
-        time.sleep(self.delay_s)
-        with self._lock:
-            self.running -= 1
+        try:
+            time.sleep(self.delay_s)
+            return self._sampled(path, body, status)
+        finally:
+            with self._lock:
+                self.running -= 1
+
+    def _sampled(self, path: str, body: dict, status: int) -> tuple[int, dict]:
         if status != 200:
             return status, {"error": {"message": f"told to fail with {status}"}}
         if body["model"] != self.model:
             return 404, {"error": {"message": f"there is no model {body['model']}"}}
         sampling = body.get("sampling_params", body)
         prompt = body.get("token_ids", body.get("prompt"))
-        tokens = [(prompt[-1] + i) % 64 for i in range(sampling["max_tokens"])]
+        self.asked.append((prompt, sampling["max_tokens"], sampling["seed"]))
+        tokens, spans, finish = [], [], self.finish
+        with self._lock:
+            given_up = self._given_up
+        for i in range(sampling["max_tokens"]):
+            time.sleep(self.token_s)
+            with self._lock:
+                self._lock.wait_for(lambda: not self._holds or self._given_up > given_up, timeout=30)
+                if self._given_up > given_up:
+                    finish = "abort"
+                    break
+                tokens.append((prompt[-1] + i) % 64)
+                if not spans or spans[-1]["version"] != self.version:
+                    spans.append({"version": self.version, "start": i})
+                spans[-1]["end"] = i + 1
         self.events.append("sample")
         sharpness = 1.0 if self.raw else max(sampling["temperature"], 1e-3)
         tops = {token: -float(token) / sharpness for token in range(sampling["logprobs"])}
@@ -147,8 +177,8 @@ class FakeVllm:
             ]
             choice = {
                 "token_ids": tokens,
-                "finish_reason": self.finish,
-                "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
+                "finish_reason": finish,
+                "weight_versions": spans if self.names_versions else None,
                 "logprobs": {"content": content},
             }
         else:
@@ -178,8 +208,8 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else {}
-            path = urlparse(self.path).path
+            path, query = urlparse(self.path).path, parse_qsl(urlparse(self.path).query)
+            body = (json.loads(self.rfile.read(length)) if length else {}) | dict(query)
             if fake.key and path != "/health" and self.headers["Authorization"] != f"Bearer {fake.key}":
                 status, reply = 401, {"error": "this server wants a key"}
             else:

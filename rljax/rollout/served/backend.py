@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from rljax.checksum import Checksum
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.wire import ServerInfo, Wire
-from rljax.rollout.types import VerifyConfig
+from rljax.rollout.types import InFlight, VerifyConfig
 from rljax.rollout.weights.directory import WeightDirectory, WeightVersion
 
 
@@ -94,8 +94,15 @@ class Backend(Wire, Protocol):
           ServerGoneError: it does not answer, or its machine could not read the version.
         """
 
-    def push(self, client: ServerClient, url: str, version: WeightVersion) -> None:
+    def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """Gives the server one version's weights. It is not proof that they arrived.
+
+        Args:
+          client: of the server.
+          url: its own.
+          version: that its machine has.
+          in_flight: what becomes of the responses that it samples. No key and no value of the weights before is used
+            for a token after.
 
         Raises:
           ServerGoneError: it does not answer.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -77,6 +78,7 @@ class ServedBase:
         self._outdated: set[Future[Any]] = set()  # of them, whose answers count no more
         self._watched: dict[str, Future[None]] = {}  # looks at open servers that only a router talks to, by URL
         self._next_look: dict[str, float] = {}  # at a server, by URL
+        self._following = threading.Lock()
 
     def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
@@ -112,7 +114,8 @@ class ServedBase:
         """Takes in the servers that are listed now, and leaves those that are not."""
         if self._discovery is None:
             return
-        joined, left = self._client.set_urls(self._discovery.urls)
+        with self._following:  # who samples and who publishes may do it at once
+            joined, left = self._client.set_urls(self._discovery.urls)
         for url in joined:
             log.info("%s joins", url)
         for url in left:

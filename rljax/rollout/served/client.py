@@ -8,6 +8,10 @@ wait. Servers may join and leave; one that left answers what it was asked, or it
 
 With a router rollouts go to it, and it knows the open servers alone; everything else goes to each server itself.
 
+A reply may be of several weight versions where new weights come while it is sampled. It is handed on once the server
+that sampled it is open with the newest of them; a part of a response that the server gave up for the new weights is
+kept, and the rest is asked of any server.
+
 Every exchange has a deadline, from the connection to the last byte; whoever waits for the event loop's thread looks
 whether it still runs. A wait for a server to open is the caller's to bound: :meth:`ServerClient.stream` yields to it.
 """
@@ -24,7 +28,7 @@ import threading
 import time
 from collections.abc import Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal, TypeVar
 
@@ -33,7 +37,7 @@ import httpx
 from rljax.errors import HandshakeError, ReplyError, ServerError, ServerGoneError, ServerRefusedError
 from rljax.rollout.api_key import find_key_file, read_api_key
 from rljax.rollout.served.descriptors import room_for
-from rljax.rollout.served.wire import Completion, Request, Wire, check_completion
+from rljax.rollout.served.wire import Completion, Request, Wire, check_completion, continued, joined
 from rljax.rollout.types import ClientLimits
 
 log = logging.getLogger(__name__)
@@ -55,7 +59,7 @@ class _Server:
     reason: str
     state: State = "down"
     outstanding: int = 0
-    version: str | None = None
+    versions: list[str] = field(default_factory=list)  # of weights that it was opened with, the newest last
 
 
 @dataclass
@@ -228,10 +232,13 @@ class ServerClient:
     def open(self, url: str, version: str | None) -> None:
         """Admits rollouts to ``url``; a reply sampled under another weight ``version`` marks it down (None: under any).
 
-        A reply that does not name its version is handed on.
+        A reply may be of the versions before, too, that the server was opened with since it was asked for. One that
+        does not name its version is handed on.
         """
-        self._server(url).version = version
-        self._await(self._set(self._server(url), "open"))
+        server = self._server(url)
+        if version is not None and server.versions[-1:] != [version]:
+            server.versions.append(version)
+        self._await(self._set(server, "open"))
 
     def mark_down(self, url: str, reason: str) -> None:
         """Sends no further rollout to ``url`` until it is opened again."""
@@ -376,13 +383,23 @@ class ServerClient:
         return await self._sample(server, request, timeout_s)
 
     async def _rollout(self, server: _Server, request: Request, vocab_size: int | None) -> Completion:
-        """As :meth:`_sample`, and what it gave may be trained on."""
-        url = self._router or server.url
+        """As :meth:`_sample`, and what it gave may be trained on; a part of it where new weights came meanwhile."""
+        url, first = self._router or server.url, max(0, len(server.versions) - 1)
         completion = await self._sample(server, request, self.limits.request_timeout_s, url)
-        check_completion(url, completion, request, vocab_size)
-        foreign = [tag for tag, _, _ in completion.spans or () if server.version not in (None, tag)]
-        if foreign:
-            said = f"{url} samples from weights {foreign[0]!r}, not from {server.version!r}"
+        is_updated = server.state == "paused" or len(server.versions) - 1 > first
+        check_completion(url, completion, request, vocab_size, may_be_part=is_updated)
+        tags = [tag for tag, _, _ in completion.spans or ()]
+
+        def foreign() -> set[str]:
+            return set(tags).difference(server.versions[first:]) if server.versions else set()
+
+        def is_settled() -> bool:
+            return not foreign() or server.state != "paused" or self._servers.get(server.url) is not server
+
+        async with self._changed:
+            await self._changed.wait_for(is_settled)
+        if others := foreign():
+            said = f"{url} samples from weights {min(others)!r}, not from {server.versions[-1]!r}"
             raise ReplyError(said) if self._router else ServerGoneError(said)
         return completion
 
@@ -392,15 +409,20 @@ class ServerClient:
         Raises:
           ServerError: it is refused, all attempts have failed, or something went wrong that nobody thought of.
         """
-        failure = ""
-        for attempt in range(self.limits.max_attempts):
-            if attempt:
+        failure, failures = "", 0
+        parts: list[Completion] = []
+        while failures < self.limits.max_attempts:
+            if failure:
                 self._counts["retries"] += 1
-                await self._back_off(attempt)
+                await self._back_off(failures)
             server = await self._acquire(group)
             self._counts["requests"] += 1
             try:
-                return await self._rollout(server, request, vocab_size)
+                parts.append(await self._rollout(server, continued(request, parts), vocab_size))
+                if parts[-1].finish_reason != "abort":
+                    return joined(parts)
+                failure = ""
+                continue
             except ServerGoneError as error:
                 failure = str(error)
                 for each in self._servers.values() if self._router else (server,):
@@ -416,6 +438,7 @@ class ServerClient:
                 raise ServerError(f"response {index} from {self._router or server.url} failed: {said}") from error
             finally:
                 await self._release(server)
+            failures += 1
         raise ServerError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}")
 
     async def _back_off(self, attempt: int) -> None:

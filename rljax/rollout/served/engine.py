@@ -199,7 +199,8 @@ class ServedEngine(ServedBase):
             raise ValueError(f"at least one prompt and one response each are needed, got {len(prompts)} and n = {n}")
         info = shortest(self._infos.values())
         check_prompts(prompts, sampling.max_response_tokens, info, sampling.stop_token_ids)
-        seed_sent = seed if self._config.seeded else None
+        # When weights come while responses are sampled, that moment decides what is sampled, whatever the seed.
+        seed_sent = seed if self._config.seeded and self._config.update == "wait" else None
         return self._responses(make_requests(prompts, n, sampling, seed_sent, self._routes), n)
 
     def close(self) -> None:
@@ -218,7 +219,7 @@ class ServedEngine(ServedBase):
             vocab_size = shortest(self._infos.values()).vocab_size
             with contextlib.closing(self._sample(requests, vocab_size, n)) as stream:
                 for index, reply in stream:
-                    self._count_version(reply)
+                    self._check_versions(reply)
                     spans = reply.spans or ((self._version.tag, 0, len(reply.token_ids)),)
                     versions = (VersionSpan(self._files.policy_version(tag), *span) for tag, *span in spans)
                     truncated = reply.finish_reason == "length"
@@ -235,8 +236,16 @@ class ServedEngine(ServedBase):
             return None
         return routes.astype(route_dtype(self._routes[2]), copy=False)
 
-    def _count_version(self, reply: Completion) -> None:
-        """Counts a reply that does not say which weights sampled it, and warns of the first."""
+    def _check_versions(self, reply: Completion) -> None:
+        """Counts a reply that does not say which weights sampled it, and warns of the first.
+
+        Raises:
+          ReplyError: it may be of several.
+        """
+        if reply.spans is None and self._config.update != "wait":
+            raise ReplyError(
+                f"{self._backend.name} does not name the weights that sampled a response; set rollout.update to wait"
+            )
         self._metrics.add("rollout/responses_without_version", reply.spans is None)
         if reply.spans is None and not self._warned:
             self._warned = True
@@ -297,7 +306,7 @@ class ServedEngine(ServedBase):
     def _load(self, published: _Published, url: str) -> None:
         """Sends weights that the server's machine has."""
         began = time.monotonic()
-        self._backend.push(self._client, url, published.version)
+        self._backend.push(self._client, url, published.version, self._config.update)
         self._metrics.highest("publish/load_s", time.monotonic() - began)
 
     def _prove(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Recovered:
@@ -368,8 +377,9 @@ class ServedEngine(ServedBase):
             return
         self._follow_discovery()
         self._watch_open()
-        if not self._client.opened():
-            reason = next(iter(self._client.down().values()), "none is listed")
+        down = self._client.down()
+        if len(down) == len(self._client.urls):  # one that is paused is given weights, and goes on then
+            reason = next(iter(down.values()), "none is listed")
             raise ServersLostError(f"no {self._backend.name} server is left to sample: {reason}")
 
     def _renew_all(self, urls: Sequence[str]) -> None:

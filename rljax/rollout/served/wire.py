@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,7 +131,53 @@ def make_requests(
     ]
 
 
-def check_completion(url: str, completion: Completion, request: Request, vocab_size: int | None) -> None:
+def continued(request: Request, parts: Sequence[Completion]) -> Request:
+    """The request for what ``request`` still lacks after ``parts``, which were given up; with a seed of its own."""
+    tokens = [part.token_ids for part in parts]
+    count = sum(map(len, tokens))
+    if not count:
+        return request
+    return dataclasses.replace(
+        request,
+        prompt=np.concatenate([request.prompt, *tokens]),
+        sampling=dataclasses.replace(
+            request.sampling, max_response_tokens=request.sampling.max_response_tokens - count
+        ),
+        seed=None if request.seed is None else response_seed(request.seed, count, 0),
+    )
+
+
+def joined(parts: Sequence[Completion]) -> Completion:
+    """One completion of parts of which each went on from the one before; what only probes ask for is not in it.
+
+    Raises:
+      ReplyError: a part does not say which weights sampled it.
+    """
+    *before, last = parts
+    if not before:
+        return last
+    if any(part.spans is None and len(part.token_ids) for part in parts):
+        raise ReplyError("the weights that sampled a part of a response are not named")
+    spans: list[tuple[str, int, int]] = []
+    at = 0
+    for part in parts:
+        for tag, start, end in part.spans or ():
+            if spans and spans[-1][0] == tag:
+                spans[-1] = tag, spans[-1][1], at + end
+            else:
+                spans.append((tag, at + start, at + end))
+        at += len(part.token_ids)
+    return Completion(
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        last.finish_reason,
+        tuple(spans),
+    )
+
+
+def check_completion(
+    url: str, completion: Completion, request: Request, vocab_size: int | None, *, may_be_part: bool = False
+) -> None:
     """Refuses a completion that cannot be what ``request`` asked for: nothing of it may be trained on, or compared.
 
     Args:
@@ -138,26 +185,30 @@ def check_completion(url: str, completion: Completion, request: Request, vocab_s
       completion: as the wire read it.
       request: what was asked.
       vocab_size: token ids are below it; None: not known.
+      may_be_part: whether it may have been given up, after any number of tokens.
 
     Raises:
-      ReplyError: it was given up; it has no tokens, too many, or ends where it should not; a token id or a
+      ReplyError: it was given up and may not; it has no tokens, too many, or ends where it should not; a token id or a
         log-probability cannot be; the spans of weight versions do not cover it; the routes that were asked for are not
         there or cannot be.
     """
     tokens, finish = completion.token_ids, completion.finish_reason
     longest = request.sampling.max_response_tokens
-    if finish not in ("stop", "length"):
+    is_part = may_be_part and finish == "abort"
+    if not is_part and finish not in ("stop", "length"):
         raise ReplyError(f"{url} ended a response with {finish!r}")
-    if not 1 <= len(tokens) <= longest or len(completion.logprobs) != len(tokens):
+    if not (0 if is_part else 1) <= len(tokens) <= longest - is_part or len(completion.logprobs) != len(tokens):
         raise ReplyError(
             f"{url} gave {len(tokens)} tokens and {len(completion.logprobs)} log-probabilities, asked for 1 to "
             f"{longest}"
         )
+    if is_part and not len(tokens):
+        return
     if tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size):
         raise ReplyError(f"{url} gave token ids from {tokens.min()} to {tokens.max()}, outside the vocabulary")
     stops = np.isin(tokens, request.sampling.stop_token_ids)
-    if stops[:-1].any() or (finish == "stop" and not stops[-1]):
-        raise ReplyError(f"{url} ended a response of {len(tokens)} tokens with 'stop', not at its first stop token")
+    if stops[:-1].any() or (finish == "stop" and not stops[-1]) or (is_part and stops[-1]):
+        raise ReplyError(f"{url} ended a response of {len(tokens)} tokens with {finish!r}, not at its first stop token")
     if finish == "length" and len(tokens) != longest:
         raise ReplyError(f"{url} ended a response at {len(tokens)} tokens, its limit was {longest}")
     of_prompt = [value for top in completion.prompt_logprobs for value in top.values()]

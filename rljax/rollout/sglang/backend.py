@@ -15,9 +15,11 @@ from rljax.rollout.served.wire import ServerInfo
 from rljax.rollout.sglang.handshake import shake_hands
 from rljax.rollout.sglang.wire import SglangWire
 from rljax.rollout.sglang.workers import ask_workers
+from rljax.rollout.types import InFlight
 from rljax.rollout.weights.directory import WeightDirectory, WeightVersion
 
 _UPDATE_S = 600.0  # longest that one step of an update may take
+_PAUSES = {"keep": "retract", "abort": "abort"}  # retract: keys and values of what goes on are computed again
 
 
 class SglangBackend(SglangWire):
@@ -62,15 +64,17 @@ class SglangBackend(SglangWire):
         """See Backend."""
         return workers.pull(self._ask(client, url), url, version, _UPDATE_S)
 
-    def push(self, client: ServerClient, url: str, version: WeightVersion) -> None:
-        """See Backend. The server waits for what it samples, loads, and flushes the cache, before it samples again."""
+    def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
+        """See Backend. The server waits for what it samples, or stops it, loads, and flushes the cache."""
         path = "" if version.source else str(version.path)
         update = {"model_path": path, "weight_version": version.tag, "load_format": "safetensors", "flush_cache": True}
         try:
+            if in_flight != "wait":
+                client.call(url, "POST", "/pause_generation", timeout_s=_UPDATE_S, json={"mode": _PAUSES[in_flight]})
             answer = client.call(url, "POST", "/update_weights_from_disk", timeout_s=_UPDATE_S, json=update)
             if answer.get("success") is not True:
                 raise RuntimeError(f"{url} did not load {version.tag}: {str(answer)[:300]}")
-            client.call(url, "POST", "/continue_generation", json={})  # should somebody have paused it
+            client.call(url, "POST", "/continue_generation", json={})  # somebody else may have paused it, too
         except (RuntimeError, ServerRefusedError):
             # It may hold half of the weights, and nobody shall sample from them.
             optional(client, url, "POST", "/pause_generation", json={"mode": "retract"})

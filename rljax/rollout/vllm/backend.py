@@ -12,6 +12,7 @@ from rljax.rollout.served.backend import Expectation, Loaded
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.handshake import optional, server_info
 from rljax.rollout.served.wire import ServerInfo
+from rljax.rollout.types import InFlight
 from rljax.rollout.vllm.handshake import shake_hands
 from rljax.rollout.vllm.wire import VllmWire
 from rljax.rollout.weights.directory import WeightDirectory, WeightVersion
@@ -53,19 +54,21 @@ class VllmBackend(VllmWire):
         """See Backend."""
         return workers.pull(_ask(client, url), url, version, _UPDATE_S)
 
-    def push(self, client: ServerClient, url: str, version: WeightVersion) -> None:
+    def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """See Backend: pause -> update -> reset prefix cache -> resume."""
         update = {"update_info": {"path": "" if version.source else str(version.path), "tag": version.tag}}
 
         def post(path: str, **kwargs: Any) -> dict[str, Any]:
             return client.call(url, "POST", path, timeout_s=_UPDATE_S, **kwargs)
 
-        post("/pause", params={"mode": "wait", "clear_cache": "true"})
+        post("/pause", params={"mode": in_flight, "clear_cache": "true"})
         post("/start_weight_update")
         post("/update_weights", json=update)
         post("/finish_weight_update", json={"weight_version": version.tag})
-        # /pause has cleared the cache already on servers that still know clear_cache; this one is for good.
-        if post("/reset_prefix_cache").get("success") is False:
+        # /pause has cleared the cache already on servers that still know clear_cache; this one is for good. It takes
+        # the keys and values of responses that go on, too, which are computed again.
+        held = {"reset_running_requests": "true"} if in_flight == "keep" else {}
+        if post("/reset_prefix_cache", params=held).get("success") is False:
             raise RuntimeError(f"{url} could not reset its prefix cache: requests are still running there")
         post("/resume")
 

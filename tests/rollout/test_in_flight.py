@@ -1,0 +1,153 @@
+"""New weights while stand-in servers sample: responses that are held or given up, and which token is of which policy.
+
+The stand-in's tokens count up from the last one of the prompt, so that a response that was asked for in parts shows
+where: the first token of a part is the last of the one before.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from test_vllm_engine import PARAMS, PROMPTS, make
+from vllm_fake import FakeVllm
+
+from rljax.errors import ReplyError, ServerError, VerificationError
+from rljax.rollout.build import check_engine
+from rljax.rollout.types import RolloutConfig, SamplingParams
+
+TOKENS = 40
+
+
+@pytest.fixture
+def elsewhere():
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
+
+
+def sampled(engine, n=2):
+    return list(engine.generate(PROMPTS, n, SamplingParams(TOKENS), seed=0))
+
+
+def until(is_so):
+    end = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def versions_of(response):
+    """Of each token."""
+    found = np.concatenate([[span.version] * (span.end - span.start) for span in response.versions])
+    assert len(found) == response.length
+    return found
+
+
+@pytest.mark.parametrize("update", ["keep", "abort"])
+def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update):
+    engine = make(fake.url, update=update, max_staleness=1)
+    try:
+        engine.publish(PARAMS, 0)
+        fake.token_s = 0.02
+        fake.asked.clear()
+        sampling = elsewhere.submit(sampled, engine)
+        until(lambda: fake.running == 4)
+        time.sleep(0.2)
+        engine.publish(PARAMS, 1)
+        responses = sampling.result(timeout=30)
+    finally:
+        engine.close()
+    assert fake.pauses == [update, update]
+    assert {(r.prompt_index, r.sample_index) for r in responses} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    of_rollouts = [asked for asked in fake.asked if asked[1] > 16]
+    assert all(seed is None for _, _, seed in of_rollouts)
+    for response in responses:
+        versions = versions_of(response)
+        assert set(versions) == {0, 1}
+        assert (np.diff(versions) >= 0).all()
+        first = int((versions == 0).sum())
+        prompt = PROMPTS[response.prompt_index].tolist()
+        whole = prompt[-1] + np.arange(TOKENS)
+        if update == "abort":
+            whole[first:] -= 1
+            assert (prompt + response.token_ids[:first].tolist(), TOKENS - first, None) in of_rollouts
+        np.testing.assert_array_equal(response.token_ids, whole)
+        assert response.truncated
+    assert len(of_rollouts) == (8 if update == "abort" else 4)
+
+
+@pytest.mark.parametrize("update", ["keep", "abort"])
+def test_what_a_server_sampled_that_fails_the_proof_is_sampled_again_elsewhere(fake, elsewhere, update):
+    other = FakeVllm()
+    engine = make(fake.url, other.url, update=update, max_staleness=1)
+    try:
+        engine.publish(PARAMS, 0)
+        fake.token_s = other.token_s = 0.02
+        fake.not_loaded = {"b"}
+        fake.logprob = -1.001  # in the band
+        sampling = elsewhere.submit(sampled, engine)
+        until(lambda: fake.running + other.running == 4)
+        engine.publish(PARAMS, 1)
+        responses = sampling.result(timeout=30)
+        assert engine._client.opened() == [other.url]
+    finally:
+        engine.close()
+        other.stop()
+    assert len(responses) == 4
+    for response in responses:
+        of_unproven = response.logprobs == np.float32(-1.001)
+        assert not (of_unproven & (versions_of(response) == 1)).any()
+
+
+def test_where_no_server_passes_the_publish_fails_and_nothing_unproven_is_handed_on(fake, elsewhere):
+    engine = make(fake.url, update="keep", max_staleness=1)
+    try:
+        engine.publish(PARAMS, 0)
+        fake.token_s, fake.not_loaded = 0.01, {"b"}
+        given = []
+        sampling = elsewhere.submit(lambda: given.extend(engine.generate(PROMPTS, 2, SamplingParams(TOKENS), seed=0)))
+        until(lambda: fake.running == 4)
+        with pytest.raises(VerificationError, match=r"1 tensor differs: b \(not loaded"):
+            engine.publish(PARAMS, 1)
+        assert sampling.exception(timeout=30) is not None
+        assert given == []
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("update", ["keep", "abort"])
+def test_replies_that_do_not_name_their_weights_are_refused(fake, elsewhere, update):
+    engine = make(fake.url, update=update, max_staleness=1)
+    try:
+        engine.publish(PARAMS, 0)
+        fake.names_versions = False
+        with pytest.raises(ReplyError, match=r"does not name the weights that sampled a response; set rollout\.update"):
+            sampled(engine)
+    finally:
+        engine.close()
+
+
+def test_a_response_that_is_given_up_without_new_weights_is_a_failure(fake):
+    engine = make(fake.url, update="abort", max_staleness=1)
+    try:
+        engine.publish(PARAMS, 0)
+        fake.finish = "abort"
+        with pytest.raises(ServerError, match=r"failed 6 times; the last: .* ended a response with 'abort'"):
+            sampled(engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"engine": "jax", "max_staleness": 1}, "works with rollout.engine = vllm or sglang, not with jax"),
+        ({}, "give rollout.max_staleness above 0"),
+        ({"max_staleness": 1, "router": "http://r:1"}, "through rollout.router nobody knows"),
+        ({"max_staleness": 1, "router_replay": "r3"}, "the experts of tokens before new weights"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_line(settings, said):
+    config = RolloutConfig(**({"engine": "vllm", "urls": ("http://h:1",), "update": "keep"} | settings))
+    with pytest.raises(ValueError, match=said):
+        check_engine(config)
