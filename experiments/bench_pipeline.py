@@ -70,6 +70,9 @@ class SleepingEngine:
             spans = (VersionSpan(self._version, 0, 3),)
             yield Response(*divmod(place, n), tokens, np.full(3, -2.3, np.float32), True, spans)
 
+    def prepare(self, params: Any, policy_version: int) -> None:
+        """See RolloutEngine: nothing."""
+
     def publish(self, params: Any, policy_version: int) -> None:
         """See RolloutEngine."""
         time.sleep(self._times.publish)

@@ -1,6 +1,6 @@
 """The one protocol between the training loop and whatever samples for it.
 
-The loop knows nothing else of an engine: no URL, no cache, no dtype. A new engine is a class with these four methods.
+The loop knows nothing else of an engine: no URL, no cache, no dtype. A new engine is a class with these five methods.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ class RolloutEngine(Protocol):
           ValueError: a prompt, or the number of prompts, that this engine cannot take.
           RuntimeError: the engine is broken or gone for good.
           StoppedWaitingError: the run was asked to stop and the engine would have to wait for servers or responses.
+        """
+
+    def prepare(self, params: Any, policy_version: int) -> None:
+        """Does what a ``publish`` of the same arguments, which follows, can do while responses are still sampled.
+
+        Raises RuntimeError where the weights cannot be published.
         """
 
     def publish(self, params: Any, policy_version: int) -> None:

@@ -90,6 +90,9 @@ class ExactEngine:
         self._version = 0
         self._metrics: defaultdict[str, float] = defaultdict(float)
 
+    def prepare(self, params: Params, policy_version: int) -> None:
+        """See RolloutEngine: nothing."""
+
     def publish(self, params: Params, policy_version: int) -> None:
         """See RolloutEngine. The masters are kept as they are: publish again once a training step took them over."""
         self._params, self._version = params, policy_version

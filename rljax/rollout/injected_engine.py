@@ -62,6 +62,9 @@ class InjectedEngine:
         self._restore = jax.jit(restore, out_shardings=shardings)
         self._kept: deque[tuple[int, Params]] = deque(maxlen=inject.staleness + 1)
 
+    def prepare(self, params: Params, policy_version: int) -> None:
+        """See RolloutEngine: nothing."""
+
     def publish(self, params: Params, policy_version: int) -> None:
         """See RolloutEngine."""
         inject = self._inject

@@ -250,6 +250,9 @@ class JaxEngine:
         """Decoding loops compiled so far: one for each number of prompts, n, length limit and greediness."""
         return int(self._decode._cache_size())
 
+    def prepare(self, params: Params, policy_version: int) -> None:
+        """See RolloutEngine: nothing."""
+
     def publish(self, params: Params, policy_version: int) -> None:
         """See RolloutEngine."""
         start = time.perf_counter()

@@ -39,6 +39,9 @@ class LedEngine:
         """``engine`` samples on the mesh of all processes."""
         self._engine, self._processes = engine, processes
 
+    def prepare(self, params: Any, policy_version: int) -> None:
+        """See RolloutEngine: nothing."""
+
     def publish(self, params: Any, policy_version: int) -> None:
         """See RolloutEngine."""
         with self._processes.together("publish", {"version": policy_version}):

@@ -196,13 +196,17 @@ def one_step(run: Components, at: Standing) -> None:
     row["optimizer/grad_norm_ema"] = progress.grad_norm_ema
     row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
     try:
+        params = run.weights(at.state.params)
         with contextlib.ExitStack() as pause:
+            if config.rollout.max_staleness:
+                with timers.phase("prepare"):
+                    run.engine.prepare(params, progress.policy_version)
             with timers.phase("drain") if config.rollout.max_staleness else contextlib.nullcontext():
                 drains = config.rollout.update == "wait" or is_evaluated(config, step)
                 pause.enter_context(run.batches.paused(lambda: run.enter_phase("drain"), drains=drains))
             try:
                 with timers.phase("publish"):
-                    is_published = publish(run, at.state, progress.policy_version)
+                    is_published = publish(run, params, progress.policy_version)
             finally:
                 row |= added_up(of_sampling, run.engine.pop_metrics())
             write_rollouts(config, step, version, rollouts, sequences, updated.trainer_logprobs, run.tokenizer)
@@ -240,10 +244,10 @@ def evaluate(run: Components, timers: Timers, phase: str) -> Row:
         run.engine.pop_metrics()
 
 
-def publish(run: Components, state: TrainState, version: int) -> bool:
+def publish(run: Components, params: Params, version: int) -> bool:
     """Publishes; False when the run was asked to stop and no server is there to take it."""
     try:
-        run.engine.publish(run.weights(state.params), version)
+        run.engine.publish(params, version)
     except StoppedWaitingError:
         return False
     return True
@@ -350,7 +354,7 @@ def train(
     config, checkpointer = run.config, run.checkpointer
     at, is_save_due = Standing(state, progress, run.state_dict(progress), last_row or {}), False
     run.skipped.start(int(state.skipped_updates), int(state.loss_scale.overflows))
-    if not publish(run, state, progress.policy_version):
+    if not publish(run, run.weights(state.params), progress.policy_version):
         return state
     run.engine.pop_metrics()
     run.batches.start(progress.step, should_stop)

@@ -178,7 +178,7 @@ def test_what_a_server_samples_from_is_not_the_mirror(bfloat16, pulling):
     moved = bfloat16.model.moved(7)
     tensors = bfloat16.model.tensors("bfloat16")
     version = engine._files.write(tensors(moved), 1, bfloat16.model.checksums("bfloat16")(moved))
-    engine._prepare(version, bfloat16.url)
+    engine._pull(version, bfloat16.url)
     assert_bits(engine, bfloat16, moved)
     band = engine._verifier.band
     assert check_use(engine, bfloat16.url, bfloat16.model.params).mean < band

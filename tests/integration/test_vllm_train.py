@@ -64,6 +64,22 @@ def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base,
         assert row["mismatch_numerics/logprob_abs_diff_max"] < 1e-4 < row["mismatch_drift/logprob_abs_diff_max"]
 
 
+def test_responses_go_on_with_new_weights_and_every_token_is_of_its_version(server, toy_base, tmp_path):
+    options = [*FLOAT32, "--run.steps", "4", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
+    options += ["--rollout.max-staleness", "1", "--rollout.update", "keep", "--diagnosis.behaviour-responses", "1024"]
+    options += ["--data.batch-size", "32", "--rollout.group-size", "16"]  # sampled for longer than a step trains
+    code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
+    assert code == 0, output
+    rows = comparable(tmp_path)
+    assert all(0 <= row["rollout/staleness"] <= 1 for row in rows)
+    assert sum(row["rollout/mixed_fraction"] for row in rows) > 0
+    for row in rows:
+        assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
+        assert row["rollout/responses_without_version"] == 0
+    for row in rows[1:]:
+        assert row["mismatch_numerics/logprob_abs_diff_max"] < 1e-4 < row["mismatch_drift/logprob_abs_diff_max"]
+
+
 def test_adapters_are_served_merged_and_proven_as_any_weights_are(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "3", "--optimizer.learning-rate", "2e-3", "--eval.every", "0"]
     code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options, "--lora.rank", "4"))

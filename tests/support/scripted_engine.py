@@ -49,6 +49,9 @@ class ScriptedEngine:
                 span = VersionSpan(self.published[-1], 0, len(tokens))
                 yield Response(i, j, tokens, np.full(len(tokens), -1.0, np.float32), truncated, (span,))
 
+    def prepare(self, params: dict, policy_version: int) -> None:
+        pass
+
     def publish(self, params: dict, policy_version: int) -> None:
         self.is_gone |= policy_version == self.gone_at_version
         self._check()

@@ -128,6 +128,7 @@ class ServedEngine(ServedBase):
         # (layers, k, experts) of the routes that every reply must have, or None.
         self._routes = self._expected.routes
         self._current: _Published | None = None
+        self._prepared: _Published | None = None  # to be published next
         self._publisher = threading.get_ident()  # thread that may use the policy of ``_current``
         self._verified = self._warned = False
         self._rejected: dict[str, Exception] = {}  # servers that failed under the current version, and how
@@ -149,12 +150,8 @@ class ServedEngine(ServedBase):
             config.verify, score, shortest(self._infos.values()), dtype=config.dtype, mixture="num_experts" in hf_config
         )
 
-    def publish(self, params: Any, policy_version: int) -> None:
-        """See RolloutEngine. Rollouts are paused from before the update until a server is verified.
-
-        A server that fails the verification is named and gets no rollout before the next version; when all of them
-        fail it, the last one's VerificationError is raised.
-        """
+    def prepare(self, params: Any, policy_version: int) -> None:
+        """See RolloutEngine: writes the version, and has the servers' machines pull it."""
         began = time.monotonic()
         self._publisher = threading.get_ident()
         # A server that computed one token with weights that are not finite keeps NaN in its key-value cache.
@@ -168,23 +165,35 @@ class ServedEngine(ServedBase):
         self._follow_discovery()
         self._take_answers()
         # What one cannot read it may be able to read later: it is updated when it is brought back.
-        self._side_by_side(lambda url: self._prepare(version, url), self._answering(), self._straggler_s)
+        self._side_by_side(lambda url: self._pull(version, url), self._answering(), self._straggler_s)
+        self._prepared = _Published(version, params, sums)
+        self._metrics.add("publish/bytes", version.num_bytes)
+        self._metrics.add("publish/seconds", time.monotonic() - began)
+        if not math.isnan(version.changed_fraction):
+            self._metrics.put("publish/changed_fraction", version.changed_fraction)
+
+    def publish(self, params: Any, policy_version: int) -> None:
+        """See RolloutEngine. Rollouts are paused from before the update until a server is verified.
+
+        A server that fails the verification is named and gets no rollout before the next version; when all of them
+        fail it, the last one's VerificationError is raised.
+        """
+        began = time.monotonic()
+        if self._prepared is None or self._prepared.params is not params:
+            self.prepare(params, policy_version)
         paused = time.monotonic()
+        self._current, self._prepared = self._prepared, None
         answering = self._answering()
         self._verified = False
         self._rejected.clear()
         self._forget_asked()
-        self._current = _Published(version, params, sums)
         self._renew_all(answering)
         self._verified = True
         ended = time.monotonic()
-        self._files.keep_only(version)
-        self._metrics.add("publish/seconds", ended - began)
+        self._files.keep_only(self._version)
+        self._metrics.add("publish/seconds", ended - paused)
         self._metrics.add("publish/stall_s", ended - paused)
-        self._metrics.add("publish/bytes", version.num_bytes)
         self._metrics.add("time/publish_s", ended - began)
-        if not math.isnan(version.changed_fraction):
-            self._metrics.put("publish/changed_fraction", version.changed_fraction)
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
@@ -207,7 +216,7 @@ class ServedEngine(ServedBase):
         """See RolloutEngine. The servers keep running, with the last weights."""
         super().close()
         self._files.close()
-        self._current = None
+        self._current = self._prepared = None
 
     def _responses(self, requests: Sequence[Request], n: int) -> Iterator[Response]:
         began = time.monotonic()
@@ -267,7 +276,7 @@ class ServedEngine(ServedBase):
         log.info("%s: %s %s, %s, agrees with the trainer", url, self._backend.name, info.version, info.dtype)
         return info
 
-    def _prepare(self, version: WeightVersion, url: str) -> None:
+    def _pull(self, version: WeightVersion, url: str) -> None:
         """Has the server's machine pull a version while the server goes on."""
         done = self._backend.prepare(self._client, url, version)
         if done:
@@ -355,7 +364,7 @@ class ServedEngine(ServedBase):
             return self._prove(published, url)
         try:
             info = self._handshake(url)
-            self._prepare(published.version, url)
+            self._pull(published.version, url)
             if self._current is not published:
                 raise ServerGoneError(f"{url} was recovered for weights that are not the current ones any more")
             self._load(published, url)

@@ -136,6 +136,10 @@ class ServedModel(ServedBase):
             return 1.0
         return temperature if abs(sharpened + np.log(temperature)) < room else None
 
+    def prepare(self, params: Any, policy_version: int) -> None:
+        """Raises RuntimeError as :meth:`publish`."""
+        self.publish(params, policy_version)
+
     def publish(self, params: Any, policy_version: int) -> None:
         """Raises RuntimeError: these servers keep the model they have."""
         raise RuntimeError("weights cannot be published to a served model")
