@@ -76,6 +76,24 @@ def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update)
     assert len(of_rollouts) == (8 if update == "abort" else 4)
 
 
+def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
+    engine = make(fake.url, update="keep", max_staleness=1)
+    try:
+        engine.publish(PARAMS, 0)
+        engine.pop_metrics()
+        fake.token_s = 0.02
+        sampling = elsewhere.submit(lambda: list(engine.generate(PROMPTS, 2, SamplingParams(60), seed=0)))
+        until(lambda: fake.running == 4)
+        fake.after_load_s = 2.0  # before which the probes are not answered
+        engine.publish(PARAMS, 1)
+        responses = sampling.result(timeout=30)
+        metrics = engine.pop_metrics()
+    finally:
+        engine.close()
+    assert all(set(versions_of(response)) == {0, 1} for response in responses)
+    assert (metrics["rollout/requests"], metrics["rollout/retries"], metrics["rollout/server_losses"]) == (4, 0, 0)
+
+
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_what_a_server_sampled_that_fails_the_proof_is_sampled_again_elsewhere(fake, elsewhere, update):
     other = FakeVllm()

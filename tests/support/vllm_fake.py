@@ -37,6 +37,7 @@ class FakeVllm:
         self.logprob = -1.0
         self.delay_s = 0.0
         self.token_s = 0.0  # that each token takes
+        self.after_load_s = 0.0  # that requests which come after an update take longer
         self.pauses: list[str] = []  # the mode of each
         self.asked: list[tuple[list[int], int, int | None]] = []  # prompt, limit and seed of each sample
         self.names_versions = True
@@ -131,7 +132,7 @@ class FakeVllm:
             self.most_running = max(self.most_running, self.running)
             status = self.fail_next.pop(0) if self.fail_next else 200
         try:
-            time.sleep(self.delay_s)
+            time.sleep(self.delay_s + (self.after_load_s if self.pauses[1:] else 0.0))
             return self._sampled(path, body, status)
         finally:
             with self._lock:
