@@ -47,6 +47,10 @@ class CorrectionConfig:
     """Upper bound of the ratio."""
     threshold_low: float = 0.0
     """Lower bound of the ratio. Only for mode band."""
+    part: Literal["whole", "numerics", "drift"] = "whole"
+    """Of which log-ratio weights and rejections are. whole: of trainer and rollout. Where rollouts may be stale it has
+    two parts. numerics: between the trainer's forward with the policy that sampled the token, and the rollout. drift:
+    between the policy that is trained and that one. For a part each number of versions takes a forward of the batch."""
     normalize: bool = False
     """Divide the weights by the mean weight of the batch."""
     reject_k3: float = 0.0
@@ -63,8 +67,11 @@ class CorrectionConfig:
         check_choices(self)
         check_at_least(self, 0, "reject_k3", "veto")
         changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        if self.preset != "none" and changed != ["preset"]:
-            raise ValueError(f"preset {self.preset!r} sets the other fields, got {', '.join(changed[1:])} as well")
+        others = [name for name in changed if name not in ("preset", "part")]
+        if self.preset != "none" and others:
+            raise ValueError(f"preset {self.preset!r} sets the other fields, got {', '.join(others)} as well")
+        if self.part != "whole" and not others and self.preset == "none":
+            raise ValueError(f"part {self.part!r} does nothing without weights or a rejection")
         idle = [name for name in changed if name in ("mode", "threshold", "threshold_low", "normalize")]
         if self.level == "none" and idle:
             raise ValueError(f"{', '.join(idle)} do nothing at level 'none'; choose token, sequence or geometric")
@@ -83,7 +90,7 @@ class CorrectionConfig:
 
     def resolved(self) -> CorrectionConfig:
         """The same correction with its preset spelled out."""
-        return self if self.preset == "none" else CorrectionConfig(**PRESETS[self.preset])
+        return self if self.preset == "none" else CorrectionConfig(**PRESETS[self.preset], part=self.part)
 
     @property
     def rejections(self) -> tuple[tuple[Any, Any], ...]:

@@ -62,13 +62,15 @@ def finalize_importance(statistics: Statistics) -> dict[str, Any]:
     xp, counted = statistics.xp, statistics["number"] > 0
     mean = 1 + statistics.mean("ratio_minus_one", "number")
     square = 1 + statistics.mean("ratio_squared_minus_one", "number")
+    is_known = square > 0  # 0 where all ratios vanish beside 1
+    size = xp.minimum(mean * mean / xp.where(is_known, square, 1), 1)
     columns = {
         "ratio_mean": xp.where(counted, mean, 0),
         "ratio_max": statistics.extreme("largest", "number"),
         "ratio_min": statistics.extreme("smallest", "number"),
         "fraction_above": statistics.mean("above", "number"),
         "fraction_below": statistics.mean("below", "number"),
-        "effective_sample_size": xp.where(counted, xp.minimum(mean * mean / square, 1), 0),
+        "effective_sample_size": xp.where(counted & is_known, size, 0),
     }
     each = {f"{level}_{name}": column[i] for name, column in columns.items() for i, level in enumerate(LEVELS)}
     return scalars(xp, each)

@@ -351,13 +351,21 @@ def make_update(
 
 def told_apart(config: Config, update: Update, forward: Forward) -> Update:
     """``update``, with the mismatch of stale rollouts told apart where there may be any."""
+    for_correction = config.correction.part != "whole"
     count = min(config.diagnosis.behaviour_responses, config.num_sequences)
-    if not count or not kept_versions(config):
+    if not kept_versions(config) or not (count or for_correction):
         return update
     # Adapters are merged in float32.
     dtype = jnp.float32 if config.lora.rank else config.precision.compute_dtype
     return SplitUpdate(
-        update, forward, make_pack(config, count), copy=copy_of(dtype), versions=kept_versions(config), sample=count
+        update,
+        forward,
+        make_pack(config, count or config.num_sequences),
+        copy=copy_of(dtype),
+        versions=kept_versions(config),
+        sample=count,
+        is_threshold=config.diagnosis.is_threshold,
+        for_correction=for_correction,
     )
 
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -29,6 +29,7 @@ from rljax.run.build import batch_shape, make_step, makes_several_updates, of_up
 from rljax.run.config import Config
 from rljax.run.dry_run import beside_bytes, check_shapes, in_units, planned_bytes
 from rljax.sharding import make_mesh
+from rljax.trainer.packing import Given
 from rljax.trainer.state import make_optimizer
 
 Report = dict[str, Any]
@@ -90,13 +91,15 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     return CompiledStep(config, machine, mesh, seconds, compiled.as_text() or "", memory)
 
 
-def _given(config: Config) -> list[Literal["old_logprobs", "reference_logprobs"]]:
+def _given(config: Config) -> list[Given]:
     """The optional arrays of the batches that the step gets."""
-    given: list[Literal["old_logprobs", "reference_logprobs"]] = []
+    given: list[Given] = []
     if makes_several_updates(config):
         given.append("old_logprobs")
     if config.loss.kl != "none":
         given.append("reference_logprobs")
+    if config.correction.part != "whole":
+        given.append("behaviour_logprobs")
     return given
 
 

@@ -155,6 +155,10 @@ class Config:
             raise ValueError(
                 "loss.old_logprobs = rollout puts the mismatch into the ratio already; correction.level must be none"
             )
+        if correction.part != "whole" and self.rollout.max_staleness + self.rollout.inject.staleness == 0:
+            raise ValueError(
+                f"correction.part = {correction.part} is for rollouts that may be stale: give rollout.max_staleness"
+            )
         if self.rollout.engine == "exact":
             self._check_exact()
         if self.publish.store != "shared" and self.rollout.engine not in SERVED:
@@ -173,6 +177,11 @@ class Config:
         if self.loss.mini_batches * self.loss.epochs > 1:
             raise ValueError(
                 "rollout.engine = exact makes one update a step: loss.mini_batches and loss.epochs must be 1"
+            )
+        if self.correction.part != "whole":
+            raise ValueError(
+                f"rollout.engine = exact has no older policies to tell apart: correction.part = {self.correction.part} "
+                "must be whole"
             )
         if self.loss.kl != "none" and self.correction.resolved().normalize:
             raise ValueError(

@@ -227,6 +227,7 @@ def describe_recipe(config: Config) -> Lines:
     if correction.level != "none":
         low = f"{correction.threshold_low:g} to " if correction.mode == "band" else ""
         weights = f"{correction.level} level, {correction.mode} at {low}{correction.threshold:g}"
+        weights += "" if correction.part == "whole" else f" of {correction.part} alone"
     if correction.rejections:
         weights += ", with rejection of responses"
     wanted = config.eval

@@ -70,7 +70,7 @@ class Objective:
         """
         where: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
         before = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
-        weights, kept, correction = correct(self.correction, before, micro.rollout_logprobs, micro.loss_mask, **where)
+        weights, kept, correction = correct(self.correction, *self._sides(before, micro), micro.loss_mask, **where)
         old = micro.rollout_logprobs if self.loss.old_logprobs == "rollout" else before
         losses, clipped = policy_loss(self.loss, logprobs, old, micro.advantages, kept, **where)
         constant = self.loss.sequence_constant or self.max_response_tokens
@@ -93,6 +93,17 @@ class Objective:
         loss = policy + self.loss.kl_coefficient * kl + self.loss.router_balance * balanced
         return loss, jax.lax.stop_gradient(statistics)
 
+    def _sides(self, before: Any, batch: PackedBatch) -> tuple[Any, Any]:
+        """The log-probabilities whose difference is corrected; ``before``: of the trainer before the first update.
+
+        A token whose policy is not kept has no drift.
+        """
+        if self.correction.part == "whole":
+            return before, batch.rollout_logprobs
+        stale = (batch.staleness > 0) & jnp.isfinite(batch.behaviour_logprobs)
+        behaviour = jnp.where(stale, batch.behaviour_logprobs, before)
+        return (behaviour, batch.rollout_logprobs) if self.correction.part == "numerics" else (before, behaviour)
+
     def provisional(self, batch: PackedBatch) -> Float[Array, ""]:
         """The denominator of a batch of which nothing is rejected, or one near it; at least 1."""
         if self.loss.aggregation == "token_mean":
@@ -103,7 +114,7 @@ class Objective:
         """What ``rescaling`` will divide by besides the denominator where a KL penalty must be kept from it, else 1."""
         if not self.needs_old_logprobs:
             return 1.0
-        arrays = (batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, batch.sequence_ids)
+        arrays = (*self._sides(batch.old_logprobs, batch), batch.loss_mask, batch.sequence_ids)
         *rows, ids = (constrain(array, None, None, None).reshape(-1, array.shape[-1]) for array in arrays)
         statistics = correct(self.correction, *rows, sequence_ids=ids, num_sequences=self.num_sequences)[2]
         return gradient_divisor(self.correction, statistics)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from rljax.checks import check_at_least
 from rljax.trainer.rows import lay_out_rows
+
+Given = Literal["old_logprobs", "reference_logprobs", "behaviour_logprobs"]
+"""Log-probabilities that the batches of a run have or have not."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class TrainSequence(NamedTuple):
     staleness: np.ndarray | None = None  # int32 [r]: policy versions between sampling the token and this step; None: 0
     old_logprobs: np.ndarray | None = None  # float32 [r]: of the trainer before the first update on this batch
     reference_logprobs: np.ndarray | None = None  # float32 [r]: of the frozen reference policy
+    behaviour_logprobs: np.ndarray | None = None  # float32 [r]: of the policy that sampled a stale token, or NaN
     routes: np.ndarray | None = None  # uint8 or uint16 [p + r - 1, l, k]: experts that each token but the last goes to
 
 
@@ -84,6 +88,7 @@ class PackedBatch(NamedTuple):
     used: Any  # int32 []: micro-batches that hold anything
     old_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
     reference_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
+    behaviour_logprobs: Any = None  # float32 [m, b, t], NaN where not known, or None when no sequence has them
     routes: Any = None  # uint8 or uint16 [m, b, t, l * k]: 1 + the experts that a token goes to, 0: any; or None
 
 
@@ -102,7 +107,7 @@ def pack(
     which go where.
 
     Raises:
-      ValueError: the sequences do not fit, or only some of them have old or reference log-probabilities.
+      ValueError: the sequences do not fit, or only some of them have one of the optional log-probabilities.
     """
     lengths = [len(s.prompt) + len(s.response) for s in sequences]
     layout = lay_out_rows(
@@ -124,9 +129,9 @@ def fill(
     ``with_loss`` of it is ``used``.
 
     Raises:
-      ValueError: only some of them have old or reference log-probabilities.
+      ValueError: only some of them have one of the optional log-probabilities.
     """
-    given = [name for name in ("old_logprobs", "reference_logprobs") if _have(sequences, name)]
+    given = [name for name in get_args(Given) if _have(sequences, name)]
     ints = ("tokens", "segment_ids", "positions", "sequence_ids", "staleness")
     floats = ("rollout_logprobs", "advantages", *given)
     arrays = {name: np.zeros(shape, np.int32) for name in ints} | {name: np.zeros(shape, np.float32) for name in floats}

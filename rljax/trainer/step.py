@@ -41,7 +41,7 @@ from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.micro_batches import abstract_batch, over_micro_batches, place_batch
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import PackedBatch
+from rljax.trainer.packing import Given, PackedBatch
 from rljax.trainer.replicas import merge_over_replicas, on_each_replica
 from rljax.trainer.router import balance_loss
 from rljax.trainer.state import TrainState, abstract_state
@@ -350,7 +350,7 @@ class TrainStep:
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._jitted(state, placed, controls, *weights)
 
-    def lower(self, *given: Literal["old_logprobs", "reference_logprobs"]) -> jax.stages.Lowered:
+    def lower(self, *given: Given) -> jax.stages.Lowered:
         """The step's program for the mesh's devices, which need not be here: shapes stand for state and batch.
 
         Args:

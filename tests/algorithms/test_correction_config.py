@@ -1,5 +1,6 @@
 """Corrections: presets, hand-worked weights and rejections, totals that merge, and nothing where nothing is."""
 
+import dataclasses
 import functools
 
 import jax
@@ -178,6 +179,7 @@ def test_presets_fill_the_other_fields():
     assert not CorrectionConfig(veto=1e-4).is_off
     vexact = CorrectionConfig(preset="vexact").resolved()
     assert (vexact.level, vexact.mode, vexact.threshold, vexact.reject_k3) == ("token", "truncate", 2.0, 1e-3)
+    assert CorrectionConfig(preset="vexact", part="drift").resolved() == dataclasses.replace(vexact, part="drift")
     assert vexact.rejections == CorrectionConfig(preset="vexact").rejections == (("k3", 1e-3),)
 
 
@@ -189,6 +191,8 @@ def test_presets_fill_the_other_fields():
         ({"mode": "clip"}, "mode must be one of .*, got 'clip'"),
         ({"preset": "icepop", "threshold": 3.0}, "'icepop' sets the other fields, got threshold as well"),
         ({"preset": "vexact", "normalize": True, "veto": 0.1}, "got normalize, veto as well"),
+        ({"part": "numerics"}, "part 'numerics' does nothing without weights or a rejection"),
+        ({"part": "staleness", "level": "token"}, "part must be one of .*, got 'staleness'"),
         ({"threshold": 3.0, "normalize": True}, "threshold, normalize do nothing at level 'none'"),
         ({"level": "token", "threshold": 0.0}, r"finite and above 0, got 0\.0"),
         ({"level": "token", "threshold": float("inf")}, "finite and above 0, got inf"),

@@ -137,6 +137,10 @@ def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):
             ["--loss.old-logprobs", "rollout", "--correction.preset", "token_tis"],
             "loss.old_logprobs = rollout puts the mismatch into the ratio already",
         ),
+        (
+            ["--correction.preset", "token_tis", "--correction.part", "numerics"],
+            "correction.part = numerics is for rollouts that may be stale",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_one_line(options, message, toy_base, tmp_path):

@@ -55,6 +55,23 @@ def test_injected_noise_and_staleness_are_recovered(toy_base, tmp_path):
         assert row["mismatch_drift/kl"] + row["mismatch_numerics/kl"] == pytest.approx(row["mismatch/kl"], abs=1e-6)
 
 
+@pytest.mark.parametrize("part", ["numerics", "drift"])
+def test_weights_of_one_part_know_nothing_of_the_other(part, toy_base, tmp_path):
+    """In float32 and without noise numerics are rounding; the drift of two versions is not."""
+    words = ("--rollout.max-staleness", "1", "--correction.preset", "token_tis", "--correction.part", part)
+    rows = run(toy_base, tmp_path / "run", *words, "--diagnosis.behaviour-responses", "0")
+    for row in rows[1:]:
+        assert row["mismatch_numerics/token_count"] == row["mismatch/token_count"]
+        assert row["is_numerics/token_ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    # The weights are those of the tokens in the loss.
+    largest = [row["correction/weight_max"] for row in rows[1:] if row["reward/groups_with_signal"] > 0]
+    assert largest
+    if part == "numerics":
+        assert largest == pytest.approx([1.0] * len(largest), abs=1e-4)
+    else:
+        assert max(largest) > 1.01
+
+
 def test_a_run_sampled_ahead_and_resumed_goes_on(toy_base, tmp_path):
     ahead = ("--rollout.max-staleness", "1")
     whole = run(toy_base, tmp_path / "whole", *ahead)

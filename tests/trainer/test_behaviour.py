@@ -33,6 +33,12 @@ def test_parts_by_hand():
     assert row["mismatch_drift/log_ppl_abs_diff"] == pytest.approx(abs(drift.mean()), rel=1e-5)
     assert row["mismatch_drift/2/kl"] == pytest.approx(0.1, rel=1e-5)
     assert row["mismatch_drift/2/logprob_abs_diff_max"] == pytest.approx(0.4, rel=1e-5)
+    assert row["is_numerics/token_ratio_max"] == pytest.approx(np.exp(-0.1), rel=1e-5)
+    ratios = np.exp(drift)
+    assert row["is_drift/token_effective_sample_size"] == pytest.approx(
+        ratios.mean() ** 2 / (ratios**2).mean(), rel=1e-5
+    )
+    assert row["is_drift/token_fraction_above"] == 0
 
 
 class Inner:
@@ -73,6 +79,30 @@ def test_each_version_is_scored_with_its_own_weights():
         assert has_parts == bool({1, 2} & set(behind))
     # Steps 3 and 4 are trained from 102 and 103; three versions are kept, so that those three behind are not.
     assert inner.asked == [(101, 4), (102, 4), (101, 4)]
+
+
+def test_a_correction_gets_the_log_probabilities_of_every_kept_version():
+    seen = []
+
+    class Seeing(Inner):
+        def __call__(self, state, batch, sequences, options):
+            seen.append((batch.behaviour_logprobs, [s.behaviour_logprobs for s in sequences]))
+            return super().__call__(state, batch, sequences, options)
+
+    inner = Seeing()
+    split = SplitUpdate(
+        inner, inner.forward, inner.pack, copy=lambda params: params, versions=1, sample=1, for_correction=True
+    )
+    state = State(100)
+    for behind in ([0, 0], [0, 1], [2, 1]):
+        found = updated(split, state, behind)
+        state = found.state
+    nan = [np.nan, np.nan]
+    np.testing.assert_array_equal([given for _, given in seen], [[nan, nan], [nan, [-100, -100]], [nan, [-101, -101]]])
+    for packed, given in seen:
+        known = np.sort(packed[np.isfinite(packed) & (packed != 0)])
+        np.testing.assert_array_equal(known, np.sort([value for values in given for value in values if value < 0]))
+    assert found.row["mismatch_numerics/token_count"] == 2
 
 
 def test_a_sample_is_spread_evenly_over_the_batch():
