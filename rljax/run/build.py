@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
@@ -24,14 +25,16 @@ from rljax.policy.model import Params
 from rljax.processes import ALONE, Processes
 from rljax.report.rows import Row
 from rljax.rewards.pool import RewardPool
-from rljax.rollout.build import make_engine, policy_functions
+from rljax.rollout.build import PolicyFunctions, make_engine, policy_functions
 from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.served.parts import PartFiles, make_parts
 from rljax.rollout.types import SERVED, SamplingParams
+from rljax.rollout.weights.writer import PartWriter
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import evaluate_datasets
 from rljax.run.fingerprint import array_checksums, json_checksum
-from rljax.run.follow import OfParams, engine_acts, function_acts
+from rljax.run.follow import OfParams, engine_acts, function_acts, part_acts
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.lead import LedCheckpointer, LedEngine, LedUpdate, led_functions, led_parts
 from rljax.run.loop import Components
@@ -100,10 +103,9 @@ def make_run_engine(
         raise ValueError("rollout.max_staleness: the embedded engine of several processes samples in turn; give 0")
     functions = None
     if several and is_served:
-        # A directory that is named is one that all processes see; without one, process 0 writes into its own memory.
-        is_seen = config.publish.store == "directory" or config.rollout.transfer_dir is not None
-        led = led_parts if is_seen and config.publish.store != "shared" else led_functions
-        functions = led(policy_functions(policy, config.rollout.dtype), processes)
+        functions = policy_functions(policy, config.rollout.dtype)
+        parts = make_own_parts(config, functions, processes)
+        functions = led_functions(functions, processes) if parts is None else led_parts(functions, parts, processes)
     engine = make_engine(
         config.rollout,
         policy,
@@ -128,11 +130,35 @@ def make_checkpointer(config: Config, processes: Processes) -> Checkpointer:
     return Checkpointer(directory, keep=keep)
 
 
-def make_acts(config: Config, policy: PolicyConfig, mesh: Mesh, processes: Processes) -> dict[str, OfParams]:
-    """What a process other than 0 does for the engine of process 0."""
-    if config.rollout.engine in SERVED:
-        return function_acts(policy_functions(policy, config.rollout.dtype), processes)
-    return engine_acts(make_run_engine(config, policy, mesh, StopRequest()))
+def make_own_parts(config: Config, functions: PolicyFunctions, processes: Processes) -> PartFiles | None:
+    """Where this process of several writes its part of each version; None where process 0 writes them whole.
+
+    Raises:
+      ConfigError: as ``make_parts``.
+    """
+    if config.publish.store == "shared":
+        return None
+    writer = PartWriter(functions.parts, str(processes.index))
+    return make_parts(writer, config.publish, config.rollout, processes.index, processes.coordinator)
+
+
+def make_acts(
+    config: Config, policy: PolicyConfig, mesh: Mesh, processes: Processes, at_end: contextlib.ExitStack
+) -> dict[str, OfParams]:
+    """What a process other than 0 does for the engine of process 0; ``at_end`` ends what serves its weights.
+
+    Raises:
+      ConfigError: as ``make_own_parts``.
+    """
+    if config.rollout.engine not in SERVED:
+        return engine_acts(make_run_engine(config, policy, mesh, StopRequest()))
+    functions = policy_functions(policy, config.rollout.dtype)
+    acts = function_acts(functions, processes)
+    parts = make_own_parts(config, functions, processes)
+    if parts is None:
+        return acts
+    at_end.callback(parts.close)
+    return acts | part_acts(parts, processes)
 
 
 def build(

@@ -45,18 +45,27 @@ def test_the_same_responses_give_the_same_rows(server, toy_base, tmp_path):
 
 @pytest.mark.parametrize("kind", ["directory", "http"])
 def test_each_process_writes_the_shards_that_it_holds(kind, server, toy_base, tmp_path):
-    """The server gets the same weights, by deltas; it checks every tensor against the checksums of the devices."""
+    """The server gets the same weights, by deltas; it checks every tensor against the checksums of the devices.
+
+    Over HTTP each process has a directory that no other one looks into.
+    """
     (tmp_path / "sitecustomize.py").write_text(SITE)
     (tmp_path / "answers").mkdir()
-    store = ("--publish.store", kind, "--publish.anchor-every", "2", "--rollout.transfer-dir", str(tmp_path))
+    store = ("--publish.store", kind, "--publish.anchor-every", "2")
     rows = {}
+
+    def own(index):
+        return "--rollout.transfer-dir", tmp_path / ("weights" if kind == "directory" else f"weights_{index}")
+
     for count in (1, 2, 4):
         mode = {"RLJAX_RECORD" if count == 1 else "RLJAX_REPLAY": str(tmp_path / "answers"), "path": tmp_path}
         run_dir = tmp_path / f"run_{count}"
         engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, *store)
         words = tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine)
-        complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30, **mode)
+        complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30, own=own, **mode)
         rows[count] = comparable(run_dir)
+        assert len(list(tmp_path.glob("weights*"))) == (1 if kind == "directory" else count)
+        assert not list(tmp_path.glob("weights*/*")), "what was published is left"
         assert all(row["publish/verified_tensors"] > 10 for row in rows[count])
         assert not any("publish/mirrors_repaired" in row for row in rows[count])
     for count in (2, 4):
