@@ -37,6 +37,7 @@ from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rollout.build import check_engine
 from rljax.run.build import (
     build,
+    check_offload,
     load_problems,
     make_acts,
     make_checkpointer,
@@ -162,6 +163,7 @@ def find_setting(config: Config) -> Setting:
             sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
             raise ConfigError(f"{config.model.path}: {sizes}")
         check_shapes(config, policy, mesh)
+        check_offload(config, mesh)
         choose_kernels(config.policy, policy, config.precision.compute_dtype, mesh)  # what the devices lack is refused
     return Setting(config, policy, tokenizer, mesh)
 

@@ -44,9 +44,11 @@ from rljax.run.rate import make_rate_controller
 from rljax.run.sampling import sample_batch
 from rljax.run.stop import StopRequest
 from rljax.run.weights import initial_params, load_merged, load_reference
+from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
 from rljax.trainer.behaviour import SplitUpdate, copy_of
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.objective import Objective
+from rljax.trainer.offload import OffloadedUpdate
 from rljax.trainer.packing import PackedBatch, max_micro_batches, pack
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
@@ -268,7 +270,24 @@ def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
     update = make_update(config, policy, make_optimizer(config.optimizer), mesh, reference, merged)
     frozen = {"reference": reference, "base": None if merged is None else merged.base}
     prints = {name: json_checksum(array_checksums(tree)) for name, tree in frozen.items() if tree is not None}
+    if is_offloaded(config):
+        update = OffloadedUpdate(update)
     return Trainer(update, (lambda params: params) if merged is None else merged, prints)
+
+
+def is_offloaded(config: Config) -> bool:
+    """Whether the trainer's state is in the host's memory between updates; adapters, which are small, never are."""
+    return config.rollout.colocated and config.rollout.offload_state and not config.lora.rank
+
+
+def check_offload(config: Config, mesh: Mesh) -> None:
+    """Raises ValueError where the state is to be in a memory of the host that the devices do not know."""
+    if is_offloaded(config) and not has_host_memory(mesh):
+        kind = mesh.local_devices[0].platform
+        raise ValueError(
+            f"rollout.offload_state needs the memory kind {HOST_MEMORY}, which the devices ({kind}) do not have: give "
+            "false"
+        )
 
 
 def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
@@ -304,10 +323,12 @@ def starting_state(
         wanted = abstract_state(policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora)
         found = checkpointer.restore_newest(wanted, load_host)
     if found:
-        return found
-    with caller_errors():
-        params = initial_params(config, policy, mesh)
-    return create_state(params, policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora), {}
+        state, host = found
+    else:
+        with caller_errors():
+            params = initial_params(config, policy, mesh)
+        state, host = create_state(params, policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora), {}
+    return (on_host(state) if is_offloaded(config) else state), host
 
 
 def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:
