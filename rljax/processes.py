@@ -93,6 +93,11 @@ class Processes:
         return self.index == 0
 
     @property
+    def coordinator(self) -> str:
+        """``HOST:PORT`` by which this process reaches process 0; "" of a single one."""
+        return _coordinator() if self.count > 1 else ""
+
+    @property
     def are_together(self) -> bool:
         """Whether nothing that was done together has failed."""
         return not self._broken
@@ -367,6 +372,12 @@ def _store() -> Any:
     from jax._src.distributed import global_state  # there is no public way to the key-value store
 
     return global_state.client
+
+
+def _coordinator() -> str:
+    from jax._src.distributed import global_state  # nor to the address
+
+    return str(global_state.coordinator_address or "")
 
 
 def _leave_without_waiting(status: int) -> None:

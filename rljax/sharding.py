@@ -156,6 +156,46 @@ def fetch(tree: Any) -> Any:
     return jax.device_get(jax.tree.map(whole, tree))
 
 
+HOST_MEMORY = "pinned_host"
+"""The kind of memory of a device that is the host's, from which the device copies by itself."""
+
+
+def has_host_memory(mesh: Mesh) -> bool:
+    """Whether the devices of this process know ``HOST_MEMORY``."""
+    return all(
+        HOST_MEMORY in (memory.kind for memory in device.addressable_memories()) for device in mesh.local_devices
+    )
+
+
+def on_host(tree: Any) -> Any:
+    """The arrays in ``HOST_MEMORY``, each with the sharding that it has; their memory on the devices is given back.
+
+    The arrays of ``tree`` that were on the devices cannot be used any more.
+    """
+    moved = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY)), tree)
+    jax.block_until_ready(moved)
+    for leaf in jax.tree.leaves(tree):
+        if leaf.sharding.memory_kind != HOST_MEMORY:
+            leaf.delete()
+    return moved
+
+
+def on_devices(tree: Any, dtype: Any = None) -> Any:
+    """The arrays as computations need them: of those in ``HOST_MEMORY`` a copy on the devices, in ``dtype`` if given.
+
+    The others are returned as they are.
+    """
+
+    def copy(leaf: jax.Array) -> jax.Array:
+        if leaf.sharding.memory_kind != HOST_MEMORY:
+            return leaf
+        sharding: Any = leaf.sharding
+        there = jax.device_put(leaf, sharding.with_memory_kind(None))  # None: that of the device itself
+        return there if dtype is None else there.astype(dtype)
+
+    return jax.tree.map(copy, tree)
+
+
 def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
     """``x`` constrained to its logical axes on the mesh of the context (``jax.set_mesh``); ``x`` itself without one."""
     mesh: Any = jax.sharding.get_abstract_mesh()

@@ -37,6 +37,7 @@ from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rollout.build import check_engine
 from rljax.run.build import (
     build,
+    check_offload,
     load_problems,
     make_acts,
     make_checkpointer,
@@ -162,13 +163,14 @@ def find_setting(config: Config) -> Setting:
             sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
             raise ConfigError(f"{config.model.path}: {sizes}")
         check_shapes(config, policy, mesh)
+        check_offload(config, mesh)
         choose_kernels(config.policy, policy, config.precision.compute_dtype, mesh)  # what the devices lack is refused
     return Setting(config, policy, tokenizer, mesh)
 
 
 def follow(config: Config, processes: Processes) -> int:
     """What a process other than 0 does: its part of whatever process 0 announces. Returns the run's exit status."""
-    with processes.reported_signals():
+    with processes.reported_signals(), contextlib.ExitStack() as at_end:
         processes.listen()  # BEGIN: the run directory is process 0's, and can be gone on from
         send_output_to(log_file(Path(config.run.dir), processes.index))
         with processes.doing(BEGIN):
@@ -177,7 +179,7 @@ def follow(config: Config, processes: Processes) -> int:
                 checkpointer = make_checkpointer(config, processes)
                 trainer = make_trainer(config, policy, mesh)
             state, _ = starting_state(config, policy, mesh, checkpointer)
-            acts = make_acts(config, policy, mesh, processes)
+            acts = make_acts(config, policy, mesh, processes, at_end)
         return Follower(processes, state, trainer.update, checkpointer, acts, trainer.weights).run()
 
 

@@ -254,7 +254,7 @@ def hf_parts(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[Part]
             region = _hf_region(leaf, bounds[leaf.stacked :])
             parts = content.reshape(-1, *content.shape[leaf.stacked :])
             for name, part in zip(np.ravel(names), parts, strict=True):
-                yield Part(name, leaf.hf_shape, region, leaf.to_hf(part))
+                yield Part(str(name), leaf.hf_shape, region, leaf.to_hf(part))
 
 
 def _hf_region(leaf: Leaf, bounds: list[slice]) -> Region:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from rljax.rollout.sglang.backend import SglangBackend
 from rljax.rollout.types import SERVED, ClientLimits, PublishConfig, RolloutConfig
 from rljax.rollout.vllm.backend import VllmBackend
 from rljax.rollout.weights.writer import Part, Writer
-from rljax.sharding import MeshConfig, make_mesh
+from rljax.sharding import MeshConfig, make_mesh, on_devices
 
 _BACKENDS: Mapping[str, Callable[[], Backend]] = {"vllm": VllmBackend, "sglang": SglangBackend}
 
@@ -58,12 +57,17 @@ class PolicyFunctions:
 
 
 def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
-    """Those of a policy that is published in ``dtype``."""
+    """Those of a policy that is published in ``dtype``.
+
+    Of parameters in the host's memory (``sharding.on_host``) there is a copy on the devices while a function works; to
+    score, which servers on the same devices may have to wait for, one in ``dtype``.
+    """
+    wanted, score = jnp.dtype(dtype), make_scorer(policy, dtype)
     return PolicyFunctions(
-        functools.partial(hf_tensors, config=policy, dtype=jnp.dtype(dtype)),
-        functools.partial(hf_checksums, config=policy, dtype=jnp.dtype(dtype)),
-        make_scorer(policy, dtype),
-        functools.partial(hf_parts, config=policy, dtype=jnp.dtype(dtype)),
+        lambda params: hf_tensors(on_devices(params), policy, wanted),
+        lambda params: hf_checksums(on_devices(params), policy, wanted),
+        lambda params, sequences: score(on_devices(params, wanted), sequences),
+        lambda params: hf_parts(on_devices(params), policy, wanted),
     )
 
 

@@ -131,8 +131,8 @@ class PublishConfig:
 
     store: str = "shared"
     """shared: servers read each version in ``rollout.transfer_dir``, which they and the trainer see. Otherwise each
-    server's machine pulls what changed into its own memory, from there (directory), from this machine (http), or from
-    the object store at this URL (s3://..., gs://...)."""
+    server's machine pulls what changed into its own memory, from there (directory), from the trainer's
+    machines (http), or from the object store at this URL (s3://..., gs://...)."""
     straggler_s: float = 30.0
     """Longest that a publish waits for the other servers once one is ready, if that one did not take longer itself
     (seconds). One that is not ready by then is left out until it is."""
@@ -140,9 +140,10 @@ class PublishConfig:
     """Versions from one that is written whole to the next; those between are written as what changed."""
     host: str = "127.0.0.1"
     """Address of this machine that ``store: http`` binds to: of loopback, or a private one with
-    ``rollout.api_key_file``."""
+    ``rollout.api_key_file``. Of several processes that of process 0; each other one serves its part of the weights at
+    the address from which its machine reaches this one."""
     port: int = 0
-    """Port of ``store: http``; 0: a free one."""
+    """Port of ``store: http``; 0: a free one. Of several processes that of process 0; process i has ``port`` + i."""
 
     def __post_init__(self) -> None:
         if self.store not in ("shared", "directory", "http") and "://" not in self.store:
@@ -205,14 +206,18 @@ class RolloutConfig:
     max_route_bytes: int = 8 * 2**30
     """Most bytes that the routes of one step may take on the host; a run that could need more is refused."""
     transfer_dir: str | None = None
-    """Directory for weights that all trainer processes see, and the servers, too, where ``publish.store`` is
-    shared or directory. None: a memory-backed directory on this machine."""
+    """Directory for weights: one that the servers see where ``publish.store`` is shared or directory, and all trainer
+    processes where it is directory. None: a memory-backed directory on this machine."""
     router: str | None = None
     """URL of a vllm-router that spreads rollouts over the servers, by its own policy. It is told which of them are
     verified, and of no others; weights and checks go to each server itself. None: rollouts do, too."""
     colocated: bool = False
     """Whether the vLLM servers are on the trainer's own devices: after sampling they sleep, which gives the memory of
     weights and caches back, and for sampling they wake, load the weights and are verified."""
+    offload_state: bool = True
+    """With ``colocated``: whether the trainer's masters and moments are in the host's memory from one update to the
+    next, so that the servers have the devices' memory. Each process keeps its shards, and up to twice their bytes for a
+    moment. Adapters and their moments, which are small, stay."""
     server_wait_s: float = 900.0
     """Longest time the run waits while no server answers (seconds)."""
     seeded: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
@@ -24,14 +25,16 @@ from rljax.policy.model import Params
 from rljax.processes import ALONE, Processes
 from rljax.report.rows import Row
 from rljax.rewards.pool import RewardPool
-from rljax.rollout.build import make_engine, policy_functions
+from rljax.rollout.build import PolicyFunctions, make_engine, policy_functions
 from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.served.parts import PartFiles, make_parts
 from rljax.rollout.types import SERVED, SamplingParams
+from rljax.rollout.weights.writer import PartWriter
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import evaluate_datasets
 from rljax.run.fingerprint import array_checksums, json_checksum
-from rljax.run.follow import OfParams, engine_acts, function_acts
+from rljax.run.follow import OfParams, engine_acts, function_acts, part_acts
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.lead import LedCheckpointer, LedEngine, LedUpdate, led_functions, led_parts
 from rljax.run.loop import Components
@@ -41,9 +44,11 @@ from rljax.run.rate import make_rate_controller
 from rljax.run.sampling import sample_batch
 from rljax.run.stop import StopRequest
 from rljax.run.weights import initial_params, load_merged, load_reference
+from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
 from rljax.trainer.behaviour import SplitUpdate, copy_of
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.objective import Objective
+from rljax.trainer.offload import OffloadedUpdate
 from rljax.trainer.packing import PackedBatch, max_micro_batches, pack
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
@@ -100,10 +105,9 @@ def make_run_engine(
         raise ValueError("rollout.max_staleness: the embedded engine of several processes samples in turn; give 0")
     functions = None
     if several and is_served:
-        # A directory that is named is one that all processes see; without one, process 0 writes into its own memory.
-        is_seen = config.publish.store == "directory" or config.rollout.transfer_dir is not None
-        led = led_parts if is_seen and config.publish.store != "shared" else led_functions
-        functions = led(policy_functions(policy, config.rollout.dtype), processes)
+        functions = policy_functions(policy, config.rollout.dtype)
+        parts = make_own_parts(config, functions, processes)
+        functions = led_functions(functions, processes) if parts is None else led_parts(functions, parts, processes)
     engine = make_engine(
         config.rollout,
         policy,
@@ -128,11 +132,35 @@ def make_checkpointer(config: Config, processes: Processes) -> Checkpointer:
     return Checkpointer(directory, keep=keep)
 
 
-def make_acts(config: Config, policy: PolicyConfig, mesh: Mesh, processes: Processes) -> dict[str, OfParams]:
-    """What a process other than 0 does for the engine of process 0."""
-    if config.rollout.engine in SERVED:
-        return function_acts(policy_functions(policy, config.rollout.dtype), processes)
-    return engine_acts(make_run_engine(config, policy, mesh, StopRequest()))
+def make_own_parts(config: Config, functions: PolicyFunctions, processes: Processes) -> PartFiles | None:
+    """Where this process of several writes its part of each version; None where process 0 writes them whole.
+
+    Raises:
+      ConfigError: as ``make_parts``.
+    """
+    if config.publish.store == "shared":
+        return None
+    writer = PartWriter(functions.parts, str(processes.index))
+    return make_parts(writer, config.publish, config.rollout, processes.index, processes.coordinator)
+
+
+def make_acts(
+    config: Config, policy: PolicyConfig, mesh: Mesh, processes: Processes, at_end: contextlib.ExitStack
+) -> dict[str, OfParams]:
+    """What a process other than 0 does for the engine of process 0; ``at_end`` ends what serves its weights.
+
+    Raises:
+      ConfigError: as ``make_own_parts``.
+    """
+    if config.rollout.engine not in SERVED:
+        return engine_acts(make_run_engine(config, policy, mesh, StopRequest()))
+    functions = policy_functions(policy, config.rollout.dtype)
+    acts = function_acts(functions, processes)
+    parts = make_own_parts(config, functions, processes)
+    if parts is None:
+        return acts
+    at_end.callback(parts.close)
+    return acts | part_acts(parts, processes)
 
 
 def build(
@@ -242,7 +270,24 @@ def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
     update = make_update(config, policy, make_optimizer(config.optimizer), mesh, reference, merged)
     frozen = {"reference": reference, "base": None if merged is None else merged.base}
     prints = {name: json_checksum(array_checksums(tree)) for name, tree in frozen.items() if tree is not None}
+    if is_offloaded(config):
+        update = OffloadedUpdate(update)
     return Trainer(update, (lambda params: params) if merged is None else merged, prints)
+
+
+def is_offloaded(config: Config) -> bool:
+    """Whether the trainer's state is in the host's memory between updates; adapters, which are small, never are."""
+    return config.rollout.colocated and config.rollout.offload_state and not config.lora.rank
+
+
+def check_offload(config: Config, mesh: Mesh) -> None:
+    """Raises ValueError where the state is to be in a memory of the host that the devices do not know."""
+    if is_offloaded(config) and not has_host_memory(mesh):
+        kind = mesh.local_devices[0].platform
+        raise ValueError(
+            f"rollout.offload_state needs the memory kind {HOST_MEMORY}, which the devices ({kind}) do not have: give "
+            "false"
+        )
 
 
 def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
@@ -278,10 +323,12 @@ def starting_state(
         wanted = abstract_state(policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora)
         found = checkpointer.restore_newest(wanted, load_host)
     if found:
-        return found
-    with caller_errors():
-        params = initial_params(config, policy, mesh)
-    return create_state(params, policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora), {}
+        state, host = found
+    else:
+        with caller_errors():
+            params = initial_params(config, policy, mesh)
+        state, host = create_state(params, policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora), {}
+    return (on_host(state) if is_offloaded(config) else state), host
 
 
 def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:

@@ -23,7 +23,7 @@ MAY_DIFFER = (
     *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
     *("eval.every", "eval.at_start", "checkpoint.", "model.path", "data.reward_workers", "rollout.urls"),
     *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
-    *("rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
+    *("rollout.offload_state", "rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
     *("publish.", "lora.adapter"),
     *("rollout.dump_every", "rollout.transcript_every", "policy.attention", "policy.experts"),
 )

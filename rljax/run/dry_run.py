@@ -18,7 +18,7 @@ from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
 from rljax.policy.lora import LoraConfig, abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
-from rljax.run.build import batch_shape, kept_versions, makes_several_updates
+from rljax.run.build import batch_shape, is_offloaded, kept_versions, makes_several_updates
 from rljax.run.config import Config
 from rljax.run.memory_plan import working_bytes
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
@@ -38,6 +38,7 @@ def dry_run(config: Config) -> str:
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
     lines = describe_batch(config) | describe_model(config, policy, mesh) | describe_recipe(config)
+    lines |= describe_sampling(config, sizes)
     width = max(map(len, lines))
     head = f"dry run of {config.run.dir}: no weights read, no server asked, no run directory made"
     return "\n".join([head, *(f"{key:<{width}}  {text}" for key, text in lines.items()), *byte_table(sizes)])
@@ -203,6 +204,18 @@ def describe_model(config: Config, policy: PolicyConfig, mesh: Any) -> Lines:
         **adapters,
         "mesh": f"{shape} = {devices} device{'s' * (devices > 1)}{more}",
     }
+
+
+def describe_sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> Lines:
+    """Of ``planned_bytes``, what is on a device while servers sample there; {} where none do."""
+    if not config.rollout.colocated:
+        return {}
+    of_state = [sizes[name][1] for name in ("masters", "adapters", "moments") if name in sizes]
+    frozen = ("base", "merged", "policy")  # weights under adapters, those merged, a reference
+    others = sum(part for name, (_, part) in sizes.items() if name.endswith(frozen))
+    kept, freed = (0, sum(of_state)) if is_offloaded(config) else (sum(of_state), 0)
+    waits = f"; {in_units(freed)} of state wait in the host's memory" if freed else ""
+    return {"while servers sample": f"{in_units(kept + others)} of the trainer on each device{waits}"}
 
 
 def describe_adapters(lora: LoraConfig, policy: PolicyConfig) -> str:

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.checksum import mixed
-from rljax.sharding import fetch
+from rljax.sharding import fetch, on_devices
 
 
 def array_checksums(tree: Any) -> dict[str, str]:
     """Tree path -> dtype, shape and checksum, as ``float32[2, 3] 0123456789abcdef``.
 
     The 64 bits are two sums over all elements, each mixed with its position: the same for any sharding. One changed
-    element always changes them. Arrays are summed where they lie, one after the other in the order of the tree, so that
-    devices that share one never wait for each other in two.
+    element always changes them. Arrays are summed on their devices, one after the other in the order of the tree, so
+    that devices that share one never wait for each other in two; of those in the host's memory a copy.
     """
     leaves = jax.tree.leaves_with_path(tree)
-    sums = {path: fetch(_sums(leaf)) for path, leaf in leaves}
+    sums = {path: fetch(_sums(on_devices(leaf))) for path, leaf in leaves}
     return {tree_path(path): f"{array_form(leaf)} {sums[path][0]:08x}{sums[path][1]:08x}" for path, leaf in leaves}
 
 

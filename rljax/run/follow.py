@@ -10,10 +10,10 @@ from rljax.policy.model import Params
 from rljax.processes import UPDATE, Act, Processes
 from rljax.rollout.build import PolicyFunctions
 from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.served.parts import PartFiles
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.weights.writer import PartWriter
 from rljax.run.checkpoint import Checkpointer
-from rljax.run.lead import gathered, sequences_of, vectors_of, write_parts
+from rljax.run.lead import gathered, sequences_of, vectors_of
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
@@ -37,30 +37,36 @@ def engine_acts(engine: RolloutEngine) -> dict[str, OfParams]:
 
 
 def function_acts(functions: PolicyFunctions, processes: Processes) -> dict[str, OfParams]:
-    """The acts of ``led_functions`` and ``led_parts``."""
-    writer = PartWriter(functions.parts, str(processes.index))
+    """The acts of ``led_functions``."""
 
     def tensors(act: Act, params: Any) -> None:
         del act
         for _ in functions.tensors(params):
             pass
 
+    return {
+        "tensors": tensors,
+        "checksums": lambda act, params: functions.checksums(params),
+        "score": lambda act, params: functions.score(params, vectors_of("sequences", act.arrays)),
+    }
+
+
+def part_acts(parts: PartFiles, processes: Processes) -> dict[str, OfParams]:
+    """The acts of ``led_parts``."""
+
     def take(act: Act, params: Any) -> None:
         del act
-        gathered(processes, lambda: writer.take(params))
+        gathered(processes, lambda: parts.take(params))
 
     def write(act: Act, params: Any) -> None:
         del params
-        directory, kind = Path(act.fields["directory"]), act.fields["kind"]
-        gathered(processes, lambda: write_parts(writer, kind, directory))
+        gathered(processes, lambda: parts.write(act.fields["kind"], Path(act.fields["directory"])))
 
     return {
-        "tensors": tensors,
         "take_parts": take,
         "write_parts": write,
-        "forget_parts": lambda act, params: writer.forget(),
-        "checksums": lambda act, params: functions.checksums(params),
-        "score": lambda act, params: functions.score(params, vectors_of("sequences", act.arrays)),
+        "forget_parts": lambda act, params: parts.forget(Path(act.fields["directory"])),
+        "keep_parts": lambda act, params: parts.keep_only(act.fields["names"]),
     }
 
 

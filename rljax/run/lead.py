@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,16 +19,15 @@ from rljax.checksum import Checksum
 from rljax.processes import UPDATE, Processes
 from rljax.rollout.build import PolicyFunctions
 from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.served.parts import PartFiles
 from rljax.rollout.types import Response, SamplingParams
-from rljax.rollout.weights.writer import PartWriter, Pieces, Taken, all_taken, joined
+from rljax.rollout.weights.writer import Pieces, Taken, all_taken, joined
 from rljax.run.checkpoint import Checkpointer
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
 
 Found = TypeVar("Found")
-
-_SEEN_S = 30.0  # that a file of another process may take to be seen, as on NFS (seconds)
 
 
 class LedEngine:
@@ -82,24 +80,23 @@ def led_functions(functions: PolicyFunctions, processes: Processes) -> PolicyFun
     return PolicyFunctions(tensors, checksums, score, functions.parts)
 
 
-def led_parts(functions: PolicyFunctions, processes: Processes) -> PolicyFunctions:
-    """``led_functions`` where each process writes the parts that it holds, into ``rollout.transfer_dir``."""
+def led_parts(functions: PolicyFunctions, parts: PartFiles, processes: Processes) -> PolicyFunctions:
+    """``led_functions`` where each process writes the parts that it holds; ``parts`` are those of this one."""
     led = led_functions(functions, processes)
-    writer = LedWriter(PartWriter(functions.parts, "0"), processes)
-    return dataclasses.replace(led, tensors=lambda params: params, writer=writer)
+    return dataclasses.replace(led, tensors=lambda params: params, writer=LedWriter(parts, processes))
 
 
 class LedWriter:
     """Writer of what all processes hold; its ``take`` is given the parameters."""
 
-    def __init__(self, writer: PartWriter, processes: Processes):
-        """``writer`` is this process's."""
-        self._writer, self._processes = writer, processes
+    def __init__(self, parts: PartFiles, processes: Processes):
+        """``parts`` are those of this process."""
+        self._parts, self._processes = parts, processes
 
     def take(self, tensors: Any) -> Taken:
         """See PartWriter."""
         with self._processes.together("take_parts"):
-            found = gathered(self._processes, lambda: self._writer.take(tensors))
+            found = gathered(self._processes, lambda: self._parts.take(tensors))
         return all_taken(values(found, Taken))
 
     def write_dense(self, directory: Path) -> Pieces:
@@ -110,45 +107,24 @@ class LedWriter:
         """See PartWriter."""
         return self._write("delta", directory)
 
-    def forget(self) -> None:
-        """See PartWriter. Where the processes are not together any more, nothing more is written."""
+    def forget(self, directory: Path) -> None:
+        """See Writer. Where the processes are not together any more, nothing more is written."""
         if self._processes.are_together:
-            with self._processes.together("forget_parts"):
-                self._writer.forget()
+            with self._processes.together("forget_parts", {"directory": str(directory)}):
+                self._parts.forget(directory)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """See Writer; where the processes are not together any more, what is old goes with the run."""
+        if self._processes.are_together:
+            with self._processes.together("keep_parts", {"names": sorted(names)}):
+                self._parts.keep_only(names)
 
     def _write(self, kind: str, directory: Path) -> Pieces:
         with self._processes.together("write_parts", {"kind": kind, "directory": str(directory)}):
-            found = gathered(self._processes, functools.partial(write_parts, self._writer, kind, directory))
+            found = gathered(self._processes, functools.partial(self._parts.write, kind, directory))
         written = joined(values(found, Pieces))
-        _wait_for_files(directory, written)
+        self._parts.wait(directory, written)
         return written
-
-
-def _wait_for_files(directory: Path, written: Pieces) -> None:
-    """Returns when this process sees what all have written. Raises OSError where it does not."""
-    deadline = time.monotonic() + _SEEN_S
-    unseen = dict(written.files)
-    while unseen:
-        unseen = {name: record for name, record in unseen.items() if not _is_there(directory / name, record.bytes)}
-        if unseen and time.monotonic() > deadline:
-            raise OSError(
-                f"process 0 does not see {sorted(unseen)[0]}, which another process wrote: rollout.transfer_dir must "
-                "be a directory that all of them see"
-            )
-        if unseen:
-            time.sleep(0.05)
-
-
-def _is_there(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except FileNotFoundError:
-        return False
-
-
-def write_parts(writer: PartWriter, kind: str, directory: Path) -> Pieces:
-    """Writes ``dense`` or ``delta``. Raises OSError."""
-    return writer.write_delta(directory) if kind == "delta" else writer.write_dense(directory)
 
 
 def gathered(processes: Processes, act: Callable[[], Any]) -> list[dict[str, Any]]:

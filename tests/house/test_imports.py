@@ -23,6 +23,7 @@ DOORS = {
         "rollout.weights.version",
         "rollout.weights.mirror",
         "rollout.weights.writer",
+        "rollout.served.parts",
         "run.lead",
     },
     "zstandard": {"rollout.weights.delta"},

@@ -10,12 +10,12 @@ from toy_runs import command, complete
 pytestmark = pytest.mark.slow
 
 # What the toy's run of one process on the embedded engine cannot show: test_vllm_train.py, test_exact_run.py and
-# test_two_processes.py show it, and test_mixture_run.py a mixture of experts.
+# test_two_processes.py show it, test_mixture_run.py a mixture of experts, and run/test_offload.py a state that moves.
 ELSEWHERE = re.compile(
     r"publish/.*|rollout/(requests|retries|server_losses|servers|servers_(joined|left|brought_back|rejected)"
     r"|responses_without_version|executable_runs)"
     r"|router/.*|policy/router_balance|mismatch_free_routing/.*"
-    r"|time/((server_)?checksums|sleep|wake)_s|perf/<act>_slowest_(process|s)"
+    r"|time/((server_)?checksums|sleep|wake|reload|offload)_s|perf/<act>_slowest_(process|s)"
 )
 SMALL = [
     *("--data.batch-size", "6", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "4"),

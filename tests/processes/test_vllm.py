@@ -4,6 +4,7 @@ import pytest
 from process_runs import FLOAT32, TINY, complete_together, largest_differences
 from toy_runs import comparable, tiny
 
+from rljax.report.rows import read_rows
 from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
 
 pytestmark = pytest.mark.processes
@@ -45,20 +46,51 @@ def test_the_same_responses_give_the_same_rows(server, toy_base, tmp_path):
 
 @pytest.mark.parametrize("kind", ["directory", "http"])
 def test_each_process_writes_the_shards_that_it_holds(kind, server, toy_base, tmp_path):
-    """The server gets the same weights, by deltas; it checks every tensor against the checksums of the devices."""
+    """The server gets the same weights, by deltas; it checks every tensor against the checksums of the devices.
+
+    Over HTTP each process has a directory that no other one looks into.
+    """
     (tmp_path / "sitecustomize.py").write_text(SITE)
     (tmp_path / "answers").mkdir()
-    store = ("--publish.store", kind, "--publish.anchor-every", "2", "--rollout.transfer-dir", str(tmp_path))
+    store = ("--publish.store", kind, "--publish.anchor-every", "2")
     rows = {}
+
+    def own(index):
+        return "--rollout.transfer-dir", tmp_path / ("weights" if kind == "directory" else f"weights_{index}")
+
     for count in (1, 2, 4):
         mode = {"RLJAX_RECORD" if count == 1 else "RLJAX_REPLAY": str(tmp_path / "answers"), "path": tmp_path}
         run_dir = tmp_path / f"run_{count}"
         engine = ("--rollout.engine", "vllm", "--rollout.urls", server.url, *store)
         words = tiny(toy_base, run_dir, 4, *FLOAT32, *TINY, *engine)
-        complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30, **mode)
+        complete_together(words, count, tmp_path / f"printed_{count}", heartbeat_s=30, own=own, **mode)
         rows[count] = comparable(run_dir)
+        assert len(list(tmp_path.glob("weights*"))) == (1 if kind == "directory" else count)
+        assert not list(tmp_path.glob("weights*/*")), "what was published is left"
         assert all(row["publish/verified_tensors"] > 10 for row in rows[count])
         assert not any("publish/mirrors_repaired" in row for row in rows[count])
     for count in (2, 4):
         fractions = [[row["publish/changed_fraction"] for row in rows[number]] for number in (1, count)]
         assert fractions[1] == pytest.approx(fractions[0], rel=1e-3)
+
+
+def test_the_state_of_colocated_processes_is_on_the_host_while_the_server_samples(server, toy_base, tmp_path):
+    """The same rows as with a state that stays; of two processes each moves its shards and serves its weights."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    (tmp_path / "answers").mkdir()
+    rows, engine = {}, ("--rollout.engine", "vllm", "--rollout.urls", server.url, "--rollout.colocated", "true")
+    for name, count, options in (
+        ("stays", 1, ("--rollout.offload-state", "false")),
+        ("moves", 1, ()),
+        ("both_move", 2, ("--publish.store", "http")),
+    ):
+        mode = {"RLJAX_RECORD" if name == "stays" else "RLJAX_REPLAY": str(tmp_path / "answers"), "path": tmp_path}
+        run_dir = tmp_path / name
+        words = tiny(toy_base, run_dir, 3, *FLOAT32, *TINY, *engine, *options)
+        complete_together(words, count, tmp_path / f"printed_{name}", heartbeat_s=30, **mode)
+        rows[name] = without_publish(run_dir)
+        written = read_rows(run_dir / "metrics.jsonl")
+        assert [row.keys() >= {"time/offload_s", "time/reload_s"} for row in written] == [name != "stays"] * 3
+        assert all(row["publish/verified_tensors"] > 10 and row["time/sleep_s"] > 0 for row in written)
+    assert max(largest_differences(rows["stays"], rows["moves"]).values(), default=0.0) == 0.0
+    assert max(largest_differences(rows["stays"], rows["both_move"]).values(), default=0.0) < 1e-5

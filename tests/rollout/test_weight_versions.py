@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from toy_runs import ROOT
-from weight_training import SHAPES, Training, assert_holds, held
+from weight_training import SHAPES, Training, assert_holds, held, shards
 
 from rljax.errors import NotWrittenError
 from rljax.rollout.weights import pull as pulls
@@ -20,12 +20,11 @@ from rljax.rollout.weights import safetensors_file
 from rljax.rollout.weights.mirror import DamagedError, Mirror
 from rljax.rollout.weights.object_store import StoreServed
 from rljax.rollout.weights.pull import pull
-from rljax.rollout.weights.region import Region
 from rljax.rollout.weights.source import DirectorySource, SourceError, open_source
 from rljax.rollout.weights.sums import array_checksum, bits_of
 from rljax.rollout.weights.version import Base, TensorRecord, Version, parse_version, write_version
 from rljax.rollout.weights.versions import VersionFiles
-from rljax.rollout.weights.writer import Part, PartWriter, joined
+from rljax.rollout.weights.writer import PartWriter, joined
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 
@@ -283,7 +282,8 @@ def test_a_tensor_that_is_not_what_the_trainer_says_is_named(tmp_path, mirror):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": 2}, "format 2; this program reads 1"),
+        ({"format": 3}, "format 3; this program reads 1 and 2"),
+        ({"format": 2}, "format 2, but the files are those of 1"),
         ({"files": {"../x": {"bytes": 1, "xxh3": ""}}}, r"a file outside its directory: '\.\./x'"),
         ({"dense": []}, "neither a dense version nor a delta"),
         ({"tag": 3}, "Expected `str`, got `int`"),
@@ -342,27 +342,6 @@ def test_a_write_that_breaks_off_is_not_the_base_of_the_next(training, mirror):
 
 
 # ---- shards ----
-
-
-def shards(tensors, count):
-    """What each of ``count`` processes holds: rows of most, columns of the embedding; the first one the norm."""
-    held = [[] for _ in range(count)]
-    for name, array in tensors.items():
-        whole = Region.whole(array.shape)
-        matrix = array.reshape(whole.rows, whole.width)
-        for process in range(count):
-            if name == "norm":
-                region = whole if process == 0 else None
-            elif name == "embed":
-                width = whole.width // count
-                region = Region(0, whole.rows, process * width, width, whole.width)
-            else:
-                rows = whole.rows // count
-                region = Region(process * rows, rows, 0, whole.width, whole.width)
-            if region is not None:
-                part = matrix[region.row : region.row + region.rows, region.column : region.column + region.width]
-                held[process].append(Part(name, array.shape, region, part.copy()))
-    return held
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 
 import jax
 import numpy as np
@@ -11,9 +10,6 @@ import pytest
 
 from rljax.errors import ConfigError
 from rljax.processes import Processes, ProcessOptions, _packed, _unpacked, is_of_devices, start_processes
-from rljax.rollout.weights.version import FileRecord
-from rljax.rollout.weights.writer import Pieces
-from rljax.run import lead
 from rljax.run.lead import ragged, sequence_arrays, sequences_of, to_the_end, vectors_of
 from rljax.trainer.packing import TrainSequence
 
@@ -75,21 +71,6 @@ def test_who_stops_early_takes_the_rest_all_the_same():
 def test_options_that_do_not_go_together_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         start_processes(options)
-
-
-def test_files_of_other_processes_are_waited_for_until_they_are_whole(tmp_path, monkeypatch):
-    """As on a shared file system that shows them late; one that is not shared is named."""
-    written = Pieces((), {"0.safetensors": FileRecord(4, ""), "1.safetensors": FileRecord(8, "")})
-    (tmp_path / "0.safetensors").write_bytes(b"1234")
-    (tmp_path / "1.safetensors").write_bytes(b"1234")
-    whole = threading.Timer(0.3, lambda: (tmp_path / "1.safetensors").write_bytes(b"12345678"))
-    whole.start()
-    lead._wait_for_files(tmp_path, written)
-    assert (tmp_path / "1.safetensors").stat().st_size == 8
-    (tmp_path / "1.safetensors").unlink()
-    monkeypatch.setattr(lead, "_SEEN_S", 0.2)
-    with pytest.raises(OSError, match=r"does not see 1\.safetensors, .* wrote: rollout\.transfer_dir"):
-        lead._wait_for_files(tmp_path, written)
 
 
 def test_one_process_does_everything_alone():

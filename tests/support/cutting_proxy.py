@@ -33,8 +33,11 @@ class CuttingProxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listening.accept()
+                server = None
                 if self.open:
-                    server = socket.create_connection(self._server)
+                    with contextlib.suppress(ConnectionRefusedError):
+                        server = socket.create_connection(self._server)
+                if server is not None:
                     for source, target, limited in ((client, server, False), (server, client, True)):
                         threading.Thread(target=self._forward, args=(source, target, limited), daemon=True).start()
                 else:

@@ -25,10 +25,11 @@ def free_port():
 class Run:
     """``python -m rljax.train`` as ``count`` processes; a context manager that leaves none of them."""
 
-    def __init__(self, words, count, output, heartbeat_s=10, inside=(), **settings):
+    def __init__(self, words, count, output, heartbeat_s=10, inside=(), own=lambda index: (), **settings):
         """What process i prints goes to ``output``.i, a path.
 
-        ``inside``: words before each command; ``path``: more of PYTHONPATH; other settings: environment variables.
+        ``inside``: words before each command; ``own``: those of process i after it; ``path``: more of PYTHONPATH; other
+        settings: environment variables.
         """
         self.count, self.output = count, output
         share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // count}"
@@ -38,10 +39,19 @@ class Run:
         self.processes = []
         for index in range(count):
             place = ["--run.process-id", str(index), "--run.coordinator", address] if count > 1 else []
+            each = [*words, *own(index)]
             with open(f"{output}.{index}", "wb") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        [*inside, sys.executable, "-m", "rljax.train", *map(str, words), *common, *place],
+                        [
+                            *inside,
+                            sys.executable,
+                            "-m",
+                            "rljax.train",
+                            *map(str, each),
+                            *common,
+                            *place,
+                        ],
                         env=environment(XLA_FLAGS=share, PYTHONPATH=path, **settings),
                         cwd=ROOT,
                         stdout=file,

@@ -7,9 +7,11 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from rljax.rollout.weights.pull import pull
+from rljax.rollout.weights.region import Region
 from rljax.rollout.weights.source import open_source
 from rljax.rollout.weights.sums import array_checksum, bits_of
 from rljax.rollout.weights.versions import VersionFiles
+from rljax.rollout.weights.writer import Part
 
 SHAPES = {"embed": (64, 48), "norm": (48,), "experts": (4, 6, 8), "head": (64, 48)}
 
@@ -17,10 +19,10 @@ SHAPES = {"embed": (64, 48), "norm": (48,), "experts": (4, 6, 8), "head": (64, 4
 class Training:
     """Tensors of which each step changes a share, and their versions."""
 
-    def __init__(self, root, dtype=ml_dtypes.bfloat16, **options):
+    def __init__(self, root, dtype=ml_dtypes.bfloat16, files=None, **options):
         self.rng = np.random.default_rng(0)
         self.tensors = {name: self.rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
-        self.files, self.number, self.versions = VersionFiles(root, **options), 0, []
+        self.files, self.number, self.versions = files or VersionFiles(root, **options), 0, []
 
     def step(self, share=0.05):
         """Changes a share of the elements and writes the version."""
@@ -40,6 +42,27 @@ class Training:
     def pull(self, mirror, version=None):
         version = version or self.versions[-1]
         return pull(open_source(version.source), version.path.name, mirror)
+
+
+def shards(tensors, count):
+    """What each of ``count`` processes holds: rows of most, columns of the embedding; the first one the norm."""
+    held = [[] for _ in range(count)]
+    for name, array in tensors.items():
+        whole = Region.whole(array.shape)
+        matrix = array.reshape(whole.rows, whole.width)
+        for process in range(count):
+            if name == "norm":
+                region = whole if process == 0 else None
+            elif name == "embed":
+                width = whole.width // count
+                region = Region(0, whole.rows, process * width, width, whole.width)
+            else:
+                rows = whole.rows // count
+                region = Region(process * rows, rows, 0, whole.width, whole.width)
+            if region is not None:
+                part = matrix[region.row : region.row + region.rows, region.column : region.column + region.width]
+                held[process].append(Part(name, array.shape, region, part.copy()))
+    return held
 
 
 def held(mirror):

@@ -1,4 +1,4 @@
-"""The directory of one run's weights: owned by one process, removed by it, cleaned up after owners that died."""
+"""Directories of one run's weights: owned by one process, removed by it, cleaned up after owners that died."""
 
 from __future__ import annotations
 
@@ -42,18 +42,15 @@ class WeightVersion:
     source: str = ""
 
 
-class WeightDirectory:
-    """One run's versions. Owned by one process; removed by :meth:`close`.
+class OwnedDirectory:
+    """A directory of one process for one run. Removed by :meth:`close`.
 
     Attributes:
-      root: the run's directory.
-      source: where servers' machines pull versions from; "" where servers read them in ``root``.
+      root: the directory.
     """
 
-    source = ""
-
     def __init__(self, parent: str | os.PathLike[str] | None = None) -> None:
-        """Makes the run's directory under ``parent`` (None: in memory where there is one, else temporary files).
+        """Makes it under ``parent`` (None: in memory where there is one, else temporary files).
 
         Directories whose owner is provably dead (rljax.ownership) are removed first.
 
@@ -69,6 +66,25 @@ class WeightDirectory:
         except OSError as error:
             raise RuntimeError(f"cannot write weights under {self.parent}: {error}") from error
         self.root.chmod(0o755)  # the server may run as another user
+
+    def close(self) -> None:
+        """Removes the directory; may be called twice."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        self._owner.release()
+
+
+class WeightDirectory(OwnedDirectory):
+    """One run's versions.
+
+    Attributes:
+      source: where servers' machines pull versions from; "" where servers read them in ``root``.
+    """
+
+    source = ""
+
+    def __init__(self, parent: str | os.PathLike[str] | None = None) -> None:
+        """See OwnedDirectory."""
+        super().__init__(parent)
         self.run_tag = self.root.name.removeprefix(_PREFIX) + "."
         self._count = 0
 
@@ -105,11 +121,6 @@ class WeightDirectory:
     def keep_only(self, version: WeightVersion) -> None:
         """Removes the versions that nobody needs any more once servers have ``version``."""
         raise NotImplementedError
-
-    def close(self) -> None:
-        """Removes the run's directory; may be called twice."""
-        shutil.rmtree(self.root, ignore_errors=True)
-        self._owner.release()
 
     def _new_path(self, policy_version: int) -> Path:
         """Of a new version; never one used before, because vLLM has returned cached weights for such a path."""

@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import random
 import shutil
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,7 +23,7 @@ from pathlib import Path
 
 from rljax.rollout.weights import safetensors_file
 from rljax.rollout.weights.mirror import THREADS, DamagedError, Mirror, State
-from rljax.rollout.weights.source import Source, SourceError, open_source
+from rljax.rollout.weights.source import PLACES, Source, SourceError, open_source
 from rljax.rollout.weights.version import VERSION_FILE, Piece, Version, is_newer, parse_version
 
 _LONGEST_CHAIN = 1000
@@ -143,11 +146,8 @@ def _fetched(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
-        paths = {}
-        for file in version.files_of(pieces):
-            record = version.files[file]
-            paths[file] = source.fetch(f"{version.name}/{file}", record, folder)
-            done.bytes += record.bytes
+        paths = _fetch(source, version, version.files_of(pieces), folder)
+        done.bytes += version.num_bytes(pieces)
         fetched = time.monotonic()
         done.fetch_s += fetched - began
         with ThreadPoolExecutor(THREADS) as pool:
@@ -158,6 +158,33 @@ def _fetched(
         yield paths
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path) -> dict[str, Path]:
+    """The files by name, from all places that have some at the same time.
+
+    In an order of this pull's own, so that machines that pull side by side do not all begin at one place.
+    """
+    of_place: defaultdict[str, list[str]] = defaultdict(list)
+    for file in files:
+        of_place[version.files[file].at].append(file)
+    places = random.sample(list(of_place.values()), len(of_place))
+    failed = threading.Event()
+
+    def fetch(names: Sequence[str]) -> dict[str, Path]:
+        paths = {}
+        for file in names:
+            if failed.is_set():
+                break
+            try:
+                paths[file] = source.fetch(f"{version.name}/{file}", version.files[file], folder)
+            except BaseException:
+                failed.set()
+                raise
+        return paths
+
+    with ThreadPoolExecutor(PLACES) as pool:
+        return {file: path for paths in pool.map(fetch, places) for file, path in paths.items()}
 
 
 def main(argv: Sequence[str]) -> int:

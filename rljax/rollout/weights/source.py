@@ -6,16 +6,19 @@ import contextlib
 import os
 import re
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 from rljax.object_stores import open_store
+from rljax.rollout.addresses import private_address
 from rljax.rollout.api_key import find_key_file, read_api_key
 from rljax.rollout.weights.version import FileRecord
 
-_STREAMS = 4
+PLACES = 8  # servers that files of one version come from at the same time
+_STREAMS = 4  # connections to each of them
 _RANGE_BYTES = 32 * 2**20
 PATIENCE_S = 300.0
 
@@ -31,7 +34,10 @@ class Source(Protocol):
         """A small file. Raises SourceError."""
 
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """A file of that size as a path here, under ``folder`` where it has to be copied. Raises SourceError."""
+        """A file of that size as a path here, under ``folder`` where it has to be copied. Raises SourceError.
+
+        Several threads may call it.
+        """
 
 
 def open_source(url: str, patience_s: float = PATIENCE_S) -> Source:
@@ -88,7 +94,8 @@ class StoreSource:
 class HttpSource:
     """A server of files with byte ranges, such as ``rollout/served/weight_server.py``; asked again while it is gone.
 
-    A file comes in ranges over several connections. A range that breaks off goes on where it was.
+    A file comes in ranges over several connections. A range that breaks off goes on where it was. A file whose record
+    says that another server has it comes from there, with the same key: that must be at a private address.
     """
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
@@ -98,36 +105,36 @@ class HttpSource:
         self._url, self._patience_s = url.rstrip("/"), patience_s
         key_file = find_key_file(None)
         headers = {"Authorization": f"Bearer {read_api_key(key_file)}"} if key_file else {}
-        limits, timeout = httpx.Limits(max_connections=_STREAMS), httpx.Timeout(20.0)
+        limits, timeout = httpx.Limits(max_connections=PLACES * _STREAMS), httpx.Timeout(20.0)
         self._client = httpx.Client(headers=headers, limits=limits, timeout=timeout, trust_env=False)
         self._gone: tuple[type[Exception], ...] = (httpx.TransportError,)
 
     def read(self, name: str) -> bytes:
         """See Source."""
-        found: list[bytes] = []
+        url, found = f"{self._url}/{name}", list[bytes]()
 
         def get() -> bool:
-            reply = self._client.get(f"{self._url}/{name}")
-            self._check(reply, name, 200)
+            reply = self._client.get(url)
+            self._check(reply, url, 200)
             found.append(reply.content)
             return True
 
-        self._patiently(name, get)
+        self._patiently(url, get)
         return found[0]
 
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
         """See Source."""
-        path = folder / name.replace("/", "-")
+        path, url = folder / name.replace("/", "-"), f"{_private(record.at) or self._url}/{name}"
         with _told(path), open(path, "wb") as file:
             file.truncate(record.bytes)
             number = file.fileno()
             with ThreadPoolExecutor(_STREAMS) as pool:
                 ranges = range(0, record.bytes, _RANGE_BYTES)
                 ends = (min(first + _RANGE_BYTES, record.bytes) for first in ranges)
-                list(pool.map(lambda first, end: self._range(name, number, first, end), ranges, ends))
+                list(pool.map(lambda first, end: self._range(url, number, first, end), ranges, ends))
         return path
 
-    def _range(self, name: str, number: int, first: int, end: int) -> None:
+    def _range(self, url: str, number: int, first: int, end: int) -> None:
         """Bytes ``first`` to ``end`` of a file into the same place of the open file ``number``."""
         place = first
 
@@ -135,8 +142,8 @@ class HttpSource:
             nonlocal place
             headers = {"Range": f"bytes={place}-{end - 1}", "Accept-Encoding": "identity"}
             before = place
-            with self._client.stream("GET", f"{self._url}/{name}", headers=headers) as reply:
-                self._check(reply, name, 206)
+            with self._client.stream("GET", url, headers=headers) as reply:
+                self._check(reply, url, 206)
                 try:
                     for content in reply.iter_raw():
                         os.pwrite(number, content[: end - place], place)
@@ -146,15 +153,15 @@ class HttpSource:
                         raise
             return place == end
 
-        self._patiently(name, get, lambda: place)
+        self._patiently(url, get, lambda: place)
 
-    def _check(self, reply: Any, name: str, wanted: int) -> None:
+    def _check(self, reply: Any, url: str, wanted: int) -> None:
         if reply.status_code >= 500:
             raise self._gone[0](f"status {reply.status_code}")
         if reply.status_code != wanted:
-            raise SourceError(f"{self._url}/{name} answered with status {reply.status_code} instead of {wanted}")
+            raise SourceError(f"{url} answered with status {reply.status_code} instead of {wanted}")
 
-    def _patiently(self, name: str, get: Callable[[], bool], progress: Callable[[], int] = lambda: 0) -> None:
+    def _patiently(self, url: str, get: Callable[[], bool], progress: Callable[[], int] = lambda: 0) -> None:
         """Calls ``get`` until it is done; while nothing moves, less and less often, and no longer than the patience."""
         moved, place, pause = time.monotonic(), progress(), 0.1
         while True:
@@ -168,9 +175,19 @@ class HttpSource:
             if progress() != place:
                 moved, place, pause = now, progress(), 0.1
             elif now - moved > self._patience_s:
-                raise SourceError(f"{self._url}/{name} gave nothing for {self._patience_s:g} s: {reason}")
+                raise SourceError(f"{url} gave nothing for {self._patience_s:g} s: {reason}")
             time.sleep(pause)
             pause = min(5.0, 2 * pause)
+
+
+def _private(url: str) -> str:
+    """``url``, which the key may be sent to. Raises SourceError where it is none of a loopback or private address."""
+    if url:
+        try:
+            private_address(urllib.parse.urlsplit(url).hostname or "")
+        except ValueError as error:
+            raise SourceError(f"files at {url:.80} are not read: {error}") from error
+    return url
 
 
 @contextlib.contextmanager

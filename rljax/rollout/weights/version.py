@@ -17,7 +17,8 @@ import xxhash
 from rljax.checksum import Checksum
 from rljax.rollout.weights.region import Region
 
-FORMAT = 1
+FORMAT = 1  # all files are beside version.json
+FORMAT_OF_PLACES = 2  # some are elsewhere: ``FileRecord.at``
 VERSION_FILE = "version.json"
 
 
@@ -48,11 +49,18 @@ class TensorRecord(msgspec.Struct, frozen=True):
     sums: Checksum
 
 
-class FileRecord(msgspec.Struct, frozen=True):
-    """Size (bytes) and hexadecimal xxh3-64 of a file."""
+class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file of a version.
+
+    Attributes:
+      bytes: its size (bytes).
+      xxh3: hexadecimal xxh3-64.
+      at: URL of the server that has it, as ``AT/VERSION/FILE``; "": it is beside ``version.json``.
+    """
 
     bytes: int
     xxh3: str
+    at: str = ""
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -66,7 +74,7 @@ class Version(msgspec.Struct, frozen=True):
     """The content of ``version.json``.
 
     Attributes:
-      format: 1.
+      format: 1; 2 where a file is not beside ``version.json``.
       name: of the version's directory.
       tag: what servers call it.
       dtype: of all tensors.
@@ -102,13 +110,15 @@ class Version(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Raises ValueError where it contradicts itself, or names a file outside its directory."""
-        if self.format != FORMAT:
-            raise ValueError(f"format {self.format}; this program reads {FORMAT}")
+        if self.format not in (FORMAT, FORMAT_OF_PLACES):
+            raise ValueError(f"format {self.format}; this program reads {FORMAT} and {FORMAT_OF_PLACES}")
         if not self.tensors or not (self.dense or self.base):
             raise ValueError("neither a dense version nor a delta")
         for file in self.files:
             if file in ("", ".", "..") or PurePosixPath(file).name != file:
                 raise ValueError(f"a file outside its directory: {file!r:.80}")
+        if self.format != format_of(self.files):
+            raise ValueError(f"format {self.format}, but the files are those of {format_of(self.files)}")
         for pieces in filter(None, (self.dense, self.delta)):
             elements = dict.fromkeys(self.tensors, 0)
             for piece in pieces:
@@ -119,6 +129,11 @@ class Version(msgspec.Struct, frozen=True):
             for name, record in self.tensors.items():
                 if elements[name] != math.prod(record.shape) or record.sums.count != elements[name]:
                     raise ValueError(f"the pieces of {name!r:.80} are not the whole tensor")
+
+
+def format_of(files: Mapping[str, FileRecord]) -> int:
+    """That of a version with these files."""
+    return FORMAT_OF_PLACES if any(record.at for record in files.values()) else FORMAT
 
 
 def sums_digest(sums: Mapping[str, Checksum]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from rljax.checksum import Checksum
 from rljax.errors import NotWrittenError
 from rljax.rollout.weights.directory import WeightDirectory, WeightVersion, only_dtype
-from rljax.rollout.weights.version import Base, TensorRecord, Version, write_version
+from rljax.rollout.weights.version import Base, TensorRecord, Version, format_of, write_version
 from rljax.rollout.weights.writer import PartWriter, Pieces, Writer, whole_parts
 
 
@@ -108,21 +108,23 @@ class VersionFiles(WeightDirectory):
                 delta = self._writer.write_delta(directory)
             if not has_delta or len(self._chain) - self._anchor() >= self._anchor_every:
                 dense = self._writer.write_dense(directory)
+            files = delta.files | dense.files
             version = Version(
                 directory.name,
                 tag,
                 dtype,
                 {name: TensorRecord(taken.shapes[name], sums[name]) for name in sums},
-                delta.files | dense.files,
+                files,
                 dense.pieces,
                 delta.pieces,
                 Base(self._chain[-1].name, self._chain[-1].digest) if delta.pieces else None,
+                format_of(files),
             )
             write_version(directory, version)
             self._serve.add(directory)
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
-            self._writer.forget()
+            self._writer.forget(directory)
             if isinstance(error, OSError):
                 raise NotWrittenError(f"cannot write weights to {directory}: {error}") from error
             raise
@@ -135,10 +137,12 @@ class VersionFiles(WeightDirectory):
         """See WeightDirectory: those before the newest anchor."""
         self._chain = self._chain[self._anchor() :]
         kept = {each.name for each in self._chain}
-        for path in self.root.glob("v*"):
-            if path.name not in kept:
-                shutil.rmtree(path)
-                self._serve.remove(path.name)
+        old = [path for path in self.root.glob("v*") if path.name not in kept]
+        for path in old:
+            shutil.rmtree(path)
+            self._serve.remove(path.name)
+        if old:
+            self._writer.keep_only(kept)
 
     def _anchor(self) -> int:
         """Where in the chain the newest anchor is."""

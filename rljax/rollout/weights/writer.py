@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -80,8 +80,11 @@ class Writer(Protocol):
     def write_delta(self, directory: Path) -> Pieces:
         """See PartWriter."""
 
-    def forget(self) -> None:
-        """See PartWriter."""
+    def forget(self, directory: Path) -> None:
+        """The next version is compared with nothing: the one in ``directory`` has not become one."""
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Of versions by name, these are all that anybody still needs."""
 
 
 class PartWriter:
@@ -160,9 +163,13 @@ class PartWriter:
         self._deltas = None
         return Pieces(tuple(pieces), {file: FileRecord(*safetensors_file.write(directory / file, content))})
 
-    def forget(self) -> None:
-        """The next version is compared with nothing: this one may not have been written."""
+    def forget(self, directory: Path) -> None:
+        """See Writer."""
+        del directory
         self._parts, self._deltas = [], None
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """See Writer: whoever made the directories removes them."""
 
 
 def whole_parts(named: Iterable[tuple[str, np.ndarray]]) -> Iterator[Part]:

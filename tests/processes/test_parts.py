@@ -1,0 +1,345 @@
+"""Real processes that hold the shards of a policy, each with a directory of its own that no other one looks into.
+
+Each serves, or uploads, what it wrote; what is pulled from all of them is compared with whole tensors, bit for bit.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from network_link import Side, linked
+from process_runs import DEVICES, free_port
+from safetensors.numpy import load_file
+from toy_runs import ROOT, environment
+
+from rljax.errors import START_AGAIN_STATUS
+from rljax.ownership import provably_dead
+from rljax.rollout.weights import source as sources
+from rljax.rollout.weights.mirror import DamagedError, Mirror
+from rljax.rollout.weights.pull import pull
+from rljax.rollout.weights.source import open_source
+from rljax.rollout.weights.sums import bits_of
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+
+ANSWER_S = 240
+
+
+class Publishers:
+    """``count`` processes of ``publishing_processes``; a context manager that leaves none of them."""
+
+    def __init__(self, root, count, store="http", host="127.0.0.1", coordinator="127.0.0.1", inside=lambda index: ()):
+        self.root, self.count, self.answered = root, count, 0
+        root.mkdir(exist_ok=True)
+        share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // count}"
+        address, program = f"{coordinator}:{free_port()}", str(ROOT / "tests/support/publishing_processes.py")
+        self.processes = []
+        for index in range(count):
+            words = [sys.executable, program, str(index), str(count), address, store, host, str(root)]
+            with open(root / f"said.{index}", "wb") as said:
+                self.processes.append(
+                    subprocess.Popen(
+                        [*inside(index), *words],
+                        env=environment(XLA_FLAGS=share),
+                        cwd=ROOT,
+                        stdin=subprocess.PIPE if index == 0 else subprocess.DEVNULL,
+                        stdout=said,
+                        stderr=said,
+                        text=True,
+                    )
+                )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self.processes[0].stdin.close()
+
+    def said(self):
+        return {index: (self.root / f"said.{index}").read_text() for index in range(self.count)}
+
+    def ask(self, share):
+        """Has the next version published."""
+        leader = self.processes[0]
+        leader.stdin.write(f"{share}\n")
+        leader.stdin.flush()
+
+    def answer(self):
+        """What process 0 tells of it."""
+        path, deadline = self.root / f"answers/{self.answered}.json", time.monotonic() + ANSWER_S
+        while not path.exists():
+            assert self.processes[0].poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.01)
+        self.answered += 1
+        return json.loads(path.read_text())
+
+    def publish(self, share=0.05):
+        self.ask(share)
+        told = self.answer()
+        assert "error" not in told, told
+        return told
+
+    def end(self):
+        """Ends the run; the exit statuses."""
+        self.processes[0].stdin.close()
+        return [process.wait(120) for process in self.processes]
+
+    def own(self, index):
+        """The directory of a process, made by it."""
+        (found,) = (self.root / f"process_{index}").glob("rljax-weights-*")
+        return found
+
+    def server_of(self, index):
+        """Process id of the server of a process's weights."""
+        wanted = f"rljax.rollout.served.weight_server\0{self.own(index)}\0"
+        found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in _read(path)]
+        (pid,) = found
+        return pid
+
+    def truth(self, number):
+        return np.load(self.root / f"truth/{number}.npz")
+
+
+def _read(path):
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+def take(told, mirror):
+    return pull(open_source(told["source"]), Path(told["path"]).name, mirror)
+
+
+def assert_holds(mirror, truth):
+    """Bit for bit what was gathered from the devices of all processes."""
+    found = {}
+    for file in json.loads((mirror.root / "manifest.json").read_text())["files"]:
+        found |= load_file(mirror.root / file)
+    assert found.keys() == set(truth.files)
+    for name, array in found.items():
+        np.testing.assert_array_equal(bits_of(array).reshape(truth[name].shape), truth[name], err_msg=name)
+
+
+def files_of(told):
+    return json.loads((Path(told["path"]) / "version.json").read_text())["files"]
+
+
+@pytest.fixture
+def mirror(tmp_path):
+    return Mirror(tmp_path / "mirror")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_process_serves_what_it_wrote_and_only_that(count, tmp_path, mirror):
+    with Publishers(tmp_path / "run", count) as run:
+        for number in range(5):
+            told = run.publish(0.05)
+            done = take(told, mirror)
+            assert (done.dense, done.deltas, done.repaired) == (number == 0, int(number > 0), "")
+            assert_holds(mirror, run.truth(number))
+            files, name, sizes = files_of(told), Path(told["path"]).name, []
+            for index in range(count):
+                written = {path.name: path.stat().st_size for path in (run.own(index) / name).glob("*.safetensors")}
+                assert written == {file: it["bytes"] for file, it in files.items() if file.startswith(f"{index}-")}
+                sizes.append(sum(written.values()))
+            assert max(sizes) < 1.5 * min(sizes), "a process holds more than its part"
+            kept = {path.name for path in run.own(0).glob("v*")}
+            assert len(kept) == (1 if number in (0, 3) else number % 3 + 1)
+            assert all({path.name for path in run.own(index).glob("v*")} == kept for index in range(count))
+        late = Mirror(tmp_path / "late")
+        assert (take(told, late).dense, late.state.tag) == (True, mirror.state.tag)
+        assert_holds(late, run.truth(4))
+        urls = {it["at"] for it in files.values() if "at" in it}
+        assert len(urls) == count - 1
+        assert run.end() == [0] * count, run.said()
+        for url in urls:
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/health")
+    assert not list((tmp_path / "run").glob("process_*/*")), "directories are left"
+
+
+def test_a_server_that_stands_still_in_mid_pull_and_goes_on(tmp_path, mirror):
+    with Publishers(tmp_path / "run", 2) as run:
+        told, stopped = run.publish(), run.server_of(1)
+        os.kill(stopped, signal.SIGSTOP)
+        thread, failures = pulling(told, mirror)
+        own_bytes = sum(it["bytes"] for it in files_of(told).values() if "at" not in it)
+        wait_for(lambda: sum(path.stat().st_size for path in mirror.root.glob("incoming/*")) >= own_bytes)
+        time.sleep(1)
+        assert thread.is_alive()
+        os.kill(stopped, signal.SIGCONT)
+        thread.join(120)
+        assert failures == []
+        assert_holds(mirror, run.truth(0))
+
+
+def test_a_server_that_is_killed_in_mid_pull_is_started_again_by_its_process(tmp_path, mirror, monkeypatch):
+    monkeypatch.setattr(sources, "_RANGE_BYTES", 4000)
+    with Publishers(tmp_path / "run", 2) as run:
+        told, killed = run.publish(), run.server_of(1)
+        os.kill(killed, signal.SIGSTOP)
+        thread, failures = pulling(told, mirror)
+        time.sleep(0.5)
+        os.kill(killed, signal.SIGKILL)
+        thread.join(120)
+        assert failures == []
+        assert_holds(mirror, run.truth(0))
+        assert run.server_of(1) != killed
+        take(run.publish(), mirror)
+        assert_holds(mirror, run.truth(1))
+        assert run.end() == [0, 0], run.said()
+    assert "was ended by signal 9 and is started again" in run.said()[1]
+
+
+def test_a_file_damaged_at_one_process_is_refused_and_the_mirror_comes_back_with_an_anchor(tmp_path, mirror):
+    with Publishers(tmp_path / "run", 2) as run:
+        take(run.publish(), mirror)
+        told = run.publish()
+        (path,) = (run.own(1) / Path(told["path"]).name).glob("*.safetensors")
+        content = bytearray(path.read_bytes())
+        content[len(content) * 7 // 8] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(DamagedError, match=r"/1-delta\.safetensors has not the checksum that its version says"):
+            take(told, mirror)
+        run.publish()
+        told = run.publish()
+        assert take(told, mirror).dense
+        assert_holds(mirror, run.truth(3))
+
+
+def test_where_one_process_cannot_write_no_version_appears_and_all_go_on(tmp_path, mirror):
+    with Publishers(tmp_path / "run", 4) as run:
+        take(run.publish(), mirror)
+        before = {path.name for path in run.own(0).glob("v*")}
+        in_the_way = run.own(2) / "v00000001-2"
+        in_the_way.write_text("")
+        run.ask(0.05)
+        error = run.answer()["error"]
+        assert "process 2: " in error
+        assert "File exists" in error
+        in_the_way.unlink()
+        for index in range(4):
+            assert {path.name for path in run.own(index).glob("v*")} == before
+        told = run.publish()
+        assert take(told, mirror).dense, "a delta against what is no version"
+        assert_holds(mirror, run.truth(2))
+        assert run.end() == [0] * 4, run.said()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_dies_leaves_no_server_and_the_next_run_removes_its_files(victim, tmp_path, mirror):
+    with Publishers(tmp_path / "run", 2) as run:
+        told = run.publish()
+        left = [run.own(index) for index in range(2)]
+        urls = [told["source"], *{it["at"] for it in files_of(told).values() if "at" in it}]
+        run.ask(0.5)
+        run.processes[victim].kill()
+        assert run.processes[1 - victim].wait(60) == START_AGAIN_STATUS, run.said()
+        for url in urls:
+            wait_for(lambda url=url: not _answers(url))
+    assert all(provably_dead(own / "owner.json") for own in left if own.exists())
+    for folder in ("truth", "answers"):
+        shutil.rmtree(tmp_path / "run" / folder)
+    with Publishers(tmp_path / "run", 2) as again:
+        take(again.publish(), mirror)
+        assert_holds(mirror, again.truth(0))
+        assert not any(own.exists() for own in left)
+        assert again.end() == [0, 0]
+
+
+def test_a_process_on_another_machine_serves_at_its_address_in_the_same_network(tmp_path):
+    """Two network namespaces as two machines. The program that pulls is on that of process 0."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    first, second = Side("rljax-parts-0", "rljax-p0", "10.203.1.1"), Side("rljax-parts-1", "rljax-p1", "10.203.1.2")
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text("a-key-of-more-than-sixteen-letters")
+    for side in (first, second):  # as each machine's own: JAX's collectives take the address of its name
+        (tmp_path / side.name).write_text(f"127.0.0.1 localhost\n{side.address} {socket.gethostname()}\n")
+
+    def inside(index):
+        side = (first, second)[index]
+        named = ("sh", "-c", f'mount --bind {tmp_path / side.name} /etc/hosts && exec "$@"', "sh")
+        return (*side.inside, *named, "env", f"RLJAX_API_KEY_FILE={key}")
+
+    with linked(first, second):
+        where = {"coordinator": first.address, "inside": inside}
+        with Publishers(tmp_path / "run", 2, host=first.address, **where) as run:
+            for number in range(2):
+                told = run.publish()
+                assert told["source"].startswith(f"http://{first.address}:")
+                places = {it["at"].rpartition(":")[0] for it in files_of(told).values() if "at" in it}
+                assert places == {f"http://{second.address}"}
+                before = second.sent_bytes()
+                pulled = [sys.executable, "-m", "rljax.rollout.weights.pull", told["source"], Path(told["path"]).name]
+                words = [*inside(0), *pulled, str(tmp_path / "mirror")]
+                subprocess.run(words, check=True, cwd=ROOT, env=environment(), timeout=120, capture_output=True)
+                assert_holds(Mirror(tmp_path / "mirror"), run.truth(number))
+                own = sum(it["bytes"] for it in files_of(told).values() if "at" in it)
+                assert own < second.sent_bytes() - before < 1.3 * own + 50_000
+            assert run.end() == [0, 0], run.said()
+        shutil.rmtree(tmp_path / "run")
+        with Publishers(tmp_path / "run", 2, host="127.0.0.1", **where) as run:
+            assert run.processes[1].wait(120) == 2
+            line = "process 1 cannot hand over its part of the weights: publish.host = 127.0.0.1 is reached on the"
+            assert line in run.said()[1].replace("\n", " ")
+
+
+def test_each_process_uploads_its_files_and_none_of_them_stays(tmp_path, mirror):
+    with Publishers(tmp_path / "run", 4, store=f"file://{tmp_path}/store") as run:
+        for number in range(5):
+            told = run.publish()
+            done = take(told, mirror)
+            assert (done.dense, done.deltas) == (number == 0, int(number > 0))
+            assert_holds(mirror, run.truth(number))
+        assert {name.split("-")[0] for name in files_of(told)} == {"0", "1", "2", "3"}
+        assert not list((tmp_path / "run").glob("process_*/*/**/*.safetensors"))
+        assert run.end() == [0] * 4, run.said()
+    assert not list((tmp_path / "run").glob("process_*/*"))
+    assert not list((tmp_path / "store").iterdir())
+
+
+def pulling(told, mirror):
+    """A thread that takes a version, and the list that has its error in the end."""
+    failures = []
+
+    def work():
+        try:
+            take(told, mirror)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread, failures
+
+
+def wait_for(holds):
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _answers(url):
+    with contextlib.suppress(httpx.TransportError):
+        httpx.get(f"{url}/health")
+        return True
+    return False

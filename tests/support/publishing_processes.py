@@ -1,0 +1,94 @@
+"""Processes of one run that do nothing but publish, each with a directory of its own; process 0 does as it is told.
+
+    python publishing_processes.py INDEX COUNT COORDINATOR STORE HOST DIRECTORY
+
+Each line on the standard input of process 0 is the share of the parameters to change before the next version. It
+answers with DIRECTORY/answers/NUMBER.json: where the version is, or why there is none. Beside what is published the
+whole tensors are gathered and written to DIRECTORY/truth/NUMBER.npz, as bits.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rljax.errors import NotWrittenError
+from rljax.policy.hf import load_params
+from rljax.policy.hf_config import read_config
+from rljax.policy.model import param_shardings
+from rljax.processes import ProcessOptions, start_processes
+from rljax.rollout.api_key import find_key_file
+from rljax.rollout.build import policy_functions
+from rljax.rollout.served.parts import make_parts
+from rljax.rollout.served.publishing import make_files
+from rljax.rollout.types import PublishConfig, RolloutConfig
+from rljax.rollout.weights.sums import bits_of
+from rljax.rollout.weights.writer import PartWriter
+from rljax.run.follow import function_acts, part_acts
+from rljax.run.lead import led_functions, led_parts
+from rljax.sharding import MeshConfig, make_mesh
+
+MODEL = Path(__file__).parents[2] / "configs/toy-base"
+
+
+@jax.jit
+def moved(params, key, share):
+    """``params`` of which about ``share`` have moved by at least a bit of bfloat16; the same on any mesh."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    chosen = [jax.random.uniform(key, leaf.shape) < share for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(
+        tree, [jnp.where(c, leaf * 1.03125, leaf) for c, leaf in zip(chosen, leaves, strict=True)]
+    )
+
+
+def main(index, count, coordinator, store, host, directory):
+    """One process."""
+    root = Path(directory)
+    publish = PublishConfig(store=store, host=host, anchor_every=3)
+    rollout = RolloutConfig(transfer_dir=str(root / f"process_{index}"))
+    with start_processes(ProcessOptions(count, index, coordinator, heartbeat_s=10.0)) as processes:
+        policy = read_config(MODEL)
+        mesh = make_mesh(MeshConfig())
+        params = load_params(MODEL, policy, param_shardings(policy, mesh))
+        functions = policy_functions(policy, "bfloat16")
+        parts = make_parts(PartWriter(functions.parts, str(index)), publish, rollout, index, processes.coordinator)
+        if index:
+            acts = function_acts(functions, processes) | part_acts(parts, processes)
+            while (act := processes.listen()).name != "end":
+                with processes.doing(act.name):
+                    if act.name == "move":
+                        params = moved(params, jax.random.key(act.fields["number"]), act.fields["share"])
+                    else:
+                        acts[act.name](act, params)
+            parts.close()
+        else:
+            whole = led_functions(functions, processes).tensors
+            led = led_parts(functions, parts, processes)
+            files = make_files(publish, rollout.transfer_dir, find_key_file(None), led.writer)
+            for folder in ("truth", "answers"):
+                (root / folder).mkdir()
+            for number, line in enumerate(sys.stdin):
+                with processes.together("move", {"number": number, "share": float(line)}):
+                    params = moved(params, jax.random.key(number), float(line))
+                truth = {name: bits_of(array) for name, array in whole(params)}
+                np.savez(root / f"truth/{number}.npz", **truth)
+                try:
+                    version = files.write(led.tensors(params), number, led.checksums(params))
+                    told = {"source": version.source, "path": str(version.path), "bytes": version.num_bytes}
+                    files.keep_only(version)
+                except NotWrittenError as error:
+                    told = {"error": str(error)}
+                answer = root / f"answers/{number}.json"
+                answer.with_suffix(".new").write_text(json.dumps(told))
+                answer.with_suffix(".new").rename(answer)
+            files.close()
+        processes.end(0)
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    main(int(words[0]), int(words[1]), *words[2:])
