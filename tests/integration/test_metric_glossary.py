@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 # test_two_processes.py show it, test_mixture_run.py a mixture of experts, and run/test_offload.py a state that moves.
 ELSEWHERE = re.compile(
     r"publish/.*|rollout/(requests|retries|server_losses|servers|servers_(joined|left|brought_back|rejected)"
-    r"|responses_without_version|executable_runs)"
+    r"|responses_without_version|mixed_fraction|executable_runs)"
     r"|router/.*|policy/router_balance|mismatch_free_routing/.*"
     r"|time/((server_)?checksums|sleep|wake|reload|offload)_s|perf/<act>_slowest_(process|s)"
 )
