@@ -130,7 +130,7 @@ def claim(path: str | os.PathLike[str], *, stale_s: float = STALE_S, heartbeat_s
                 return Ownership(path, record, heartbeat_s)
         other = read(path)
         if other is not None:
-            if not provably_dead(path) and not _stands_still(path, other, stale_s):
+            if not _is_dead(path, other, SILENT_S) and not _stands_still(path, other, stale_s):
                 raise OwnedError(f"{path} is held by {other}, which is alive, since {other.since}")
             taken_over = _take_away(path, other)
 
@@ -159,8 +159,11 @@ def provably_dead(path: str | os.PathLike[str], *, silent_s: float = SILENT_S) -
     """
     path = Path(path)
     record = read(path)
-    if record is None:
-        return False
+    return record is not None and _is_dead(path, record, silent_s)
+
+
+def _is_dead(path: Path, record: Record, silent_s: float) -> bool:
+    """As ``provably_dead``, of a record that was read: another may have taken its place at ``path`` since."""
     if _is_here(record):
         return _started(record.pid) not in (record.started, 0)
     with tempfile.TemporaryFile(dir=path.parent) as fresh:

@@ -191,6 +191,24 @@ def test_of_many_claimers_one_succeeds(path, dead):
     assert [each.name for each in path.parent.iterdir()] == ["owner.json"]
 
 
+def test_the_owner_that_is_named_is_the_one_that_lives(path, monkeypatch):
+    """The record of a dead owner is replaced by a living one's right after it was read."""
+    with claim(path) as owner:
+        living = path.read_text()
+        path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(owner.record, started=1, pid=2**22 + 1))))
+        read_bytes = type(path).read_bytes
+
+        def read_then_replace(file):
+            content = read_bytes(file)
+            if file == path:
+                path.write_text(living)
+            return content
+
+        monkeypatch.setattr(type(path), "read_bytes", read_then_replace)
+        with pytest.raises(OwnedError, match=f"held by process {os.getpid()} on "):
+            claim(path)
+
+
 def test_a_file_system_without_hard_links(path, monkeypatch):
     def refuse(source, target):
         raise PermissionError(1, "Operation not permitted")

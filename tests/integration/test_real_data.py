@@ -17,10 +17,10 @@ from rljax.train import load_problems
 pytestmark = pytest.mark.slow
 
 DATA = ROOT / "tests/data"
-STEPS = 10
+STEPS = 5
 DRAWS = ["--n", "4", "--temperature", "1.0", "--pass-k", "1", "2", "4"]
 EVALUATED = [
-    *("--eval.at-start", "true", "--eval.every", "4", "--eval.n", "4", "--eval.temperature", "1.0"),
+    *("--eval.at-start", "true", "--eval.every", "3", "--eval.n", "4", "--eval.temperature", "1.0"),
     *("--eval.pass-k", "1", "2", "4", "--checkpoint.keep-best", "true"),
 ]
 
@@ -65,14 +65,14 @@ def evaluated(train, prepared):
     return run
 
 
-def test_ten_steps_from_the_file_learn_and_are_evaluated(evaluated, prepared):
+def test_a_run_from_the_file_learns_and_is_evaluated(evaluated, prepared):
     rows = comparable(evaluated)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert any(row["reward/mean"] > 0 for row in rows)
     assert any(row["optimizer/grad_norm"] > 0 for row in rows)
     for row in rows:
         assert row["reward/errors"] == row["reward/timeouts"] == 0
-        due = row["step"] in (4, 8, 10)
+        due = row["step"] in (3, STEPS)
         assert ("eval/held/accuracy" in row) == ("eval/toy/pass@4" in row) == due
         assert ("eval/held/accuracy_at_start" in row) == (row["step"] == 1)
         if due:
@@ -85,7 +85,7 @@ def test_ten_steps_from_the_file_learn_and_are_evaluated(evaluated, prepared):
 
 def test_evaluations_and_a_pause_halfway_leave_the_run_as_it_is_bit_for_bit(evaluated, train):
     plain = ["--eval.every", "0"]
-    train("plain", "--run.steps", "5", *plain)
+    train("plain", "--run.steps", "2", *plain)
     run, _ = train("plain", "--run.steps", str(STEPS), *plain)
     expected = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in comparable(evaluated)]
     assert comparable(run) == expected
@@ -93,7 +93,7 @@ def test_evaluations_and_a_pause_halfway_leave_the_run_as_it_is_bit_for_bit(eval
 
 def test_a_checkpoint_evaluated_alone_gives_what_its_row_says(evaluated, prepared, tmp_path):
     rows = {row["step"]: row for row in comparable(evaluated)}
-    means = {step: np.mean([rows[step][f"eval/{d}/accuracy"] for d in ("held", "toy")]) for step in (4, 8, 10)}
+    means = {step: np.mean([rows[step][f"eval/{d}/accuracy"] for d in ("held", "toy")]) for step in (3, STEPS)}
     best = max(means, key=means.get)
     words = [*DRAWS, "--dtype", "bfloat16", "--max-response-tokens", "36"]
     held = str(prepared.with_name("additions-held.parquet"))
