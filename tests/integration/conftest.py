@@ -35,11 +35,14 @@ def _python() -> str | None:
 
 
 def pytest_collection_modifyitems(items):
-    """All tests of one dtype's server in a row, so that it is started once; those with servers of their own last."""
+    """All tests of one dtype's server in a row, so that it is started once, and those that end it after the others.
+
+    Tests with servers of their own come last.
+    """
 
     def place(item) -> int:
         used = {*item.fixturenames, getattr(item, "callspec", None) and item.callspec.params.get("served")}
-        return next((i for i, dtype in enumerate(TIED) if dtype in used), len(TIED))
+        return next((i for i, fixture in enumerate([*TIED, "mortal"]) if fixture in used), len(TIED) + 1)
 
     items.sort(key=place)
 
@@ -187,18 +190,28 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer
 
 
 class Servers:
-    """The server of one dtype at a time: asking for another ends it."""
+    """The server of one dtype at a time: asking for another ends it, and one that died is started again."""
 
     def __init__(self, make_model: Callable[[bool], Model], start_server: Callable[..., VllmServer]) -> None:
         self._make_model, self._start_server = make_model, start_server
         self._current: Served | None = None
 
     def of(self, dtype: str) -> Served:
-        if self._current is None or self._current.dtype != dtype:
+        if self._current is None or self._current.dtype != dtype or not self.alive():
             self.stop()
             model = self._make_model(TIED[dtype])
             self._current = Served(self._start_server(model, dtype), model, dtype)
         return self._current
+
+    def alive(self) -> bool:
+        return self._current is not None and self._current.server.alive()
+
+    def kill_and_restart(self) -> None:
+        """Ends the running server by SIGKILL and starts another, of the weights on disk, on its port."""
+        killed = self._current
+        killed.server.kill()
+        again = self._start_server(killed.model, killed.dtype, port=killed.server.port)
+        self._current = dataclasses.replace(killed, server=again)
 
     def stop(self) -> None:
         if self._current is not None:
@@ -225,6 +238,12 @@ def float16(servers) -> Served:
 
 @pytest.fixture
 def float32(servers) -> Served:
+    return servers.of("float32")
+
+
+@pytest.fixture
+def mortal(servers) -> Served:
+    """The server of ``float32``, for a test that ends it."""
     return servers.of("float32")
 
 

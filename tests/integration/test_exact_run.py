@@ -40,8 +40,8 @@ def run(base, run_dir, dtype, *options):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_mismatch_is_exactly_zero_at_every_step(dtype, toy_base, tmp_path):
-    rows = run(toy_base, tmp_path / "run", dtype)
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    rows = run(toy_base, tmp_path / "run", dtype, "--run.steps", "3")
+    assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         names = {k.removeprefix("mismatch/"): v for k, v in row.items() if k.startswith("mismatch/")}
         assert {name: names[name] for name in ZERO} == dict.fromkeys(ZERO, 0.0)

@@ -67,7 +67,8 @@ def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base,
 def test_responses_go_on_with_new_weights_and_every_token_is_of_its_version(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "4", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
     options += ["--rollout.max-staleness", "1", "--rollout.update", "keep", "--diagnosis.behaviour-responses", "1024"]
-    options += ["--data.batch-size", "32", "--rollout.group-size", "16"]  # sampled for longer than a step trains
+    # Few at a time, so that some are under way whenever a step has trained.
+    options += ["--data.batch-size", "16", "--rollout.group-size", "16", "--rollout.limits.max-outstanding", "4"]
     code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
     assert code == 0, output
     rows = comparable(tmp_path)

@@ -1,10 +1,13 @@
 """How the tests run ``python -m rljax.train`` on the toy task: in this process, or as one where it is to be killed."""
 
+import _thread
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -63,22 +66,25 @@ def complete(words):
     return status, err + out
 
 
-def complete_beside(server, words, timeout=TIMEOUT):
-    """Trains to the end in a process of its own. Returns (exit status, output). The test fails when ``server`` dies."""
-    process = start(words)
-    deadline = time.monotonic() + timeout
+def complete_beside(server, words):
+    """As ``complete``, with rollouts from ``server``, whose death asks the run to stop and fails the test."""
+    over = threading.Event()
+
+    def watch():
+        while not over.wait(1):
+            if not server.alive():
+                _thread.interrupt_main(signal.SIGTERM)  # does nothing unless the run handles it
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
-        while True:
-            try:
-                output, _ = process.communicate(timeout=1)
-                return process.returncode, output
-            except subprocess.TimeoutExpired:
-                if not server.alive():
-                    pytest.fail(f"the vLLM server ended; the end of {server.log_path}:\n{server.log_tail()}")
-                if time.monotonic() > deadline:
-                    raise
+        status, output = complete(words)
     finally:
-        process.kill()
+        over.set()
+        watcher.join()
+    if not server.alive():
+        pytest.fail(f"the vLLM server ended; the end of {server.log_path}:\n{server.log_tail()}\n{output}")
+    return status, output
 
 
 def wait_for_rows(process, run_dir, count):
