@@ -108,7 +108,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--distributions",
         action="store_true",
-        help="also compare the next-token distributions of the jax:, hf: and vllm: scorers, at each response token",
+        help="also compare the next-token distributions of the jax:, hf:, vllm: and sglang: scorers, at each "
+        "response token",
     )
     parser.add_argument(
         "--top-k",

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs the recipes of docs/schedule.md and the exporters of docs/compare.md in the packages they are for, on a CPU.
+# Runs the recipes of docs/schedule.md and the exporters of docs/compare.md in the packages they are for, on a CPU, and
+# writes what came of it into the table of docs/peers.md.
 #
-#   bash tools/test_peers.sh [tunix] [skyrl_tx] [trl] [verl] [easydel]          (default: all of them)
+#   bash tools/test_peers.sh [peft] [tunix] [skyrl_tx] [trl] [verl] [easydel]          (default: all of them)
 #
 # Each package gets a virtual environment of its own in $RLJAX_PEERS (default .venv-peers), 2 to 6 GB each.
 # RLJAX_PEERS_PYTHON: the interpreter (default python3.12).
@@ -13,16 +14,17 @@ interpreter=${RLJAX_PEERS_PYTHON:-python3.12}
 
 packages() {
   case $1 in
-    tunix) echo "google-tunix==0.1.7" ;;
-    skyrl_tx) echo "skyrl-tx==0.3.0 jax flax optax torch" ;;
-    trl) echo "trl==1.16.0 transformers==5.23.0 torch" ;;
-    verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools fastapi uvicorn" ;; # the last three undeclared
-    easydel) echo "easydel==0.3.0 pillow torch" ;; # likewise
+    peft) echo "peft==0.21.2 torch .[train]" ;;
+    tunix) echo "google-tunix==0.1.7 ." ;;
+    skyrl_tx) echo "skyrl-tx==0.3.0 jax flax optax torch ." ;;
+    trl) echo "trl==1.16.0 transformers==5.23.0 torch .[train]" ;;
+    verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools fastapi uvicorn ." ;; # the last three undeclared
+    easydel) echo "easydel==0.3.0 pillow torch ." ;; # likewise
     *) echo "unknown package $1" >&2; return 2 ;;
   esac
 }
 
-[ $# -gt 0 ] || set -- tunix skyrl_tx trl verl easydel
+[ $# -gt 0 ] || set -- peft tunix skyrl_tx trl verl easydel
 status=0
 for name in "$@"; do
   wanted=$(packages "$name")
@@ -30,11 +32,14 @@ for name in "$@"; do
   if [ ! -e "$root/$name/ready" ]; then
     "$interpreter" -m venv "$root/$name"
     # shellcheck disable=SC2086
-    "$bin/pip" install --quiet $wanted . pyarrow pytest
+    "$bin/pip" install --quiet $wanted pyarrow pytest
     touch "$root/$name/ready"
   fi
+  tests=tests/peers/test_$name.py
+  [ "$name" != peft ] || tests=tests/policy/test_peft.py
   echo "== $name: $wanted"
   HF_HUB_OFFLINE=1 JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=1 PYTHONPATH=. \
-    "$bin/python" -m pytest -p no:cacheprovider "tests/peers/test_$name.py" || status=1
+    "$bin/python" -m pytest -p no:cacheprovider --junitxml="$root/$name.xml" "$tests" || status=1
+  "$bin/python" tools/peers_table.py docs/peers.md "${wanted%% *}" "$tests" "$root/$name.xml"
 done
 exit $status

@@ -29,8 +29,9 @@ from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config
 from rljax.policy.model import Params, cast_params, hidden_states, lm_head_table
+from rljax.rollout.types import SERVED
 
-KINDS = ("jax", "hf", "vllm")
+KINDS = ("jax", "hf", *SERVED)
 """Kinds of scorers that know distributions; a server knows the likeliest tokens alone."""
 
 _MULTIPLE = 64  # tokens and places are padded to it, so that few shapes are compiled
@@ -92,7 +93,8 @@ def compare_distributions(
       dump: the sequences; its columns are not read.
       model: Hugging Face directory of the specs that name none.
       temperature: of the distributions; 1 where one of them is a server's.
-      top_k: how many of its likeliest tokens a server is asked for; at most its --max-logprobs, 20 by default.
+      top_k: how many of its likeliest tokens a server is asked for; at most its --max-logprobs, 20 by default. Of a
+        smaller vocabulary, as the server or another scorer's directory gives it, all tokens.
       progress: called with a number of sequences when so many have been compared.
 
     Raises:
@@ -102,8 +104,10 @@ def compare_distributions(
     """
     known = with_distributions(specs)
     kinds = {spec: split_spec(spec)[0] for spec in known}
-    if temperature != 1.0 and any(kinds[spec] == "vllm" for spec in known):
+    if temperature != 1.0 and any(kinds[spec] in SERVED for spec in known):
         raise ValueError(f"a server's prompt log-probabilities are at temperature 1, {temperature:g} was asked for")
+    directories = [split_model(split_spec(spec)[1], model)[1] for spec in known if kinds[spec] not in SERVED]
+    top_k = min([top_k, *(read_config(Path(path)).vocab_size for path in directories if path is not None)])
     pairs = list(itertools.combinations(known, 2))
     found: dict[tuple[str, str], list[np.ndarray]] = {pair: [] for pair in pairs}
     with contextlib.ExitStack() as stack:
@@ -116,7 +120,7 @@ def compare_distributions(
                     found[q, p].append(divergences(rows[p], rows[q]))
             progress(1)
     return [
-        DistributionPair(q, p, kinds[p] != "vllm" and kinds[q] != "vllm", _summary(columns))
+        DistributionPair(q, p, not {kinds[p], kinds[q]} & {*SERVED}, _summary(columns))
         for (q, p), columns in found.items()
     ]
 
@@ -128,7 +132,7 @@ def with_distributions(specs: Sequence[str]) -> list[str]:
       ValueError: there are fewer than two, or a spec is unknown.
     """
     kinds = {spec: split_spec(spec)[0] for spec in dict.fromkeys(specs)}
-    known = sorted((spec for spec in kinds if kinds[spec] in KINDS), key=lambda spec: kinds[spec] == "vllm")
+    known = sorted((spec for spec in kinds if kinds[spec] in KINDS), key=lambda spec: kinds[spec] in SERVED)
     if len(known) < 2:
         raise ValueError(
             f"whole distributions need two scorers of the kinds {', '.join(KINDS)}, got {', '.join(specs) or 'none'}"
@@ -197,8 +201,8 @@ def _summary(columns: Sequence[np.ndarray]) -> dict[str, float]:
 @contextlib.contextmanager
 def _opened(spec: str, dump: TokenDump, model: str | Path | None, temperature: float, top_k: int) -> Iterator[Source]:
     kind, argument = split_spec(spec)
-    if kind == "vllm":
-        with open_server(argument) as server:
+    if kind in SERVED:
+        with open_server(argument, kind) as server:
             yield lambda ids, places: _listed(server.top_logprobs(ids, top_k), places)
         return
     dtype, directory = split_model(argument, model)

@@ -54,6 +54,16 @@ def test_a_server_is_asked_for_its_likeliest_tokens_and_the_others_are_one(fake,
     assert pair.metrics["kl"] > 0
 
 
+@pytest.mark.parametrize("described", [True, False])
+def test_a_server_is_not_asked_for_more_tokens_than_there_are(fake, model, described):
+    """A real vLLM's engine ends at such a request. The vocabulary is the server's, or else the other directory's."""
+    fake.root = str(model)
+    if not described:
+        fake.refuse = {"/collective_rpc": 404}
+    (pair,) = compare_distributions([f"vllm:{fake.url}", "jax:float32"], DUMP, model, top_k=500)
+    assert pair.metrics["token_count"] == 3
+
+
 def test_weights_that_were_published_since_have_no_known_hash(fake, model):
     fake.root, fake.version = str(model), "run7/3"
     with open_server(fake.url) as server:

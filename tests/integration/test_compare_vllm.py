@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rljax.compare.distributions import compare_distributions
 from rljax.compare.dump import ColumnSource, make_dump
 from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses
@@ -172,3 +173,19 @@ def test_tokens_that_would_end_the_server_are_refused(float32):
         assert (server.info.vocab_size, server.info.model, server.info.dtype) == (256, "policy", "float32")
     with pytest.raises(ValueError, match=r"token ids outside 0\.\.255"):
         score_column(f"vllm:{float32.url}", make_dump(["x"], [[1, 256]], [[False, True]], {}))
+
+
+def test_whole_distributions_of_a_server_and_of_the_trainer(bfloat16, prompts):
+    """By the server's 20 likeliest tokens of 256 and the rest; other weights lie far away."""
+    publish(bfloat16, bfloat16.model.params)
+    dump, specs = draw(bfloat16, prompts), ["jax:bfloat16", f"vllm:{bfloat16.url}"]
+    (near,) = compare_distributions(specs, dump, bfloat16.model.path)
+    assert (near.trainer, near.rollout, near.is_complete) == (*specs, False)
+    assert near.metrics["token_count"] == sum(mask.sum() for mask in dump.response_mask)
+    assert 0 < near.metrics["kl"] < 1e-3
+    assert near.metrics["total_variation"] < 0.02
+    assert near.metrics["top1_agreement"] > 0.9
+    assert 0 < near.metrics["rest_mass"] < 1
+    publish(bfloat16, bfloat16.model.moved(1, 0.3))
+    (far,) = compare_distributions(specs, dump, bfloat16.model.path)
+    assert far.metrics["kl"] > 100 * near.metrics["kl"]

@@ -1,15 +1,22 @@
 """The exporter of docs/compare.md in TRL's own GRPO trainer: the columns are those that another engine computes."""
 
+import json
+import runpy
+from pathlib import Path
+
 import numpy as np
 import pytest
 from pages import run_block
 
 from rljax.compare.importers import read_tokens
+from rljax.errors import run_cli
 
 trl = pytest.importorskip("trl")
 torch = pytest.importorskip("torch")
 
 TEMPERATURE = 0.7
+ROOT = Path(__file__).parents[2]
+BASE = ROOT / "configs" / "toy-base"
 
 
 def exported(tmp_path, tiny_model, **settings):
@@ -47,6 +54,72 @@ def exported(tmp_path, tiny_model, **settings):
     trainer.evaluate()
     trainer.evaluate()
     return [read_tokens(path) for path in sorted(tmp_path.glob("tokens_*.jsonl"))]
+
+
+@pytest.fixture(scope="module")
+def run_on_the_toy_base(tmp_path_factory):
+    """The directory of a run of the toy base on sums: two batches, two updates each; it has the weights after each."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = tmp_path_factory.mktemp("toy")
+    names = run_block("compare.md", "class TokenFile") | {"GRPOTrainer": trl.GRPOTrainer}
+    exporter = run_block("compare.md", "class ExportingTrainer(GRPOTrainer)", **names)["ExportingTrainer"]
+    trainer = exporter(
+        model=AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(BASE),
+        args=trl.GRPOConfig(
+            output_dir=str(path),
+            per_device_train_batch_size=8,
+            num_generations=4,
+            num_iterations=2,
+            max_completion_length=24,
+            max_steps=4,
+            save_steps=2,
+            learning_rate=3e-3,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            seed=0,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [f"{i}+{i + 3}=" for i in range(10, 26)]}),
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+    )
+    trainer.train()
+    assert trainer.state.global_step == 4
+    return path
+
+
+def compared(run, model, step, out):
+    """Exit status, and the report, of the comparison of the run's sequences of one step with ``model``'s own scores."""
+    (dump,) = run.glob("tokens_*.jsonl")
+    head, *rows = dump.read_text().splitlines()
+    chosen = [row for row in rows if json.loads(row)["sequence_id"].startswith(f"{step}/")]
+    assert len(chosen) == 8
+    out.mkdir()
+    (out / "tokens.jsonl").write_text("\n".join([head, *chosen]) + "\n")
+    words = [str(out / "tokens.jsonl"), "--model", str(model), "--scorer", "jax:float32", "--scorer", "hf:float32"]
+    status = run_cli(runpy.run_path(str(ROOT / "tools" / "compare_mismatch.py"))["main"], [*words, "--out", str(out)])
+    return status, json.loads((out / "report.json").read_text())
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_run_on_the_toy_base_is_scored_by_the_program(run_on_the_toy_base, tmp_path, step):
+    """Each sequence with the weights that it was drawn with: the base at first, then those after two updates."""
+    model = BASE if step == 0 else run_on_the_toy_base / f"checkpoint-{step}"
+    status, report = compared(run_on_the_toy_base, model, step, tmp_path / "out")
+    assert status == 0
+    assert report["columns"]["trainer"]["role"] == "trainer"
+    gaps = {(pair["trainer"], pair["rollout"]): pair["metrics"]["logprob_abs_diff_mean"] for pair in report["pairs"]}
+    assert set(gaps) == {("trainer", "jax:float32"), ("trainer", "hf:float32"), ("jax:float32", "hf:float32")}
+    assert max(gaps.values()) < 1e-5
+
+
+def test_weights_of_another_step_fail(run_on_the_toy_base, tmp_path):
+    status, report = compared(run_on_the_toy_base, BASE, 2, tmp_path / "out")
+    assert status == 1
+    found = {pair["verdict"]["status"] for pair in report["pairs"] if pair["trainer"] == "trainer"}
+    assert "pass" not in found
 
 
 def scored(model, dump):

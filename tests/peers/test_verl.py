@@ -5,6 +5,8 @@ import pytest
 from pages import run_block
 
 from rljax.compare.importers import read_tokens
+from rljax.mismatch import framework_metrics, mismatch_statistics
+from rljax.mismatch import read_tokens as read_arrays
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("verl")
@@ -127,3 +129,31 @@ def test_the_exporter_of_a_data_proto(tmp_path):
     )
     (path,) = tmp_path.glob("tokens_*.jsonl")
     check(path, ("3/1", "3/2"))
+
+
+def test_verls_own_mismatch_functions_and_ours_agree():
+    """All 17 numbers: those of its trainer, by verl's names, and its debug metrics of a DataProto."""
+    from verl import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+    from verl.utils.debug.metrics import calculate_debug_metrics
+
+    draw = np.random.default_rng(3)
+    rollout = -draw.exponential(0.7, (6, 40)).astype(np.float32)
+    trainer = np.minimum(rollout + 0.05 * draw.standard_normal((6, 40)), -1e-6).astype(np.float32)
+    mask = np.arange(40) < np.array([[40], [3], [17], [2], [25], [9]])
+    mask[0, 4:7] = False  # a tool's tokens
+    tensors = {
+        "old_log_probs": torch.tensor(trainer),
+        "rollout_log_probs": torch.tensor(rollout),
+        "response_mask": torch.tensor(mask, dtype=torch.long),
+        "responses": torch.zeros(6, 40, dtype=torch.long),
+    }
+    off_policy = compute_offpolicy_metrics(*list(tensors.values())[:3])
+    theirs = {f"rollout_corr/{name}": value for name, value in off_policy.items()}
+    theirs |= calculate_debug_metrics(DataProto.from_single_dict(tensors))
+    assert theirs.pop("training/rollout_probs_diff_valid") == 1
+    ours = framework_metrics(mismatch_statistics(read_arrays(trainer, rollout, mask)), "verl")
+    assert set(ours) == set(theirs)
+    assert len(ours) == 17
+    for name, value in ours.items():
+        assert float(value) == pytest.approx(float(theirs[name]), rel=1e-4, abs=1e-6), name

@@ -87,6 +87,14 @@ def test_log_probabilities_of_a_prompt_and_a_stop_token_in_the_output():
     check_completion("u", got, request, 16)
 
 
+def test_the_likeliest_tokens_of_a_prompt_stand_beside_its_own():
+    meta = SCORED["meta_info"] | {"input_top_logprobs": [None, [[-0.5, 7, None], [-1.5, 4, None]], [[-0.25, 9, None]]]}
+    request = Request(PROMPT, SamplingParams(4), prompt_logprobs=True, top_logprobs=2)
+    got = read(SCORED | {"meta_info": meta}, request)
+    own = {4: -7.3416523933410645}, {5: -9.421671867370605}
+    assert got.prompt_logprobs == ({}, {7: -0.5} | own[0], {9: -0.25} | own[1])
+
+
 @pytest.mark.parametrize(
     "reply",
     [

@@ -165,7 +165,9 @@ class FakeVllm:
         tops = {token: -float(token) / sharpness for token in range(sampling["logprobs"])}
         scored = None
         if "prompt_logprobs" in sampling:
-            likely = {str(60 + i): {"logprob": -4.0 - i} for i in range(sampling["prompt_logprobs"])}
+            if sampling["prompt_logprobs"] > 64:  # the real one's engine ends
+                return 500, {"error": {"message": "selected index k out of range"}}
+            likely = {str((60 + i) % 64): {"logprob": -4.0 - i} for i in range(sampling["prompt_logprobs"])}
             scored = [None] + [{**likely, str(token): {"logprob": -t / 8}} for t, token in enumerate(prompt) if t]
         if path == "/inference/v1/generate":
             content = [

@@ -100,7 +100,8 @@ class ServedModel(ServedBase):
 
         Args:
           sequence: int32 [t] token ids.
-          count: how many are asked for; the token that stands there is among those reported, too.
+          count: how many are asked for, at most as many as the server says that the vocabulary has: vLLM's engine
+            ends when it is asked for more. The token that stands there is among those reported, too.
 
         Returns:
           Token id -> log-probability at each place; nothing at place 0.
@@ -109,6 +110,7 @@ class ServedModel(ServedBase):
           As ``score``.
         """
         check_prompts([sequence], 1, self.info)
+        count = min(count, self.info.vocab_size or count)
         (reply,) = self._scored([Request(sequence, SamplingParams(1), top_logprobs=count, prompt_logprobs=True)])
         self._logprobs_of(sequence, reply)
         return [dict(top) for top in reply.prompt_logprobs]

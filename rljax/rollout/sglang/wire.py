@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -34,6 +35,7 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[_Scored]
     output_top_logprobs: list[list[_Scored] | None] | None = None
     input_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    input_top_logprobs: list[list[_Scored] | None] | None = None
     weight_versions: list[_Span] | None = None
 
 
@@ -98,7 +100,11 @@ class SglangWire:
             prompt: tuple[Mapping[int, float], ...] = ()
             if request.prompt_logprobs:
                 scored = meta.input_token_logprobs or ()
-                prompt = tuple({} if value is None else {token: value} for value, token, _ in scored)
+                likely = (meta.input_top_logprobs or ()) if request.top_logprobs else ()
+                prompt = tuple(
+                    {} if value is None else {other: v for v, other, _ in top or ()} | {token: value}
+                    for (value, token, _), top in itertools.zip_longest(scored, likely[: len(scored)])
+                )
             with np.errstate(over="ignore"):  # infinity is refused by check_completion
                 values = map(itemgetter(0), meta.output_token_logprobs)
                 logprobs = np.fromiter(values, np.float64).astype(np.float32)
