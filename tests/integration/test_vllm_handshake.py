@@ -132,7 +132,7 @@ def test_directory_that_the_server_does_not_see(float32):
 
 
 def test_protocol(float32, monkeypatch):
-    monkeypatch.setattr("rljax.rollout.vllm.handshake.PROTOCOL", 4)
+    monkeypatch.setattr("rljax.rollout.served.handshake.PROTOCOL", 4)
     assert refused(float32) == "the plugin speaks protocol 3, the trainer 4"
 
 

