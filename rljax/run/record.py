@@ -117,12 +117,13 @@ class Recorder:
 
 
 class _TensorBoard:
-    """An event file, which is opened at the first row: the import takes more than a second.
+    """An event file, which is opened at the first row.
 
     Written without the thread of a SummaryWriter: on a full disk that thread ends, and its queue then blocks the run.
     """
 
     def __init__(self, directory: Path, first_step: int) -> None:
+        _import_without_torch()
         self._directory, self._first_step = directory, first_step
         self._file: EventsWriter | None = None
         self._failed = False
@@ -138,7 +139,7 @@ class _TensorBoard:
             print(f"\nwarning: {self._directory} is not written any more: {error}", file=sys.stderr)
 
     def _write(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
-        from tensorboardX.event_file_writer import EventsWriter  # imports torch where there is one
+        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import histogram_raw, scalar
 
@@ -160,6 +161,17 @@ class _TensorBoard:
         if self._file is not None and not self._failed:
             with contextlib.suppress(OSError):  # the error that ends a run on a full disk is said already
                 self._file.close()
+
+
+def _import_without_torch() -> None:
+    """tensorboardX takes tensors of torch where it can import it, which takes two seconds; rows are numbers."""
+    hidden: dict[str, Any] = {} if "torch" in sys.modules else {"torch": None}
+    sys.modules.update(hidden)
+    try:
+        import tensorboardX  # noqa: F401
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def _histogram(name: str, counts: np.ndarray) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import json
 import math
 import resource
 import signal
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -246,3 +248,17 @@ def test_a_row_that_finds_no_room_leaves_nothing_and_may_be_tried_again(tmp_path
     recorder.sync()
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "x": 0.5}]
     recorder.close()
+
+
+def test_rows_for_tensorboard_do_not_bring_torch_in(tmp_path):
+    code = f"""
+import sys
+from rljax.run.record import Recorder
+
+recorder = Recorder({str(tmp_path)!r}, 1, progress=False)
+recorder.write({{"step": 1, "reward/mean": 0.5}})
+recorder.close()
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
