@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -76,15 +78,29 @@ def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
     """Runs a program's ``main`` (on ``sys.argv[1:]`` unless told) and returns its exit status.
 
     A ``ConfigError`` becomes one line ``error: ...`` on stderr and status 2, a ``StartAgainError`` likewise with
-    ``START_AGAIN_STATUS``, an interrupt status 130. Everything else, a plain ``ValueError`` included, keeps its
-    traceback: deep in a run it is a bug, not the caller's mistake. Where it is the caller's, say so with
-    ``caller_errors``.
+    ``START_AGAIN_STATUS``, an interrupt status 130. Where the reader of standard output has left, as ``head`` does, a
+    program ends silently with status 141. Everything else, a plain ``ValueError`` included, keeps its traceback: deep
+    in a run it is a bug, not the caller's mistake. Where it is the caller's, say so with ``caller_errors``.
     """
     try:
-        return main(sys.argv[1:] if argv is None else argv)
+        status = main(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
     except (ConfigError, StartAgainError, KeyboardInterrupt) as error:
         print_end(error)
         return exit_status(error)
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter flushes at its end
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads standard output any more, as after ``| head``."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def exit_status(error: BaseException) -> int:

@@ -1,5 +1,8 @@
 """What a program prints and returns for a caller's mistake, an interrupt and a bug."""
 
+import subprocess
+import sys
+
 import pytest
 
 from rljax.errors import ConfigError, caller_errors, run_cli
@@ -41,3 +44,32 @@ def test_caller_errors_turns_the_callers_mistakes_into_one_line(tmp_path):
         (tmp_path / "nothing").read_text()
     with pytest.raises(RuntimeError), caller_errors():
         raise RuntimeError("server gone")
+
+
+@pytest.mark.parametrize("length", [1, 200_000])
+def test_a_reader_that_leaves_ends_a_program_silently(length):
+    code = f"""
+import sys
+from rljax.errors import run_cli
+
+def main(argv):
+    sys.stdin.read()
+    print("x" * {length})
+    return 0
+
+sys.exit(run_cli(main))
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    program = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
+    program.stdout.close()
+    program.stdin.close()
+    assert program.stderr.read() == ""
+    assert program.wait(60) == 141
+
+
+def test_a_broken_pipe_elsewhere_keeps_its_traceback():
+    def main(argv):
+        raise BrokenPipeError("a connection")
+
+    with pytest.raises(BrokenPipeError, match="a connection"):
+        run_cli(main, [])
