@@ -203,7 +203,7 @@ def test_no_rollout_after_a_failed_verification(float32, calibrated):
     """The client pauses rollouts: a generate after a failed publish draws nothing, and says so in time."""
     tensors = float32.model.tensors("float32")
     stale = []
-    engine = calibrated(float32, tensors=lambda params: tensors(stale[0] if stale else params), server_wait_s=1.0)
+    engine = calibrated(float32, tensors=lambda params: tensors(stale[0] if stale else params))
     stale.append(float32.model.params)
     with pytest.raises(VerificationError):
         engine.publish(float32.model.moved(7), 1)

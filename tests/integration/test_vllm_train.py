@@ -27,7 +27,7 @@ def server(toy_base, vllm_interpreter, tmp_path_factory):
 
 
 def over_http(server, toy_base, run_dir, *options):
-    engine = ["--rollout.engine", "vllm", "--rollout.urls", server.url, "--data.batch-size", "16", *options]
+    engine = ["--rollout.engine", "vllm", "--rollout.urls", server.url, "--data.batch-size", "8", *options]
     return command(toy_base, run_dir, *engine)
 
 
@@ -65,10 +65,10 @@ def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base,
 
 
 def test_responses_go_on_with_new_weights_and_every_token_is_of_its_version(server, toy_base, tmp_path):
-    options = [*FLOAT32, "--run.steps", "4", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
-    options += ["--rollout.max-staleness", "1", "--rollout.update", "keep", "--diagnosis.behaviour-responses", "1024"]
-    # Few at a time, so that some are under way whenever a step has trained.
-    options += ["--data.batch-size", "16", "--rollout.group-size", "16", "--rollout.limits.max-outstanding", "4"]
+    options = [*FLOAT32, "--run.steps", "6", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
+    options += ["--rollout.max-staleness", "1", "--rollout.update", "keep", "--diagnosis.behaviour-responses", "64"]
+    # Few at a time, and one micro-batch a step: it is compiled once, and ends while responses are under way.
+    options += ["--rollout.limits.max-outstanding", "8", "--packing.rows-per-micro-batch", "32"]
     code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
     assert code == 0, output
     rows = comparable(tmp_path)
@@ -122,4 +122,4 @@ def test_asked_to_stop_while_the_server_is_gone_it_saves_the_last_step(server, t
     assert f"stopped after step {done}, saved" in output
     with contextlib.closing(Checkpointer(run_dir / "checkpoints", read_only=True)) as checkpointer:
         assert checkpointer.all_steps() == [done]
-        assert checkpointer.restore_host(done)["data"] == {"problems_drawn": 16 * done}
+        assert checkpointer.restore_host(done)["data"] == {"problems_drawn": 8 * done}
