@@ -112,6 +112,20 @@ class InTurn:
         """See Batches."""
 
 
+class _Done(NamedTuple):
+    """A batch that was sampled.
+
+    Attributes:
+      sampled: what the loop takes.
+      job: that it was.
+      began: when its sampling did (``time.perf_counter()``).
+    """
+
+    sampled: Sampled
+    job: _Job
+    began: float
+
+
 class _Job(NamedTuple):
     """A batch that is sampled, or is to be sampled again.
 
@@ -157,7 +171,7 @@ class Ahead:
         self._changed = threading.Condition()  # guards all that follows
         self._version = self._taken = self._begun = 0
         self._data: dict[str, Any] | None = None  # None before the start: what the stream says then
-        self._ready: dict[int, tuple[Sampled, _Job]] = {}
+        self._ready: dict[int, _Done] = {}
         self._under_way: _Job | None = None
         self._lost: _Job | None = None
         self._error: BaseException | None = None
@@ -173,7 +187,7 @@ class Ahead:
 
     def take(self, progressed: Callable[[], None]) -> Sampled:
         """See Batches."""
-        step = self._taken + 1
+        step, asked = self._taken + 1, time.perf_counter()
         with self._changed:
             self._awaited = step
             self._wait(lambda: step in self._ready or self._lost is not None or self._error is not None, progressed)
@@ -186,9 +200,9 @@ class Ahead:
             if step not in self._ready:
                 assert self._error is not None
                 raise self._error
-            sampled, job = self._ready.pop(step)
+            sampled, job, began = self._ready.pop(step)
             self._taken, self._data = step, job.data
-            return sampled
+            return sampled._replace(row=sampled.row | {"time/ahead_s": asked - began})
 
     @contextlib.contextmanager
     def paused(self, progressed: Callable[[], None], *, drains: bool = True) -> Iterator[None]:
@@ -285,7 +299,7 @@ class Ahead:
         with self._changed:
             self._under_way = None
             if isinstance(outcome, Sampled):
-                self._ready[job.step] = outcome, job
+                self._ready[job.step] = _Done(outcome, job, began)
             elif isinstance(outcome, ServersLostError) and threading.current_thread() is self._thread:
                 self._lost = job
             else:

@@ -637,7 +637,7 @@ def test_rollouts_sampled_ahead_are_those_of_the_same_prompts(go, k):
     trained = [prompts for prompts in ahead.engine.asked if len(prompts) == 2]
     assert trained == [prompts for prompts in in_turn.engine.asked if len(prompts) == 2]
     assert ahead.engine.published == [0, 1, 2, 3, 4]
-    assert {"time/wait_s", "time/drain_s", "time/rollout_s"} <= ahead.rows[0].keys()
+    assert {"time/ahead_s", "time/wait_s", "time/drain_s", "time/rollout_s"} <= ahead.rows[0].keys()
     assert not {"time/wait_s", "time/drain_s"} & in_turn.rows[0].keys()
 
 

@@ -138,6 +138,14 @@ def test_while_a_step_trains_those_after_it_are_sampled(k):
     assert seen == [(step, min(step + k, steps)) for step in range(1, steps + 1)]
 
 
+def test_the_row_says_how_long_before_its_step_a_batch_was_begun():
+    engine = Engine()
+    trained, _ = go_on(make(engine, 1, steps=3), engine, 1, 3, training_s=lambda step: 0.1)
+    first, *later = (sampled.row["time/ahead_s"] for sampled in trained)
+    assert first < 0.1
+    assert all(0.1 <= ahead < 1.0 for ahead in later)
+
+
 @pytest.mark.parametrize("k", [0, 1])
 def test_before_the_start_the_state_is_that_which_was_loaded(k):
     stream = stream_at()

@@ -247,3 +247,19 @@ def test_scores_of_given_tokens_are_the_trainers(served, opened):
             np.testing.assert_allclose(got[1:], expected[1:], atol=2e-5)
     finally:
         server.close()
+
+
+def test_a_prompt_may_hold_the_last_id_of_the_vocabulary(served, opened):
+    """What follows it is sampled as the trainer has it; in scores of given tokens SGLang gives another id's."""
+    prompt = np.array([3, 15, 4, 15, 15], np.int32)
+    (response,) = opened().generate([prompt], 1, SamplingParams(8), seed=0)
+    (expected,) = make_scorer(served.config, jnp.dtype(DTYPE))(
+        served.params, [np.concatenate([prompt, response.token_ids])]
+    )
+    np.testing.assert_allclose(response.logprobs, expected[5:], atol=2e-5)
+    server = connect([served.server.url], kind="sglang")
+    try:
+        with pytest.raises(RuntimeError, match="scored other tokens"):
+            server.score([prompt], at_once=1)
+    finally:
+        server.close()

@@ -51,6 +51,39 @@ def test_tokens_that_runs_left_alone_do_not_repeat_are_not_compared(tmp_path):
     assert kill_run.differences(killed, whole) == [f"{killed}: other tokens in step_000003.parquet"]
 
 
+def sampled_ahead(run_dir, versions, prompts, **more):
+    """A run directory with a row of each step, whose oldest version is given, and a dump of its prompts."""
+    run_dir.mkdir()
+    rows = [{"step": step, "rollout/policy_version": version, **more} for step, version in enumerate(versions, 1)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step, of_step in enumerate(prompts, 1):
+        ids = [[*prompt, 9] for prompt in of_step]
+        masks = [[False] * len(prompt) + [True] for prompt in of_step]
+        names = [str(i) for i in range(len(ids))]
+        write_dump(run_dir / "rollouts" / f"step_{step:06d}.parquet", make_dump(names, ids, masks, {}))
+    return run_dir
+
+
+def test_accounts_of_runs_that_sample_ahead(tmp_path):
+    asked = [[(1, 2), (3,)], [(4,), (5,)], [(6,), (7,)]]
+    whole = sampled_ahead(tmp_path / "whole", [0, 0, 1], asked)
+    sound = sampled_ahead(tmp_path / "sound", [0, 1, 0], [asked[0][::-1], *asked[1:]])
+    assert kill_run.broken_accounts(sound, whole, 2) == []
+    assert kill_run.broken_accounts(sound, whole, 1) == [f"{sound}: step 3 has a token of version 0"]
+    twice = sampled_ahead(tmp_path / "twice", [0, 1, 2], [asked[0], asked[1], asked[1]])
+    assert kill_run.broken_accounts(twice, whole, 1) == [f"{twice}: other prompts in step_000003.parquet"]
+    uneven = sampled_ahead(tmp_path / "uneven", [0, 1, 2], [*asked[:2], [(6,), (6,)]])
+    assert kill_run.broken_accounts(uneven, whole, 1) == [f"{uneven}: other prompts in step_000003.parquet"]
+    short = sampled_ahead(tmp_path / "short", [0, 0], asked[:2])
+    assert kill_run.broken_accounts(short, whole, 1) == [
+        f"{short}: steps [1, 2]",
+        f"{short}: dumps ['step_000001.parquet', 'step_000002.parquet']",
+    ]
+    numerics = {"mismatch_numerics/logprob_abs_diff_max": 0.01}
+    other = sampled_ahead(tmp_path / "other", [0], asked[:1], **numerics)
+    assert f"{other}: numerics of step 1 are 0.01" in kill_run.broken_accounts(other, whole, 1)
+
+
 @pytest.mark.slow
 def test_two_kills_leave_the_rows_as_they_were_and_a_changed_row_is_seen(tmp_path):
     words = ["--kills", "2", "--seeds", "3", "--steps", "6", "--directory", tmp_path, "--json", tmp_path / "found.json"]
