@@ -74,9 +74,10 @@ def test_responses_go_on_with_new_weights_and_every_token_is_of_its_version(serv
     rows = comparable(tmp_path)
     assert all(0 <= row["rollout/staleness"] <= 1 for row in rows)
     assert sum(row["rollout/mixed_fraction"] for row in rows) > 0
+    # Counted in the row of the step that trains while a response is sampled, which may be none of a batch's own.
+    assert sum(row.get("rollout/responses_without_version", 0) for row in rows) == 0
     for row in rows:
         assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
-        assert row["rollout/responses_without_version"] == 0
     for row in rows[1:]:
         assert row["mismatch_numerics/logprob_abs_diff_max"] < 1e-4 < row["mismatch_drift/logprob_abs_diff_max"]
 
