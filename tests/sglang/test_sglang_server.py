@@ -260,6 +260,6 @@ def test_a_prompt_may_hold_the_last_id_of_the_vocabulary(served, opened):
     server = connect([served.server.url], kind="sglang")
     try:
         with pytest.raises(RuntimeError, match="scored other tokens"):
-            server.score([prompt], at_once=1)
+            list(server.score([prompt], at_once=1))
     finally:
         server.close()
