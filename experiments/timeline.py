@@ -118,7 +118,9 @@ def draw(axis: Axes, lane: Lane, first: int, last: int) -> None:
         left, right = max(begun, origin), min(ended, end)
         if left < right:
             axis.barh(0, right - left, left=left - origin, height=0.7, color=SAMPLING[step % 2])
-            axis.text((left + right) / 2 - origin, 0, str(step), ha="center", va="center", fontsize=7, color="white")
+            if right - left > 0.03 * (end - origin):
+                center = (left + right) / 2 - origin
+                axis.text(center, 0, str(step), ha="center", va="center", fontsize=7, color="white")
     axis.set_yticks([1, 0], ["trainer", "engine"])
     axis.set_xlim(0, end - origin)
     axis.spines[["top", "right"]].set_visible(False)
