@@ -36,6 +36,10 @@ class RunConfig:
     resume: str = "auto"
     """auto: continue from the newest checkpoint in ``dir`` if there is one. never: refuse a ``dir`` that already holds
     a run. Otherwise the path of another run directory to continue from."""
+    fork: str = ""
+    """Checkpoint of another run, RUN/checkpoints/STEP, to begin from: rows and state up to that step are those of the
+    other run, and from the next one on the settings of this run hold. Schedule, correction, loss, learning rate, weight
+    decay and engine may be others. Empty: begin from the model."""
     grace_s: float = 30.0
     """Longest time from a request to stop (SIGTERM or Ctrl-C) to the end of the run, saving included (seconds). Where
     the step under way still samples and is not expected to be done and saved by then, judged by the last step and the
@@ -61,6 +65,8 @@ class RunConfig:
         check_at_least(self, 0, "seed", "grace_s", "processes", "stuck_s")
         check_at_least(self, -1, "process_id")
         check_at_least(self, 2, "heartbeat_s")
+        if self.fork and self.resume not in ("auto", "never"):
+            raise ValueError(f"fork and resume name two runs to begin from: {self.fork} and {self.resume}; give one")
         if self.profile_steps and not (
             len(self.profile_steps) == 2 and 1 <= self.profile_steps[0] <= self.profile_steps[1]
         ):

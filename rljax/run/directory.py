@@ -28,6 +28,13 @@ MAY_DIFFER = (
     *("rollout.dump_every", "rollout.transcript_every", "policy.attention", "policy.experts"),
 )
 
+# Settings that a fork may have of its own besides those: the state of a run means the same under others.
+FORK_MAY_DIFFER = (
+    *("run.fork", "schedule.kind", "schedule.decay_period", "schedule.multiplier", "schedule.decay_factor"),
+    *("schedule.floor_ratio", "correction.", "loss.", "optimizer.learning_rate", "optimizer.weight_decay"),
+    *("rollout.engine", "rollout.weight_quantization", "rollout.kv_cache_dtype"),
+)
+
 
 @contextlib.contextmanager
 def own_directory(run_dir: Path) -> Iterator[Ownership]:
@@ -62,7 +69,7 @@ def check_owner(owner: Ownership) -> None:
 
 
 def prepare_directory(config: Config, run_dir: Path) -> None:
-    """Prints from which step the run continues, and copies the run that ``run.resume`` names.
+    """Prints from which step the run continues, and copies what ``run.resume`` or ``run.fork`` names.
 
     Raises:
       ConfigError: the run there may not, or cannot, be continued with these settings.
@@ -76,9 +83,10 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
         raise ConfigError(f"run.resume: {resume} holds no checkpoint (auto, never, or the path of another run)")
     if holds_run:
         check_same_run(config, run_dir)
-    elif resume not in ("auto", "never"):
-        check_same_run(config, Path(resume))
-        copy_run(Path(resume), run_dir)
+    elif config.run.fork or resume not in ("auto", "never"):
+        source, step = fork_point(config.run.fork) if config.run.fork else (Path(resume), None)
+        check_same_run(config, source, may_differ=FORK_MAY_DIFFER if step else ())
+        copy_run(source, run_dir, step)
         recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
     if not saved and recorded >= config.run.steps:
         raise ConfigError(f"{run_dir} holds {recorded} rows and no checkpoint to go on from; give another run.dir")
@@ -104,25 +112,44 @@ def saved_steps(run_dir: Path) -> list[int]:
     return sorted(int(name) for name in found if name == str(int(name)))
 
 
-def copy_run(source: Path, run_dir: Path) -> None:
-    """Copies checkpoints and rows; after an interrupted copy the directory is not taken for a run."""
+def fork_point(fork: str) -> tuple[Path, int]:
+    """The run directory and the step that ``run.fork`` names.
+
+    Raises:
+      ConfigError: it is no checkpoint of a run.
+    """
+    path = Path(fork)
+    run_dir = path.parents[1] if path.parent.name == "checkpoints" else path
+    steps = saved_steps(run_dir)
+    if run_dir == path or not path.name.isdecimal() or int(path.name) not in steps:
+        raise ConfigError(f"run.fork: {fork} is no checkpoint, RUN/checkpoints/STEP; {run_dir} has {steps or 'none'}")
+    return run_dir, int(path.name)
+
+
+def copy_run(source: Path, run_dir: Path, step: int | None = None) -> None:
+    """Copies rows and checkpoints, or that of ``step`` alone; an interrupted copy is not taken for a run."""
     run_dir.mkdir(parents=True, exist_ok=True)
     partial = run_dir / "checkpoints.partial"
     shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-    shutil.copytree(source / "checkpoints", partial)
+    inside = "" if step is None else str(step)
+    shutil.copytree(source / "checkpoints" / inside, partial / inside)
     shutil.copyfile(source / "metrics.jsonl", run_dir / "metrics.jsonl.partial")
     (run_dir / "metrics.jsonl.partial").rename(run_dir / "metrics.jsonl")
     partial.rename(run_dir / "checkpoints")
 
 
-def check_same_run(config: Config, run_dir: Path, url: str = "") -> None:
-    """Raises ConfigError when the run in ``run_dir``, from ``url``, was made with settings that may not change."""
+def check_same_run(config: Config, run_dir: Path, url: str = "", may_differ: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError when the run in ``run_dir``, from ``url``, was made with settings that may not change.
+
+    ``may_differ``: keys, or their beginnings, that may besides ``MAY_DIFFER``.
+    """
     if not (run_dir / "config.yaml").exists():
         return
     settings = (recorded_config(run_dir), config)
     old, new = (dict(dotted(dataclasses.asdict(each))) for each in settings)
-    free = tuple(key for key in MAY_DIFFER if key != "run.steps" or config.schedule.kind not in ("linear", "cosine"))
+    known = MAY_DIFFER + may_differ
+    free = tuple(key for key in known if key != "run.steps" or config.schedule.kind not in ("linear", "cosine"))
     leaves = (key for key, value in new.items() if not isinstance(value, dict))
     differing = [key for key in leaves if new[key] != old[key] and not key.startswith(free)]
     if differing:

@@ -48,7 +48,7 @@ from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches
 from rljax.run.profiling import StepProfiler
 from rljax.run.progress import Progress, check_fingerprints, check_policy, policy_record
-from rljax.run.rate import RateController, observed_value, schedule_row
+from rljax.run.rate import RateController, load_fork, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import mixed_fraction, rollout_row, step_seed, training_sequences
 from rljax.trainer.measure import without_empty_buckets
@@ -106,7 +106,10 @@ class Components:
         names = {"reference": model, "base": model, "problems": data.path or data.task}
         check_fingerprints(host.get("fingerprints", {}), self.fingerprints, names)
         self.stream.load_state_dict(host["data"])
-        self.controller.load_state_dict(host["schedule"])
+        if Path(self.config.run.fork).name == str(host["step"]):
+            load_fork(self.controller, host["schedule"], self.config.schedule)
+        else:
+            self.controller.load_state_dict(host["schedule"])
         self.guard.load_state_dict(host["guard"])
         # Checkpoints of before it was counted have none.
         self.skipped.load_state_dict(host.get("skipped_updates", {"in_a_row": 0, "since_step": 0}))

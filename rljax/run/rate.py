@@ -11,7 +11,13 @@ import optax
 from rljax.errors import ConfigError
 from rljax.report.rows import Row
 from rljax.run.guard import unknown_metric
-from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, length_decay_schedule
+from rljax.schedule import (
+    LengthTriggeredLR,
+    SurgeConfig,
+    SurgeTracker,
+    decay_period_from_surge,
+    length_decay_schedule,
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,20 @@ class ScheduledRate:
 
 RateController = LengthTriggeredLR | ScheduledRate
 """Gives the rate of each step: ``step`` observes the step's batch and returns the rate of its update."""
+
+
+def load_fork(controller: RateController, state: dict[str, Any], config: ScheduleConfig) -> None:
+    """Takes over what the schedule of a run observed, whatever its kind, for a fork with a schedule of its own.
+
+    Args:
+      controller: of the fork.
+      state: ``state_dict()`` of the other run's controller.
+      config: of the fork.
+    """
+    controller.tracker.load_state_dict(state["tracker"])
+    if isinstance(controller, LengthTriggeredLR):
+        surge = controller.surge_step
+        controller.decay_period = None if surge is None else decay_period_from_surge(surge, config.multiplier)
 
 
 def schedule_row(controller: RateController) -> Row:

@@ -157,6 +157,45 @@ def test_another_run_is_continued_by_its_path(uninterrupted, toy_base, tmp_path)
     assert rows[STEPS]["step"] == STEPS + 1
 
 
+def test_a_fork_has_the_rows_of_its_own_schedule_from_the_start(toy_base, tmp_path):
+    """The schedule of the fork decays after its checkpoint, the run that it forks from has a constant rate."""
+    kept = ("--checkpoint.every", "1", "--checkpoint.keep", "20", "--eval.every", "0", "--schedule.multiplier", "1.5")
+
+    def run(name, *options):
+        code, output = complete(small(toy_base, tmp_path / name, *kept, *options))
+        assert code == 0, output
+        return comparable(tmp_path / name)
+
+    constant, triggered = run("constant", "--schedule.kind", "constant"), run("triggered")
+    parted = [i for i, row in enumerate(triggered) if row["schedule/learning_rate"] < np.float32(2e-4)]
+    assert parted, "no surge was called, so that this test shows nothing"
+    first = parted[0]
+    source = tmp_path / "constant/checkpoints" / str(first)
+    forked = run("forked", "--run.fork", str(source))
+    assert forked[first:] == triggered[first:] != constant[first:]
+    assert forked[:first] == constant[:first]
+    period = "schedule/decay_period"  # which a constant rate does not have
+    assert [row | {period: None} for row in triggered[:first]] == constant[:first]
+    shutil.rmtree(tmp_path / "constant")
+    assert run("forked", "--run.fork", str(source)) == forked  # begun before: its own checkpoints are enough
+
+
+def test_a_fork_may_not_be_of_other_data_or_of_no_checkpoint(uninterrupted, toy_base, tmp_path):
+    for fork, options, message in (
+        ("checkpoints/8", ("--data.seed", "5"), "other settings: data.seed (0 there, 5 now)"),
+        ("checkpoints/8", ("--schedule.metric", "policy/entropy"), "other settings: schedule.metric"),
+        ("checkpoints/7", (), "is no checkpoint, RUN/checkpoints/STEP;"),
+        ("", (), "is no checkpoint, RUN/checkpoints/STEP;"),
+        ("checkpoints/8", ("--run.resume", "elsewhere"), "fork and resume name two runs to begin from"),
+    ):
+        words = small(toy_base, tmp_path / "new", "--run.fork", str(uninterrupted / fork), *options)
+        code, output = complete(words)
+        assert code == 2, output
+        assert len(output.strip().splitlines()) == 1
+        assert message in output
+        assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
