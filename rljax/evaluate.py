@@ -40,7 +40,7 @@ from rljax.run.evaluation import summarize_scores
 from rljax.run.sampling import Scored, score_responses
 from rljax.run.weights import load_merged
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.state import abstract_state, make_optimizer
+from rljax.trainer.state import TrainState, abstract_state, make_optimizer
 
 LONGEST_RESPONSE = 8192
 
@@ -138,6 +138,10 @@ class Policy:
 
     def load_trained(self, mesh: Mesh) -> Any:
         """What its run trained, float32: all weights, or adapters. Raises ValueError when it cannot be read."""
+        return self.load_state(mesh).params
+
+    def load_state(self, mesh: Mesh) -> TrainState:
+        """The state of its run on the mesh, with that of the optimizer. Raises ValueError when it cannot be read."""
         assert self.run is not None
         assert self.step is not None
         settings = self.settings()
@@ -146,7 +150,8 @@ class Policy:
         wanted = abstract_state(self.config, tx, mesh, dynamic_scale=dynamic, lora=settings.lora)
         folder = Checkpointer(self.run / self.folder, read_only=True)
         with contextlib.closing(folder) as checkpointer, caller_errors(RuntimeError):
-            return checkpointer.restore(self.step, wanted)[0].params
+            state: TrainState = checkpointer.restore(self.step, wanted)[0]
+            return state
 
 
 def find_policy(path: str | Path, *, step: int | None = None, best: bool = False) -> Policy:

@@ -1,0 +1,254 @@
+"""Measures terms A, B and C of the paper's appendix A, and the growth of the bias with length, at steps of runs.
+
+    python experiments/gradient_terms.py runs/study-slow/constant-0 --steps 40 80 120 --json benchmarks/terms.json
+
+The runs must have kept the checkpoints of those steps. At each, with the weights of the checkpoint:
+
+grad J: the policy gradient of batches that the trained policy itself samples (embedded engine and forward in float32).
+g: the same of batches that the run's engine samples, as those of its steps were.
+bias: E[g] - grad J, from the batches of the trained policy, each response weighted by its ratio of probabilities,
+  engine / policy, less 1.
+progress: J after a step of rate * g / (sqrt(v) + eps), less J, from batches of the trained policy by importance weights
+  (theirs are not the batches of g); L is the second difference of a step forward and one back, over |rate g|^2.
+
+A gradient is the mean over responses of advantage times score (equation 3), over the mean length, as the trainer's is.
+All are taken in the metric of Adam's second moments v, in which Adam without momentum is plain ascent; the clip of the
+norm and the weight decay are left out. Noise of batches is taken out of squares (step_terms.py); +- is a standard
+error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from policy_batches import Batch, Forward, Sampler
+from step_terms import Products, growth_exponent, jackknife, moments, products, terms
+from tqdm import tqdm
+
+from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.evaluate import Policy, find_policy
+from rljax.report.rows import read_rows
+from rljax.rollout.build import make_engine
+from rljax.rollout.types import RolloutConfig
+from rljax.run.config import Config
+from rljax.sharding import MeshConfig, make_mesh
+
+LARGEST_LOG_RATIO = 20.0  # as in rljax.mismatch
+
+
+class Sampled(NamedTuple):
+    """The batches of one checkpoint."""
+
+    exact: list[Batch]  # of the trained policy
+    log_ratios: list[np.ndarray]  # float64 [b, t] of each: log engine - log policy, 0 outside the responses
+    engine: list[Batch]  # of the run's engine
+
+
+def sample_batches(policy: Policy, settings: Config, params: Any, options: argparse.Namespace) -> Sampled:
+    """``options.batches`` of both kinds."""
+    mesh, sampler = make_mesh(MeshConfig()), Sampler(policy, settings, options.batches, options.seed)
+    sizes = {"max_prompt_tokens": settings.data.max_prompt_tokens, "max_tokens": settings.max_engine_tokens}
+    seeds = np.random.SeedSequence([options.seed, policy.step or 0]).generate_state(2 * options.batches)
+    found = Sampled([], [], [])
+    with contextlib.ExitStack() as stack:
+        engines: list[Any] = []
+        for rollout in (RolloutConfig(engine="jax", dtype="float32"), settings.rollout):
+            engines.append(stack.enter_context(contextlib.closing(make_engine(rollout, policy.config, mesh, **sizes))))
+            engines[-1].publish(params, 0)
+        exact_engine, run_engine = engines
+        for i in tqdm(range(options.batches), desc=f"step {policy.step}: sampling", unit="batch", leave=False):
+            found.exact.append(sampler.sample(exact_engine, i, int(seeds[2 * i])))
+            found.log_ratios.append(sampler.score(run_engine, found.exact[-1]) - found.exact[-1].logprobs)
+            found.engine.append(sampler.sample(run_engine, i, int(seeds[2 * i + 1])))
+    return found
+
+
+def adam_metric(state: Any, settings: Config) -> np.ndarray:
+    """1 / (sqrt(v) + eps) of each parameter, float64 [d]; v is Adam's, without its bias towards 0."""
+
+    def is_adam(leaf: Any) -> bool:
+        return hasattr(leaf, "nu") and hasattr(leaf, "count")
+
+    (adam,) = (leaf for leaf in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(leaf))
+    v = np.asarray(ravel_pytree(adam.nu)[0], np.float64) / (1.0 - settings.optimizer.b2 ** int(adam.count))
+    return 1.0 / (np.sqrt(v) + settings.optimizer.eps)
+
+
+def measured_progress(
+    forward: Forward, params: Any, batches: Sequence[Batch], gradients: Sequence[np.ndarray], step: np.ndarray
+) -> np.ndarray:
+    """J after params + step * g and after params - step * g, less J: float64 [gradients, 2, batches].
+
+    J is the mean reward; by importance weights from batches of ``params``, with their advantages for rewards, which
+    differ by what no weight changes on average.
+    """
+    flat, unravel = ravel_pytree(params)
+    flat = np.asarray(flat, np.float64)
+    before = [forward.logprobs(params, batch).sum(1) for batch in batches]
+    found = np.zeros((len(gradients), 2, len(batches)))
+    for i, gradient in enumerate(tqdm(gradients, desc="progress", unit="step", leave=False)):
+        for side, sign in enumerate((1.0, -1.0)):
+            moved = unravel(np.asarray(flat + sign * step * gradient, np.float32))
+            for j, batch in enumerate(batches):
+                log_ratio = forward.logprobs(moved, batch).sum(1) - before[j]
+                grown = np.expm1(np.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+                found[i, side, j] = np.mean(grown * batch.advantages)
+    return found
+
+
+def total_variation(log_ratios: Sequence[np.ndarray], masks: Sequence[np.ndarray], cuts: Sequence[int]) -> list[float]:
+    """Total variation between the first ``cut`` tokens of the two policies: E |engine / policy - 1| / 2 of each cut."""
+    found = []
+    for cut in cuts:
+        ratios = [np.where(np.cumsum(m, 1) <= cut, x, 0.0).sum(1) for x, m in zip(log_ratios, masks, strict=True)]
+        found.append(float(np.mean(np.abs(np.expm1(np.concatenate(ratios))))) / 2.0)
+    return found
+
+
+def measure(policy: Policy, options: argparse.Namespace) -> dict[str, Any]:
+    """What is said of one checkpoint."""
+    settings = policy.settings()
+    state = policy.load_state(make_mesh(MeshConfig()))
+    sampled = sample_batches(policy, settings, state.params, options)
+    forward = Forward(policy.config, settings.rollout.temperature)
+    masks = [batch.mask for batch in sampled.exact]
+    length = float(np.mean(np.concatenate([mask.sum(1) for mask in masks])))
+    parted = [np.expm1(np.clip(x.sum(1), -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)) for x in sampled.log_ratios]
+
+    def gradients(batches: Sequence[Batch], weights: Sequence[np.ndarray]) -> np.ndarray:
+        pairs = zip(batches, weights, strict=True)
+        return np.stack([forward.gradient(state.params, batch, weight) for batch, weight in pairs]) / length
+
+    def bias_of(cut: int) -> np.ndarray:
+        first = [np.cumsum(mask, 1) <= cut for mask in masks]
+        pairs = zip(sampled.exact, parted, first, strict=True)
+        return gradients(sampled.exact, [(b.advantages * p)[:, None] * f for b, p, f in pairs])
+
+    metric, rate = adam_metric(state, settings), recorded_rate(policy)
+    limit = settings.rollout.max_response_tokens
+    cuts = [cut for cut in sorted(options.cuts) if cut < limit] + [limit]
+    biases = {cut: bias_of(cut) for cut in tqdm(cuts, desc="bias by length", unit="length", leave=False)}
+    exact = gradients(sampled.exact, [batch.advantages[:, None] for batch in sampled.exact])
+    drawn = gradients(sampled.engine, [batch.advantages[:, None] for batch in sampled.engine])
+    inner = products(exact, biases[limit], drawn, metric)
+    progress = measured_progress(forward, state.params, sampled.exact, drawn[: options.steps_tried], rate * metric)
+    return {
+        "step": policy.step,
+        "rate": rate,
+        "accuracy": float(np.mean([batch.rewards for batch in sampled.exact])),
+        "accuracy_of_engine": float(np.mean([batch.rewards for batch in sampled.engine])),
+        "mean_length": length,
+        **of_the_step(inner, progress, rate, length),
+        "by_length": by_length(cuts, biases, metric, total_variation(sampled.log_ratios, masks, cuts)),
+    }
+
+
+def of_the_step(inner: Products, progress: np.ndarray, rate: float, length: float) -> dict[str, Any]:
+    """The terms in units of J, the progress measured, and shares of the gradient; gradients are over ``length``.
+
+    J rises by ``length`` times what its gradient over ``length`` says: the terms are multiplied by it.
+    """
+    tried = float(np.sum(np.diagonal(inner.sampled)[: len(progress)]))
+    smoothness = -float(progress.mean(2).sum()) / (rate**2 * tried * length) if tried > 0 else 0.0
+
+    def in_j(found: Products) -> dict[str, float]:
+        return {name: value * length for name, value in terms(moments(found), rate, smoothness).items()}
+
+    m = moments(inner)
+    names = ("A", "B", "C", "A+B-C")
+    forward = progress[:, 0]
+    return {
+        "terms": in_j(inner),
+        "standard_errors": {name: jackknife(inner, lambda found, name=name: in_j(found)[name]) for name in names},
+        "progress": float(forward.mean()),
+        "progress_standard_error": float(np.hypot(*(_error(forward.mean(axis)) for axis in (0, 1)))),
+        "smoothness": smoothness,
+        "rate_times_smoothness": rate * smoothness,
+        "noise_over_gradient": m.variance / m.gradient,
+        "bias_over_gradient": float(np.sqrt(max(m.bias, 0.0) / m.gradient)) if m.gradient > 0 else None,
+        "cosine_of_bias": m.cross / float(np.sqrt(m.bias * m.gradient)) if m.bias > 0 < m.gradient else None,
+    }
+
+
+def _error(values: np.ndarray) -> float:
+    return float(np.std(values, ddof=1) / np.sqrt(len(values)))
+
+
+def by_length(
+    cuts: Sequence[int], biases: dict[int, np.ndarray], metric: np.ndarray, variation: Sequence[float]
+) -> dict[str, Any]:
+    """Total variation and norm of the bias of the first tokens' scores, with exponents of their growth."""
+    norms = []
+    for cut in cuts:
+        inner = products(biases[cut], biases[cut], biases[cut], metric)
+        norms.append(float(np.sqrt(max(moments(inner).bias, 0.0))))
+    found: dict[str, Any] = {"tokens": list(cuts), "total_variation": list(variation), "bias_norm": norms}
+    for name in ("total_variation", "bias_norm"):
+        with contextlib.suppress(ValueError):  # a bias that is less than its noise has no exponent
+            found[f"{name}_exponent"] = growth_exponent(np.asarray(cuts, float), np.asarray(found[name]))
+    return found
+
+
+def recorded_rate(policy: Policy) -> float:
+    """Learning rate of the step after the checkpoint, or of its own where that was the last."""
+    assert policy.run is not None
+    rows = {row["step"]: row for row in read_rows(policy.run / "metrics.jsonl")}
+    step = policy.step or 0
+    return float(rows.get(step + 1, rows[step])["schedule/learning_rate"])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a line for each checkpoint; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="run directories of the embedded engine")
+    parser.add_argument("--steps", type=int, nargs="+", required=True, help="checkpoints")
+    parser.add_argument("--batches", type=int, default=32, help="of each kind (default: 32)")
+    parser.add_argument("--steps-tried", type=int, default=8, help="gradients whose progress is measured (default: 8)")
+    parser.add_argument(
+        "--cuts", type=int, nargs="+", default=[2, 4, 8, 16, 32], help="first tokens whose bias is taken"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: 0)")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    options = parser.parse_args(argv)
+    if not 2 <= options.steps_tried <= options.batches:
+        raise ConfigError(f"--steps-tried must be from 2 to --batches = {options.batches}, got {options.steps_tried}")
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run in options.runs:
+        for step in options.steps:
+            with caller_errors(RuntimeError):
+                policy = find_policy(run, step=step)
+                if policy.run is None or not _is_embedded(policy.settings().rollout):
+                    raise ConfigError(f"{run} is not a run of the embedded engine, with its own weights")
+            found.setdefault(run.name, []).append(measure(policy, options))
+            print(line(run.name, found[run.name][-1]), flush=True)
+    if options.json is not None:
+        settings = {name: value for name, value in vars(options).items() if name not in ("json", "runs")}
+        options.json.write_text(json.dumps({"settings": settings, "runs": found}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _is_embedded(rollout: RolloutConfig) -> bool:
+    return rollout.engine == "jax" and not rollout.inject.changes_weights and not rollout.max_staleness
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    """One row of the table."""
+    values = [f"{found['terms'][k]:.2e} +- {found['standard_errors'][k]:.0e}" for k in ("A", "B", "C", "A+B-C")]
+    values.append(f"{found['progress']:.2e} +- {found['progress_standard_error']:.0e}")
+    values += [
+        f"{found[k]:.3g}" if found[k] is not None else "-" for k in ("noise_over_gradient", "bias_over_gradient")
+    ]
+    return f"| {name} | {found['step']} | {found['accuracy']:.3f} | {found['mean_length']:.1f} | {' | '.join(values)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
