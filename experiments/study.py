@@ -4,8 +4,14 @@ A study is a YAML file: ``config`` (a run's YAML), ``settings`` for every arm, `
 settings of its own (``{schedule.kind: constant}``). Each arm and seed is one run of ``python -m rljax.train`` in
 OUT/ARM-SEED; a run that is complete is left alone and one that was stopped goes on: the same command resumes a study.
 Runs are taken seed by seed, so that a study that is not whole yet has all arms of its first seeds.
-The report (OUT/report.md, outcomes.json, a figure for each group of arms and seed) is made from the run directories
-alone; --report-only makes it again.
+
+``comparisons`` are pairs of arms that experiments/study_claims.py compares. ``forks`` names, for arms whose schedule is
+all that differs from another arm's, that arm: of the same seed both are one run until their rates part, so the fork
+begins from the other's last checkpoint before that step (``run.fork``). ``checkpoint.every`` and ``checkpoint.keep``
+say which there are.
+
+The report (OUT/report.md, outcomes.json, rows.parquet, a figure for each group of arms and seed) is made from the run
+directories alone; --report-only makes it again.
 """
 
 from __future__ import annotations
@@ -16,16 +22,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Annotated, Any
 
 import numpy as np
 import tyro
 import yaml
+from study_forks import check_forks, fork_checkpoint, recorded_fork
 from study_outcome import Outcome, outcome_of
+from study_rows import write_table
 from tqdm import tqdm
 
 from rljax.errors import ConfigError, caller_errors, run_cli
@@ -67,6 +74,8 @@ class Study:
     settings: dict[str, Any]
     arms: dict[str, dict[str, Any]]
     figures: dict[str, list[str]]
+    forks: dict[str, str]
+    comparisons: list[list[str]]
 
 
 def read_study(path: Path) -> Study:
@@ -79,17 +88,23 @@ def read_study(path: Path) -> Study:
         raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
     keys = {field.name for field in dataclasses.fields(Study)}
     if not isinstance(found, dict) or set(found) - keys or not {"config", "arms", "seeds"} <= set(found):
-        raise ConfigError(f"{path}: a study has config, seeds, arms, and may have settings and figures")
+        others = ", ".join(sorted(keys - {"config", "seeds", "arms"}))
+        raise ConfigError(f"{path}: a study has config, seeds, arms, and may have {others}")
     arms = {name: dict(settings or {}) for name, settings in found["arms"].items()}
-    unknown = {name for names in found.get("figures", {}).values() for name in names} - set(arms)
-    if unknown:
-        raise ConfigError(f"{path}: figures name arms that are not there: {', '.join(sorted(unknown))}")
+    comparisons = found.get("comparisons", [])
+    named = {name for names in [*found.get("figures", {}).values(), *comparisons] for name in names}
+    if unknown := named - set(arms):
+        raise ConfigError(f"{path}: figures and comparisons name arms that are not there: {', '.join(sorted(unknown))}")
+    forks = found.get("forks", {})
+    check_forks(path, arms, forks)
     return Study(
         found["config"],
         tuple(found["seeds"]),
         found.get("settings", {}),
         arms,
         found.get("figures", {"all": list(arms)}),
+        forks,
+        comparisons,
     )
 
 
@@ -114,36 +129,38 @@ def is_complete(run_dir: Path) -> bool:
 def run_arms(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> list[str]:
     """Runs what is not complete, ``jobs`` at a time with a share of the cores each; returns the failed runs."""
     waiting = [(arm, seed) for seed in seeds for arm in arms if not is_complete(out / f"{arm}-{seed}")]
+    total, failed = len(arms) * len(seeds), []
     cores = sorted(os.sched_getaffinity(0))
-    free: SimpleQueue[list[int]] = SimpleQueue()
-    for i in range(jobs):
-        free.put(cores[i::jobs] or cores)
+    free = [cores[i::jobs] or cores for i in range(jobs)]
 
-    def run_one(arm: str, seed: int) -> str | None:
+    def run_one(arm: str, seed: int, share: list[int]) -> str | None:
         run_dir = out / f"{arm}-{seed}"
         run_dir.mkdir(parents=True, exist_ok=True)
-        share = free.get()
-        try:
-            with (run_dir / "log.txt").open("ab") as log:
-                process = subprocess.Popen(run_command(study, arm, seed, run_dir), stdout=log, stderr=log)
-                os.sched_setaffinity(process.pid, share)
-                status = process.wait()
-        finally:
-            free.put(share)
+        words, fork = run_command(study, arm, seed, run_dir), recorded_fork(run_dir)
+        source = out / f"{study.forks.get(arm)}-{seed}"
+        if fork is None and is_complete(source):
+            fork = str(fork_checkpoint(source, words[3:]) or "")
+        with (run_dir / "log.txt").open("ab") as log:
+            process = subprocess.Popen([*words, *(["--run.fork", fork] if fork else [])], stdout=log, stderr=log)
+            os.sched_setaffinity(process.pid, share)
+            status = process.wait()
         return f"{run_dir.name} (exit {status}, see {run_dir / 'log.txt'})" if status else None
 
-    failed = []
-    total = len(arms) * len(seeds)
+    under_way: dict[Future[str | None], tuple[str, int, list[int]]] = {}
     with ThreadPoolExecutor(jobs) as pool, tqdm(total=total, initial=total - len(waiting), unit="run") as bar:
-        runs = {pool.submit(run_one, *job): "-".join(map(str, job)) for job in waiting}
-        try:
-            for done in as_completed(runs):
-                bar.set_postfix_str(runs[done])
+        while waiting or under_way:
+            unfinished = {*waiting, *((arm, seed) for arm, seed, _ in under_way.values())}
+            ready = [job for job in waiting if (study.forks.get(job[0]), job[1]) not in unfinished]
+            for job in ready[: len(free)]:
+                waiting.remove(job)
+                share = free.pop()
+                under_way[pool.submit(run_one, *job, share)] = (*job, share)
+            for done in wait(under_way, return_when=FIRST_COMPLETED).done:
+                arm, seed, share = under_way.pop(done)
+                free.append(share)
+                bar.set_postfix_str(f"{arm}-{seed}")
                 bar.update()
                 failed += [line for line in [done.result()] if line]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
     return failed
 
 
@@ -213,7 +230,7 @@ def _line(arm: str, found: list[Outcome]) -> str:
 
 
 def write_report(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[int], command: str) -> Path:
-    """Writes report.md, outcomes.json and the figures; returns the report's path."""
+    """Writes report.md, outcomes.json, rows.parquet and the figures; returns the report's path."""
     outcomes = read_outcomes(out, arms, seeds)
     if not outcomes:
         raise ConfigError(f"{out} holds no runs of this study")
@@ -226,6 +243,8 @@ def write_report(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[i
                 plot_report([out / f"{arm}-{seed}" for arm in there], out / f"{drawn[-1]}.png", labels=there)
     tables = {arm: {str(seed): dataclasses.asdict(o) for seed, o in found.items()} for arm, found in outcomes.items()}
     (out / "outcomes.json").write_text(json.dumps({"command": command, "arms": tables}, indent=1) + "\n")
+    runs = {(arm, seed): out / f"{arm}-{seed}" / "metrics.jsonl" for arm, found in outcomes.items() for seed in found}
+    write_table(out / "rows.parquet", {run: read_rows(rows) for run, rows in runs.items()})
     path = out / "report.md"
     path.write_text(report(outcomes, drawn, command), encoding="utf-8")
     return path

@@ -1,0 +1,65 @@
+"""Arms of a study that are one run until their rates part: where a fork begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from rljax.errors import ConfigError
+from rljax.report.rows import Row, read_rows
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
+from rljax.run.directory import saved_steps
+from rljax.run.rate import make_rate_controller, observed_value
+
+SCHEDULE_KEYS = {f"schedule.{key}" for key in ("kind", "decay_period", "multiplier", "decay_factor", "floor_ratio")}
+"""What a fork's settings may differ by from those of the arm that it forks from."""
+
+
+def check_forks(path: Path, arms: Mapping[str, Mapping[str, Any]], forks: Mapping[str, str]) -> None:
+    """Raises ConfigError where a fork is not of two arms that differ by their schedules alone, the other no fork."""
+    for arm, other in forks.items():
+        if arm not in arms or other not in arms or other in forks:
+            raise ConfigError(f"{path}: forks: {arm}: {other} must be two arms, the second no fork itself")
+        settings, others = arms[arm], arms[other]
+        differing = {key for key in {*settings, *others} if settings.get(key) != others.get(key)} - SCHEDULE_KEYS
+        if differing:
+            raise ConfigError(f"{path}: forks: {arm} and {other} differ by {', '.join(sorted(differing))}")
+
+
+def parting_step(rows: Sequence[Row], config: Config) -> int | None:
+    """First step at which a run with these rows would have had another rate under ``config``; None: there is none."""
+    controller = make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps)
+    last: Row = {}
+    for row in rows:
+        value = observed_value(config.schedule.metric, row, last)
+        rate = controller.step(value, row["response_length/truncated_fraction"])
+        if np.float32(rate) != np.float32(row["schedule/learning_rate"]):
+            return int(row["step"])
+        last = row
+    return None
+
+
+def fork_checkpoint(source: Path, words: Sequence[str]) -> Path | None:
+    """The last checkpoint of ``source`` before its rate parts from that of the run of ``words``; None: there is none.
+
+    Args:
+      source: directory of a complete run.
+      words: what stands after ``python -m rljax.train`` for the fork.
+    """
+    config = load_config(Config, list(words), prog="python -m rljax.train", description="")
+    parting = parting_step(read_rows(source / "metrics.jsonl"), config)
+    steps = [step for step in saved_steps(source) if parting is None or step < parting]
+    return source / "checkpoints" / str(max(steps)) if steps else None
+
+
+def recorded_fork(run_dir: Path) -> str | None:
+    """What a run that is begun has for ``run.fork``; None: it is not begun."""
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        return None
+    return str(yaml.safe_load(path.read_text(encoding="utf-8"))["run"].get("fork", ""))

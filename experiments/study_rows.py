@@ -1,0 +1,60 @@
+"""The rows of a study in one Parquet file: a line for each arm, seed and step, with the columns that claims need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from rljax.report.rows import Row, is_accuracy
+
+COLUMNS = (
+    *("step", "reward/mean", "response_length/mean", "response_length/truncated_fraction"),
+    *("schedule/learning_rate", "schedule/surge_step", "schedule/decay_period"),
+    *("mismatch/log_ppl_abs_diff", "mismatch/kl", "mismatch/k3_kl", "mismatch/logprob_abs_diff_mean"),
+    *("policy/entropy", "optimizer/grad_norm", "optimizer/grad_noise", "optimizer/skipped_updates"),
+    *("is/token_fraction_above", "time/step_s"),
+)
+"""Metrics that are kept; besides them the accuracies of evaluations. Missing values are null."""
+
+INTEGERS = {"step", "schedule/surge_step", "schedule/decay_period", "optimizer/skipped_updates"}
+"""Those that are int32; the others are float32."""
+
+Runs = Mapping[tuple[str, int], Sequence[Row]]  # of an arm and a seed
+
+
+def write_table(path: Path, runs: Runs) -> None:
+    """Writes the file in one rename."""
+    names = [*COLUMNS, *sorted({key for rows in runs.values() for row in rows for key in row if is_accuracy(key)})]
+    lines = [(arm, seed, row) for (arm, seed), rows in runs.items() for row in rows]
+    columns: dict[str, pyarrow.Array] = {
+        "arm": pyarrow.array([arm for arm, _, _ in lines]).dictionary_encode(),
+        "seed": pyarrow.array([seed for _, seed, _ in lines], pyarrow.int32()),
+    }
+    for name in names:
+        kind, to = (pyarrow.int32(), int) if name in INTEGERS else (pyarrow.float32(), np.float32)
+        values = [row.get(name) for _, _, row in lines]
+        columns[name] = pyarrow.array([None if value is None else to(value) for value in values], kind)
+    partial = path.with_name(path.name + ".partial")
+    pyarrow.parquet.write_table(pyarrow.table(columns), partial, compression="zstd")
+    partial.rename(path)
+
+
+def read_table(path: Path) -> dict[tuple[str, int], list[Row]]:
+    """What ``write_table`` wrote; a null is None.
+
+    Raises:
+      ValueError: it is no such file.
+    """
+    try:
+        lines = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    found: dict[tuple[str, int], list[Row]] = {}
+    for line in lines:
+        run = (line.pop("arm"), line.pop("seed"))
+        found.setdefault(run, []).append(line)
+    return found

@@ -1,0 +1,114 @@
+"""What is said of a study's arms, from rows made by hand, and their way through the Parquet file."""
+
+import json
+
+import numpy as np
+import pytest
+from study_claims import change_step, interval, main, signal_row
+from study_outcome import outcome_of
+from study_rows import read_table, write_table
+
+STUDY = """
+config: configs/quickstart.yaml
+seeds: [0, 1]
+arms: {constant: {schedule.kind: constant}, triggered: {}}
+comparisons: [[triggered, constant]]
+"""
+
+
+def rows(last, grad_norm=lambda step: 1.0, steps=100, surge=20):
+    """Accuracy 0.75 up to step 80, then ``last``; the surge is called at step 20."""
+    return [
+        {
+            "step": step,
+            "reward/mean": 0.75 if step <= 80 else last,
+            "response_length/mean": 30.0,
+            "mismatch/log_ppl_abs_diff": 0.01,
+            "mismatch/k3_kl": None,
+            "optimizer/grad_norm": grad_norm(step),
+            "optimizer/skipped_updates": 0,
+            "schedule/learning_rate": 1e-4,
+            "schedule/surge_step": surge if step >= surge else None,
+            "eval/toy/accuracy": 0.5 if step == steps else None,
+            "time/step_s": 1.0,
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
+def test_rows_come_back_as_they_were(tmp_path):
+    runs = {("constant", 0): rows(0.0), ("triggered", 1): rows(0.75)}
+    write_table(tmp_path / "rows.parquet", runs)
+    found = read_table(tmp_path / "rows.parquet")
+    assert list(found) == list(runs)
+    for run, expected in runs.items():
+        for row, line in zip(expected, found[run], strict=True):
+            assert {key: line[key] for key in row if row[key] is not None} == {
+                key: value if isinstance(value, int) else float(np.float32(value))
+                for key, value in row.items()
+                if value is not None
+            }
+            assert line["mismatch/k3_kl"] is line["policy/entropy"] is None
+    (tmp_path / "other.parquet").write_text("no table")
+    with pytest.raises(ValueError, match=r"other.parquet cannot be read"):
+        read_table(tmp_path / "other.parquet")
+
+
+def test_the_interval_of_two_values_is_worked_out_by_hand():
+    """Means of two draws of 0 and 1 are 0, 0.5 and 1 with 1/4, 1/2 and 1/4."""
+    values = np.array([0.0, 1.0])
+    assert interval(values, 0.95) == (0.0, 1.0)
+    assert interval(values, 0.45) == (0.5, 0.5)
+    assert interval(np.array([0.3]), 0.95) == (0.3, 0.3)
+
+
+def test_a_signal_changes_when_it_stays_away_from_its_reference():
+    """Trailing means of ten steps; the reference is steps 20 to 59, all 1; above 1.5 for five steps."""
+    values = [1.0] * 100
+    values[69] = 9.0  # one step: the trailing mean is 1.8 for ten steps
+    assert change_step(values, 20) == 70
+    values[69] = 5.0  # 1.4
+    assert change_step(values, 20) is None
+    assert change_step([1.0] * 69 + [0.0] * 31, 20) == 73  # below 2 / 3 with the fourth 0
+    assert change_step([1.0] * 96 + [9.0] * 4, 20) is None  # four steps alone
+
+
+def test_leads_misses_and_false_alarms():
+    def run(last, grad_norm):
+        found = rows(last, grad_norm)
+        return outcome_of(found), found
+
+    early = run(0.0, lambda step: 1.0 if step < 70 else 3.0)
+    silent = run(0.0, lambda step: 1.0)
+    healthy = run(0.75, lambda step: 1.0 if step < 70 else 3.0)
+    # Accuracy falls by 0.075 a step from step 81: half of 0.75 with the fifth, less with the sixth.
+    # The mean of three 3s and seven 1s is 1.6.
+    assert early[0].collapse_step == 86
+    found = signal_row("optimizer/grad_norm", [early, silent, healthy])
+    assert found == {"leads": [86 - 72], "lead_median": 14.0, "missed": 1, "false_alarms": 1, "healthy": 1}
+
+
+def test_the_program_compares_the_arms(tmp_path, capsys):
+    study, table, out = tmp_path / "study.yaml", tmp_path / "rows.parquet", tmp_path / "claims.json"
+    study.write_text(STUDY)
+    write_table(
+        table,
+        {
+            ("constant", 0): rows(0.0),
+            ("constant", 1): rows(0.4),
+            ("triggered", 0): rows(0.75),
+            ("triggered", 1): rows(0.85),
+        },
+    )
+    assert main([str(study), str(table), "--signals", "constant", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    (comparison,) = found["comparisons"]
+    assert comparison["difference"] == pytest.approx((0.75 + 0.45) / 2, abs=1e-6)
+    assert comparison["interval"] == pytest.approx([0.45, 0.75], abs=1e-6)
+    assert (comparison["better"], comparison["seeds"]) == (2, 2)
+    constant, triggered = found["arms"]["constant"], found["arms"]["triggered"]
+    assert (constant["end_well"], constant["collapsed"], constant["collapse_step_median"]) == (1, 1, 86.0)
+    assert (triggered["end_well"], triggered["collapsed"], triggered["collapse_step_median"]) == (2, 0, None)
+    printed = capsys.readouterr().out
+    assert "| triggered - constant | 2 | +0.60 | +0.45 to +0.75 | 2 of 2 |" in printed
+    assert "| gradient norm | - |  | 1 | 0 of 1 |" in printed

@@ -1,0 +1,84 @@
+"""Arms that are one run until their rates part: which pairs may fork, and from which checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+from study_forks import check_forks, fork_checkpoint, parting_step, recorded_fork
+
+from rljax.errors import ConfigError
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
+
+CONSTANT = {"schedule.kind": "constant"}
+CONFIG = str(Path(__file__).parents[2] / "configs/quickstart.yaml")
+SOON = ["--schedule.surge.warmup", "10", "--schedule.surge.ratio", "2.0", "--optimizer.learning-rate", "1e-3"]
+
+
+def rows(surge_from, steps=60):
+    """A constant rate of 1e-3; lengths of 5 tokens, and of 20 from a step on."""
+    return [
+        {
+            "step": step,
+            "response_length/mean": 20.0 if step >= surge_from else 5.0,
+            "response_length/truncated_fraction": 0.0,
+            "schedule/learning_rate": 1e-3,
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
+def config(*words):
+    return load_config(Config, [CONFIG, *SOON, *words], prog="test", description="")
+
+
+def test_the_rates_part_at_the_first_decay():
+    """The call comes a few steps after step 15; the first decay is at 1.8 times its step, half up."""
+    call = next(s for s in range(15, 40) if parting_step(rows(15), config("--schedule.multiplier", "1")) == s)
+    assert 15 <= call <= 25
+    period = int(1.8 * call + 0.5)
+    assert parting_step(rows(15), config()) == period
+    assert parting_step(rows(15), config("--schedule.kind", "constant")) is None
+    assert parting_step(rows(15), config("--schedule.kind", "cosine")) == 2
+    assert parting_step(rows(100), config()) is None
+
+
+def test_the_last_checkpoint_before_they_part(tmp_path):
+    source, words = tmp_path / "constant-0", [CONFIG, *SOON]
+    source.mkdir()
+    (source / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(15)))
+    assert fork_checkpoint(source, words) is None
+    period = parting_step(rows(15), config())
+    for step in (period - 5, period - 1, period, 60):
+        (source / "checkpoints" / str(step)).mkdir(parents=True)
+    assert fork_checkpoint(source, words) == source / "checkpoints" / str(period - 1)
+    constant = [*words, "--schedule.kind", "constant"]
+    assert fork_checkpoint(source, constant) == source / "checkpoints/60"
+
+
+def test_what_a_run_was_begun_from(tmp_path):
+    assert recorded_fork(tmp_path) is None
+    (tmp_path / "config.yaml").write_text("run: {steps: 3}\n")
+    assert recorded_fork(tmp_path) == ""
+    (tmp_path / "config.yaml").write_text("run: {steps: 3, fork: runs/a/checkpoints/20}\n")
+    assert recorded_fork(tmp_path) == "runs/a/checkpoints/20"
+
+
+@pytest.mark.parametrize(
+    ("forks", "message"),
+    [
+        ({"decay": "none"}, "decay: none must be two arms"),
+        ({"decay": "slow", "slow": "constant"}, "decay: slow must be two arms, the second no fork itself"),
+        ({"corrected": "constant"}, "corrected and constant differ by correction.preset$"),
+    ],
+)
+def test_arms_that_may_not_fork(forks, message):
+    arms = {
+        "constant": CONSTANT,
+        "decay": {},
+        "slow": {"schedule.multiplier": 3.0},
+        "corrected": {**CONSTANT, "correction.preset": "token_tis"},
+    }
+    with pytest.raises(ConfigError, match=message):
+        check_forks(Path("study.yaml"), arms, forks)
+    check_forks(Path("study.yaml"), arms, {"decay": "constant", "slow": "constant"})
