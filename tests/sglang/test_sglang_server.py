@@ -18,7 +18,6 @@ from rljax.rollout.sglang.server import ServerConfig, SglangServer, sglang_pytho
 from rljax.rollout.types import PublishConfig, SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.sglang
-SUPPORT = Path(__file__).parents[1] / "support"
 DTYPE = "float32"
 PROMPTS = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6, 7], [1, 2, 3, 4, 5, 6, 7])]
 NORM, KEYS = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -42,21 +41,16 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory, toy_base):
+def running(tmp_path_factory, toy_base, with_faults):
     folder = tmp_path_factory.mktemp("sglang")
-    metadata = folder / "plugins" / "rljax_faults-0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rljax-faults\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaults = sglang_sabotage:register\n")
     fault = folder / "fault"
-    fault.write_text("off -")
     config = ServerConfig(
         model=str(toy_base),
         python=str(sglang_python()),
         dtype=DTYPE,
         max_model_len=256,
         log_path=folder / "server.log",
-        extra_env={"PYTHONPATH": f"{metadata.parent}:{SUPPORT}", "RLJAX_TEST_FAULT": str(fault)},
+        extra_env=with_faults(fault),
     )
     with start(config, 400) as server:
         yield Served(server, Policy.read(toy_base, DTYPE), fault)
