@@ -37,7 +37,8 @@ def started(request, tmp_path, toy_base, with_faults):
         max_model_len=256,
         log_path=tmp_path / "server.log",
         extra_args=("--tp-size", str(workers)),
-        extra_env=with_faults(fault),
+        # Without it SGLang wants a NUMA node for each worker.
+        extra_env=with_faults(fault) | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(workers)))},
     )
     with start(config, 400) as server:
         yield Started(server.url, Policy.read(toy_base, dtype), fault)
