@@ -65,8 +65,9 @@ def test_in_float16_what_is_sampled_is_within_its_rounding(started):
     assert metrics["publish/verify_abs_diff_mean"] < 2.5e-3
     assert {response.versions for response in responses} == {(VersionSpan(1, 0, 64),)}
     found = gaps(policy, policy.moved(1), responses)
-    print(f"mean {found.mean():.2e}, largest {found.max():.2e} of {found.size} tokens")
-    assert 1e-5 < found.mean() < 1e-2
+    # Measured: 1.2e-4 and 1.2e-2, of 6,144 tokens.
+    assert 1e-5 < found.mean() < 3e-4
+    assert found.max() < 3e-2
 
 
 @pytest.mark.parametrize("started", [("float32", 2)], indirect=True)

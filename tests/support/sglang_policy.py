@@ -45,7 +45,7 @@ class Policy:
         **config,
     ) -> ServedEngine:
         """``config`` are fields of RolloutConfig."""
-        settings = {"engine": "sglang", "urls": urls, "dtype": self.dtype, "server_wait_s": 60.0} | config
+        settings = {"engine": "sglang", "urls": urls, "dtype": self.dtype, "server_wait_s": 240.0} | config
         return ServedEngine(
             RolloutConfig(**settings),
             SglangBackend(),
