@@ -3,10 +3,15 @@
     python experiments/bench_pipeline.py --json benchmarks/pipeline.json
 
 The real loop trains the toy policy with an engine that takes a fixed time for each batch and each publish, and an
-update that sleeps until a fixed time has passed. For each setting and each ``rollout.max_staleness`` a Markdown table
-gives the mean time of a step, the bound max(rollout, train + publish), their ratio, and what the trainer waited. The
-first two steps, which compile and fill the pipeline, are left out. Times are of the wall clock: run it on a machine
-with nothing beside.
+update that sleeps until a fixed time has passed. A publish has two parts, as with servers: a version is written and
+brought to their machines while they sample, and it is loaded and verified while they do not. With
+``rollout.update: keep`` a batch under way goes on after that; the engine holds it meanwhile.
+
+For each setting, each ``rollout.max_staleness`` and each ``rollout.update`` a Markdown table gives the mean time of a
+step, the bound max(rollout, train + write + load), for k = 0 the sum of all, their ratio, and what the trainer waited.
+The first six steps are left out: programs compile in the first, and what was sampled meanwhile lasts for some more.
+Times are of the wall clock: run it on a machine with nothing beside, or make all of them longer (--scale), so that what
+the loop itself takes is a smaller part.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import json
 import shlex
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +34,7 @@ import numpy as np
 from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import load_tokenizer
 from rljax.policy.hf_config import read_config
-from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
+from rljax.rollout.types import InFlight, Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.run.build import build, load_problems, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
@@ -37,7 +43,7 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
 
 BASE = Path(__file__).parents[1] / "configs/toy-base"
-STEPS, WARM_UP = 12, 2
+STEPS, WARM_UP = 16, 6
 
 
 class Times(NamedTuple):
@@ -45,18 +51,24 @@ class Times(NamedTuple):
 
     rollout: float
     train: float
-    publish: float
+    write: float
+    load: float
 
 
-SETTINGS = (Times(1.0, 0.5, 0.05), Times(0.8, 0.8, 0.05), Times(0.5, 1.0, 0.05), Times(0.8, 0.6, 0.2))
+SETTINGS = (
+    *(Times(1.0, 0.5, 0.0, 0.05), Times(0.8, 0.8, 0.0, 0.05), Times(0.5, 1.0, 0.0, 0.05)),
+    *(Times(0.8, 0.6, 0.2 - load, load) for load in (0.2, 0.12, 0.05)),
+)
 
 
 class SleepingEngine:
-    """RolloutEngine whose batches and publishes take a fixed time."""
+    """RolloutEngine whose batches and publishes take a fixed time; it does not sample while it loads."""
 
     def __init__(self, times: Times):
         """``times``: of the setting."""
         self._times, self._version = times, 0
+        self._prepared = -1
+        self._loads = threading.Lock()
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
@@ -66,17 +78,24 @@ class SleepingEngine:
         count = len(prompts) * n
         for place in range(count):
             time.sleep(self._times.rollout / count)
+            with self._loads:  # what is under way is held
+                version = self._version
             tokens = rng.integers(0, 10, 3).astype(np.int32)
-            spans = (VersionSpan(self._version, 0, 3),)
+            spans = (VersionSpan(version, 0, 3),)
             yield Response(*divmod(place, n), tokens, np.full(3, -2.3, np.float32), True, spans)
 
     def prepare(self, params: Any, policy_version: int) -> None:
-        """See RolloutEngine: nothing."""
+        """See RolloutEngine."""
+        time.sleep(self._times.write)
+        self._prepared = policy_version
 
     def publish(self, params: Any, policy_version: int) -> None:
         """See RolloutEngine."""
-        time.sleep(self._times.publish)
-        self._version = policy_version
+        if self._prepared != policy_version:
+            self.prepare(params, policy_version)
+        with self._loads:
+            time.sleep(self._times.load)
+            self._version = policy_version
 
     def pop_metrics(self) -> dict[str, float]:
         """See RolloutEngine."""
@@ -101,7 +120,7 @@ class SleepingUpdate:
         return updated
 
 
-def rows_of(times: Times, max_staleness: int) -> list[dict[str, Any]]:
+def rows_of(times: Times, max_staleness: int, update: InFlight) -> list[dict[str, Any]]:
     """The rows of a run."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
@@ -109,7 +128,7 @@ def rows_of(times: Times, max_staleness: int) -> list[dict[str, Any]]:
             run=RunConfig(dir=directory, steps=STEPS),
             model=ModelConfig(path=str(BASE)),
             data=DataConfig(batch_size=4, max_prompt_tokens=8),
-            rollout=RolloutConfig(group_size=4, max_response_tokens=4, max_staleness=max_staleness),
+            rollout=RolloutConfig(group_size=4, max_response_tokens=4, max_staleness=max_staleness, update=update),
             packing=PackingConfig(row_tokens=64, rows_per_micro_batch=4),
             mesh=MeshConfig(1, 1),
             eval=EvalConfig(every=0),
@@ -131,23 +150,28 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write what was measured here")
     parser.add_argument("--max-staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all times")
+    parser.add_argument("--update", nargs="+", choices=("wait", "keep"), default=["wait", "keep"])
     arguments = parser.parse_args(argv)
     found = []
-    print("| rollout / train / publish (s) | k | step (s) | bound (s) | ratio | waited (s) | staleness |")
-    print("|---|---|---|---|---|---|---|")
-    for times in SETTINGS:
+    print("| rollout / train / write / load (s) | k | update | step (s) | bound (s) | ratio | waited (s) | staleness |")
+    print("|---|---|---|---|---|---|---|---|")
+    for setting in SETTINGS:
+        times = Times(*(arguments.scale * seconds for seconds in setting))
         for k in arguments.max_staleness:
-            rows = rows_of(times, k)
-            step = float(np.mean([row["time/step_s"] for row in rows]))
-            bound = max(times.rollout, times.train + times.publish) if k else sum(times)
-            waited = float(np.mean([row.get("time/wait_s", 0.0) + row.get("time/drain_s", 0.0) for row in rows]))
-            staleness = float(np.mean([row["rollout/staleness"] for row in rows]))
-            found.append(
-                {**times._asdict(), "max_staleness": k, "step_s": step, "bound_s": bound, "ratio": step / bound}
-                | {"waited_s": waited, "staleness": staleness}
-            )
-            said = " / ".join(f"{each:g}" for each in times)
-            print(f"| {said} | {k} | {step:.3f} | {bound:.3f} | {step / bound:.2f} | {waited:.3f} | {staleness:.2f} |")
+            for update in arguments.update if k else ["wait"]:
+                rows = rows_of(times, k, update)
+                step = float(np.mean([row["time/step_s"] for row in rows]))
+                bound = max(times.rollout, sum(times) - times.rollout) if k else sum(times)
+                waited = float(np.mean([row.get("time/wait_s", 0.0) + row.get("time/drain_s", 0.0) for row in rows]))
+                staleness = float(np.mean([row["rollout/staleness"] for row in rows]))
+                found.append(
+                    {**times._asdict(), "max_staleness": k, "update": update, "step_s": step, "bound_s": bound}
+                    | {"ratio": step / bound, "waited_s": waited, "staleness": staleness}
+                )
+                cells = [" / ".join(f"{each:g}" for each in times), k, update, f"{step:.3f}", f"{bound:.3f}"]
+                cells += [f"{step / bound:.2f}", f"{waited:.3f}", f"{staleness:.2f}"]
+                print(f"| {' | '.join(map(str, cells))} |", flush=True)
     if arguments.json:
         command = f"python experiments/bench_pipeline.py {shlex.join(argv)}"
         arguments.json.write_text(json.dumps({"command": command, "steps": STEPS, "measured": found}, indent=1) + "\n")

@@ -79,6 +79,13 @@ def test_a_reply_is_read():
     check_completion("u", got, request, 16)
 
 
+def test_tokens_whose_probability_is_0_in_float32_are_left_out():
+    """SGLang reports the smallest float32 for them, as the logarithm."""
+    tops = [[[-0.003, 14, None], [-98.5, 15, None], [-3.4028234663852886e38, 3, None]], [[-0.002, 14, None]]]
+    got = read(changed(output_top_logprobs=tops), Request(PROMPT, SamplingParams(2), top_logprobs=3))
+    assert got.top_logprobs == ({14: -0.003, 15: -98.5}, {14: -0.002})
+
+
 def test_log_probabilities_of_a_prompt_and_a_stop_token_in_the_output():
     request = Request(PROMPT, SamplingParams(4, stop_token_ids=(14,)), prompt_logprobs=True)
     got = read(SCORED, request)

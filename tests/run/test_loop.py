@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -662,3 +663,90 @@ def test_an_engine_that_breaks_ahead_ends_the_run_at_its_own_step(go):
     with pytest.raises(ZeroDivisionError):
         go(rows=rows, engine=ScriptedEngine(TOKENIZER, breaks_at_the_third), rollout={"max_staleness": 2})
     assert [row["step"] for row in rows] == [1, 2]
+
+
+def trained_prompts(engine):
+    """Those of the batches, without the evaluations'."""
+    return [prompts for prompts in engine.asked if len(prompts) == 2]
+
+
+def test_a_guard_ends_a_run_with_rollouts_ahead_at_its_own_step(go):
+    """What was sampled for later steps is asked for again when the run goes on."""
+    whole, ahead = go("whole"), {"max_staleness": 1}
+    first = go(rollout=ahead, guard={"stop": ("rollout/policy_version > 0",)})
+    assert [row["rollout/policy_version"] for row in first.rows] == [0, 0, 1]
+    assert first.progress.stopped_by
+    assert first.saved == [3]
+    second = go(last_row=first.rows[-1], rollout=ahead)
+    assert [row["step"] for row in second.rows] == [4]
+    asked = trained_prompts(first.engine)[:3] + trained_prompts(second.engine)
+    assert asked == trained_prompts(whole.engine)
+
+
+class Watched(ScriptedEngine):
+    """Takes some milliseconds for each response, and counts who samples at the same time."""
+
+    users = most = 0
+
+    def generate(self, prompts, n, sampling, *, seed):
+        self.users += 1
+        self.most = max(self.most, self.users)
+        try:
+            for response in super().generate(prompts, n, sampling, seed=seed):
+                time.sleep(0.005)
+                yield response
+        finally:
+            self.users -= 1
+
+
+@pytest.mark.parametrize("how", ["wait", "keep"])
+def test_an_evaluation_is_of_its_own_version_while_batches_are_sampled_ahead(go, how):
+    """The policy is right from version 2 on, and no batch is sampled beside an evaluation."""
+    engine = Watched(TOKENIZER, lambda prompt, sample, seed: f"{sum_of(prompt) if engine.published[-1] > 1 else 7}$")
+    run = go(engine=engine, rollout={"max_staleness": 2, "update": how}, eval={"every": 1})
+    assert [row["eval/toy/accuracy"] for row in run.rows] == [0.0, 1.0, 1.0, 1.0]
+    assert engine.most == 1
+
+
+class Breaking(Watched):
+    """Cannot bring version 2 to its servers, while it samples the batch of step 3, in ``prepare`` or in ``publish``."""
+
+    def __init__(self, *args, where):
+        super().__init__(*args)
+        self.where, self.has_failed = where, threading.Event()
+
+    def generate(self, prompts, n, sampling, *, seed):
+        for response in super().generate(prompts, n, sampling, seed=seed):
+            if seed == step_seed(0, 3):
+                self.has_failed.wait(30)
+            yield response
+
+    def prepare(self, params, policy_version):
+        self.may_fail("prepare", policy_version)
+
+    def publish(self, params, policy_version):
+        self.may_fail("publish", policy_version)
+        super().publish(params, policy_version)
+
+    def may_fail(self, where, version):
+        if (where, version) == (self.where, 2):
+            until = time.monotonic() + 30
+            while not self.users and time.monotonic() < until:
+                time.sleep(0.001)
+            assert self.users == 1
+            self.has_failed.set()
+            raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(("how", "where"), [("wait", "prepare"), ("keep", "publish")])
+def test_a_publish_that_fails_while_the_next_batch_is_sampled_leaves_its_step_saved(go, how, where):
+    changes = {"rollout": {"max_staleness": 1, "update": how}, "eval": {"every": 0}}
+    whole, rows, broken = go("whole", **changes), [], Breaking(TOKENIZER, half_right, where=where)
+    with pytest.raises(RuntimeError, match="planted"):
+        go(rows=rows, engine=broken, **changes)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert broken.published == [0, 1]
+    second = go(last_row=rows[-1], **changes)
+    assert second.engine.published == [2, 3, 4]
+    assert [row["step"] for row in second.rows] == [3, 4]
+    assert trained_prompts(broken)[:2] + trained_prompts(second.engine) == trained_prompts(whole.engine)

@@ -2,29 +2,22 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from in_flight import check_versions, sampled_across_publishes
+from sglang_policy import Policy
 
 from rljax.errors import HandshakeError, VerificationError
-from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import hf_checksums, hf_tensors, load_params
-from rljax.policy.hf_config import config_to_hf, read_config
-from rljax.policy.score import make_scorer
 from rljax.rollout.build import connect
 from rljax.rollout.served.client import ServerClient
 from rljax.rollout.served.engine import ServedEngine
 from rljax.rollout.sglang.backend import SglangBackend
 from rljax.rollout.sglang.server import ServerConfig, SglangServer, sglang_python, start
-from rljax.rollout.types import PublishConfig, RolloutConfig, SamplingParams, VersionSpan
+from rljax.rollout.types import PublishConfig, SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.sglang
-SUPPORT = Path(__file__).parents[1] / "support"
 DTYPE = "float32"
 PROMPTS = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6, 7], [1, 2, 3, 4, 5, 6, 7])]
 NORM, KEYS = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -37,57 +30,30 @@ class Served:
     """A running server and the policy it was started from; ``fault`` is the file that says how it is broken."""
 
     server: SglangServer
-    config: PolicyConfig
-    params: dict
+    policy: Policy
     fault: Path
 
     def break_updates(self, how: str, of: str = "-") -> None:
         self.fault.write_text(f"{how} {of}")
 
-    def engine(
-        self, *, tensors: Callable | None = None, publish: PublishConfig | None = None, max_tokens=128, **config
-    ) -> ServedEngine:
-        dtype = jnp.dtype(DTYPE)
-        settings = {"engine": "sglang", "urls": (self.server.url,), "dtype": DTYPE, "server_wait_s": 60.0} | config
-        return ServedEngine(
-            RolloutConfig(**settings),
-            SglangBackend(),
-            hf_config=config_to_hf(self.config, DTYPE),
-            max_tokens=max_tokens,
-            tensors=tensors or functools.partial(hf_tensors, config=self.config, dtype=dtype),
-            checksums=functools.partial(hf_checksums, config=self.config, dtype=dtype),
-            score=make_scorer(self.config, dtype),
-            publish=publish,
-        )
-
-    def moved(self, seed: int) -> dict:
-        """The parameters after a big step."""
-        leaves, tree = jax.tree.flatten(self.params)
-        keys = jax.random.split(jax.random.key(seed), len(leaves))
-        moved = [x + 0.3 * x.std() * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
-        return jax.tree.unflatten(tree, moved)
+    def engine(self, **options) -> ServedEngine:
+        return self.policy.engine(self.server.url, **options)
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory, toy_base):
+def running(tmp_path_factory, toy_base, with_faults):
     folder = tmp_path_factory.mktemp("sglang")
-    metadata = folder / "plugins" / "rljax_faults-0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rljax-faults\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaults = sglang_sabotage:register\n")
     fault = folder / "fault"
-    fault.write_text("off -")
     config = ServerConfig(
         model=str(toy_base),
         python=str(sglang_python()),
         dtype=DTYPE,
         max_model_len=256,
         log_path=folder / "server.log",
-        extra_env={"PYTHONPATH": f"{metadata.parent}:{SUPPORT}", "RLJAX_TEST_FAULT": str(fault)},
+        extra_env=with_faults(fault),
     )
-    policy = read_config(toy_base)
     with start(config, 400) as server:
-        yield Served(server, policy, load_params(toy_base, policy), fault)
+        yield Served(server, Policy.read(toy_base, DTYPE), fault)
 
 
 @pytest.fixture
@@ -104,7 +70,7 @@ def opened(served):
 
     def build(**options) -> ServedEngine:
         engines.append(served.engine(**options))
-        engines[-1].publish(served.params, 0)
+        engines[-1].publish(served.policy.params, 0)
         return engines[-1]
 
     yield build
@@ -117,17 +83,17 @@ def test_published_weights_are_proven_and_sampled_from(served, opened, store):
     """Version 2 of a directory comes as a delta, through this machine's mirror."""
     engine = opened(publish=PublishConfig(store=store))
     for version in (1, 2):
-        engine.publish(served.moved(version), version)
+        engine.publish(served.policy.moved(version), version)
     metrics = engine.pop_metrics()
     assert metrics["publish/verified_tensors"] == 24
     assert metrics["publish/verify_abs_diff_mean"] < 1e-5
     assert ("publish/pulled_bytes" in metrics) == (store == "directory")
     responses = list(engine.generate(PROMPTS, 4, SamplingParams(24, 0.7, (14,)), seed=1))
     assert len(responses) == 12
-    score = make_scorer(served.config, jnp.dtype(DTYPE), temperature=0.7)
+    score = served.policy.scorer(temperature=0.7)
     for response in responses:
         prompt = PROMPTS[response.prompt_index]
-        (expected,) = score(served.moved(2), [np.concatenate([prompt, response.token_ids])])
+        (expected,) = score(served.policy.moved(2), [np.concatenate([prompt, response.token_ids])])
         np.testing.assert_allclose(response.logprobs, expected[len(prompt) :][: response.length], atol=2e-5)
         assert response.versions == (VersionSpan(2, 0, response.length),)
         assert response.truncated or response.token_ids[-1] == 14
@@ -137,7 +103,7 @@ def test_published_weights_are_proven_and_sampled_from(served, opened, store):
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_responses_under_way_go_on_with_new_weights(served, update):
     """Each token has the log-probability of the policy that sampled it, with all before it computed by that policy."""
-    policies = [served.params, served.moved(5), served.moved(6)]
+    policies = [served.policy.params, served.policy.moved(5), served.policy.moved(6)]
     engine = served.engine(update=update, max_staleness=2, max_tokens=240)
     try:
         responses = sampled_across_publishes(engine, policies, PROMPTS, 230)
@@ -146,7 +112,7 @@ def test_responses_under_way_go_on_with_new_weights(served, update):
     assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == 4 * len(PROMPTS)
     assert all(r.length == 230 for r in responses)
     assert any(len(r.versions) > 1 for r in responses)
-    score = make_scorer(served.config, jnp.dtype(DTYPE))
+    score = served.policy.scorer()
     check_versions([functools.partial(score, params) for params in policies], PROMPTS, responses, 2e-5)
 
 
@@ -156,18 +122,18 @@ def test_other_bits_are_found_and_named(served, opened, how, of):
     engine = opened()
     served.break_updates(how, of)
     with pytest.raises(VerificationError, match=f"{OTHER_BITS}: 1 tensor differs: {of} "):
-        engine.publish(served.moved(3), 1)
+        engine.publish(served.policy.moved(3), 1)
     served.break_updates("off")
-    engine.publish(served.moved(3), 2)
+    engine.publish(served.policy.moved(3), 2)
 
 
 def test_a_cache_that_is_not_flushed_is_out_of_band(served, opened):
     engine = opened()
     served.break_updates("unflushed")
     with pytest.raises(VerificationError, match=OUT_OF_BAND):
-        engine.publish(served.moved(4), 1)
+        engine.publish(served.policy.moved(4), 1)
     served.break_updates("off")
-    engine.publish(served.moved(4), 2)
+    engine.publish(served.policy.moved(4), 2)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +146,7 @@ def test_a_cache_that_is_not_flushed_is_out_of_band(served, opened):
 )
 def test_files_without_all_tensors_or_of_other_shapes_are_not_loaded(served, opened, change, said):
     """SGLang would load what is there and report success. The server goes on after a sound publish."""
-    plain = functools.partial(hf_tensors, config=served.config, dtype=jnp.dtype(DTYPE))
+    plain = served.policy.tensors
     broken = []
 
     def tensors(params):
@@ -192,9 +158,9 @@ def test_files_without_all_tensors_or_of_other_shapes_are_not_loaded(served, ope
     engine = opened(tensors=tensors)
     broken.append(True)
     with pytest.raises(RuntimeError, match=said):
-        engine.publish(served.moved(5), 1)
+        engine.publish(served.policy.moved(5), 1)
     broken.clear()
-    engine.publish(served.moved(5), 2)
+    engine.publish(served.policy.moved(5), 2)
     assert len(list(engine.generate(PROMPTS, 1, SamplingParams(4), seed=1))) == 3
 
 
@@ -227,7 +193,7 @@ def test_a_paused_server_is_refused_and_goes_on_with_the_next_run(served, opened
         client.call(served.server.url, "POST", "/pause_generation", json={"mode": "retract"})
         with pytest.raises(ValueError, match="is paused"):
             connect([served.server.url], kind="sglang")
-        opened().publish(served.moved(6), 1)
+        opened().publish(served.policy.moved(6), 1)
     finally:
         client.call(served.server.url, "POST", "/continue_generation", json={})
         client.close()
@@ -241,7 +207,7 @@ def test_scores_of_given_tokens_are_the_trainers(served, opened):
         assert server.logprobs_temperature(0.5) == 0.5
         for got, expected in zip(
             server.score(PROMPTS, at_once=2),
-            make_scorer(served.config, jnp.dtype(DTYPE))(served.params, PROMPTS),
+            served.policy.scorer()(served.policy.params, PROMPTS),
             strict=True,
         ):
             np.testing.assert_allclose(got[1:], expected[1:], atol=2e-5)
@@ -253,9 +219,7 @@ def test_a_prompt_may_hold_the_last_id_of_the_vocabulary(served, opened):
     """What follows it is sampled as the trainer has it; in scores of given tokens SGLang gives another id's."""
     prompt = np.array([3, 15, 4, 15, 15], np.int32)
     (response,) = opened().generate([prompt], 1, SamplingParams(8), seed=0)
-    (expected,) = make_scorer(served.config, jnp.dtype(DTYPE))(
-        served.params, [np.concatenate([prompt, response.token_ids])]
-    )
+    (expected,) = served.policy.scorer()(served.policy.params, [np.concatenate([prompt, response.token_ids])])
     np.testing.assert_allclose(response.logprobs, expected[5:], atol=2e-5)
     server = connect([served.server.url], kind="sglang")
     try:

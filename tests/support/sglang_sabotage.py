@@ -1,7 +1,8 @@
 """A plugin of the test servers: ways to break an update that must not pass unnoticed.
 
-The file that ``$RLJAX_TEST_FAULT`` names holds the fault of the next updates and a tensor: ``skip`` leaves it out,
-``flip`` changes one bit of it, ``unflushed`` keeps the prefix cache; ``off``.
+The file that ``$RLJAX_TEST_FAULT`` names holds the fault of the next updates, a tensor, and the only worker that has
+the fault, if not all have it: ``skip`` leaves the tensor out, ``flip`` changes one bit of it, ``unflushed`` keeps the
+prefix cache; ``off``.
 """
 
 import os
@@ -16,9 +17,10 @@ def fault() -> list[str]:
 
 
 def broken(weights):
-    how, of = fault()
+    how, of, *workers = fault()
+    is_sound = how == "off" or (workers and torch.distributed.get_rank() != int(workers[0]))
     for name, tensor in weights:
-        if name != of or how == "off":
+        if name != of or is_sound:
             yield name, tensor
         elif how == "flip":
             other = tensor.clone()

@@ -18,8 +18,10 @@ from rljax.rollout.served.process import environment_python, refused_args, start
 
 _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 _CPU_ARGS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-_CPU_ARGS += ["--disable-overlap-schedule", "--mem-fraction-static", "0.1"]
-_CPU_TOKENS = 32_768  # of the key-value cache
+# The cache is _CPU_TOKENS large, whatever this share allows. Where others take more than that share of the machine's
+# memory while it loads, SGLang ends.
+_CPU_ARGS += ["--disable-overlap-schedule", "--mem-fraction-static", "0.5"]
+_CPU_TOKENS = 32_768
 _ROOM = 8  # tokens of the context that SGLang keeps back from prompt and response
 
 

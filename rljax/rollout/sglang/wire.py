@@ -45,6 +45,7 @@ class _Reply(msgspec.Struct):
 
 
 _DECODER = msgspec.json.Decoder(_Reply)
+_NONE = float(np.finfo(np.float32).min)  # stands for the logarithm of a probability that is 0 in float32
 
 
 class SglangWire:
@@ -96,7 +97,7 @@ class SglangWire:
             meta = read.meta_info
             tops: tuple[Mapping[int, float], ...] = ()
             if request.top_logprobs:
-                tops = tuple({token: value for value, token, _ in top or ()} for top in meta.output_top_logprobs or ())
+                tops = tuple(_known(top or ()) for top in meta.output_top_logprobs or ())
             prompt: tuple[Mapping[int, float], ...] = ()
             if request.prompt_logprobs:
                 scored = meta.input_token_logprobs or ()
@@ -125,3 +126,8 @@ class SglangWire:
             count = len(meta.output_token_logprobs)
             raise ReplyError(f"{route} gave {len(read.output_ids)} tokens and log-probabilities of {count} others")
         return completion
+
+
+def _known(top: Sequence[_Scored]) -> dict[int, float]:
+    """The likeliest tokens, without those whose probability is less than float32 holds: SGLang takes its logarithm."""
+    return {token: value for value, token, _ in top if value > _NONE}

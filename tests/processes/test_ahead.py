@@ -1,0 +1,102 @@
+"""Two processes, a real vLLM server, rollouts ahead of training: the rows of one; stops, kills, a lost server."""
+
+import dataclasses
+import signal
+
+import pytest
+from kill_run import broken_accounts
+from process_runs import FLOAT32, TINY, Run, complete_together, largest_differences
+from test_vllm import SITE, without_publish
+from toy_runs import comparable, tiny
+
+from rljax.errors import START_AGAIN_STATUS
+from rljax.report.rows import read_rows
+from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
+
+pytestmark = pytest.mark.processes
+STEPS = 9
+AHEAD = ("--rollout.max-staleness", "1")
+TRAINING = (*FLOAT32, *TINY, "--rollout.dump-every", "1", "--optimizer.learning-rate", "2e-4")
+
+
+@pytest.fixture(scope="module")
+def servers(toy_base, tmp_path_factory):
+    """One server, the last of the list, on one port; those before it were killed."""
+    log = tmp_path_factory.mktemp("vllm") / "float32.log"
+    started = [start(ServerConfig(str(toy_base), str(vllm_python()), dtype="float32", max_model_len=512, log_path=log))]
+    yield started
+    started[-1].stop()
+
+
+@pytest.fixture(scope="module")
+def whole(toy_base, tmp_path_factory):
+    """A run without staleness and without a server: its steps, and the prompts of each."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    complete_together(tiny(toy_base, run_dir, STEPS, *TRAINING), 1, run_dir.with_name("printed"))
+    return run_dir
+
+
+def words(toy_base, run_dir, servers, *options, steps=STEPS):
+    engine = ("--rollout.engine", "vllm", "--rollout.urls", servers[-1].url)
+    return tiny(toy_base, run_dir, steps, *TRAINING, *AHEAD, *engine, *options)
+
+
+def assert_sound(run_dir, whole):
+    """Each batch was trained on once, in the order of the prompts, and no token was more than one version old."""
+    assert broken_accounts(run_dir, whole, 1) == []
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert all(row["publish/verified_tensors"] > 10 for row in rows)
+    split = [row["mismatch_drift/logprob_abs_diff_max"] for row in rows if row["rollout/staleness"] > 0]
+    assert len(split) > STEPS // 2
+    assert max(split) > 1e-4
+
+
+def test_the_same_responses_give_the_same_rows(servers, toy_base, tmp_path):
+    """Weights are brought to the server's machine from each process, while the next batch is sampled."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    (tmp_path / "answers").mkdir()
+    rows = {}
+    for count in (1, 2):
+        mode = {"RLJAX_RECORD" if count == 1 else "RLJAX_REPLAY": str(tmp_path / "answers"), "path": tmp_path}
+        run_dir = tmp_path / f"run_{count}"
+        options = words(toy_base, run_dir, servers, "--publish.store", "http", steps=5)
+        complete_together(options, count, tmp_path / f"printed_{count}", heartbeat_s=60, **mode)
+        rows[count] = without_publish(run_dir)
+        assert [row["rollout/staleness"] for row in rows[count]] == [0, 1, 1, 1, 1]
+        assert all(row["publish/verified_tensors"] > 10 for row in comparable(run_dir))
+        assert all(row["mismatch_numerics/logprob_abs_diff_max"] < 1e-4 for row in rows[count][1:])
+    differences = largest_differences(rows[1], rows[2])
+    print(f"largest difference: {max(differences.values(), default=0.0):.1e}")
+    assert max(differences.values(), default=0.0) < 1e-5, differences
+
+
+@pytest.mark.parametrize("how", ["wait", "keep"])
+def test_stopped_and_killed_each_batch_is_trained_on_once(how, servers, whole, toy_base, tmp_path):
+    run_dir = tmp_path / "run"
+    training = words(toy_base, run_dir, servers, "--rollout.update", how)
+    with Run(training, 2, tmp_path / "stopped", heartbeat_s=30) as run:
+        run.wait_for_rows(run_dir, 3)
+        run.send(1, signal.SIGTERM)
+        assert run.wait() == [128 + signal.SIGTERM] * 2, run.printed()
+        assert f"stopped after step {len(comparable(run_dir))}, saved" in run.printed()[0]
+    with Run(training, 2, tmp_path / "killed", heartbeat_s=10) as run:
+        run.wait_for_rows(run_dir, 6)
+        run.send(1)
+        assert run.wait(but=[1]) == [START_AGAIN_STATUS], run.printed()
+    complete_together(training, 2, tmp_path / "again", heartbeat_s=60)
+    assert_sound(run_dir, whole)
+
+
+def test_where_the_server_is_lost_the_batch_under_way_is_asked_for_again(servers, whole, toy_base, tmp_path):
+    run_dir = tmp_path / "run"
+    with Run(words(toy_base, run_dir, servers), 2, tmp_path / "printed", heartbeat_s=60) as run:
+        run.wait_for_rows(run_dir, 3)
+        lost = servers[-1]
+        lost.kill()
+        log = lost.log_path.with_name("restarted.log")
+        servers.append(start(dataclasses.replace(lost.config, port=lost.port, log_path=log)))
+        assert run.wait() == [0, 0], run.printed()
+    assert_sound(run_dir, whole)
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert sum(row["rollout/server_losses"] for row in rows) == 1
+    assert sum(row.get("rollout/servers_brought_back", 0) for row in rows) == 1

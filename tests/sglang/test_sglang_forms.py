@@ -1,0 +1,90 @@
+"""Real SGLang servers of other forms: in float16, and of two tensor-parallel workers."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sglang_policy import Policy
+
+from rljax.errors import VerificationError
+from rljax.rollout.sglang.server import ServerConfig, sglang_python, start
+from rljax.rollout.types import PublishConfig, SamplingParams, VersionSpan
+
+pytestmark = pytest.mark.sglang
+PROMPTS = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6, 7], [1, 2, 3, 4, 5, 6, 7])]
+KEYS = "model.layers.0.self_attn.k_proj.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A running server, the policy it was started from, and the file that says how its updates are broken."""
+
+    url: str
+    policy: Policy
+    fault: Path
+
+
+@pytest.fixture
+def started(request, tmp_path, toy_base, with_faults):
+    """A server of the dtype and the number of workers that the test names."""
+    dtype, workers = request.param
+    fault = tmp_path / "fault"
+    config = ServerConfig(
+        str(toy_base),
+        str(sglang_python()),
+        dtype=dtype,
+        max_model_len=256,
+        log_path=tmp_path / "server.log",
+        extra_args=("--tp-size", str(workers)),
+        # Without it SGLang wants a NUMA node for each worker.
+        extra_env=with_faults(fault) | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(workers)))},
+    )
+    with start(config, 400) as server:
+        yield Started(server.url, Policy.read(toy_base, dtype), fault)
+
+
+def gaps(policy, params, responses) -> np.ndarray:
+    """|reported - scored| of each token (nats)."""
+    scored = policy.scorer()(params, [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses])
+    return np.concatenate([np.abs(s[-r.length :] - r.logprobs) for r, s in zip(responses, scored, strict=True)])
+
+
+@pytest.mark.parametrize("started", [("float16", 1)], indirect=True)
+def test_in_float16_what_is_sampled_is_within_its_rounding(started):
+    policy = started.policy
+    engine = policy.engine(started.url)
+    try:
+        engine.publish(policy.params, 0)
+        engine.publish(policy.moved(1), 1)
+        metrics = engine.pop_metrics()
+        responses = list(engine.generate(PROMPTS, 32, SamplingParams(64), seed=0))
+    finally:
+        engine.close()
+    assert metrics["publish/verified_tensors"] == 24
+    assert metrics["publish/verify_abs_diff_mean"] < 2.5e-3
+    assert {response.versions for response in responses} == {(VersionSpan(1, 0, 64),)}
+    found = gaps(policy, policy.moved(1), responses)
+    # Measured: 1.2e-4 and 1.2e-2, of 6,144 tokens.
+    assert 1e-5 < found.mean() < 3e-4
+    assert found.max() < 3e-2
+
+
+@pytest.mark.parametrize("started", [("float32", 2)], indirect=True)
+def test_the_parts_of_two_workers_add_up_and_a_stale_one_is_caught(started):
+    policy = started.policy
+    engine = policy.engine(started.url, publish=PublishConfig(store="http"))
+    try:
+        engine.publish(policy.params, 0)
+        engine.publish(policy.moved(1), 1)
+        assert engine.pop_metrics()["publish/verified_tensors"] == 24
+        responses = list(engine.generate(PROMPTS, 8, SamplingParams(64), seed=0))
+        assert {response.versions for response in responses} == {(VersionSpan(1, 0, 64),)}
+        assert gaps(policy, policy.moved(1), responses).max() < 2e-5
+        started.fault.write_text(f"skip {KEYS} 1")
+        with pytest.raises(VerificationError, match=f"does not hold the trainer's weights: 1 tensor differs: {KEYS} "):
+            engine.publish(policy.moved(2), 2)
+        started.fault.write_text("off -")
+        engine.publish(policy.moved(2), 3)
+    finally:
+        engine.close()

@@ -1,0 +1,186 @@
+"""Two real SGLang servers with a key: who may ask them, weights over HTTP; they join, leave, die and come back."""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from sglang_policy import Policy
+
+from rljax.errors import HandshakeError
+from rljax.rollout.served.wire import make_requests
+from rljax.rollout.sglang.server import ServerConfig, SglangServer, sglang_python, start
+from rljax.rollout.types import PublishConfig, SamplingParams, VersionSpan
+
+pytestmark = pytest.mark.sglang
+DTYPE = "float32"
+PROMPTS = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6, 7], [1, 2, 3, 4, 5, 6, 7])]
+NORM = "model.norm.weight"
+START_S = 400
+LONGEST_S = 120
+
+
+@dataclasses.dataclass
+class Pair:
+    """``key``: the file that both servers were started with."""
+
+    policy: Policy
+    key: Path
+    servers: list[SglangServer]
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self.servers]
+
+    def kill_and_restart(self) -> None:
+        """The first one, on its port."""
+        server = self.servers[0]
+        server.kill()
+        log_path = server.log_path.with_name("restarted.log")
+        self.servers[0] = start(dataclasses.replace(server.config, port=server.port, log_path=log_path), START_S)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, toy_base):
+    folder = tmp_path_factory.mktemp("sglang")
+    key = folder / "key"
+    key.write_text("0123456789abcdef0123456789abcdef\n")
+    key.chmod(0o600)
+    # Fewer at once than are asked for, so that some responses have yet to begin when the first are there.
+    config = ServerConfig(
+        str(toy_base), str(sglang_python()), dtype=DTYPE, max_model_len=256, max_num_seqs=16, api_key_file=key
+    )
+    configs = [dataclasses.replace(config, log_path=folder / f"server{i}.log") for i in range(2)]
+    with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as stack:
+        servers = list(threads.map(lambda each: start(each, START_S), configs))
+        found = Pair(Policy.read(toy_base, DTYPE), key, servers)
+        stack.callback(lambda: [server.stop() for server in found.servers])
+        yield found
+
+
+@pytest.fixture
+def engine_of(pair):
+    """Builds engines that bring the key and have published version 0, and closes them."""
+    engines = []
+
+    def build(*urls, **options):
+        engines.append(pair.policy.engine(*urls, **{"api_key_file": str(pair.key)} | options))
+        engines[-1].publish(pair.policy.params, 0)
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def worst_gap(policy, params, responses) -> float:
+    """Largest |reported - scored| (nats)."""
+    scored = policy.scorer()(params, [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses])
+    return max(float(np.abs(s[-r.length :] - r.logprobs).max()) for r, s in zip(responses, scored, strict=True))
+
+
+def test_every_route_but_health_wants_the_key(pair, engine_of, tmp_path, monkeypatch):
+    url, key = pair.urls[0], pair.key.read_text().strip()
+    with httpx.Client(base_url=url, trust_env=False) as client:
+        routes = client.get("/openapi.json", headers={"Authorization": f"Bearer {key}"}).json()["paths"]
+        assert {"/generate", "/update_weights_from_disk", "/weights_checker"} <= routes.keys()
+        for headers in ({}, {"Authorization": "Bearer 0123456789abcdef"}):
+            statuses = {
+                (path, method): client.request(method, path, headers=headers).status_code
+                for path, methods in routes.items()
+                for method in methods
+            }
+            statuses["/openapi.json", "get"] = client.get("/openapi.json", headers=headers).status_code
+            assert {path for (path, _), status in statuses.items() if status != 401} == {"/health"}
+    other = tmp_path / "other"
+    other.write_text("fedcba9876543210")
+    other.chmod(0o600)
+    for file in (None, str(other)):
+        with pytest.raises(HandshakeError, match="answered 401"):
+            engine_of(url, api_key_file=file)
+    monkeypatch.setenv("RLJAX_API_KEY_FILE", str(pair.key))
+    engine = engine_of(url, api_key_file=None)
+    assert len(list(engine.generate(PROMPTS, 1, SamplingParams(4), seed=0))) == 3
+
+
+def test_both_servers_pull_what_changed_over_http(pair, engine_of):
+    """A version in which one tensor moved is a delta of that tensor; both servers prove that they hold it."""
+    engine = engine_of(*pair.urls, publish=PublishConfig(store="http", anchor_every=3))
+    whole = engine.pop_metrics()
+    assert whole["publish/pulled_bytes"] == whole["publish/bytes"] > 0
+    params = pair.policy.params
+    for version in range(1, 6):
+        params = params | {"final_norm": {"scale": params["final_norm"]["scale"] * (1 + 0.2 * version)}}
+        engine.publish(params, version)
+        metrics = engine.pop_metrics()
+        assert metrics["rollout/servers"] == 2
+        assert metrics["publish/verified_tensors"] == 24
+        assert metrics["publish/pulled_bytes"] == metrics["publish/bytes"] < whole["publish/bytes"] / 5
+    responses = list(engine.generate(PROMPTS, 8, SamplingParams(24), seed=0))
+    assert {response.versions for response in responses} == {(VersionSpan(5, 0, 24),)}
+    assert worst_gap(pair.policy, params, responses) < 2e-5
+
+
+def test_servers_join_and_leave_while_responses_are_sampled(pair, engine_of, tmp_path):
+    listed = tmp_path / "servers"
+    listed.write_text(f"{pair.urls[0]}\n")
+    engine = engine_of(discovery=str(listed))
+    assert engine._client.opened() == pair.urls[:1]
+    params = pair.policy.moved(3)
+    engine.publish(params, 1)
+    engine.pop_metrics()
+    responses = []
+
+    def sample_until(opened) -> None:
+        until = time.monotonic() + LONGEST_S
+        while engine._client.opened() != opened:
+            assert time.monotonic() < until, (engine._client.opened(), engine._client.down())
+            responses.extend(engine.generate(PROMPTS, 8, SamplingParams(60), seed=len(responses)))
+
+    for wanted in (pair.urls, pair.urls[1:]):
+        listed.write_text("\n".join(wanted))
+        sample_until(wanted)
+    responses += engine.generate(PROMPTS, 8, SamplingParams(60), seed=0)
+    metrics = engine.pop_metrics()
+    assert [metrics[f"rollout/servers_{what}"] for what in ("joined", "left", "brought_back")] == [1, 1, 1]
+    assert "rollout/servers_rejected" not in metrics
+    assert {response.versions for response in responses} == {(VersionSpan(1, 0, 60),)}
+    assert worst_gap(pair.policy, params, responses) < 2e-5
+
+
+def test_killed_in_mid_rollout_its_responses_are_sampled_elsewhere_and_it_is_brought_back(pair, engine_of):
+    engine = engine_of(*pair.urls, publish=PublishConfig(store="http"))
+    lost = pair.urls[0]
+    params = pair.policy.moved(7)
+    engine.publish(params, 1)
+    engine.pop_metrics()
+    restarting = threading.Thread(target=pair.kill_and_restart)
+    try:
+        stream = engine.generate(PROMPTS, 32, SamplingParams(120), seed=0)
+        responses = [next(stream)]
+        restarting.start()
+        responses += stream
+        metrics = engine.pop_metrics()
+        assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == 96
+        assert metrics["rollout/server_losses"] == 1
+        assert metrics["rollout/retries"] > 0
+        assert engine._client.opened() == pair.urls[1:]
+        until = time.monotonic() + START_S
+        while "rollout/servers_brought_back" not in metrics:
+            assert time.monotonic() < until, engine._client.down()
+            responses += engine.generate(PROMPTS, 1, SamplingParams(120), seed=1)
+            metrics = engine.pop_metrics()
+    finally:
+        restarting.join()
+    assert engine._client.opened() == pair.urls
+    assert metrics["publish/verify_abs_diff_mean"] < 1e-5
+    assert {response.versions for response in responses} == {(VersionSpan(1, 0, 120),)}
+    assert worst_gap(pair.policy, params, responses) < 2e-5
+    (completion,) = engine._client.sample(lost, make_requests(PROMPTS[:1], 1, SamplingParams(24), 0, None))
+    (scored,) = pair.policy.scorer()(params, [np.concatenate([PROMPTS[0], completion.token_ids])])
+    np.testing.assert_allclose(completion.logprobs, scored[-24:], atol=2e-5)

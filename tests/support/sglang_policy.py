@@ -1,0 +1,65 @@
+"""A policy that SGLang servers hold, and the engine that publishes it to them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import hf_checksums, hf_tensors, load_params
+from rljax.policy.hf_config import config_to_hf, read_config
+from rljax.policy.score import make_scorer
+from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.sglang.backend import SglangBackend
+from rljax.rollout.types import PublishConfig, RolloutConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """``dtype``: of the servers."""
+
+    config: PolicyConfig
+    params: dict
+    dtype: str
+
+    @classmethod
+    def read(cls, path, dtype):
+        config = read_config(path)
+        return cls(config, load_params(path, config), dtype)
+
+    @property
+    def tensors(self) -> Callable:
+        return functools.partial(hf_tensors, config=self.config, dtype=jnp.dtype(self.dtype))
+
+    def scorer(self, temperature: float = 1.0) -> Callable:
+        return make_scorer(self.config, jnp.dtype(self.dtype), temperature=temperature)
+
+    def engine(
+        self,
+        *urls: str,
+        tensors: Callable | None = None,
+        publish: PublishConfig | None = None,
+        max_tokens=128,
+        **config,
+    ) -> ServedEngine:
+        """``config`` are fields of RolloutConfig."""
+        settings = {"engine": "sglang", "urls": urls, "dtype": self.dtype, "server_wait_s": 240.0} | config
+        return ServedEngine(
+            RolloutConfig(**settings),
+            SglangBackend(),
+            hf_config=config_to_hf(self.config, self.dtype),
+            max_tokens=max_tokens,
+            tensors=tensors or self.tensors,
+            checksums=functools.partial(hf_checksums, config=self.config, dtype=jnp.dtype(self.dtype)),
+            score=self.scorer(),
+            publish=publish,
+        )
+
+    def moved(self, seed: int) -> dict:
+        """The parameters after a big step."""
+        leaves, tree = jax.tree.flatten(self.params)
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        moved = [x + 0.3 * x.std() * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+        return jax.tree.unflatten(tree, moved)
