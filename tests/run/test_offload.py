@@ -234,7 +234,7 @@ def test_the_dry_run_says_what_servers_find_beside_them(tmp_path):
     state = f"{12 * COUNT / 1024**2:.2f} MiB"
     assert said(offload=True) == f"0 B of the trainer on each device; {state} of state wait in the host's memory"
     assert said(offload=False) == f"{state} of the trainer on each device"
-    both, reference = f"{16 * COUNT / 1024**2:.2f} MiB", f"{4 * COUNT / 1024**2:.2f} MiB of weights"
+    both, reference = f"{16 * COUNT / 1024**2:.2f} MiB", f"{4 * COUNT / 1024:.2f} KiB of weights"
     assert said(offload=False, kl="k3") == f"{both} of the trainer on each device"
     assert said(offload=True, kl="k3").endswith(f"; {state} of state and {reference} wait in the host's memory")
     config = settings(tmp_path, offload=True)
