@@ -2,8 +2,8 @@
 
 python examples/recount_weights.py DIRECTORY URL        while the run goes on: exit status 0 where all tensors agree
 
-DIRECTORY has the versions of the run, rljax-weights-* in its rollout.transfer_dir. Servers that want a key are asked with
-that of the file that RLJAX_API_KEY_FILE names.
+DIRECTORY has the versions of the run, rljax-weights-* in its rollout.transfer_dir. Servers that want a key are asked
+with that of the file that RLJAX_API_KEY_FILE names.
 """
 
 import json

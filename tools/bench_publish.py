@@ -100,7 +100,7 @@ def changed(tensors: Tensors, share: float, rng: np.random.Generator) -> Tensors
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str, directory: Path, size: float) -> Iterator[None]:
-    """Takes the time of what is within it, and of the processor, after ``size`` GB of the directory's memory were in use.
+    """Takes the time of what is within it, and the processor's, after ``size`` GB of the directory were in use.
 
     A virtual machine gives free memory back to its host, and gets it again far more slowly than a file is copied.
     """

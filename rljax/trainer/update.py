@@ -69,8 +69,8 @@ class Update(Protocol):
 def reference_logprobs(forward: Forward, params: Params, batch: PackedBatch) -> np.ndarray:
     """Float32 [m, b, t]: what the frozen ``params`` give the response tokens of ``batch``, 0 elsewhere.
 
-    Routes of the policy that is trained are not replayed in it. Of ``params`` in the host's memory there is a copy on the
-    devices until it returns.
+    Routes of the policy that is trained are not replayed in it. Of ``params`` in the host's memory there is a copy on
+    the devices until it returns.
     """
     logprobs = fetch(forward(on_devices(params), batch._replace(routes=None))[1])
     return np.where(batch.response_mask, logprobs, np.float32(0.0))

@@ -1,7 +1,6 @@
-"""Real processes that hold the shards of a policy and upload what they hold to a real S3 server (tools/test_store.sh)."""
+"""Real processes that upload the shards that they hold to a real S3 server (tools/test_store.sh)."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path

@@ -15,7 +15,7 @@ from rljax.algorithms.losses import LossConfig
 from rljax.data.prompts import DataConfig
 from rljax.data.toy import build_tokenizer, policy_config
 from rljax.policy.hf_config import read_config
-from rljax.policy.lora import LoraConfig, MergedPolicy, init_adapters
+from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, init_adapters
 from rljax.policy.model import abstract_params
 from rljax.policy.peft import save_adapters
 from rljax.rollout.build import policy_functions
@@ -36,7 +36,7 @@ COUNT = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(POLICY)))
 PROBES = [np.arange(1, 9, dtype=np.int32), np.arange(3, 8, dtype=np.int32)]
 
 
-def settings(directory, *, offload, steps=3, kl="none", lora=LoraConfig()):
+def settings(directory, *, offload, steps=3, kl="none", lora=OFF):
     return Config(
         run=RunConfig(dir=str(directory), steps=steps),
         model=ModelConfig(path=str(TOY_BASE)),
