@@ -12,6 +12,7 @@ from toy_runs import ROOT
 from rljax.rollout.weights.mirror import DamagedError, Mirror
 
 URL = "s3://runs/team/weights"
+SLOW = {"store": URL, "heartbeat_s": 120.0}  # nothing is killed here, and a busy machine lets a process wait
 pytestmark = [pytest.mark.store, pytest.mark.timeout(900)]
 
 
@@ -40,7 +41,7 @@ def listed(folder):
 @pytest.mark.parametrize("count", [2, 4])
 def test_what_each_process_uploads_is_pulled_bit_for_bit(server, count, tmp_path):
     mirror = Mirror(tmp_path / "mirror")
-    with Publishers(tmp_path / "run", count, store=URL) as run:
+    with Publishers(tmp_path / "run", count, **SLOW) as run:
         for number in range(5):
             told = run.publish()
             assert told["source"].startswith(f"{URL}/")
@@ -69,7 +70,7 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(server, count, tmp_path
 
 def test_a_damaged_object_of_one_process_is_refused_until_an_anchor(server, tmp_path):
     mirror = Mirror(tmp_path / "mirror")
-    with Publishers(tmp_path / "run", 2, store=URL) as run:
+    with Publishers(tmp_path / "run", 2, **SLOW) as run:
         take(run.publish(), mirror)
         told = run.publish()
         name = f"{told['source']}/{Path(told['path']).name}/1-delta.safetensors"
@@ -88,7 +89,7 @@ def test_where_one_process_cannot_upload_no_version_appears(server, tmp_path):
     def inside(index):
         return ("env", "AWS_ENDPOINT_URL=http://127.0.0.1:9") if index == 1 else ()
 
-    with Publishers(tmp_path / "run", 2, store=URL, inside=inside) as run:
+    with Publishers(tmp_path / "run", 2, **SLOW, inside=inside) as run:
         run.ask(0.05)
         error = run.answer()["error"]
         assert "process 1: " in error
