@@ -180,6 +180,11 @@ def on_host(tree: Any) -> Any:
     return moved
 
 
+def is_on_host(tree: Any) -> bool:
+    """Whether arrays of ``tree`` are in ``HOST_MEMORY``."""
+    return any(leaf.sharding.memory_kind == HOST_MEMORY for leaf in jax.tree.leaves(tree))
+
+
 def on_devices(tree: Any, dtype: Any = None) -> Any:
     """The arrays as computations need them: of those in ``HOST_MEMORY`` a copy on the devices, in ``dtype`` if given.
 

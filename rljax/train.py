@@ -37,7 +37,6 @@ from rljax.report.summary import format_summary, summarize, write_summary
 from rljax.rollout.build import check_engine
 from rljax.run.build import (
     build,
-    check_offload,
     load_problems,
     make_acts,
     make_checkpointer,
@@ -57,6 +56,7 @@ from rljax.run.loop import train
 from rljax.run.record import Recorder
 from rljax.run.stop import StopRequest
 from rljax.run.uploads import start_from_store, uploading
+from rljax.run.weights import check_offload
 from rljax.sharding import make_mesh
 
 BEGIN = "begin"

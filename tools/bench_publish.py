@@ -3,6 +3,7 @@
 Each round does everything once in turn: the version as a delta, the same version dense, and a plain copy of as many
 bytes from memory to memory. Rounds of one size share a machine's state, so that their ratios mean something.
 The time on a link is not measured here: it is the bytes over the link's rate, and stands beside what was measured.
+Beside the seconds are those of the processor, of all threads: other programs on the machine change them less.
 
     python tools/bench_publish.py                                # a table
     python tools/bench_publish.py --output benchmarks/publish.json
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     needed, room = 6e9 * max(options.gigabytes), shutil.disk_usage(options.directory).free
     if needed > room:
         raise ConfigError(f"{options.directory} has {room / 1e9:.1f} GB of room; {needed / 1e9:.1f} GB are needed")
-    cases = []
+    cases, load = [], os.getloadavg()[0]
     with (
         tempfile.TemporaryDirectory(dir=options.directory) as directory,
         tqdm(total=len(options.gigabytes) * len(options.changed) * options.rounds, disable=None) as progress,
@@ -69,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
     print(table(cases))
     if options.output:
         machine = {"hardware": f"{processor()}, {os.cpu_count()} cores", "python": platform.python_version()}
+        machine["load before and after"] = f"{load:.1f}, {os.getloadavg()[0]:.1f}"
         command = f"python tools/bench_publish.py {' '.join(argv)}".strip()
         options.output.write_text(json.dumps({"command": command, **machine, "cases": cases}, indent=2) + "\n")
     return 0
@@ -98,7 +100,7 @@ def changed(tensors: Tensors, share: float, rng: np.random.Generator) -> Tensors
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str, directory: Path, size: float) -> Iterator[None]:
-    """Takes the time of what is within it, after ``size`` GB of the directory's memory were in use.
+    """Takes the time of what is within it, and the processor's, after ``size`` GB of the directory were in use.
 
     A virtual machine gives free memory back to its host, and gets it again far more slowly than a file is copied.
     """
@@ -106,9 +108,10 @@ def timed(seconds: dict[str, float], name: str, directory: Path, size: float) ->
         for _ in range(math.ceil(size * 1e9 / 2**26)):
             file.write(bytes(2**26))
     (directory / "warm").unlink()
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     yield
     seconds[name] = time.perf_counter() - began
+    seconds[name.removesuffix("_s") + "_cpu_s"] = time.process_time() - cpu
 
 
 def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
@@ -180,6 +183,7 @@ def summary(size: float, share: float, rounds: Sequence[dict[str, float]]) -> di
     case["pull_dense_unchecked_s"] = case["pull_dense_s"] - case["pull_dense_checks_s"]
     case["pull_dense_unchecked_over_plain_copy"] = case["pull_dense_unchecked_s"] / case["plain_copy_s"]
     case["pull_dense_over_plain_copy"] = case["pull_dense_s"] / case["plain_copy_s"]
+    case["pull_dense_cpu_over_plain_copy"] = case["pull_dense_cpu_s"] / case["plain_copy_cpu_s"]
     case["dense_on_1_gbit_s"] = case["dense_bytes"] / GIGABIT
     dense = case["write_dense_s"] + case["dense_on_1_gbit_s"] + case["pull_dense_s"]
     if "delta_bytes" in case:
@@ -195,7 +199,7 @@ def summary(size: float, share: float, rounds: Sequence[dict[str, float]]) -> di
 
 def table(cases: Sequence[dict[str, float]]) -> str:
     delta, dense = "delta/dense bytes  encode   write    pull  checks", "dense: write    pull  checks    rest"
-    lines = [f"   GB  changed  {delta} | {dense} |   copy | delta/dense at 1 Gbit/s"]
+    lines = [f"   GB  changed  {delta} | {dense} |   copy | delta/dense at 1 Gbit/s | pull/copy: time    CPU"]
     for case in cases:
         shown = [f"{case['gigabytes']:5.2f} {case['changed']:8.3f}"]
         if "delta_bytes" in case:
@@ -207,6 +211,8 @@ def table(cases: Sequence[dict[str, float]]) -> str:
         names = ("write_dense_s", "pull_dense_s", "pull_dense_checks_s", "pull_dense_unchecked_s")
         shown.append("|" + "".join(f"{case[name]:8.2f}" for name in names).rjust(36))
         shown.append(f"| {case['plain_copy_s']:6.2f} | {case.get('delta_over_dense_at_1_gbit', 1.0):8.3f}")
+        over = case["pull_dense_over_plain_copy"], case["pull_dense_cpu_over_plain_copy"]
+        shown.append("".join(f"{ratio:7.2f}" for ratio in over).rjust(41))
         lines.append(" ".join(shown))
     return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 # Runs the recipes of docs/schedule.md and the exporters of docs/compare.md in the packages they are for, on a CPU, and
 # writes what came of it into the table of docs/peers.md.
 #
-#   bash tools/test_peers.sh [peft] [tunix] [skyrl_tx] [trl] [verl] [easydel]          (default: all of them)
+#   bash tools/test_peers.sh [peft] [tunix] [skyrl_tx] [trl] [verl] [easydel] [maxtext]          (default: all of them)
 #
 # Each package gets a virtual environment of its own in $RLJAX_PEERS (default .venv-peers), 2 to 6 GB each.
 # RLJAX_PEERS_PYTHON: the interpreter (default python3.12).
@@ -20,11 +20,12 @@ packages() {
     trl) echo "trl==1.16.0 transformers==5.23.0 torch .[train]" ;;
     verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools fastapi uvicorn ." ;; # the last three undeclared
     easydel) echo "easydel==0.3.0 pillow torch ." ;; # likewise
+    maxtext) echo "maxtext==0.2.5 jax flax optax ." ;; # its extras for TPUs and CUDA alone declare what it needs
     *) echo "unknown package $1" >&2; return 2 ;;
   esac
 }
 
-[ $# -gt 0 ] || set -- peft tunix skyrl_tx trl verl easydel
+[ $# -gt 0 ] || set -- peft tunix skyrl_tx trl verl easydel maxtext
 status=0
 for name in "$@"; do
   wanted=$(packages "$name")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Whole runs whose checkpoints, and versions of weights that, are kept in a real S3 server on this machine (marker
-# store). About four minutes.
+# store), by one process and by several. About eight minutes.
 #
 #   bash tools/test_store.sh [pytest arguments]
 #
@@ -14,4 +14,4 @@ venv="${RLJAX_STORE_VENV:-.venv-store}"
 own_environment "$venv" -e '.[train]' 'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3' \
   'fsspec>=2025.3' 's3fs>=2025.3' 'moto[s3]>=5.1,<6' 'flask>=3,<4' 'flask-cors>=5,<7'
 PYTHONPATH=. exec "$venv/bin/python" -m pytest -p no:cacheprovider -m store --durations=5 \
-  tests/run/test_store_s3.py tests/rollout/test_weights_s3.py "$@"
+  tests/run/test_store_s3.py tests/rollout/test_weights_s3.py tests/processes/test_store_parts.py "$@"

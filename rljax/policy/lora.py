@@ -23,7 +23,7 @@ from rljax.checks import check_at_least
 from rljax.policy.config import PolicyConfig
 from rljax.policy.layers import Stored
 from rljax.policy.model import Params, abstract_params, cast_params, logical_axes, param_shardings, stored_tensors
-from rljax.sharding import named_sharding
+from rljax.sharding import is_on_host, named_sharding, on_devices, on_host
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a block that may get an adapter."""
@@ -259,8 +259,9 @@ def adapter_gradients(adapters: Params, gradients: Params, config: PolicyConfig,
 class MergedPolicy:
     """The policy of adapters on a frozen base: ``merged(adapters)``, by one executable for trainer and engines.
 
-    The result for the newest adapters is kept until it is asked for others. Leaves without adapters are those of the
-    base itself, not copies.
+    The result for the newest adapters is kept until it is asked for others. It lies where the adapters do, on the
+    devices or in the host's memory (``sharding.on_host``). Leaves without adapters are those of the base itself, and
+    copies only where the base is in the host's memory and the adapters are not.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ class MergedPolicy:
           config: shape of the policy.
           lora: of the adapters.
           mesh: the trainer's.
-          base: the frozen policy in ``dtype``, on the mesh.
+          base: the frozen policy in ``dtype``, on the mesh; in the host's memory where adapters are to be there, too.
           dtype: that the weights are rounded to.
           as_float32: give the rounded weights in float32, for an executable that takes masters.
         """
@@ -294,7 +295,9 @@ class MergedPolicy:
         if self._newest is None or self._newest[0] is not adapters:
             self._newest = None  # the one before is not kept beside it
             with jax.set_mesh(self._mesh):
-                merged = with_targets(self.base, self._merge(self._targets, adapters))
+                targets = self._merge(on_devices(self._targets), on_devices(adapters))
+            move = on_host if is_on_host(adapters) else on_devices
+            merged = move(with_targets(self.base, targets))
             # A second executable: inside one XLA may drop a pair of casts.
             self._newest = adapters, cast_params(merged, jnp.float32) if self._as_float32 else merged
         return self._newest[1]

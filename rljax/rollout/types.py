@@ -215,9 +215,9 @@ class RolloutConfig:
     """Whether the vLLM servers are on the trainer's own devices: after sampling they sleep, which gives the memory of
     weights and caches back, and for sampling they wake, load the weights and are verified."""
     offload_state: bool = True
-    """With ``colocated``: whether the trainer's masters and moments are in the host's memory from one update to the
-    next, so that the servers have the devices' memory. Each process keeps its shards, and up to twice their bytes for a
-    moment. Adapters and their moments, which are small, stay."""
+    """With ``colocated``: whether all that the trainer keeps is in the host's memory from one update to the next, so
+    that the servers have the devices' memory: masters or adapters, moments, the weights under adapters and with them,
+    and a reference policy. Each process keeps its shards, and of the state up to twice their bytes for a moment."""
     server_wait_s: float = 900.0
     """Longest time the run waits while no server answers (seconds)."""
     seeded: bool = True

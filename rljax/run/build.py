@@ -43,8 +43,8 @@ from rljax.run.progress import Progress
 from rljax.run.rate import make_rate_controller
 from rljax.run.sampling import sample_batch
 from rljax.run.stop import StopRequest
-from rljax.run.weights import initial_params, load_merged, load_reference
-from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
+from rljax.run.weights import initial_params, is_offloaded, load_merged, load_reference
+from rljax.sharding import on_host
 from rljax.trainer.behaviour import SplitUpdate, copy_of
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.objective import Objective
@@ -273,21 +273,6 @@ def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
     if is_offloaded(config):
         update = OffloadedUpdate(update)
     return Trainer(update, (lambda params: params) if merged is None else merged, prints)
-
-
-def is_offloaded(config: Config) -> bool:
-    """Whether the trainer's state is in the host's memory between updates; adapters, which are small, never are."""
-    return config.rollout.colocated and config.rollout.offload_state and not config.lora.rank
-
-
-def check_offload(config: Config, mesh: Mesh) -> None:
-    """Raises ValueError where the state is to be in a memory of the host that the devices do not know."""
-    if is_offloaded(config) and not has_host_memory(mesh):
-        kind = mesh.local_devices[0].platform
-        raise ValueError(
-            f"rollout.offload_state needs the memory kind {HOST_MEMORY}, which the devices ({kind}) do not have: give "
-            "false"
-        )
 
 
 def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:

@@ -18,9 +18,10 @@ from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
 from rljax.policy.lora import LoraConfig, abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
-from rljax.run.build import batch_shape, is_offloaded, kept_versions, makes_several_updates
+from rljax.run.build import batch_shape, kept_versions, makes_several_updates
 from rljax.run.config import Config
 from rljax.run.memory_plan import working_bytes
+from rljax.run.weights import is_offloaded
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
 from rljax.trainer.state import abstract_state, make_optimizer
 
@@ -213,9 +214,10 @@ def describe_sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> Line
     of_state = [sizes[name][1] for name in ("masters", "adapters", "moments") if name in sizes]
     frozen = ("base", "merged", "policy")  # weights under adapters, those merged, a reference
     others = sum(part for name, (_, part) in sizes.items() if name.endswith(frozen))
-    kept, freed = (0, sum(of_state)) if is_offloaded(config) else (sum(of_state), 0)
-    waits = f"; {in_units(freed)} of state wait in the host's memory" if freed else ""
-    return {"while servers sample": f"{in_units(kept + others)} of the trainer on each device{waits}"}
+    if not is_offloaded(config):
+        return {"while servers sample": f"{in_units(sum(of_state) + others)} of the trainer on each device"}
+    waiting = f"{in_units(sum(of_state))} of state" + (f" and {in_units(others)} of weights" if others else "")
+    return {"while servers sample": f"0 B of the trainer on each device; {waiting} wait in the host's memory"}
 
 
 def describe_adapters(lora: LoraConfig, policy: PolicyConfig) -> str:

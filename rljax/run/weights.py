@@ -14,10 +14,28 @@ from rljax.policy.lora import MergedPolicy, adapter_shardings, init_adapters
 from rljax.policy.model import Params, param_shardings
 from rljax.policy.peft import load_adapters
 from rljax.run.config import Config
+from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
+
+
+def is_offloaded(config: Config) -> bool:
+    """Whether what the trainer keeps is in the host's memory between updates: its state, and frozen weights."""
+    return config.rollout.colocated and config.rollout.offload_state
+
+
+def check_offload(config: Config, mesh: Mesh) -> None:
+    """Raises ValueError where the state is to be in a memory of the host that the devices do not know."""
+    if is_offloaded(config) and not has_host_memory(mesh):
+        kind = mesh.local_devices[0].platform
+        raise ValueError(
+            f"rollout.offload_state needs the memory kind {HOST_MEMORY}, which the devices ({kind}) do not have: give "
+            "false"
+        )
 
 
 def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolicy | None:
     """The policy that adapters make on the model of the run, which is read here; None without adapters.
+
+    The model lies where ``is_offloaded`` says, as do the weights of ``load_reference``.
 
     Raises:
       OSError, ValueError: the model cannot be read.
@@ -26,6 +44,7 @@ def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolic
     if not lora.rank:
         return None
     base = load_params(config.model.path, policy, param_shardings(policy, mesh), dtype)
+    base = on_host(base) if is_offloaded(config) else base
     return MergedPolicy(policy, lora, mesh, base, dtype, as_float32=config.rollout.engine == "exact")
 
 
@@ -58,6 +77,8 @@ def load_reference(
     """
     if config.loss.kl == "none":
         return None
-    if merged is not None:
-        return merged(initial_params(config, policy, mesh)) if config.lora.adapter else merged.frozen()
-    return load_params(config.model.path, policy, param_shardings(policy, mesh))
+    if merged is not None and not config.lora.adapter:
+        return merged.frozen()
+    params = initial_params(config, policy, mesh)
+    params = on_host(params) if is_offloaded(config) else params
+    return params if merged is None else merged(params)

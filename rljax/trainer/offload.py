@@ -16,6 +16,8 @@ from rljax.trainer.update import Update, Updated, UpdateOptions
 class OffloadedUpdate:
     """Update of a state that lies in the host's memory (``sharding.on_host``) before it and after it.
 
+    Frozen weights that lie there, too (those under adapters, a reference policy), are copied by who reads them.
+
     What an update that fails was given is whole: the devices had a copy of it.
     """
 

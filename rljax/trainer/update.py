@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from rljax.policy.model import Params
-from rljax.sharding import fetch
+from rljax.sharding import fetch, on_devices
 from rljax.trainer.packing import PackedBatch, TrainSequence, unpack, unpack_routes
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
@@ -69,9 +69,11 @@ class Update(Protocol):
 def reference_logprobs(forward: Forward, params: Params, batch: PackedBatch) -> np.ndarray:
     """Float32 [m, b, t]: what the frozen ``params`` give the response tokens of ``batch``, 0 elsewhere.
 
-    Routes of the policy that is trained are not replayed in it.
+    Routes of the policy that is trained are not replayed in it. Of ``params`` in the host's memory there is a copy on
+    the devices until it returns.
     """
-    return np.where(batch.response_mask, fetch(forward(params, batch._replace(routes=None))[1]), np.float32(0.0))
+    logprobs = fetch(forward(on_devices(params), batch._replace(routes=None))[1])
+    return np.where(batch.response_mask, logprobs, np.float32(0.0))
 
 
 FREE_ROUTING = ("log_ppl_abs_diff", "logprob_abs_diff_mean", "k3_kl")

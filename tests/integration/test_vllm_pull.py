@@ -3,6 +3,8 @@
 import contextlib
 import json
 import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from test_vllm_sabotage import OTHER_BITS, adamw_step, check_use, rpc
+from toy_runs import ROOT
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.types import PublishConfig, SamplingParams
@@ -54,6 +57,35 @@ def assert_bits(engine, served, params) -> None:
     wanted = dict(served.model.tensors(served.dtype)(params))
     assert sorted(found) == sorted(wanted)
     assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+
+
+def recounted(engine, served):
+    """Exit status and output of the program of examples/ that recounts what the server's workers loaded."""
+    words = [sys.executable, str(ROOT / "examples/recount_weights.py"), str(engine._files.root), served.url]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_a_program_without_the_package_recounts_what_the_server_holds(bfloat16, pulling, tmp_path):
+    engine = pulling(bfloat16, "directory", transfer_dir=str(tmp_path))
+    params = bfloat16.model.params
+    for version in range(1, 3):
+        params = adamw_step(params, seed=version)
+        engine.publish(params, version)
+        status, said = recounted(engine, bfloat16)
+        assert status == 0, said
+        assert "24 tensors, " in said
+        assert "1 workers; 0 differ" in said
+    rpc(bfloat16, "sabotage_load", "skip", "model.layers.1.mlp.down_proj.weight")
+    try:
+        with pytest.raises(VerificationError, match=OTHER_BITS):
+            engine.publish(adamw_step(params, seed=3), 3)
+    finally:
+        rpc(bfloat16, "sabotage_load", "off", "")
+    status, said = recounted(engine, bfloat16)
+    assert status == 1
+    assert said.splitlines()[-2].endswith("; 1 differ")
+    assert said.splitlines()[-1] == "model.layers.1.mlp.down_proj.weight"
 
 
 def flip(mirror, name) -> None:

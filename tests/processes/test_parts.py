@@ -39,14 +39,23 @@ ANSWER_S = 240
 class Publishers:
     """``count`` processes of ``publishing_processes``; a context manager that leaves none of them."""
 
-    def __init__(self, root, count, store="http", host="127.0.0.1", coordinator="127.0.0.1", inside=lambda index: ()):
+    def __init__(
+        self,
+        root,
+        count,
+        store="http",
+        host="127.0.0.1",
+        coordinator="127.0.0.1",
+        inside=lambda index: (),
+        heartbeat_s=10.0,
+    ):
         self.root, self.count, self.answered = root, count, 0
         root.mkdir(exist_ok=True)
         share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // count}"
         address, program = f"{coordinator}:{free_port()}", str(ROOT / "tests/support/publishing_processes.py")
         self.processes = []
         for index in range(count):
-            words = [sys.executable, program, str(index), str(count), address, store, host, str(root)]
+            words = [sys.executable, program, str(index), str(count), address, store, host, str(root), str(heartbeat_s)]
             with open(root / f"said.{index}", "wb") as said:
                 self.processes.append(
                     subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Runs whose state is in the host's memory between updates: the same bits, and nothing of it on the devices."""
+"""Runs of which everything is in the host's memory between updates: the same bits, and nothing on the devices."""
 
 import contextlib
 import dataclasses
@@ -11,27 +11,33 @@ import pytest
 from scripted_engine import ScriptedEngine
 from toy_runs import TOY_BASE
 
+from rljax.algorithms.losses import LossConfig
 from rljax.data.prompts import DataConfig
 from rljax.data.toy import build_tokenizer, policy_config
+from rljax.policy.hf_config import read_config
+from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, init_adapters
 from rljax.policy.model import abstract_params
+from rljax.policy.peft import save_adapters
 from rljax.rollout.build import policy_functions
 from rljax.rollout.types import RolloutConfig
-from rljax.run.build import build, check_offload, load_problems, starting_point
+from rljax.run.build import build, load_problems, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.dry_run import dry_run
 from rljax.run.loop import train
+from rljax.run.weights import check_offload
 from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
 from rljax.trainer.state import OptimizerConfig
-from rljax.trainer.step import PrecisionConfig
+from rljax.trainer.step import PrecisionConfig, TrainStep
 
 TOKENIZER, POLICY, MESH = build_tokenizer(), policy_config(), make_mesh(MeshConfig(1, 1))
+COUNT = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(POLICY)))
 PROBES = [np.arange(1, 9, dtype=np.int32), np.arange(3, 8, dtype=np.int32)]
 
 
-def settings(directory, *, offload, steps=3, **lora):
-    config = Config(
+def settings(directory, *, offload, steps=3, kl="none", lora=OFF):
+    return Config(
         run=RunConfig(dir=str(directory), steps=steps),
         model=ModelConfig(path=str(TOY_BASE)),
         data=DataConfig(batch_size=2, max_prompt_tokens=8),
@@ -48,10 +54,11 @@ def settings(directory, *, offload, steps=3, **lora):
         packing=PackingConfig(row_tokens=16, rows_per_micro_batch=2),
         mesh=MeshConfig(1, 1),
         optimizer=OptimizerConfig(learning_rate=1e-3),
+        loss=LossConfig(kl=kl, kl_coefficient=0.0 if kl == "none" else 0.1),
+        lora=lora,
         eval=EvalConfig(every=0),
         checkpoint=CheckpointConfig(every=1),
     )
-    return dataclasses.replace(config, lora=dataclasses.replace(config.lora, **lora))
 
 
 def on_the_devices():
@@ -112,9 +119,50 @@ def state_bytes(state):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
+def on_devices_only(compute):
+    """``compute``, which fails where an array of its arguments is in the host's memory: a CPU would compute from it."""
+
+    def checked(*arguments, **options):
+        arrays = [leaf for leaf in jax.tree.leaves((arguments, options)) if isinstance(leaf, jax.Array)]
+        assert not [array.shape for array in arrays if array.sharding.memory_kind == HOST_MEMORY]
+        return compute(*arguments, **options)
+
+    return checked
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """What the trainer computes, it computes from the devices' memory."""
+    for name in ("__call__", "forward"):
+        monkeypatch.setattr(TrainStep, name, on_devices_only(getattr(TrainStep, name)))
+    make = MergedPolicy.__init__
+
+    def made(self, *arguments, **options):
+        make(self, *arguments, **options)
+        self._merge = on_devices_only(self._merge)
+
+    monkeypatch.setattr(MergedPolicy, "__init__", made)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Directory of adapters whose product is not zero."""
+    path, shape, lora = tmp_path_factory.mktemp("adapters"), read_config(TOY_BASE), LoraConfig(rank=2)
+    moved = jax.tree.map(lambda leaf: leaf + 0.01, init_adapters(shape, lora, 5))
+    save_adapters(path, moved, shape, lora, TOY_BASE)
+    return str(path)
+
+
 @pytest.mark.slow
-def test_steps_are_bit_for_bit_those_of_a_state_that_stays(go):
-    stays, moves = go("stays", offload=False), go("moves", offload=True)
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize(
+    ("kl", "rank", "from_adapters"),
+    [("none", 0, False), ("k3", 0, False), ("none", 2, False), ("k3", 2, False), ("k3", 2, True)],
+    ids=["weights", "weights, reference", "adapters", "adapters, reference", "adapters from a file, reference"],
+)
+def test_steps_are_bit_for_bit_those_of_what_stays(go, adapters, kl, rank, from_adapters):
+    options = {"kl": kl, "lora": LoraConfig(rank=rank, adapter=adapters if from_adapters else None)}
+    stays, moves = go("stays", offload=False, **options), go("moves", offload=True, **options)
     assert_equal_states(stays.state, moves.state)
     assert stays.engine.results == moves.engine.results
     assert len(moves.engine.results) == 4
@@ -126,9 +174,9 @@ def test_steps_are_bit_for_bit_those_of_a_state_that_stays(go):
             k: v for k, v in other.items() if not k.startswith(clock)
         }
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(moves.state)} == {HOST_MEMORY}
-    size = state_bytes(moves.state)
-    assert min(stays.engine.seen) >= size
-    assert max(moves.engine.seen) < size / 100, "of the state something is on the devices while the engine samples"
+    kept = min(stays.engine.seen)
+    assert kept >= state_bytes(moves.state) + (4 * COUNT if rank or kl != "none" else 0)
+    assert max(moves.engine.seen) < kept / 100, "something of the trainer is on the devices while the engine samples"
 
 
 @pytest.mark.slow
@@ -169,13 +217,6 @@ def test_what_an_update_that_fails_was_given_is_saved(go, capsys):
     assert_equal_states(again.state, whole.state)
 
 
-@pytest.mark.slow
-def test_adapters_stay(go):
-    run = go("adapters", offload=True, rank=2)
-    assert "time/offload_s" not in run.rows[0]
-    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(run.state)} == {"device"}
-
-
 def test_devices_without_such_memory_are_refused_in_one_line(tmp_path):
     device = types.SimpleNamespace(addressable_memories=list, platform="metal")
     mesh = types.SimpleNamespace(local_devices=[device])
@@ -190,10 +231,12 @@ def test_the_dry_run_says_what_servers_find_beside_them(tmp_path):
         (line,) = [line for line in dry_run(settings(tmp_path, **options)).splitlines() if "while servers" in line]
         return line.removeprefix("while servers sample").strip()
 
-    count = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(POLICY)))
-    state = f"{12 * count / 1024**2:.2f} MiB"
+    state = f"{12 * COUNT / 1024**2:.2f} MiB"
     assert said(offload=True) == f"0 B of the trainer on each device; {state} of state wait in the host's memory"
     assert said(offload=False) == f"{state} of the trainer on each device"
+    both, reference = f"{16 * COUNT / 1024**2:.2f} MiB", f"{4 * COUNT / 1024:.2f} KiB of weights"
+    assert said(offload=False, kl="k3") == f"{both} of the trainer on each device"
+    assert said(offload=True, kl="k3").endswith(f"; {state} of state and {reference} wait in the host's memory")
     config = settings(tmp_path, offload=True)
     plain = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, colocated=False))
     assert "while servers sample" not in dry_run(plain)

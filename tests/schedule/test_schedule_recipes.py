@@ -1,6 +1,6 @@
 """The recipes of docs/schedule.md, run as they stand against optimizers built as those projects build them.
 
-``tests/peers`` runs the recipes for tunix, SkyRL tx and EasyDeL in those packages.
+``tests/peers`` runs the recipes for tunix, SkyRL tx, EasyDeL and MaxText in those packages.
 """
 
 from types import SimpleNamespace

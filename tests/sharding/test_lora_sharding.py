@@ -1,14 +1,16 @@
 """The step on adapters on meshes of several shapes: the same gradients, and adapters that lie as their weights do."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_step_sharding import CONFIG, CORRECTION, COUNT, LOSS, batch, gradient_keeper, shape
 
-from rljax.policy.lora import LoraConfig, MergedPolicy, abstract_adapters
+from rljax.policy.lora import LoraConfig, MergedPolicy, abstract_adapters, adapter_shardings
 from rljax.policy.model import cast_params, init_params, param_shardings
-from rljax.sharding import MeshConfig, make_mesh
+from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh, on_devices, on_host
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.state import create_state
@@ -72,3 +74,33 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, sing
         if name != "optimizer/grad_noise":
             np.testing.assert_allclose(value, expected_metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(jax.device_get(logprobs), expected_logprobs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [MeshConfig(8, 1), MeshConfig(2, 2, replica=2)])
+def test_a_policy_of_the_hosts_memory_is_merged_to_the_same_bits_and_leaves_nothing_on_the_devices(sizes):
+    mesh, rng = make_mesh(sizes), np.random.default_rng(2)
+    place = jax.jit(
+        lambda: cast_params(init_params(CONFIG, 0), "bfloat16"), out_shardings=param_shardings(CONFIG, mesh)
+    )
+    shardings = adapter_shardings(CONFIG, LORA, mesh)
+    adapters = jax.tree.map(
+        lambda leaf, where: jax.device_put(0.2 * rng.normal(size=leaf.shape).astype(np.float32), where),
+        abstract_adapters(CONFIG, LORA),
+        shardings,
+    )
+    expected = jax.device_get(MergedPolicy(CONFIG, LORA, mesh, place(), "bfloat16")(adapters))
+    merged = MergedPolicy(CONFIG, LORA, mesh, on_host(place()), "bfloat16")
+    waiting = on_host(adapters)
+    gc.collect()
+    before = {id(array) for array in jax.live_arrays()}
+    for given, memory in ((waiting, HOST_MEMORY), (on_devices(waiting), "device"), (waiting, HOST_MEMORY)):
+        weights = merged(given)
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(weights)} == {memory}
+        for found, wanted in zip(jax.tree.leaves(weights), jax.tree.leaves(expected), strict=True):
+            assert np.asarray(found).tobytes() == wanted.tobytes()
+        for leaf, where in zip(jax.tree.leaves(weights), jax.tree.leaves(param_shardings(CONFIG, mesh)), strict=True):
+            assert leaf.sharding.is_equivalent_to(where.with_memory_kind(memory), leaf.ndim)
+    del given, weights
+    gc.collect()
+    left = [array for array in jax.live_arrays() if id(array) not in before]
+    assert {array.sharding.memory_kind for array in left} == {HOST_MEMORY}

@@ -1,6 +1,6 @@
 """Processes of one run that do nothing but publish, each with a directory of its own; process 0 does as it is told.
 
-    python publishing_processes.py INDEX COUNT COORDINATOR STORE HOST DIRECTORY
+    python publishing_processes.py INDEX COUNT COORDINATOR STORE HOST DIRECTORY HEARTBEAT_S
 
 Each line on the standard input of process 0 is the share of the parameters to change before the next version. It
 answers with DIRECTORY/answers/NUMBER.json: where the version is, or why there is none. Beside what is published the
@@ -45,12 +45,12 @@ def moved(params, key, share):
     )
 
 
-def main(index, count, coordinator, store, host, directory):
+def main(index, count, coordinator, store, host, directory, heartbeat_s):
     """One process."""
     root = Path(directory)
     publish = PublishConfig(store=store, host=host, anchor_every=3)
     rollout = RolloutConfig(transfer_dir=str(root / f"process_{index}"))
-    with start_processes(ProcessOptions(count, index, coordinator, heartbeat_s=10.0)) as processes:
+    with start_processes(ProcessOptions(count, index, coordinator, heartbeat_s=float(heartbeat_s))) as processes:
         policy = read_config(MODEL)
         mesh = make_mesh(MeshConfig())
         params = load_params(MODEL, policy, param_shardings(policy, mesh))

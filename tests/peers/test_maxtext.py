@@ -1,0 +1,74 @@
+"""The recipe of docs/schedule.md for MaxText, around the optimizer that its own ``get_optimizer`` builds."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.training.train_state import TrainState
+from pages import run_block
+from surging import LENGTHS, RATES, early_controller
+
+from rljax import schedule
+from rljax.schedule import get_learning_rate
+
+pytest.importorskip("maxtext")
+# What it imports for Muon alone imports every model of MaxText, and with them packages for TPUs and GPUs.
+for name, function in (
+    ("muon_utils", "get_muon_weight_dimension_numbers"),
+    ("maxtext_muon_utils", "get_maxtext_muon_weight_dimension_numbers"),
+):
+    left_out = ModuleType(f"maxtext.utils.{name}")
+    setattr(left_out, function, None)
+    sys.modules[left_out.__name__] = left_out
+
+get_optimizer = pytest.importorskip("maxtext.optimizers.optimizers").get_optimizer
+
+STEPS = 60
+
+
+def config(**more):
+    """The fields of a configuration that ``get_optimizer`` reads."""
+    adam = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "eps_root": 0.0, "weight_decay": 0.0}
+    fields = {"learning_rate": 1e-6, "mu_dtype": jnp.float32, "decoder_block": None}
+    return SimpleNamespace(**fields, **{f"adam_{name}": value for name, value in adam.items()}, **more)
+
+
+@pytest.mark.parametrize("trained", [[], ["kernel"]], ids=["all parameters", "some are frozen"])
+@pytest.mark.parametrize("kind", ["adamw", "adam_pax", "sgd"])
+def test_the_rate_follows_the_lengths(kind, trained):
+    params, lengths = {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}, iter(LENGTHS)
+    rates, moves = [], []
+
+    @jax.jit
+    def step(state, x):
+        # A loss that is linear in every parameter: equal gradients, by which Adam moves each of them by the rate.
+        grads = jax.grad(lambda p: (x @ p["kernel"] + p["bias"][None]).sum())(state.params)
+        updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
+        moved = {name: -updates[name] / (grads[name] if kind == "sgd" else 1.0) for name in updates}
+        return state.replace(opt_state=opt_state), {name: value.mean() for name, value in moved.items()}
+
+    def train_step(state, batch):
+        state, moved = step(state, batch)
+        rates.append(get_learning_rate(state.opt_state))
+        moves.append(jax.device_get(moved))
+        return state
+
+    run_block(
+        "schedule.md",
+        "# MaxText",
+        inject_learning_rate=schedule.inject_learning_rate,
+        set_learning_rate=schedule.set_learning_rate,
+        LengthTriggeredLR=early_controller,
+        config=config(opt_type=kind, trainable_parameters_mask=trained),
+        get_optimizer=get_optimizer,
+        make_train_state=lambda tx: TrainState.create(apply_fn=None, params=params, tx=tx),
+        train_step=train_step,
+        mean_length=lambda: next(lengths),
+        batches=[jnp.ones((3, 4))] * STEPS,
+    )
+    np.testing.assert_array_equal(rates, RATES[:STEPS])
+    np.testing.assert_allclose([moved["kernel"] for moved in moves], RATES[:STEPS], rtol=1e-4)
+    np.testing.assert_allclose([moved["bias"] for moved in moves], 0.0 if trained else RATES[:STEPS], rtol=1e-4)

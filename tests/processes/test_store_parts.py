@@ -1,0 +1,99 @@
+"""Real processes that upload the shards that they hold to a real S3 server (tools/test_store.sh)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_parts import Publishers, assert_holds, take
+from toy_runs import ROOT
+
+from rljax.rollout.weights.mirror import DamagedError, Mirror
+
+URL = "s3://runs/team/weights"
+SLOW = {"store": URL, "heartbeat_s": 120.0}  # nothing is killed here, and a busy machine lets a process wait
+pytestmark = [pytest.mark.store, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def server(monkeypatch):
+    from s3_server import S3Server
+
+    server = S3Server()
+    for name, value in server.settings.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.stop()
+
+
+def bucket():
+    import fsspec
+
+    return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+
+
+def listed(folder):
+    """Name -> bytes of what is in a folder of the bucket."""
+    return {it["name"].rpartition("/")[2]: it["size"] for it in bucket().find(folder, detail=True).values()}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_each_process_uploads_is_pulled_bit_for_bit(server, count, tmp_path):
+    mirror = Mirror(tmp_path / "mirror")
+    with Publishers(tmp_path / "run", count, **SLOW) as run:
+        for number in range(5):
+            told = run.publish()
+            assert told["source"].startswith(f"{URL}/")
+            name = Path(told["path"]).name
+            # Another process of the same machine pulls: what this one remembers of the bucket cannot help it.
+            words = [sys.executable, "-m", "rljax.rollout.weights.pull", told["source"], name, str(mirror.root)]
+            done = json.loads(subprocess.run(words, check=True, cwd=ROOT, timeout=120, capture_output=True).stdout)
+            assert (done["dense"], done["deltas"], done["repaired"]) == (number == 0, int(number > 0), "")
+            assert_holds(mirror, run.truth(number))
+            version = json.loads(bucket().cat_file(f"{told['source']}/{name}/version.json"))
+            there = listed(f"{told['source']}/{name}")
+            there.pop("version.json")
+            assert there == {file: it["bytes"] for file, it in version["files"].items()}
+            assert {file.split("-")[0] for file in there} == {str(index) for index in range(count)}
+            assert not any("at" in it for it in version["files"].values())
+        kept = {path.rpartition("/")[2] for path in bucket().ls(told["source"], detail=False)}
+        assert kept == {f"v{number:08d}-{number + 1}" for number in (3, 4)} | {"owner.json"} & kept
+        late = Mirror(tmp_path / "late")
+        assert (take(told, late).dense, late.state.tag) == (True, mirror.state.tag)
+        assert_holds(late, run.truth(4))
+        assert not list((tmp_path / "run").glob("process_*/*/**/*.safetensors"))
+        assert run.end() == [0] * count, run.said()
+    assert bucket().find(URL) == []
+    assert not list((tmp_path / "run").glob("process_*/*"))
+
+
+def test_a_damaged_object_of_one_process_is_refused_until_an_anchor(server, tmp_path):
+    mirror = Mirror(tmp_path / "mirror")
+    with Publishers(tmp_path / "run", 2, **SLOW) as run:
+        take(run.publish(), mirror)
+        told = run.publish()
+        name = f"{told['source']}/{Path(told['path']).name}/1-delta.safetensors"
+        content = bytearray(bucket().cat_file(name))
+        content[len(content) * 7 // 8] ^= 1
+        bucket().pipe_file(name, bytes(content))
+        with pytest.raises(DamagedError, match=r"/1-delta\.safetensors has not the checksum that its version says"):
+            take(told, mirror)
+        run.publish()
+        assert take(run.publish(), mirror).dense
+        assert_holds(mirror, run.truth(3))
+        assert run.end() == [0, 0], run.said()
+
+
+def test_where_one_process_cannot_upload_no_version_appears(server, tmp_path):
+    def inside(index):
+        return ("env", "AWS_ENDPOINT_URL=http://127.0.0.1:9") if index == 1 else ()
+
+    with Publishers(tmp_path / "run", 2, **SLOW, inside=inside) as run:
+        run.ask(0.05)
+        error = run.answer()["error"]
+        assert "process 1: " in error
+        assert "cannot be written" in error
+        assert not [path for path in bucket().find(URL) if path.endswith("version.json")]
+        assert run.end() == [0, 0], run.said()
+    assert bucket().find(URL) == []
