@@ -11,10 +11,11 @@ weights, and no noise. The memory is that of the rollout dtype, because matrices
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +191,59 @@ def _decode(
     return (*found, of_prompts, *routes) if with_routes else found
 
 
+class Programs(NamedTuple):
+    """The jitted functions of an engine.
+
+    Attributes:
+      cast: parameters -> their copies in the rollout dtype.
+      quantize: weights -> what is stored of them; None where they are not quantized.
+      restore: what is stored -> weights in the rollout dtype.
+      decode: as ``_decode`` without ``config``, ``lm_head_dtype`` and ``cache_dtype``.
+    """
+
+    cast: Any
+    quantize: Any
+    restore: Any
+    decode: Any
+
+
+@functools.lru_cache(maxsize=8)
+def make_programs(
+    config: PolicyConfig,
+    dtype: Any,
+    mesh: Mesh,
+    lm_head_dtype: Any,
+    weight_quantization: Literal["none", "int8", "fp8"],
+    cache_dtype: Any,
+) -> Programs:
+    """The programs of an engine whose cache has ``cache_dtype``, or its own dtype where that is None.
+
+    Engines of one kind share them: the second in a process is neither traced nor compiled again. Those of the last
+    eight kinds are kept.
+    """
+    shardings = param_shardings(config, mesh)
+    # copy: with a float32 rollout the cast would hand on the trainer's own buffers, which its next step donates.
+    cast = jax.jit(
+        lambda params: jax.tree.map(lambda p: jnp.array(p, copy=True), cast_params(params, dtype)),
+        out_shardings=shardings,
+    )
+    # Storing and restoring are two executables: inside one XLA may drop a pair of casts.
+    stored: Any = None
+    if weight_quantization != "none":
+        logical = logical_axes(config)
+        stored = jax.jit(lambda params: quantize(params, logical, weight_quantization))
+    restored = jax.jit(lambda stored: restore(stored, dtype), out_shardings=shardings)
+
+    kept = cache_dtype or dtype
+
+    def decode(params: Params, *args: Any, **static: Any) -> tuple[Array, ...]:
+        with jax.default_matmul_precision(matmul_precision(dtype)):
+            return _decode(params, config, *args, lm_head_dtype=lm_head_dtype, cache_dtype=kept, **static)
+
+    static = ("n", "limit", "greedy", "with_routes")
+    return Programs(cast, stored, restored, jax.jit(decode, static_argnames=static, out_shardings=replicated(mesh)))
+
+
 class JaxEngine:
     """RolloutEngine over the policy in this process; the same seed, weights and prompts give the same bits."""
 
@@ -219,27 +273,8 @@ class JaxEngine:
         """
         self._with_routes = with_routes
         self._mesh, self._width = mesh, max_prompt_tokens
-        self._dtype = jnp.dtype(dtype)
-        shardings = param_shardings(config, mesh)
-        # copy: with a float32 rollout the cast would hand on the trainer's own buffers, which its next step donates.
-        self._cast = jax.jit(
-            lambda params: jax.tree.map(lambda p: jnp.array(p, copy=True), cast_params(params, self._dtype)),
-            out_shardings=shardings,
-        )
-        # Storing and restoring are two executables: inside one XLA may drop a pair of casts.
-        self._quantize: Any = None
-        if weight_quantization != "none":
-            logical = logical_axes(config)
-            self._quantize = jax.jit(lambda params: quantize(params, logical, weight_quantization))
-        self._restore = jax.jit(lambda stored: restore(stored, self._dtype), out_shardings=shardings)
-        cache_dtype = CACHES.get(kv_cache_dtype, self._dtype)
-
-        def decode(params: Params, *args: Any, **static: Any) -> tuple[Array, ...]:
-            with jax.default_matmul_precision(matmul_precision(self._dtype)):
-                return _decode(params, config, *args, lm_head_dtype=lm_head_dtype, cache_dtype=cache_dtype, **static)
-
-        self._decode: Any = jax.jit(
-            decode, static_argnames=("n", "limit", "greedy", "with_routes"), out_shardings=replicated(mesh)
+        self._programs = make_programs(
+            config, jnp.dtype(dtype), mesh, lm_head_dtype, weight_quantization, CACHES.get(kv_cache_dtype)
         )
         self._params: Params | None = None
         self._version = 0
@@ -247,8 +282,11 @@ class JaxEngine:
 
     @property
     def compilations(self) -> int:
-        """Decoding loops compiled so far: one for each number of prompts, n, length limit and greediness."""
-        return int(self._decode._cache_size())
+        """Decoding loops compiled so far: one for each number of prompts, n, length limit and greediness.
+
+        Those of other engines of this kind are counted with them.
+        """
+        return int(self._programs.decode._cache_size())
 
     def prepare(self, params: Params, policy_version: int) -> None:
         """See RolloutEngine: nothing."""
@@ -257,9 +295,9 @@ class JaxEngine:
         """See RolloutEngine."""
         start = time.perf_counter()
         with jax.set_mesh(self._mesh):
-            weights = self._cast(params)
-            if self._quantize is not None:
-                weights = self._restore(self._quantize(weights))
+            weights = self._programs.cast(params)
+            if self._programs.quantize is not None:
+                weights = self._programs.restore(self._programs.quantize(weights))
             self._params = jax.block_until_ready(weights)
         self._version = policy_version
         self._metrics["time/publish_s"] += time.perf_counter() - start
@@ -316,7 +354,6 @@ class JaxEngine:
     def close(self) -> None:
         """See RolloutEngine."""
         self._params = None
-        self._decode.clear_cache()
 
     def _run(
         self,
@@ -343,5 +380,6 @@ class JaxEngine:
         temperature = np.float32(1.0 if greedy else sampling.temperature)
         static = {"n": n, "limit": sampling.max_response_tokens, "greedy": greedy, "with_routes": with_routes}
         with jax.set_mesh(self._mesh):
-            result = self._decode(self._params, padded, lengths, stops, temperature, np.uint32(seed), forced, **static)
+            given = (padded, lengths, stops, temperature, np.uint32(seed), forced)
+            result = self._programs.decode(self._params, *given, **static)
         return tuple(jax.device_get(result))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,10 +51,12 @@ class OptimizerConfig:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
 
 
+@functools.lru_cache(maxsize=8)
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     """Clip by global norm, then AdamW, with the rate injected as a float32 hyperparameter.
 
-    Moments take the dtype of the parameters, which are the float32 masters.
+    Moments take the dtype of the parameters, which are the float32 masters. Equal configurations give the same object,
+    which programs are kept by.
     """
 
     def build(learning_rate: Any) -> optax.GradientTransformation:

@@ -11,8 +11,9 @@ mismatch measurement. ``jax.jit`` with in- and out-shardings is pjit.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,138 @@ def _abstract_weights(config: PolicyConfig, mesh: Mesh, dtype: Any) -> Params:
     )
 
 
+class Programs(NamedTuple):
+    """The jitted functions of a ``TrainStep``, and what they take.
+
+    Attributes:
+      step: state, batch, controls and, with adapters, the weights that they make -> state, row, log-probabilities.
+      forward: parameters and batch -> row and what was kept.
+      abstract_state: ``jax.ShapeDtypeStruct`` with a sharding at each leaf.
+      abstract_weights: likewise, of the weights that adapters make; empty without adapters.
+    """
+
+    step: Any
+    forward: Any
+    abstract_state: TrainState
+    abstract_weights: list[Params]
+
+
+@functools.lru_cache(maxsize=8)
+def make_programs(
+    config: PolicyConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    precision: PrecisionConfig,
+    objective: Objective,
+    batch_shape: tuple[int, int, int],
+    temperature: float,
+    diagnosis: DiagnosisConfig | None,
+    keep_gathered: bool,
+    options: PolicyOptions,
+    lora: LoraConfig,
+) -> Programs:
+    """The programs of a ``TrainStep``, whose arguments these are.
+
+    Two steps in one process that are made alike, as by a run and the one that goes on from it, share them: they are
+    traced and compiled once. The programs of the last eight kinds are kept.
+    """
+    dynamic = precision.compute_dtype == "float16"
+    dtype = jnp.dtype(precision.compute_dtype)
+    score = make_score(config, precision, temperature, choose_kernels(options, config, precision.compute_dtype, mesh))
+    trained, axes = find_trained(config, lora), logical_axes(config)
+    axes_of_copy = gathered_axes(config) if keep_gathered else axes
+
+    def copy_weights(params: Params) -> Params:
+        # Cast where they lie, and gathered after that: what travels has the compute dtype.
+        return constrain_tree(constrain_tree(cast_params(params, dtype), axes), axes_of_copy)
+
+    def forward_alone(
+        compute: Params, num_sequences: int, diagnosis: DiagnosisConfig | None, with_routes: bool = False
+    ) -> Any:
+        def each(micro: PackedBatch) -> tuple[dict[str, Statistics], Any]:
+            scores = score(compute, micro)
+            routes = taken_routes(scores.seen.router, config) if with_routes else None
+            kept = (scores.logprobs, routes) if with_routes else scores.logprobs
+            return measure(scores, micro, num_sequences, diagnosis), kept
+
+        return each
+
+    def train_step(
+        state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+        def work(
+            batch: PackedBatch,
+            compute: Params,
+            needed: Any,
+            scale: Any,
+            provisional: Any,
+            mean_weight: Any,
+            noise: Any,
+        ) -> tuple[Totals, jax.Array]:
+            def score_part(part: Params, micro: PackedBatch) -> Scores:
+                return score(trained.joined(compute, part), micro)
+
+            def each(micro: PackedBatch) -> tuple[Found, jax.Array]:
+                grads, loss, scores = micro_gradients(
+                    trained.part(compute), micro, objective, score_part, scale, provisional, mean_weight
+                )
+                measured = measure(scores, micro, objective.num_sequences, diagnosis)
+                return (trained.gradients(needed, grads), loss, measured), scores.logprobs
+
+            def add(totals: Totals, found: Found) -> Totals:
+                return constrained(add_micro_batch(totals, *found, noise))
+
+            with_loss, rest = (0, batch.with_loss), (batch.with_loss, batch.used)
+            totals, logprobs = over_micro_batches(
+                batch, each, lambda shapes: constrained(zero_totals(*shapes)), add, with_loss
+            )
+            alone = forward_alone(compute, objective.num_sequences, diagnosis)
+            measured, logprobs = over_micro_batches(batch, alone, lambda _: totals.measured, merge, rest, logprobs)
+            return totals._replace(measured=measured), logprobs
+
+        def constrained(totals: Totals) -> Totals:
+            return totals._replace(grads=constrain_tree(totals.grads, trained.axes()))
+
+        with jax.default_matmul_precision(matmul_precision(dtype)):
+            compute = copy_weights(state.params if weights is None else weights)
+            shared = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
+            needed = trained.needed(state.params)
+            totals, logprobs = on_each_replica(
+                work, add_up_replicas, batch, compute, needed, *shared, controls.measure_noise
+            )
+        state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
+        return state, row | finalize_measured(totals.measured, diagnosis), logprobs
+
+    def forward(
+        params: Params, batch: PackedBatch, *, num_sequences: int, diagnosis: DiagnosisConfig, with_routes: bool
+    ) -> tuple[dict[str, jax.Array], Any]:
+        def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], Any]:
+            each = forward_alone(compute, num_sequences, diagnosis, with_routes)
+            return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
+
+        with jax.default_matmul_precision(matmul_precision(dtype)):
+            compute = copy_weights(params)
+            measured, kept = on_each_replica(work, merge_over_replicas, batch, compute)
+        return finalize_measured(measured, diagnosis), kept
+
+    abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic, lora=lora)
+    everywhere, by_rows = replicated(mesh), named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
+    weights = [_abstract_weights(config, mesh, dtype)] if lora.rank else []
+    by_state = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    step = jax.jit(
+        train_step,
+        in_shardings=(by_state, None, everywhere, *[None for _ in weights]),
+        out_shardings=(by_state, everywhere, by_rows),
+        donate_argnums=(0,),
+    )
+    alone = jax.jit(
+        forward,
+        static_argnames=("num_sequences", "diagnosis", "with_routes"),
+        out_shardings=(everywhere, by_rows),
+    )
+    return Programs(step, alone, abstract, weights)
+
+
 class TrainStep:
     """The compiled step, ``step(state, batch, learning_rate, apply_update)``, and a forward without a gradient."""
 
@@ -199,7 +332,7 @@ class TrainStep:
         lora: LoraConfig = OFF,
         merged: MergedPolicy | None = None,
     ):
-        """Builds the step; it is compiled at the first call and never again.
+        """Builds the step; it is compiled at the first call of one made alike and never again.
 
         Args:
           config: shape of the policy.
@@ -215,113 +348,27 @@ class TrainStep:
           lora: which adapters are trained; the state then holds these.
           merged: gives the weights that the adapters make; needed with adapters, but not to ``lower``.
         """
-        dynamic = precision.compute_dtype == "float16"
-        dtype = jnp.dtype(precision.compute_dtype)
-        score = make_score(
-            config, precision, temperature, choose_kernels(options, config, precision.compute_dtype, mesh)
+        self._programs = make_programs(
+            config,
+            tx,
+            mesh,
+            precision,
+            objective,
+            batch_shape,
+            temperature,
+            diagnosis,
+            keep_gathered,
+            options,
+            lora,
         )
-        trained, axes = find_trained(config, lora), logical_axes(config)
-        axes_of_copy = gathered_axes(config) if keep_gathered else axes
-
-        def copy_weights(params: Params) -> Params:
-            # Cast where they lie, and gathered after that: what travels has the compute dtype.
-            return constrain_tree(constrain_tree(cast_params(params, dtype), axes), axes_of_copy)
-
-        def forward_alone(
-            compute: Params, num_sequences: int, diagnosis: DiagnosisConfig | None, with_routes: bool = False
-        ) -> Any:
-            def each(micro: PackedBatch) -> tuple[dict[str, Statistics], Any]:
-                scores = score(compute, micro)
-                routes = taken_routes(scores.seen.router, config) if with_routes else None
-                kept = (scores.logprobs, routes) if with_routes else scores.logprobs
-                return measure(scores, micro, num_sequences, diagnosis), kept
-
-            return each
-
-        def train_step(
-            state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
-        ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-            def work(
-                batch: PackedBatch,
-                compute: Params,
-                needed: Any,
-                scale: Any,
-                provisional: Any,
-                mean_weight: Any,
-                noise: Any,
-            ) -> tuple[Totals, jax.Array]:
-                def score_part(part: Params, micro: PackedBatch) -> Scores:
-                    return score(trained.joined(compute, part), micro)
-
-                def each(micro: PackedBatch) -> tuple[Found, jax.Array]:
-                    grads, loss, scores = micro_gradients(
-                        trained.part(compute), micro, objective, score_part, scale, provisional, mean_weight
-                    )
-                    measured = measure(scores, micro, objective.num_sequences, diagnosis)
-                    return (trained.gradients(needed, grads), loss, measured), scores.logprobs
-
-                def add(totals: Totals, found: Found) -> Totals:
-                    return constrained(add_micro_batch(totals, *found, noise))
-
-                with_loss, rest = (0, batch.with_loss), (batch.with_loss, batch.used)
-                totals, logprobs = over_micro_batches(
-                    batch, each, lambda shapes: constrained(zero_totals(*shapes)), add, with_loss
-                )
-                alone = forward_alone(compute, objective.num_sequences, diagnosis)
-                measured, logprobs = over_micro_batches(batch, alone, lambda _: totals.measured, merge, rest, logprobs)
-                return totals._replace(measured=measured), logprobs
-
-            def constrained(totals: Totals) -> Totals:
-                return totals._replace(grads=constrain_tree(totals.grads, trained.axes()))
-
-            with jax.default_matmul_precision(matmul_precision(dtype)):
-                compute = copy_weights(state.params if weights is None else weights)
-                shared = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
-                needed = trained.needed(state.params)
-                totals, logprobs = on_each_replica(
-                    work, add_up_replicas, batch, compute, needed, *shared, controls.measure_noise
-                )
-            state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
-            return state, row | finalize_measured(totals.measured, diagnosis), logprobs
-
-        def forward(
-            params: Params, batch: PackedBatch, *, num_sequences: int, diagnosis: DiagnosisConfig, with_routes: bool
-        ) -> tuple[dict[str, jax.Array], Any]:
-            def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], Any]:
-                each = forward_alone(compute, num_sequences, diagnosis, with_routes)
-                return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
-
-            with jax.default_matmul_precision(matmul_precision(dtype)):
-                compute = copy_weights(params)
-                measured, kept = on_each_replica(work, merge_over_replicas, batch, compute)
-            return finalize_measured(measured, diagnosis), kept
-
-        abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic, lora=lora)
-        self._mesh, self._merged = mesh, merged
-        self._abstract_state, self._batch_shape = abstract, batch_shape
-        self._abstract_weights = [_abstract_weights(config, mesh, dtype)] if lora.rank else []
+        self._mesh, self._merged, self._batch_shape = mesh, merged, batch_shape
         self._everywhere = replicated(mesh)
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
-        self._jitted = jax.jit(
-            train_step,
-            in_shardings=(
-                jax.tree.map(lambda leaf: leaf.sharding, abstract),
-                None,
-                self._everywhere,
-                *[None for _ in self._abstract_weights],
-            ),
-            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self._everywhere, self._by_rows),
-            donate_argnums=(0,),
-        )
-        out = (self._everywhere, self._by_rows)
-        self._jitted_forward = jax.jit(
-            forward, static_argnames=("num_sequences", "diagnosis", "with_routes"), out_shardings=out
-        )
 
     @property
     def compilations(self) -> int:
-        """How often the step was compiled; 1 after the first call."""
-        return self._jitted._cache_size()  # type: ignore[attr-defined]
+        """How often the step was compiled, those of other ``TrainStep`` made alike included; 1 after the first call."""
+        return int(self._programs.step._cache_size())
 
     def __call__(
         self,
@@ -348,7 +395,7 @@ class TrainStep:
         controls = place_controls(learning_rate, apply_update, measure_noise, self._everywhere)
         weights = [] if self._merged is None else [self._merged(state.params)]
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
-            return self._jitted(state, placed, controls, *weights)
+            return self._programs.step(state, placed, controls, *weights)
 
     def lower(self, *given: Given) -> jax.stages.Lowered:
         """The step's program for the mesh's devices, which need not be here: shapes stand for state and batch.
@@ -362,8 +409,9 @@ class TrainStep:
         batch = abstract_batch(self._batch_shape, self._by_rows, self._everywhere, given)
         scalars = Controls(jnp.float32, jnp.bool_, jnp.bool_)
         controls = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=self._everywhere), scalars)
+        programs = self._programs
         with jax.set_mesh(self._mesh):
-            return self._jitted.lower(self._abstract_state, batch, controls, *self._abstract_weights)
+            return programs.step.lower(programs.abstract_state, batch, controls, *programs.abstract_weights)
 
     def forward(
         self,
@@ -381,6 +429,6 @@ class TrainStep:
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
-            return self._jitted_forward(
+            return self._programs.forward(
                 params, placed, num_sequences=num_sequences, diagnosis=diagnosis, with_routes=with_routes
             )

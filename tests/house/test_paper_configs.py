@@ -277,7 +277,7 @@ def test_a_toy_sized_step_is_built_and_lowered(full):
         batch = update._pack_mini([s._replace(old_logprobs=s.rollout_logprobs) for s in sequences])
     controls = Controls(jnp.float32(1e-6), jnp.bool_(True), jnp.bool_(False))
     with jax.set_mesh(mesh):
-        lowered = update._step._jitted.lower(state, batch, controls)
+        lowered = update._step._programs.step.lower(state, batch, controls)
     text = lowered.as_text()
     assert ("xf16>" in text, "xbf16>" in text) == (dynamic, not dynamic)
     new_state, row, _ = lowered.out_info

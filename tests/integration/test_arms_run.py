@@ -118,8 +118,7 @@ def test_bypass_puts_the_mismatch_into_the_ratio(bypass):
 
 def test_a_guard_stops_saved_with_a_status_of_its_own(toy_base, tmp_path):
     rule = "mismatch/logprob_abs_diff_mean > 1e-9 for 2"
-    arguments = command(toy_base, tmp_path / "run", *SMALL, "--guard.stop", rule)
-    code, output = complete(arguments)
+    code, output = complete(tiny(toy_base, tmp_path / "run", 3, "--checkpoint.every", "0", "--guard.stop", rule))
     assert code == 3, output
     assert f"({rule}); stopped, saved" in output
     assert len(comparable(tmp_path / "run")) == 2

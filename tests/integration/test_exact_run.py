@@ -19,7 +19,9 @@ TEMPERATURE = 0.9
 VOCAB = 16
 SMALL = [
     *("--rollout.engine", "exact", "--data.batch-size", "4", "--rollout.group-size", "4"),
-    *("--packing.rows-per-micro-batch", "8", "--packing.row-tokens", "44"),
+    # A token of a response costs a whole forward and backward: responses are short, and rewarded all the same.
+    *("--rollout.max-response-tokens", "12", "--data.reward", "parity_reward:reward"),
+    *("--packing.rows-per-micro-batch", "8", "--packing.row-tokens", "20"),
     *("--run.steps", str(STEPS), "--eval.every", "0", "--checkpoint.every", "0"),
     *("--optimizer.learning-rate", "3e-4", "--rollout.temperature", str(TEMPERATURE)),
 ]

@@ -19,7 +19,7 @@ MEGABYTES = 24
 def unbroken(toy_base, tmp_path_factory):
     """The rows of the run on a disk with room."""
     run_dir = tmp_path_factory.mktemp("unbroken") / "run"
-    assert complete(words(toy_base, run_dir, STEPS))[0] == 0
+    assert complete(words(toy_base, run_dir, STEPS), figure=True)[0] == 0
     return comparable(run_dir)
 
 
@@ -34,11 +34,11 @@ def test_a_run_on_a_full_disk_ends_in_one_line_and_goes_on_bit_for_bit_when_ther
     """``left`` bytes are free after the first checkpoint: none, a row, or a dump and a part of a checkpoint."""
     with small_disk(tmp_path, MEGABYTES):
         run_dir = tmp_path / "run"
-        assert complete(words(toy_base, run_dir, 2))[0] == 0
+        assert complete(words(toy_base, run_dir, 2), figure=True)[0] == 0
         kept = {path: path.read_bytes() for path in (run_dir / "checkpoints" / "2").rglob("*") if path.is_file()}
         filler = fill(tmp_path)
         os.truncate(filler, max(0, filler.stat().st_size - left))
-        status, output = complete(words(toy_base, run_dir, STEPS))
+        status, output = complete(words(toy_base, run_dir, STEPS), figure=True)
         assert status == 2, output
         last = output.strip().splitlines()[-1]
         assert re.match("error: .*(No space left on device|could not be written, those before it are kept)", last), last
@@ -47,6 +47,6 @@ def test_a_run_on_a_full_disk_ends_in_one_line_and_goes_on_bit_for_bit_when_ther
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
         assert len(rows) >= 2
         filler.unlink()
-        status, output = complete(words(toy_base, run_dir, STEPS))
+        status, output = complete(words(toy_base, run_dir, STEPS), figure=True)
         assert status == 0, output
         assert comparable(run_dir) == unbroken

@@ -34,7 +34,7 @@ def words(base, run_dir, *options, steps=STEPS):
 @pytest.fixture(scope="module")
 def whole(toy_base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("lora") / "run"
-    code, output = complete(words(toy_base, run_dir))
+    code, output = complete(words(toy_base, run_dir), figure=True)
     assert code == 0, output
     return run_dir
 
@@ -45,7 +45,7 @@ def export(run_dir, out, *options):
 
 
 def test_a_run_learns_the_toy(toy_base, tmp_path):
-    size = ("--run.steps", "16", "--eval.every", "0", "--checkpoint.every", "0", "--data.batch-size", "16")
+    size = ("--run.steps", "10", "--eval.every", "0", "--checkpoint.every", "0", "--data.batch-size", "16")
     code, output = complete(command(toy_base, tmp_path, *size, "--lora.rank", "8", "--optimizer.learning-rate", "3e-3"))
     assert code == 0, output
     rewards = [row["reward/mean"] for row in comparable(tmp_path)]
@@ -151,7 +151,7 @@ def test_with_the_exact_engine_the_mismatch_is_zero_and_so_is_the_first_kl(dtype
     save_adapters(tmp_path / "adapter", adapters, policy, LORA, toy_base)
     options = ("--lora.adapter", str(tmp_path / "adapter")) if start_from else ()
     exact = ("--rollout.engine", "exact", "--rollout.dtype", dtype, "--precision.compute-dtype", dtype)
-    kl = ("--loss.kl", "k3", "--loss.kl-coefficient", "0.1", "--packing.row-tokens", "44")
+    kl = ("--loss.kl", "k3", "--loss.kl-coefficient", "0.1", "--packing.row-tokens", "20")
     code, output = complete(words(toy_base, tmp_path / "run", *options, *exact, *kl, steps=3))
     assert code == 0, output
     rows = comparable(tmp_path / "run")

@@ -16,7 +16,7 @@ from rljax.schedule import decay_period_from_surge
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 RATE = 1.5e-4
-STEPS = 150  # of 240; the surge is called near step 65, and the rate halves 1.8 times as late
+STEPS = 130  # of 240; the surge is called near step 65, and the rate halves 1.8 times as late
 # A minute and a half on two cores of its own: room for machines that are shared.
 TIMEOUT_S = 900
 

@@ -18,8 +18,10 @@ pytestmark = pytest.mark.slow
 
 DATA = ROOT / "tests/data"
 STEPS = 5
+LIMIT = "12"  # tokens of an evaluated response: answers without a scratchpad, of which some are right
 DRAWS = ["--n", "4", "--temperature", "1.0", "--pass-k", "1", "2", "4"]
 EVALUATED = [
+    *("--eval.max-response-tokens", LIMIT),
     *("--eval.at-start", "true", "--eval.every", "3", "--eval.n", "4", "--eval.temperature", "1.0"),
     *("--eval.pass-k", "1", "2", "4", "--checkpoint.keep-best", "true"),
 ]
@@ -95,7 +97,7 @@ def test_a_checkpoint_evaluated_alone_gives_what_its_row_says(evaluated, prepare
     rows = {row["step"]: row for row in comparable(evaluated)}
     means = {step: np.mean([rows[step][f"eval/{d}/accuracy"] for d in ("held", "toy")]) for step in (3, STEPS)}
     best = max(means, key=means.get)
-    words = [*DRAWS, "--dtype", "bfloat16", "--max-response-tokens", "36"]
+    words = [*DRAWS, "--dtype", "bfloat16", "--max-response-tokens", LIMIT]
     held = str(prepared.with_name("additions-held.parquet"))
     from_file = [*words, "--dataset", held, "--chat-template", "false", "--reward", "addition"]
     of_best = json.loads(printed(evaluate.main, [*words, "--path", str(evaluated), "--best", "true"]))

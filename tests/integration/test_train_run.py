@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 STEPS = 8
 SMALL = [
     *("--data.batch-size", "8", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "4"),
-    *("--run.steps", str(STEPS), "--eval.every", "3", "--checkpoint.every", "2"),
+    *("--run.steps", str(STEPS), "--eval.every", "3", "--eval.max-response-tokens", "8", "--checkpoint.every", "2"),
     # A tracker that calls at the first length 1% above the shortest so far, and a rate that decays at once, so that a
     # call made, a period set and a rate decayed are all resumed. Only lengths that fall at each of steps 2 to 6 make no
     # call: by chance 1 / 6!.
@@ -44,7 +44,7 @@ def small(base, run_dir, *options):
 @pytest.fixture(scope="module")
 def uninterrupted(toy_base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    code, output = complete(small(toy_base, run_dir))
+    code, output = complete(small(toy_base, run_dir), figure=True)
     assert code == 0, output
     return run_dir
 

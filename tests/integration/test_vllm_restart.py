@@ -3,7 +3,6 @@
 import itertools
 import os
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -172,51 +171,3 @@ def test_plugin_loads_without_jax(vllm_interpreter):
     """
     done = subprocess.run([vllm_interpreter, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_launch_script_prints_the_url_and_leaves_nothing(make_model, vllm_interpreter, tmp_path):
-    """launch/vllm_server.sh waits for health, prints the URL, and ends all it started when its caller dies."""
-    url_file = tmp_path / "url"
-    script = f"""
-        import subprocess, sys, time
-        child = subprocess.Popen(["bash", {str(REPO / "launch/vllm_server.sh")!r}, {str(make_model(True).path)!r},
-                                  "--dtype", "float32", "--max-model-len", "512", "--follow-parent",
-                                  "--url-file", {str(url_file)!r}, "--log", {str(tmp_path / "log")!r}])
-        print(child.pid, flush=True)
-        time.sleep(600)
-    """
-    environment = {**os.environ, "RLJAX_VLLM_VENV": str(Path(vllm_interpreter).parents[1])}
-    caller = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        deadline = time.monotonic() + 480
-        while not url_file.exists():
-            assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
-            time.sleep(0.5)
-        assert url_file.read_text().startswith("http://127.0.0.1:")
-        mine = _serving(url_file.read_text().strip().rpartition(":")[2])
-        assert len(mine) > 2
-    finally:
-        caller.kill()
-        caller.wait()
-    deadline = time.monotonic() + 40
-    while any(Path(f"/proc/{pid}").exists() for pid in mine) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert [pid for pid in mine if Path(f"/proc/{pid}").exists()] == []
-
-
-def _serving(port: str) -> list[int]:
-    """Ids of the processes that serve on ``port`` and of their children."""
-    found, parents = set(), {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (path / "cmdline").read_bytes().split(b"\0")
-            parents[int(path.name)] = int((path / "stat").read_text().rpartition(") ")[2].split()[1])
-        except OSError:
-            continue
-        if b"--port" in command and port.encode() in command:
-            found.add(int(path.name))
-    for _ in range(6):
-        found |= {pid for pid, parent in parents.items() if parent in found}
-    return sorted(found)

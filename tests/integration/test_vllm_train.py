@@ -2,13 +2,12 @@
 
 import contextlib
 import signal
-import time
 
 import pytest
 from toy_runs import command, comparable, complete_beside, wait_for_rows
 from toy_runs import start as start_run
+from vllm_processes import LaunchedServer
 
-from rljax.rollout.vllm.server import ServerConfig, start
 from rljax.run.checkpoint import Checkpointer
 
 pytestmark = pytest.mark.vllm
@@ -17,18 +16,23 @@ FLOAT32 = ["--rollout.dtype", "float32", "--precision.compute-dtype", "float32"]
 
 @pytest.fixture(scope="module")
 def server(toy_base, vllm_interpreter, tmp_path_factory):
-    log = tmp_path_factory.mktemp("vllm-train") / "float32.log"
-    config = ServerConfig(
-        model=str(toy_base), python=vllm_interpreter, dtype="float32", max_model_len=512, log_path=log
-    )
-    started = start(config, timeout_s=480)
+    """As a launcher starts it; nothing is left of it when the launcher dies."""
+    directory = tmp_path_factory.mktemp("vllm-train")
+    started = LaunchedServer(vllm_interpreter, directory, toy_base, "--dtype", "float32", "--max-model-len", "512")
     yield started
-    started.stop()
+    started.kill_caller()
+    assert started.wait_gone() == []
 
 
 def over_http(server, toy_base, run_dir, *options):
     engine = ["--rollout.engine", "vllm", "--rollout.urls", server.url, "--data.batch-size", "8", *options]
     return command(toy_base, run_dir, *engine)
+
+
+def test_the_script_waits_for_health_and_gives_the_url_of_loopback(server):
+    assert server.url.startswith("http://127.0.0.1:")
+    assert server.alive()
+    assert len(server.processes) > 2
 
 
 def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy_base, tmp_path):
@@ -51,7 +55,7 @@ def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy
 
 def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "5", "--optimizer.learning-rate", "2e-4", "--eval.every", "2"]
-    options += ["--rollout.max-staleness", "1"]
+    options += ["--eval.max-response-tokens", "8", "--rollout.max-staleness", "1"]
     code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
     assert code == 0, output
     rows = comparable(tmp_path)
@@ -106,14 +110,17 @@ def test_a_server_of_another_dtype_is_one_line_and_exit_code_2(server, toy_base,
 
 
 def test_asked_to_stop_while_the_server_is_gone_it_saves_the_last_step(server, toy_base, tmp_path):
-    """As when a whole process group is sent SIGTERM: the server ends first. Last here, since it takes the server."""
+    """As when a whole process group is sent SIGTERM: the server ends first, with all that its launcher started.
+
+    Last here, since it takes the server.
+    """
     run_dir = tmp_path / "run"
     options = [*FLOAT32, "--run.steps", "400", "--eval.every", "0", "--checkpoint.every", "0"]
     process = start_run(over_http(server, toy_base, run_dir, *options))
     try:
         wait_for_rows(process, run_dir, 2)
-        server.kill()
-        time.sleep(3)
+        server.kill_caller()
+        assert server.wait_gone() == []
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
     finally:

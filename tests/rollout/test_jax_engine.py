@@ -9,7 +9,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.head import token_logprobs
 from rljax.policy.model import cast_params, init_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.jax_engine import JaxEngine, _next_tokens
+from rljax.rollout.jax_engine import JaxEngine, _next_tokens, make_programs
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
@@ -120,6 +120,7 @@ def test_same_seed_same_bits_other_seed_other_draws():
 
 
 def test_nothing_compiles_again_for_new_weights_seeds_and_temperatures():
+    make_programs.cache_clear()
     engine, params = make(jnp.bfloat16)
     sample(engine)
     assert engine.compilations == 1
@@ -128,6 +129,24 @@ def test_nothing_compiles_again_for_new_weights_seeds_and_temperatures():
         responses = sample(engine, seed=version, temperature=1.0 / version)
         assert {r.oldest_version for r in responses} == {version}
     assert engine.compilations == 1
+
+
+def test_engines_of_one_kind_share_their_programs_and_nothing_else():
+    make_programs.cache_clear()
+    (first, _), (second, _), (third, _) = make(), make(), make(seed=1)
+    alike, again, other = sample(first), sample(second), sample(third)
+    assert third.compilations == 1
+    for a, b in zip(alike, again, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+    assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(alike, other, strict=True))
+    first.close()
+    with pytest.raises(RuntimeError, match="no policy was published"):
+        sample(first)
+    for a, b in zip(sample(second), again, strict=True):
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+    assert second.compilations == 1
+    assert make(jnp.float16)[0].compilations == 0
 
 
 def test_published_weights_survive_the_donation_of_the_trainers():

@@ -52,8 +52,14 @@ def batch(routed):
     return packed._replace(routes=routes.reshape(*SHAPE, -1).astype(np.uint8))
 
 
+@functools.cache
+def keep_gradient():
+    """An optimizer whose state is the gradient itself."""
+    return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
+
+
 def run(mesh, *, config=CONFIG, routed=False, remat="none", balance=0.1):
-    tx = inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)  # its state is the gradient itself
+    tx = keep_gradient()
     mesh = make_mesh(mesh)
     step = TrainStep(
         config,

@@ -1,5 +1,7 @@
 """The same step on meshes of several shapes: gradients, metrics, placement, collectives, one compilation."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,7 @@ def build(fsdp, tp, tx, dtype="float32", replica=1, keep_gathered=False, remat="
     return mesh, step, state
 
 
+@functools.cache
 def gradient_keeper():
     """An optimizer whose state is the gradient itself."""
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -60,9 +61,14 @@ def outcome(main, words):
     return status, out.getvalue(), err.getvalue()
 
 
-def complete(words):
-    """Trains to the end in this process. Returns (exit status, what it printed, standard error first)."""
-    status, out, err = outcome(train.main, words)
+def complete(words, *, figure=False):
+    """Trains to the end in this process. Returns (exit status, what it printed, standard error first).
+
+    ``report.png`` is plotted with ``figure`` alone: it takes longer than the steps of a tiny run.
+    """
+    plotted = contextlib.nullcontext() if figure else mock.patch("rljax.report.figure.plot_report")
+    with plotted:
+        status, out, err = outcome(train.main, words)
     return status, err + out
 
 

@@ -1,5 +1,7 @@
 """The engine that draws from the trainer's executable: what it draws, what it keeps, and that the mismatch is 0."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,6 +199,7 @@ def test_greedy_takes_the_argmax_and_scores_it_at_temperature_1():
             assert r.logprobs[i] == pytest.approx(every[token], abs=2e-5)
 
 
+@functools.cache
 def keep_gradient():
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
 

@@ -1,6 +1,7 @@
 """float16 with dynamic loss scaling: overflows planted, underflow rescued, and how far activations are from the end."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -103,8 +104,13 @@ def test_a_surge_observed_on_a_skipped_step_sets_the_rate_of_the_next(trained):
     ]
 
 
+@functools.cache
+def keep_gradient():
+    return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
+
+
 def gradient_with(dtype, scale, advantage, config=CONFIG):
-    tx = inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
+    tx = keep_gradient()
     state = create_state(init_params(config, 0), config, tx, MESH, dynamic_scale=dtype == "float16")
     state = state._replace(loss_scale=state.loss_scale._replace(scale=jnp.float32(scale)))
     state, metrics, _ = make_step(tx, dtype, config=config)(state, batch(advantage), 1.0, True)
@@ -136,7 +142,7 @@ def test_unscaled_gradients_do_not_depend_on_the_scale():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_float32_head_scores_with_the_published_table_and_trains_the_master(dtype):
     """The bits of a master that 16 bits cannot hold change nothing in the step's scores and gradients."""
-    tx = inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
+    tx = keep_gradient()
     step = make_step(tx, dtype, "float32")
     published = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), init_params(CONFIG, 0))
     # A quarter of the distance between two neighbours in that dtype, which rounds away.

@@ -30,6 +30,7 @@ CONFIG = PolicyConfig(
     num_experts=16, experts_per_token=2, expert_size=16, normalize_gates=True,
 )  # fmt: skip
 DENSE = PolicyConfig(32, 32, 48, 3, 4, 2, 8, initializer_range=0.3)
+SGD = inject_learning_rate(lambda rate: optax.sgd(rate), 1.0)  # one for all, so that steps made alike share programs
 PROMPTS, GROUP, LONGEST, ROW = 6, 4, 48, 64
 COUNT = PROMPTS * GROUP
 
@@ -61,17 +62,16 @@ def batches(sequences, rows=4):
 
 
 def make(config=CONFIG, count=COUNT, dtype="bfloat16"):
-    tx = inject_learning_rate(lambda rate: optax.sgd(rate), 1.0)
     step = TrainStep(
         config,
-        tx,
+        SGD,
         mesh(),
         precision=PrecisionConfig(compute_dtype=dtype),
         objective=Objective(LossConfig(), CorrectionConfig(), count, LONGEST),
         batch_shape=(max_micro_batches(count, LONGEST, ROW, 4), 4, ROW),
         diagnosis=DiagnosisConfig(),
     )
-    return step, create_state(init_params(config, 0), config, tx, mesh(), dynamic_scale=False)
+    return step, create_state(init_params(config, 0), config, SGD, mesh(), dynamic_scale=False)
 
 
 def forward(step, params, batch, **options):
@@ -92,6 +92,7 @@ def test_the_engine_reports_the_experts_that_its_tokens_went_to():
         np.testing.assert_array_equal(s.routes.reshape(len(s.routes), -1), expected[:, 0])
 
 
+@pytest.mark.slow
 def test_replay_brings_the_mismatch_down_to_that_of_a_dense_policy():
     # A trainer in float32 and an engine in bfloat16: their routers differ in some choices.
     step, state = make(dtype="float32")
@@ -138,6 +139,7 @@ def test_a_gate_is_the_trainers_own_for_a_replayed_choice():
     np.testing.assert_allclose(turned_logits, other_logits, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_update_measures_the_mismatch_without_replay_when_it_is_asked_to():
     step, state = make(dtype="float32")
     sequences = sampled(CONFIG)
@@ -155,6 +157,7 @@ def test_an_update_measures_the_mismatch_without_replay_when_it_is_asked_to():
     assert step.compilations == 1
 
 
+@pytest.mark.slow
 def test_r2_replays_the_forward_before_the_first_update():
     """After a large step the router would choose otherwise; later updates of a batch keep the first one's routes."""
     taken = {}
@@ -202,13 +205,14 @@ def router_logits(params, tokens, segments, positions):
 
     def recording(x, weight):
         logits = own(x, weight)
-        recorded.append(logits)
+        jax.debug.callback(lambda each: recorded.append(np.asarray(each).reshape(-1, 16)), logits, ordered=True)
         return logits
 
     ours.router_logits = recording
     try:
-        with jax.disable_jit():
-            hidden_states(params, CONFIG, tokens, jnp.asarray(segments), positions)
+        jax.jit(lambda: hidden_states(params, CONFIG, tokens, jnp.asarray(segments), positions)[0])()
+        jax.effects_barrier()
     finally:
         ours.router_logits = own
-    return [np.asarray(each).reshape(-1, 16) for each in recorded]
+    assert len(recorded) == CONFIG.num_layers
+    return recorded

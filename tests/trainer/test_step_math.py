@@ -1,5 +1,7 @@
 """The step's arithmetic: its gradient is that of the declared loss, however it is cut up; skips change nothing."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,7 @@ from rljax.trainer.state import (
     initial_loss_scale,
     make_optimizer,
 )
-from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.step import PrecisionConfig, TrainStep, make_programs
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +77,7 @@ def run(tx, batch_sequences, *, row=20, rows=2, dtype="float32", apply=True, par
     return before, state, metrics, (batch, logprobs)
 
 
+@functools.cache
 def keep_gradient():
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
 
@@ -134,6 +137,21 @@ def test_mismatch_rows_are_those_of_unpacked_arrays():
         # On the device a quantile is known to one bin of its histogram, 2% wide.
         rel = 2e-2 if name.endswith(("_p99", "_p999")) else 1e-4
         assert metrics[f"mismatch/{name}"] == pytest.approx(value, rel=rel, abs=1e-6), name
+
+
+def test_steps_made_alike_share_their_programs_and_a_step_of_another_kind_has_its_own():
+    make_programs.cache_clear()
+    first, second = make_step(keep_gradient()), make_step(keep_gradient())
+    found = []
+    for step in (first, second):
+        state = create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
+        found.append(jax.device_get(step(state, packed(sequences()), 1e-2, True)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert first.compilations == second.compilations == 1
+    others = ({"row": 24}, {"rows": 1}, {"dtype": "bfloat16"}, {"remat": True})
+    assert [make_step(keep_gradient(), **kind).compilations for kind in others] == [0] * 4
+    assert make_step(make_optimizer(OptimizerConfig())).compilations == 0
+    assert make_optimizer(OptimizerConfig()) is make_optimizer(OptimizerConfig())
 
 
 def test_a_forward_alone_of_what_carries_no_loss_changes_neither_gradient_nor_row():

@@ -77,6 +77,7 @@ def packer(row, rows, count=COUNT):
     return functools.partial(pack, row_tokens=row, rows_per_micro_batch=rows, micro_batches=micro), (micro, rows, row)
 
 
+@functools.cache
 def keep_gradient():
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
 
