@@ -61,7 +61,8 @@ def load_config(root: type[T], argv: Sequence[str], *, prog: str, description: s
     file, options = (None, argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
     if file is None and example is not None and not HELP & set(options):
         raise ConfigError(f"give a configuration first, as in: {prog} {example} (--help lists the options)")
-    checker, defaults = pydantic.TypeAdapter(root), dataclasses.asdict(root())  # type: ignore[call-overload]
+    checker: pydantic.TypeAdapter[T] = _checker(root)  # type: ignore[arg-type]
+    defaults = dataclasses.asdict(root())  # type: ignore[call-overload]
     values, places = (defaults, {}) if file is None else _read_yaml(Path(file), BASE not in defaults)
     values = _laid_over(defaults, values)
     try:
@@ -88,6 +89,12 @@ def config_to_yaml(config: Any) -> str:
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=8)
+def _checker(root: type) -> pydantic.TypeAdapter[Any]:
+    """What checks values of ``root``. To build it takes longer than to check a configuration."""
+    return pydantic.TypeAdapter(root)
 
 
 def _validate(checker: pydantic.TypeAdapter[T], value: Any) -> T:

@@ -6,7 +6,7 @@ import pytest
 from in_flight import check_versions, sampled_across_publishes
 
 pytestmark = pytest.mark.vllm
-TOKENS = 500
+TOKENS = 300
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])

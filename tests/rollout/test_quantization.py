@@ -14,6 +14,8 @@ from rljax.rollout.quantization import quantize, restore, summed_axes, to_cache
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
+pytestmark = pytest.mark.slow
+
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 LOGICAL = logical_axes(CONFIG)
 MESH = make_mesh(MeshConfig(1, 1))

@@ -24,6 +24,8 @@ from rljax.trainer.state import create_state
 from rljax.trainer.step import PrecisionConfig, TrainStep
 from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions
 
+pytestmark = pytest.mark.slow
+
 CONFIG = PolicyConfig(
     32, 32, 48, 3, 4, 2, 8,
     initializer_range=0.3, family="qwen3_moe",
@@ -92,7 +94,6 @@ def test_the_engine_reports_the_experts_that_its_tokens_went_to():
         np.testing.assert_array_equal(s.routes.reshape(len(s.routes), -1), expected[:, 0])
 
 
-@pytest.mark.slow
 def test_replay_brings_the_mismatch_down_to_that_of_a_dense_policy():
     # A trainer in float32 and an engine in bfloat16: their routers differ in some choices.
     step, state = make(dtype="float32")
@@ -139,7 +140,6 @@ def test_a_gate_is_the_trainers_own_for_a_replayed_choice():
     np.testing.assert_allclose(turned_logits, other_logits, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
 def test_an_update_measures_the_mismatch_without_replay_when_it_is_asked_to():
     step, state = make(dtype="float32")
     sequences = sampled(CONFIG)
@@ -157,7 +157,6 @@ def test_an_update_measures_the_mismatch_without_replay_when_it_is_asked_to():
     assert step.compilations == 1
 
 
-@pytest.mark.slow
 def test_r2_replays_the_forward_before_the_first_update():
     """After a large step the router would choose otherwise; later updates of a batch keep the first one's routes."""
     taken = {}
