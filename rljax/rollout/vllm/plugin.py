@@ -37,6 +37,8 @@ from rljax.rollout.served.worker_weights import WorkerWeights, described_shape
 from rljax.rollout.weights.directory import PROTOCOL
 
 BACKEND = "rljax_file"
+EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+"""Parameter of a mixture's experts -> what it holds of each expert."""
 
 
 def register() -> None:
@@ -175,14 +177,16 @@ class LoadedWeights:
         self._methods = {}
 
     def finish(self) -> None:
-        """Reads the layers that pack nothing; those that should have been packed and were not have no checksum."""
+        """Reads the layers that pack nothing; those that should have been packed and were not have no checksum.
+
+        Of these only the names are asked for: on some CPUs a layer's parameters are empty once it was packed.
+        """
         for layer, method in dict(self._unpacked).items():
             if method is None:
                 self._record(layer)
             else:
-                parameters = layer.named_parameters(recurse=False)
-                parts = (part for name, parameter in parameters for part in self._parts(layer, name, parameter))
-                self.tensors.update((name, None) for name, _ in parts)
+                for name, _ in layer.named_parameters(recurse=False):
+                    self.tensors.update(dict.fromkeys(self._tensor_names(layer, name)))
 
     def _before(self, process: Callable[..., None]) -> Callable[..., None]:
         def record_and_process(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -205,10 +209,10 @@ class LoadedWeights:
 
     def _parts(self, layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """What of the Hugging Face tensors one parameter holds, by their names, without padding."""
-        if name in ("w13_weight", "w2_weight"):
-            yield from expert_parts(layer, self._names[layer], name, parameter)
-            return
         names = self._tensor_names(layer, name)
+        if name in EXPERT_PARTS:
+            yield from zip(names, expert_parts(layer, name, parameter), strict=True)
+            return
         rows = getattr(layer, "shard_indices", None)  # of a vocabulary
         whole = parameter if rows is None else parameter[: rows.num_org_elements]
         parts = whole.split(layer.output_partition_sizes) if len(names) > 1 else [whole]
@@ -216,30 +220,37 @@ class LoadedWeights:
 
     def _tensor_names(self, layer: torch.nn.Module, parameter: str) -> list[str]:
         """The Hugging Face names of what one parameter holds: of qkv_proj three, of most layers one."""
+        if parameter in EXPERT_PARTS:
+            path = self._names[layer]
+            above = path[: path.rindex(".experts")]
+            parts = EXPERT_PARTS[parameter]
+            return [f"{above}.experts.{expert}.{part}.weight" for expert, _ in held_experts(layer) for part in parts]
         above, dot, last = self._names[layer].rpartition(".")
         return [f"{above}{dot}{part}.{parameter}" for part in self._fused.get(last, [last])]
 
 
-def expert_parts(layer: Any, path: str, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of one expert that a parameter of a mixture holds, by its Hugging Face name.
+def held_experts(layer: Any) -> Iterator[tuple[int, int]]:
+    """(number of an expert, its place in the parameters) of each that this worker has of a mixture."""
+    for expert in range(layer.global_num_experts):
+        local = layer._map_global_expert_id_to_local_expert_id(expert)
+        if local >= 0:
+            yield expert, local
+
+
+def expert_parts(layer: Any, name: str, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors of each expert that a parameter of a mixture holds, those of ``EXPERT_PARTS`` in their order.
 
     ``w13_weight`` [e, 2 f, d] has gate and up of the experts that this worker has, ``w2_weight`` [e, d, f] has down;
     under tensor parallelism of each a part of f. vLLM may have rounded d and f up.
     """
     sizes = layer.moe_config
     d, f = sizes.hidden_dim_unpadded, sizes.intermediate_size_per_partition_unpadded
-    above = path[: path.rindex(".experts")]
-    for expert in range(layer.global_num_experts):
-        local = layer._map_global_expert_id_to_local_expert_id(expert)
-        if local < 0:
-            continue
-        held = parameter[local]
+    for _, local in held_experts(layer):
         if name == "w2_weight":
-            parts = {"down_proj": held[:d, :f]}
+            yield parameter[local][:d, :f]
         else:
-            gate, up = held.chunk(2)
-            parts = {"gate_proj": gate[:f, :d], "up_proj": up[:f, :d]}
-        yield from ((f"{above}.experts.{expert}.{part}.weight", tensor) for part, tensor in parts.items())
+            gate, up = parameter[local].chunk(2)
+            yield from (gate[:f, :d], up[:f, :d])
 
 
 def read_tensors(directory: Path, files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
