@@ -36,13 +36,12 @@ from tqdm import tqdm
 
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.evaluate import Policy, find_policy
+from rljax.mismatch.accurate import RATIO_BOUND
 from rljax.report.rows import read_rows
 from rljax.rollout.build import make_engine
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.sharding import MeshConfig, make_mesh
-
-LARGEST_LOG_RATIO = 20.0  # as in rljax.mismatch
 
 
 class Sampled(NamedTuple):
@@ -100,7 +99,7 @@ def measured_progress(
             moved = unravel(np.asarray(flat + sign * step * gradient, np.float32))
             for j, batch in enumerate(batches):
                 log_ratio = forward.logprobs(moved, batch).sum(1) - before[j]
-                grown = np.expm1(np.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+                grown = np.expm1(np.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
                 found[i, side, j] = np.mean(grown * batch.advantages)
     return found
 
@@ -122,7 +121,7 @@ def measure(policy: Policy, options: argparse.Namespace) -> dict[str, Any]:
     forward = Forward(policy.config, settings.rollout.temperature)
     masks = [batch.mask for batch in sampled.exact]
     length = float(np.mean(np.concatenate([mask.sum(1) for mask in masks])))
-    parted = [np.expm1(np.clip(x.sum(1), -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)) for x in sampled.log_ratios]
+    parted = [np.expm1(np.clip(x.sum(1), -RATIO_BOUND, RATIO_BOUND)) for x in sampled.log_ratios]
 
     def gradients(batches: Sequence[Batch], weights: Sequence[np.ndarray]) -> np.ndarray:
         pairs = zip(batches, weights, strict=True)

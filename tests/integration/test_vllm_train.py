@@ -77,9 +77,8 @@ def test_responses_go_on_with_new_weights_and_every_token_is_of_its_version(serv
     assert code == 0, output
     rows = comparable(tmp_path)
     assert all(0 <= row["rollout/staleness"] <= 1 for row in rows)
-    # Whether a step ends while responses are under way depends on how fast server and trainer are beside each other;
-    # test_vllm_in_flight.py sees to it that they are, and that they are sampled by several versions.
-    assert all(0 <= row["rollout/mixed_fraction"] <= 1 for row in rows)
+    # Whether a step ends while responses are under way depends on how fast server and trainer are beside each other:
+    # that responses are sampled by several versions is shown in test_vllm_in_flight.py.
     # Counted in the row of the step that trains while a response is sampled, which may be none of a batch's own.
     assert sum(row.get("rollout/responses_without_version", 0) for row in rows) == 0
     for row in rows:

@@ -7,7 +7,7 @@ import pytest
 
 from rljax.rollout.types import Response, VersionSpan
 from rljax.run.config import Config
-from rljax.run.sampling import Rollouts, rollout_row, step_seed, training_sequences
+from rljax.run.sampling import Rollouts, mixed_fraction, rollout_row, step_seed, training_sequences
 
 
 def response(i, j, tokens, truncated=False, versions=((3, 0, None),)):
@@ -37,6 +37,10 @@ def test_rollout_row_by_hand(rollouts):
         "rollout/policy_version": 2,
         "rollout/staleness": 0.25,
     }
+
+
+def test_one_of_four_responses_is_of_two_versions(rollouts):
+    assert mixed_fraction(rollouts) == 0.25
 
 
 def test_groups_without_signal_are_measured_but_carry_no_loss(rollouts):
