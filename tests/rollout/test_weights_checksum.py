@@ -151,6 +151,23 @@ def test_torch_jax_and_numpy_agree(dtype):
         assert [int(weight) % 2**32 for weight in place_weights(found)] == expected
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_a_server_keeps_wider_has_the_checksum_of_what_was_published(dtype):
+    """And a value that is none of the published dtype has another one, as have two that changed places."""
+    torch = pytest.importorskip("torch")
+    from rljax.rollout.served.torch_checksum import as_published, tensor_checksum
+
+    narrow = getattr(torch, dtype)
+    published = torch.from_numpy(normal((70,), jnp.dtype("float32"))).to(narrow)
+    wide = published.to(torch.float32)
+    assert tensor_checksum(as_published(published, narrow)) == tensor_checksum(published)
+    assert tensor_checksum(as_published(wide, narrow)) == tensor_checksum(published)
+    assert tensor_checksum(as_published(wide.flip(0), narrow)) != tensor_checksum(published)
+    wide[3] *= 1.0 + 2.0**-20
+    assert as_published(wide, narrow).dtype == torch.float32
+    assert tensor_checksum(as_published(wide, narrow)) != tensor_checksum(published)
+
+
 # ---- the trainer's tensors and what the workers of a server hold ----
 
 WHOLE = {

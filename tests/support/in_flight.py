@@ -10,21 +10,24 @@ from rljax.rollout.types import SamplingParams
 GROUP = 4
 
 
-def sampled_across_publishes(engine, policies, prompts, tokens):
-    """Responses of ``tokens`` that are under way while all but the first of ``policies`` are published, in order."""
+def sampled_across_publishes(engine, policies, prompts, tokens, group=GROUP):
+    """Responses of ``tokens`` that are under way while all but the first of ``policies`` are published, in order.
+
+    There must be so many of them, ``group`` of each prompt, that the server is not done with them by then.
+    """
     engine.publish(policies[0], 0)
     responses, failures = [], []
 
     def sample():
         try:
-            responses.extend(engine.generate(prompts, GROUP, SamplingParams(tokens), seed=1))
+            responses.extend(engine.generate(prompts, group, SamplingParams(tokens), seed=1))
         except BaseException as error:
             failures.append(error)
 
     sampling = threading.Thread(target=sample)
     sampling.start()
     asked, until = 0.0, time.monotonic() + 60
-    while asked < GROUP * len(prompts) and time.monotonic() < until:
+    while asked < group * len(prompts) and time.monotonic() < until:
         asked += engine.pop_metrics().get("rollout/requests", 0.0)
         time.sleep(0.05)
     time.sleep(0.5)  # that the server has begun with them

@@ -21,3 +21,15 @@ def tensor_checksum(tensor: torch.Tensor) -> Checksum:
         placed = first * place_weights(places)
         sums += torch.stack([values.sum(dtype=torch.int64) for values in (first, second, placed)])
     return checksum(tensor.numel(), *sums.tolist())
+
+
+def as_published(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in ``dtype`` where that changes no value, else as it is.
+
+    A server may hold in float32 what was published in 16 bits: vLLM does so with the bias of a linear layer on a CPU
+    with AMX. Where a value is not one of ``dtype``, the checksum shall differ from the trainer's.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    narrow = tensor.to(dtype)
+    return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from rljax.checksum import Checksum
-from rljax.rollout.served.torch_checksum import tensor_checksum
+from rljax.rollout.served.torch_checksum import as_published, tensor_checksum
 from rljax.rollout.served.worker_weights import WorkerWeights, described_shape
 from rljax.rollout.weights.directory import PROTOCOL
 
@@ -110,7 +110,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self.shutdown()
         self.loaded = None
         initialize_layerwise_reload(self.model)
-        self._loading = LoadedWeights(self.model)
+        self._loading = LoadedWeights(self.model, self.model_config.dtype)
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Loads one version.
@@ -155,8 +155,9 @@ class LoadedWeights:
     parameters that are as they were loaded; a layer without one packs nothing and is read at the end.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Puts a step before each layer's packing; :meth:`detach` takes it out again."""
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Puts a step before each layer's packing; :meth:`detach` takes it out again. ``dtype``: that is published."""
+        self._dtype = dtype
         self._names = {layer: name for name, layer in model.named_modules()}
         self._fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
         methods = {layer: getattr(layer, "quant_method", None) for layer in self._names}
@@ -204,7 +205,7 @@ class LoadedWeights:
         self._unpacked.pop(layer, None)
         for name, parameter in layer.named_parameters(recurse=False):
             parts = self._parts(layer, name, parameter)
-            self.tensors.update((name, tensor_checksum(part)) for name, part in parts)
+            self.tensors.update((name, tensor_checksum(as_published(part, self._dtype))) for name, part in parts)
         self.seconds += time.monotonic() - began
 
     def _parts(self, layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
