@@ -1,9 +1,11 @@
 """Runs the arms of a study and reports what became of each: ``python experiments/study.py configs/study/toy.yaml``.
 
 A study is a YAML file: ``config`` (a run's YAML), ``settings`` for every arm, ``seeds``, and ``arms``, each a name with
-settings of its own (``{schedule.kind: constant}``). Each arm and seed is one run of ``python -m rljax.train`` in
-OUT/ARM-SEED; a run that is complete is left alone and one that was stopped goes on: the same command resumes a study.
-Runs are taken seed by seed, so that a study that is not whole yet has all arms of its first seeds.
+settings of its own (``{schedule.kind: constant}``); ``seeds_of`` names arms with seeds of their own. Each arm and seed
+is one run of ``python -m rljax.train`` in OUT/ARM-SEED; a run that is complete is left alone and one that was stopped
+goes on: the same command resumes a study. On another machine, where its directories are not, --rows names the
+rows.parquet that was kept of it. Runs are taken seed by seed, so that a study that is not whole yet has all arms of its
+first seeds.
 
 ``comparisons`` are pairs of arms that experiments/study_claims.py compares. ``forks`` names, for arms whose schedule is
 all that differs from another arm's, that arm: of the same seed both are one run until their rates part, so the fork
@@ -21,7 +23,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +34,12 @@ import tyro
 import yaml
 from study_forks import check_forks, fork_checkpoint, recorded_fork
 from study_outcome import Outcome, outcome_of
-from study_rows import write_table
+from study_rows import Runs, read_table, write_table
 from tqdm import tqdm
 
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.report.figure import plot_report
-from rljax.report.rows import read_rows
+from rljax.report.rows import Row, read_rows
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Arguments:
       arms: only these arms.
       seeds: only these seeds.
       jobs: runs at a time, each with its share of the cores: more runs an hour than one with all of them.
+      rows: rows.parquet of this study, whose runs are complete; the report is of them, too.
       report_only: run nothing.
     """
 
@@ -58,6 +61,7 @@ class Arguments:
     arms: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
     jobs: int = 1
+    rows: Path | None = None
     report_only: bool = False
 
     def __post_init__(self) -> None:
@@ -76,6 +80,17 @@ class Study:
     figures: dict[str, list[str]]
     forks: dict[str, str]
     comparisons: list[list[str]]
+    seeds_of: dict[str, tuple[int, ...]]
+
+    def runs(self, arms: Collection[str] = (), seeds: Collection[int] = ()) -> list[tuple[str, int]]:
+        """Each (arm, seed) in the order in which they run, of these arms and seeds alone where some are given."""
+        every = dict.fromkeys([*self.seeds, *(seed for own in self.seeds_of.values() for seed in own)])
+        return [
+            (arm, seed)
+            for seed in every
+            for arm in self.arms
+            if seed in self.seeds_of.get(arm, self.seeds) and (not arms or arm in arms) and (not seeds or seed in seeds)
+        ]
 
 
 def read_study(path: Path) -> Study:
@@ -92,9 +107,12 @@ def read_study(path: Path) -> Study:
         raise ConfigError(f"{path}: a study has config, seeds, arms, and may have {others}")
     arms = {name: dict(settings or {}) for name, settings in found["arms"].items()}
     comparisons = found.get("comparisons", [])
-    named = {name for names in [*found.get("figures", {}).values(), *comparisons] for name in names}
+    seeds_of = {arm: tuple(seeds) for arm, seeds in found.get("seeds_of", {}).items()}
+    named = {name for names in [*found.get("figures", {}).values(), *comparisons, seeds_of] for name in names}
     if unknown := named - set(arms):
-        raise ConfigError(f"{path}: figures and comparisons name arms that are not there: {', '.join(sorted(unknown))}")
+        raise ConfigError(
+            f"{path}: figures, comparisons and seeds_of name arms that are not there: {', '.join(sorted(unknown))}"
+        )
     forks = found.get("forks", {})
     check_forks(path, arms, forks)
     return Study(
@@ -105,6 +123,7 @@ def read_study(path: Path) -> Study:
         found.get("figures", {"all": list(arms)}),
         forks,
         comparisons,
+        seeds_of,
     )
 
 
@@ -126,10 +145,10 @@ def is_complete(run_dir: Path) -> bool:
     return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["steps"] >= steps
 
 
-def run_arms(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[int], jobs: int) -> list[str]:
+def run_arms(study: Study, out: Path, runs: Sequence[tuple[str, int]], jobs: int) -> list[str]:
     """Runs what is not complete, ``jobs`` at a time with a share of the cores each; returns the failed runs."""
-    waiting = [(arm, seed) for seed in seeds for arm in arms if not is_complete(out / f"{arm}-{seed}")]
-    total, failed = len(arms) * len(seeds), []
+    waiting = [(arm, seed) for arm, seed in runs if not is_complete(out / f"{arm}-{seed}")]
+    total, failed = len(runs), []
     cores = sorted(os.sched_getaffinity(0))
     free = [cores[i::jobs] or cores for i in range(jobs)]
 
@@ -164,15 +183,14 @@ def run_arms(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[int],
     return failed
 
 
-def read_outcomes(out: Path, arms: Sequence[str], seeds: Sequence[int]) -> dict[str, dict[int, Outcome]]:
-    """Arm -> seed -> outcome, of the runs that have rows."""
-    found: dict[str, dict[int, Outcome]] = {}
-    for arm in arms:
-        for seed in seeds:
-            path = out / f"{arm}-{seed}" / "metrics.jsonl"
-            rows = read_rows(path) if path.exists() else []
-            if rows:
-                found.setdefault(arm, {})[seed] = outcome_of(rows)
+def read_runs(out: Path, runs: Sequence[tuple[str, int]], kept: Runs) -> dict[tuple[str, int], Sequence[Row]]:
+    """The rows of the runs that have some, those of ``kept`` among them."""
+    found: dict[tuple[str, int], Sequence[Row]] = {}
+    for arm, seed in runs:
+        path = out / f"{arm}-{seed}" / "metrics.jsonl"
+        rows = kept[arm, seed] if (arm, seed) in kept else read_rows(path) if path.exists() else []
+        if rows:
+            found[arm, seed] = rows
     return found
 
 
@@ -229,22 +247,30 @@ def _line(arm: str, found: list[Outcome]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def write_report(study: Study, out: Path, arms: Sequence[str], seeds: Sequence[int], command: str) -> Path:
-    """Writes report.md, outcomes.json, rows.parquet and the figures; returns the report's path."""
-    outcomes = read_outcomes(out, arms, seeds)
-    if not outcomes:
+def write_report(study: Study, out: Path, rows: Runs, command: str) -> Path:
+    """Writes report.md, outcomes.json, rows.parquet and the figures; returns the report's path.
+
+    The figures are of run directories, where these are there.
+
+    Raises:
+      ConfigError: there are no rows.
+    """
+    if not rows:
         raise ConfigError(f"{out} holds no runs of this study")
+    out.mkdir(parents=True, exist_ok=True)
+    outcomes: dict[str, dict[int, Outcome]] = {}
+    for arm, seed in sorted(rows, key=lambda run: list(study.arms).index(run[0])):
+        outcomes.setdefault(arm, {})[seed] = outcome_of(rows[arm, seed])
     drawn = []
     for name, members in study.figures.items():
-        for seed in seeds:
-            there = [arm for arm in members if seed in outcomes.get(arm, {})]
+        for seed in dict.fromkeys(seed for _, seed in rows):
+            there = [arm for arm in members if (out / f"{arm}-{seed}" / "metrics.jsonl").exists()]
             if there:
                 drawn.append(f"{name}-{seed}")
                 plot_report([out / f"{arm}-{seed}" for arm in there], out / f"{drawn[-1]}.png", labels=there)
     tables = {arm: {str(seed): dataclasses.asdict(o) for seed, o in found.items()} for arm, found in outcomes.items()}
     (out / "outcomes.json").write_text(json.dumps({"command": command, "arms": tables}, indent=1) + "\n")
-    runs = {(arm, seed): out / f"{arm}-{seed}" / "metrics.jsonl" for arm, found in outcomes.items() for seed in found}
-    write_table(out / "rows.parquet", {run: read_rows(rows) for run, rows in runs.items()})
+    write_table(out / "rows.parquet", rows)
     path = out / "report.md"
     path.write_text(report(outcomes, drawn, command), encoding="utf-8")
     return path
@@ -257,11 +283,15 @@ def main(argv: Sequence[str]) -> int:
     out = arguments.out or Path("runs") / f"study-{arguments.study.stem}"
     if unknown := set(arguments.arms) - set(study.arms):
         raise ConfigError(f"{arguments.study} has no arm {', '.join(sorted(unknown))}; it has {', '.join(study.arms)}")
-    arms, seeds = arguments.arms or tuple(study.arms), arguments.seeds or study.seeds
-    failed = [] if arguments.report_only else run_arms(study, out, arms, seeds, arguments.jobs)
+    runs, kept = study.runs(arguments.arms, arguments.seeds), {}
+    if arguments.rows is not None:
+        with caller_errors():
+            kept = read_table(arguments.rows)
+    missing = [run for run in runs if run not in kept]
+    failed = [] if arguments.report_only else run_arms(study, out, missing, arguments.jobs)
     for name in failed:
         print(f"failed: {name}", file=sys.stderr)
-    path = write_report(study, out, arms, seeds, f"python experiments/study.py {arguments.study}")
+    path = write_report(study, out, read_runs(out, runs, kept), f"python experiments/study.py {arguments.study}")
     print(path.read_text(encoding="utf-8"))
     print(f"written to {path}")
     return 1 if failed else 0

@@ -6,6 +6,7 @@ import sys
 import pytest
 from pictures import coloured_share
 from study import main, read_study, run_command
+from study_rows import read_table
 
 from rljax.errors import ConfigError
 
@@ -69,7 +70,7 @@ def test_a_study_becomes_command_lines(study_file, tmp_path):
         ("arms: [", "is not YAML"),
         ("config: a\nseeds: [0]", "a study has config, seeds, arms"),
         ("config: a\nseeds: [0]\narms: {x: }\nfigure: {}", "a study has config, seeds, arms"),
-        ("config: a\nseeds: [0]\narms: {x: }\nfigures: {f: [y]}", "comparisons name arms that are not there: y"),
+        ("config: a\nseeds: [0]\narms: {x: }\nfigures: {f: [y]}", "comparisons and seeds_of name arms that are not there: y"),
     ],
 )
 def test_what_is_no_study_is_one_line(text, message, tmp_path):
@@ -94,6 +95,30 @@ def test_the_report_is_made_from_run_directories_alone(study_file, tmp_path, cap
     assert "| triggered | 1 | 0.250 | 0.250 | 0.25 | - | 0 of 1 | - | 7 | - |" in text
     assert all(coloured_share(out / f"both-{seed}.png") > 1e-3 for seed in (0, 1))
     assert json.loads((out / "outcomes.json").read_text())["arms"]["constant"]["0"]["collapse_step"] == 26
+
+
+def test_runs_of_another_machine_are_reported_and_not_run_again(study_file, tmp_path, capsys):
+    write_run(tmp_path / "first" / "constant-0", [0.75] * 50, surge=5)
+    assert main([str(study_file), "--out", str(tmp_path / "first"), "--report-only"]) == 0
+    write_run(tmp_path / "second" / "triggered-0", [0.25] * 50, surge=7)
+    complete = tmp_path / "second" / "triggered-0"
+    (complete / "summary.json").write_text('{"steps": 50}')
+    (complete / "report.png").touch()
+    (complete / "config.yaml").write_text("run: {steps: 50}")
+    rows = ["--rows", str(tmp_path / "first" / "rows.parquet")]
+    assert main([str(study_file), "--out", str(tmp_path / "second"), "--seeds", "0", *rows]) == 0
+    assert not (tmp_path / "second" / "constant-0").exists()
+    arms = json.loads((tmp_path / "second" / "outcomes.json").read_text())["arms"]
+    assert {arm: found["0"]["final"] for arm, found in arms.items()} == {"constant": 0.75, "triggered": 0.25}
+    assert set(read_table(tmp_path / "second" / "rows.parquet")) == {("constant", 0), ("triggered", 0)}
+    assert "2 runs" in capsys.readouterr().out
+
+
+def test_arms_may_have_seeds_of_their_own(study_file):
+    study_file.write_text(STUDY + "seeds_of: {triggered: [1, 2]}\n")
+    study = read_study(study_file)
+    assert study.runs() == [("constant", 0), ("constant", 1), ("triggered", 1), ("triggered", 2)]
+    assert study.runs(["triggered"], [0, 2]) == [("triggered", 2)]
 
 
 def test_an_unknown_arm_and_an_empty_directory_are_one_line(study_file, tmp_path):
