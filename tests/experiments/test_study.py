@@ -70,7 +70,7 @@ def test_a_study_becomes_command_lines(study_file, tmp_path):
         ("arms: [", "is not YAML"),
         ("config: a\nseeds: [0]", "a study has config, seeds, arms"),
         ("config: a\nseeds: [0]\narms: {x: }\nfigure: {}", "a study has config, seeds, arms"),
-        ("config: a\nseeds: [0]\narms: {x: }\nfigures: {f: [y]}", "comparisons and seeds_of name arms that are not there: y"),
+        ("config: a\nseeds: [0]\narms: {x: }\nfigures: {f: [y]}", "seeds_of name arms that are not there: y"),
     ],
 )
 def test_what_is_no_study_is_one_line(text, message, tmp_path):

@@ -105,6 +105,7 @@ def launch(vllm_interpreter, fresh_base, tmp_path):
         process.wait(10)
 
 
+@pytest.mark.harness
 @pytest.mark.vllm
 def test_ctrl_c_saves_the_step_and_leaves_no_process(launch):
     process, mark, run_dir = launch("--run.steps", "1000", "--checkpoint.every", "0")

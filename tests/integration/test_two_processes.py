@@ -33,6 +33,7 @@ def assert_same(run_dir, rows):
     assert max(differences.values(), default=0.0) < 1e-5, differences
 
 
+@pytest.mark.processes
 def test_ended_by_a_signal_or_a_death_and_started_again_the_rows_are_those_of_one_process(alone, toy_base, tmp_path):
     run_dir = tmp_path / "run"
     with Run(words(toy_base, run_dir), 2, tmp_path / "first") as run:

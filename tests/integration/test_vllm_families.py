@@ -18,7 +18,7 @@ from rljax.rollout.types import SamplingParams
 from rljax.rollout.vllm.backend import VllmBackend
 from tests.integration.conftest import Model, Served
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]
 OTHER_BITS = "does not hold the trainer's weights"
 OUT_OF_BAND = "does not sample from the trainer's weights"
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 2}

@@ -45,6 +45,7 @@ def test_weights_changed_behind_our_back(float32, prompts):
     assert worst_gap(float32, params, prompts, responses) < 1e-4
 
 
+@pytest.mark.harness
 def test_killed_in_mid_rollout_and_restarted(servers, mortal, prompts):
     """The run waits, sends the weights again, verifies and draws every response from them."""
     model = mortal.model

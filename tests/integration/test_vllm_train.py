@@ -68,6 +68,7 @@ def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base,
         assert row["mismatch_numerics/logprob_abs_diff_max"] < 1e-4 < row["mismatch_drift/logprob_abs_diff_max"]
 
 
+@pytest.mark.harness
 def test_responses_go_on_with_new_weights_and_every_token_is_of_its_version(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "6", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
     options += ["--rollout.max-staleness", "1", "--rollout.update", "keep", "--diagnosis.behaviour-responses", "64"]
@@ -110,6 +111,7 @@ def test_a_server_of_another_dtype_is_one_line_and_exit_code_2(server, toy_base,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.harness
 def test_asked_to_stop_while_the_server_is_gone_it_saves_the_last_step(server, toy_base, tmp_path):
     """As when a whole process group is sent SIGTERM: the server ends first, with all that its launcher started.
 

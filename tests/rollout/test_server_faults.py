@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow
 SOME = ["stall", "1 MB/s", "500", "a log-probability NaN", "weights of another run", "a choice twice"]
 
 
+@pytest.mark.harness
 @pytest.mark.timeout(120)
 def test_each_fault_is_survived_or_ends_in_one_line(tmp_path, capsys):
     arguments = [

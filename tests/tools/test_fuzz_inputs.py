@@ -312,7 +312,9 @@ def test_something_else_in_place_of_their_folder_is_refused(content, tmp_path):
     assert f"{CHECKPOINTS}: " in outcome.detail
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.harness) if kind == "checkpoints" else kind for kind in KINDS]
+)
 def test_malformed_inputs_are_refused_in_one_line(kind, tmp_path):
     count = shares(list(KINDS), EXAMPLES)[kind]
     failures, counts = Failures(tmp_path), Counter()

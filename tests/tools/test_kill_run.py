@@ -84,7 +84,7 @@ def test_accounts_of_runs_that_sample_ahead(tmp_path):
     assert f"{other}: numerics of step 1 are 0.01" in kill_run.broken_accounts(other, whole, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.harness
 def test_two_kills_leave_the_rows_as_they_were_and_a_changed_row_is_seen(tmp_path):
     words = ["--kills", "2", "--seeds", "3", "--steps", "6", "--directory", tmp_path, "--json", tmp_path / "found.json"]
     status, out, err = outcome(kill_run.main, words)
