@@ -16,7 +16,9 @@ from rljax.run.config_file import load_config
 from rljax.run.directory import saved_steps
 from rljax.run.rate import make_rate_controller, observed_value
 
-SCHEDULE_KEYS = {f"schedule.{key}" for key in ("kind", "decay_period", "multiplier", "decay_factor", "floor_ratio")}
+SCHEDULE_KEYS = {
+    f"schedule.{key}" for key in ("kind", "horizon", "decay_period", "multiplier", "decay_factor", "floor_ratio")
+}
 """What a fork's settings may differ by from those of the arm that it forks from."""
 
 

@@ -25,9 +25,11 @@ class ScheduleConfig:
     """How the learning rate moves."""
 
     kind: Literal["constant", "linear", "cosine", "length_decay", "length_triggered"] = "length_triggered"
-    """constant. linear or cosine: from the initial rate down to ``floor_ratio`` of it at the last step. length_decay:
+    """constant. linear or cosine: from the initial rate down to ``floor_ratio`` of it at ``horizon``. length_decay:
     Algorithm 1 of arXiv 2602.01826 with a known period. length_triggered: the same, with the period set by the surge of
     the response length. Every kind watches for the surge and records it."""
+    horizon: int | None = None
+    """Step at which linear and cosine reach their floor, and stay there. None: the last of the run."""
     decay_period: int | None = None
     """Steps between decays. Only for length_decay."""
     multiplier: float = 1.8
@@ -45,6 +47,8 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if (self.kind == "length_decay") != (self.decay_period is not None):
             raise ValueError(f"decay_period goes with kind = length_decay, got {self.decay_period} and {self.kind}")
+        if self.horizon is not None and (self.kind not in ("linear", "cosine") or self.horizon < 1):
+            raise ValueError(f"horizon is a step, for kind = linear or cosine, got {self.horizon} and {self.kind}")
         # The schedule's own checks, so that a bad value is refused before anything is built.
         length_decay_schedule(1.0, self.decay_period, decay_factor=self.decay_factor, floor_ratio=self.floor_ratio)
         LengthTriggeredLR(1.0, multiplier=self.multiplier)
@@ -129,7 +133,7 @@ def make_rate_controller(config: ScheduleConfig, learning_rate: float, total_ste
             floor_ratio=config.floor_ratio,
         )
     floor = learning_rate * config.floor_ratio
-    last = max(total_steps - 1, 1)
+    last = max((config.horizon or total_steps) - 1, 1)
     schedules: dict[str, optax.Schedule] = {
         "constant": optax.constant_schedule(learning_rate),
         "linear": optax.linear_schedule(learning_rate, floor, last),

@@ -35,6 +35,19 @@ def test_rates_by_hand(kind):
     assert 13 <= metrics["schedule/surge_step"] <= 20
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("horizon", [20, 80])
+def test_a_horizon_is_not_the_end_of_the_run(kind, horizon):
+    config = ScheduleConfig(kind=kind, horizon=horizon, surge=SURGE)
+    built, whole = (
+        make_rate_controller(config, 1e-3, 40),
+        make_rate_controller(ScheduleConfig(kind=kind), 1e-3, horizon),
+    )
+    rates = [built.step(length, 0.0) for length in LENGTHS]
+    assert rates == [whole.step(length, 0.0) for length in LENGTHS]
+    assert np.isclose(rates[20], 1e-4, rtol=1e-6) == (horizon == 20)
+
+
 def test_triggered_rate_follows_the_call():
     built = controller("length_triggered")
     rates = [built.step(length, 0.0) for length in LENGTHS]
@@ -68,6 +81,8 @@ def test_states_of_another_kind_are_refused():
     [
         ({"kind": "length_decay"}, "decay_period goes with kind = length_decay, got None and length_decay"),
         ({"kind": "constant", "decay_period": 5}, "decay_period goes with kind = length_decay, got 5 and constant"),
+        ({"kind": "constant", "horizon": 5}, "horizon is a step, for kind = linear or cosine, got 5 and constant"),
+        ({"kind": "cosine", "horizon": 0}, "horizon is a step, for kind = linear or cosine, got 0 and cosine"),
         ({"multiplier": 0.5}, "multiplier"),
         ({"decay_factor": 1.5}, "decay_factor"),
         ({"floor_ratio": -0.1}, "floor_ratio"),
