@@ -34,8 +34,6 @@ from rljax.rollout.vllm.backend import VllmBackend
 from rljax.rollout.weights.writer import Part, Writer
 from rljax.sharding import MeshConfig, make_mesh, on_devices
 
-_BACKENDS: Mapping[str, Callable[[], Backend]] = {"vllm": VllmBackend, "sglang": SglangBackend}
-
 
 @dataclass(frozen=True)
 class PolicyFunctions:
@@ -163,7 +161,7 @@ def make_engine(
         try:
             return ServedEngine(
                 config,
-                _BACKENDS[config.engine](),
+                _backend(config.engine, publish),
                 hf_config=config_to_hf(policy, config.dtype),
                 max_tokens=max_tokens,
                 tensors=functions.tensors,
@@ -205,6 +203,10 @@ def load_jax_engine(model: str | Path, dtype: Any, max_prompt_tokens: int) -> Ja
     return engine
 
 
+def _backend(kind: str, publish: PublishConfig | None = None) -> Backend:
+    return VllmBackend(in_place=publish is not None and publish.in_place) if kind == "vllm" else SglangBackend()
+
+
 def connect(
     urls: Sequence[str], limits: ClientLimits | None = None, *, kind: str = "vllm", api_key_file: str | None = None
 ) -> ServedModel:
@@ -220,4 +222,4 @@ def connect(
       ServerError: a server does not answer.
       ValueError: a server is not of this kind with one model, or the servers hold different ones.
     """
-    return ServedModel(urls, _BACKENDS[kind](), limits=limits, api_key_file=api_key_file)
+    return ServedModel(urls, _backend(kind), limits=limits, api_key_file=api_key_file)

@@ -138,6 +138,9 @@ class PublishConfig:
     (seconds). One that is not ready by then is left out until it is."""
     anchor_every: int = 16
     """Versions from one that is written whole to the next; those between are written as what changed."""
+    in_place: bool = False
+    """Whether vLLM servers write what changed into their weights as they stand, instead of loading all of them. Workers
+    whose layers hold something else than what was loaded, as on a CPU, load all of them still. Not run on a GPU yet."""
     host: str = "127.0.0.1"
     """Address of this machine that ``store: http`` binds to: of loopback, or a private one with
     ``rollout.api_key_file``. Of several processes that of process 0; each other one serves its part of the weights at
@@ -152,6 +155,8 @@ class PublishConfig:
             raise ValueError(
                 f"store must be http, with host and port, for weights that this machine serves, got {self.store!r}"
             )
+        if self.in_place and self.store == "shared":
+            raise ValueError("in_place is for weights that servers pull: store must be directory, http or a URL")
         check_at_least(self, 1, "anchor_every")
         check_positive(self, "straggler_s")
         if not 0 <= self.port < 65536:

@@ -173,6 +173,9 @@ class Config:
                 f"{self.rollout.engine}"
             )
 
+        if self.publish.in_place and (self.rollout.engine != "vllm" or self.rollout.colocated):
+            raise ValueError("publish.in_place is for rollout.engine = vllm without rollout.colocated")
+
     def _check_exact(self) -> None:
         """One executable samples and trains: one dtype, and one update a rollout batch."""
         if self.rollout.dtype != self.precision.compute_dtype:

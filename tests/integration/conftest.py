@@ -168,9 +168,9 @@ def make_model(tmp_path_factory) -> Callable[[bool], Model]:
 
 @pytest.fixture(scope="session")
 def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer]:
-    def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1) -> VllmServer:
+    def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1, unpacked: bool = False) -> VllmServer:
         path = [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {"PYTHONPATH": os.pathsep.join(path)}
+        environment = {"PYTHONPATH": os.pathsep.join(path), "SABOTAGE_UNPACKED": "1" if unpacked else ""}
         if workers > 1:  # vLLM wants a NUMA node for each, unless it binds no threads
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         config = ServerConfig(

@@ -1,13 +1,21 @@
 """Loaded into the test servers' workers: ways to break them that must not pass unnoticed."""
 
 import json
+import os
 
 import torch
+from vllm.model_executor.layers import utils as vllm_layers
 
+from rljax.rollout.vllm import in_place as vllm_in_place
 from rljax.rollout.vllm import plugin as vllm_plugin
 
 _REPAIR = vllm_plugin.repair_tied_head
 _REPACK = vllm_plugin.repack_experts
+_PATCHES = vllm_in_place.KeptDelta.patches
+
+if os.environ.get("SABOTAGE_UNPACKED"):  # linear layers multiply with their weights as they lie, as on a GPU
+    vllm_layers.check_cpu_sgl_kernel = lambda *sizes: False
+    vllm_layers.ops._supports_onednn = False
 
 
 class Sabotage(vllm_plugin.WorkerExtension):
@@ -57,6 +65,33 @@ class Sabotage(vllm_plugin.WorkerExtension):
         """``sabotage_load`` in the worker of this rank alone."""
         if self.rank == int(rank):
             self.sabotage_load(how, of)
+
+    def sabotage_patches(self, how: str, of: str) -> None:
+        """What is written in place: ``skip``: not the tensor ``of``; ``raise``: an error when its turn comes."""
+
+        def patches(delta):
+            for patch in _PATCHES(delta):
+                if how == "raise" and patch.tensor == of:
+                    raise RuntimeError("planted")
+                if how != "skip" or patch.tensor != of:
+                    yield patch
+
+        vllm_in_place.KeptDelta.patches = patches
+
+    def sabotage_scale(self, of: str) -> None:
+        """A parameter becomes twice what it is, behind the plugin's back."""
+        self.weight_transfer_engine.model.get_parameter(of).data.mul_(2)
+
+    def sabotage_finish(self, state: str) -> None:
+        """The next update ends in an error."""
+        engine = self.weight_transfer_engine
+        finish = engine.finish_weight_update
+
+        def fail() -> None:
+            engine.finish_weight_update = finish
+            raise RuntimeError("planted")
+
+        engine.finish_weight_update = fail
 
     def sabotage_restore(self, state: str) -> None:
         """After each update the model gets back the parameters that it has now, as from a copy kept over a sleep."""

@@ -39,9 +39,9 @@ class Training:
         self.number += 1
         return self.versions[-1]
 
-    def pull(self, mirror, version=None):
+    def pull(self, mirror, version=None, **options):
         version = version or self.versions[-1]
-        return pull(open_source(version.source), version.path.name, mirror)
+        return pull(open_source(version.source), version.path.name, mirror, **options)
 
 
 def shards(tensors, count):

@@ -51,10 +51,12 @@ class Loaded:
     Attributes:
       tensors: the checksum of each tensor, or of the worker's part of it, as it stood loaded; None: it was not loaded.
       seconds: that the checksums took (seconds).
+      in_place: whether only what changed was written.
     """
 
     tensors: Mapping[str, Checksum | None]
     seconds: float
+    in_place: bool = False
 
 
 class Backend(Wire, Protocol):

@@ -121,7 +121,7 @@ class ServedEngine(ServedBase):
         )
         publish = publish or PublishConfig()
         self._config, self._tensors, self._checksums = config, tensors, checksums
-        self._straggler_s = publish.straggler_s
+        self._straggler_s, self._in_place = publish.straggler_s, publish.in_place
         self._expected = Expectation(
             config.dtype, hf_config, max_tokens, config.verify, head_dtype, config.router_replay == "r3"
         )
@@ -331,6 +331,8 @@ class ServedEngine(ServedBase):
             raise VerificationError(f"{url} does not hold the trainer's weights: {described(found)}")
         self._metrics.put("publish/verified_tensors", len(published.sums))
         self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
+        if self._in_place:
+            self._metrics.add("publish/servers_in_place", all(worker.in_place for worker in workers))
         return _Recovered(info, self._verifier.sample(self._client, url))
 
     def _check_version(self, version: WeightVersion, url: str) -> None:

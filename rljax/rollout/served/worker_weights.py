@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rljax.rollout.weights.directory import PROTOCOL
+from rljax.rollout.weights.kept_delta import KeptDelta, kept
 from rljax.rollout.weights.pulling import Pulling
 from rljax.rollout.weights.source import open_source
 
@@ -56,9 +57,9 @@ class WorkerWeights:
             raise ValueError(f"this server does not see the trainer's file {probe}: one shared directory is needed")
         self._roots |= {probe.resolve().parent}
 
-    def begin_pull(self, name: str) -> None:
+    def begin_pull(self, name: str, *, keep_delta: bool = False) -> None:
         """Begins to bring this machine's mirror to the version ``name``; the worker goes on. Raises ValueError."""
-        self._pulling().begin(name)
+        self._pulling().begin(name, keep_delta=keep_delta)
 
     def pulled(self, name: str) -> dict[str, Any] | None:
         """What that pull did (``weights.pull.Pulled``), or its ``error``; None while it goes on. Raises ValueError."""
@@ -85,6 +86,15 @@ class WorkerWeights:
         if directory.parent not in self._roots:
             raise ValueError(f"{directory} lies in no directory that a trainer has shown at its handshake")
         yield directory, _files(directory, tag)
+
+    def mirrored(self) -> tuple[str, KeptDelta | None]:
+        """Digest of the version in this machine's mirror, and the delta to it, where that was kept.
+
+        Called within ``with version("", tag)``, so that neither changes. Raises ValueError.
+        """
+        mirror = self._pulling().mirror
+        state = mirror.state
+        return ("", None) if state is None else (state.digest, kept(mirror.root, state.name))
 
     def _pulling(self) -> Pulling:
         if self.pulling is None:

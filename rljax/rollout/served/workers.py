@@ -17,12 +17,14 @@ _POLL_S = 0.05
 Ask = Callable[..., Sequence[Any]]
 
 
-def pull(ask: Ask, url: str, version: WeightVersion, timeout_s: float) -> Mapping[str, Any]:
+def pull(
+    ask: Ask, url: str, version: WeightVersion, timeout_s: float, *, keep_delta: bool = False
+) -> Mapping[str, Any]:
     """See Backend.prepare. The workers start the pull, and are asked how far it is, so that no request waits for it."""
     if not version.source:
         return {}
     name, begun = version.path.name, time.monotonic()
-    ask("rljax_pull", name)
+    ask("rljax_pull", name, *([True] if keep_delta else []))
     while time.monotonic() - begun < timeout_s:
         answers = ask("rljax_pulled", name)
         try:
@@ -46,7 +48,11 @@ def loaded(ask: Ask, url: str, version: WeightVersion) -> Sequence[Loaded]:
         if tags != {version.tag}:
             raise VerificationError(f"{url} was last given the weights {sorted(tags)}, not {version.tag!r}")
         return [
-            Loaded({name: sums and Checksum(*sums) for name, sums in each["tensors"].items()}, each["seconds"])
+            Loaded(
+                {name: sums and Checksum(*sums) for name, sums in each["tensors"].items()},
+                each["seconds"],
+                bool(each.get("in_place")),
+            )
             for each in answers
         ]
     except (KeyError, TypeError, AttributeError) as error:

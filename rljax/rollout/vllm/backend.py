@@ -26,6 +26,11 @@ class VllmBackend(VllmWire):
     start_command = "launch/vllm_server.sh MODEL --port P"
     logprobs_hint = "start with --logprobs-mode processed_logprobs"
 
+    def __init__(self, *, in_place: bool = False) -> None:
+        """``in_place``: as ``PublishConfig.in_place``."""
+        super().__init__()
+        self._in_place = in_place
+
     def describe(self, client: ServerClient, url: str) -> ServerInfo:
         """See Backend. A server without rljax's plugin does not say its dtype and vocabulary."""
         try:
@@ -52,18 +57,24 @@ class VllmBackend(VllmWire):
 
     def prepare(self, client: ServerClient, url: str, version: WeightVersion) -> Mapping[str, Any]:
         """See Backend."""
-        return workers.pull(_ask(client, url), url, version, _UPDATE_S)
+        return workers.pull(_ask(client, url), url, version, _UPDATE_S, keep_delta=self._in_place)
 
     def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """See Backend: pause -> update -> reset prefix cache -> resume."""
-        update = {"update_info": {"path": "" if version.source else str(version.path), "tag": version.tag}}
+        update: dict[str, Any] = {"path": "" if version.source else str(version.path), "tag": version.tag}
+        if self._in_place:
+            update["in_place"] = True
 
         def post(path: str, **kwargs: Any) -> dict[str, Any]:
             return client.call(url, "POST", path, timeout_s=_UPDATE_S, **kwargs)
 
         post("/pause", params={"mode": in_flight, "clear_cache": "true"})
-        post("/start_weight_update")
-        post("/update_weights", json=update)
+        try:
+            post("/start_weight_update")
+        except ServerRefusedError:  # the last one broke off, by an error or with its trainer
+            _ask(client, url)("rljax_end_update")
+            post("/start_weight_update")
+        post("/update_weights", json={"update_info": update})
         post("/finish_weight_update", json={"weight_version": version.tag})
         # /pause has cleared the cache already on servers that still know clear_cache; this one is for good. It takes
         # the keys and values of responses that go on, too, which are computed again.
@@ -96,7 +107,7 @@ class VllmBackend(VllmWire):
 def _ask(client: ServerClient, url: str) -> workers.Ask:
     """A method of the workers at ``url``, with its arguments, to what each of them answers."""
 
-    def ask(method: str, *arguments: str) -> Sequence[Any]:
+    def ask(method: str, *arguments: Any) -> Sequence[Any]:
         answer = client.call(url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})
         try:
             return list(answer["results"])

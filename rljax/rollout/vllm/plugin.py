@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,15 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from rljax.checksum import Checksum
-from rljax.rollout.served.torch_checksum import as_published, tensor_checksum
 from rljax.rollout.served.worker_weights import WorkerWeights, described_shape
+from rljax.rollout.vllm.in_place import PatchedWeights, stands_as_loaded, write_in_place
+from rljax.rollout.vllm.parameters import ParameterSums
 from rljax.rollout.weights.directory import PROTOCOL
+from rljax.rollout.weights.kept_delta import KeptDelta
+
+log = logging.getLogger(__name__)
 
 BACKEND = "rljax_file"
-EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-"""Parameter of a mixture's experts -> what it holds of each expert."""
 
 
 def register() -> None:
@@ -77,11 +80,13 @@ class FileInitInfo(WeightTransferInitInfo):
 class FileUpdateInfo(WeightTransferUpdateInfo):
     """One version: a directory with ``manifest.json`` and safetensors files, and the tag its manifest must bear.
 
-    An empty path is that of this machine's mirror, which was brought to the version before.
+    An empty path is that of this machine's mirror, which was brought to the version before. With ``in_place`` a delta
+    that the mirror took is written into the parameters, where they stand as they were loaded.
     """
 
     path: str
     tag: str
+    in_place: bool = False
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -89,8 +94,11 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
-    loaded: LoadedWeights | None = None  # by the last update, once it is finished
-    _loading: LoadedWeights | None = None
+    loaded: LoadedWeights | PatchedWeights | None = None  # by the last update, once it is finished
+    _loading: LoadedWeights | PatchedWeights | None = None
+    _in_place = False  # whether the update under way asks for it
+    _digest = ""  # of the version that is loaded, or being loaded; "": not known
+    _stands = False  # whether the parameters are those that were loaded last, and nothing was packed
 
     @functools.cached_property
     def weights(self) -> WorkerWeights:
@@ -103,14 +111,13 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         Raises:
           ValueError: the protocols differ, or this process does not see the trainer's file.
         """
+        self._stands = False  # a trainer that begins, or has found other bits here, sends all weights once
         self.weights.show(init_info.probe_path, init_info.probe_text, init_info.protocol, init_info.source)
 
     def start_weight_update(self) -> None:
-        """Prepares every layer to be loaded again, and the checksums of what will be."""
+        """Forgets what was loaded. How the layers take a version is decided when it is known which one it is."""
         self.shutdown()
         self.loaded = None
-        initialize_layerwise_reload(self.model)
-        self._loading = LoadedWeights(self.model, self.model_config.dtype)
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Loads one version.
@@ -119,32 +126,60 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
           ValueError: the directory bears another tag than the update asks for, names a file outside itself, or lies in
             no directory that a trainer has shown.
         """
+        held, self._digest = self._digest, ""
+        self._in_place = update_info.in_place and not update_info.path
         with self.weights.version(update_info.path, update_info.tag) as (directory, files):
+            digest, delta = self.weights.mirrored() if self._in_place else ("", None)
+            fits = delta is not None and self._stands and delta.base_digest == held
+            self._stands = False
+            if not (fits and delta is not None and self._patch(delta)):
+                self._reload(directory, files)
             assert self._loading is not None
-            try:
-                self.model.load_weights(read_tensors(directory, files))
-                self._loading.tag = update_info.tag
-            except BaseException:
-                self.shutdown()
-                raise
+            self._loading.tag = update_info.tag
+            self._digest = digest
+
+    def _reload(self, directory: Path, files: list[str]) -> None:
+        """Loads every tensor, layer by layer."""
+        initialize_layerwise_reload(self.model)
+        self._loading = LoadedWeights(self.model, self.model_config.dtype)
+        try:
+            self.model.load_weights(read_tensors(directory, files))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _patch(self, delta: KeptDelta) -> bool:
+        """Whether what changed could be written; parts of it may be where not, until all tensors are loaded."""
+        try:
+            write_in_place(self.model, delta)
+        except Exception as error:
+            log.warning("%s is loaded whole, it could not be written in place: %s", delta.version.tag, error)
+            return False
+        self._loading = PatchedWeights(self.model, self.model_config.dtype)
+        return True
 
     def finish_weight_update(self) -> None:
         """Puts the layers back into service, the tied head included, and takes the checksums that are missing."""
         assert self._loading is not None
         try:
-            finalize_layerwise_reload(self.model, self.model_config)
+            if isinstance(self._loading, LoadedWeights):
+                finalize_layerwise_reload(self.model, self.model_config)
             if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
                 repair_tied_head(self.model)
             self._loading.finish()
+            self._stands = self._in_place and (
+                isinstance(self._loading, PatchedWeights)
+                or stands_as_loaded(self.model, self.model_config.dtype, self._loading.tensors)
+            )
             self.loaded = self._loading
         finally:
             self.shutdown()
 
     def shutdown(self) -> None:
         """Leaves the layers as vLLM made them."""
-        if self._loading is not None:
+        if isinstance(self._loading, LoadedWeights):
             self._loading.detach()
-            self._loading = None
+        self._loading = None
 
 
 class LoadedWeights:
@@ -157,10 +192,8 @@ class LoadedWeights:
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         """Puts a step before each layer's packing; :meth:`detach` takes it out again. ``dtype``: that is published."""
-        self._dtype = dtype
-        self._names = {layer: name for name, layer in model.named_modules()}
-        self._fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-        methods = {layer: getattr(layer, "quant_method", None) for layer in self._names}
+        self._sums = ParameterSums(model, dtype)
+        methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
         self._unpacked = {
             layer: method if isinstance(method, QuantizeMethodBase) else None for layer, method in methods.items()
         }
@@ -186,8 +219,7 @@ class LoadedWeights:
             if method is None:
                 self._record(layer)
             else:
-                for name, _ in layer.named_parameters(recurse=False):
-                    self.tensors.update(dict.fromkeys(self._tensor_names(layer, name)))
+                self.tensors.update(dict.fromkeys(self._sums.names_of_layer(layer)))
 
     def _before(self, process: Callable[..., None]) -> Callable[..., None]:
         def record_and_process(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -200,58 +232,11 @@ class LoadedWeights:
         return record_and_process
 
     def _record(self, layer: torch.nn.Module) -> None:
-        """The checksums of a layer's parameters; those of one fused tensor one by one, without padding rows."""
+        """The checksums of a layer's parameters."""
         began = time.monotonic()
         self._unpacked.pop(layer, None)
-        for name, parameter in layer.named_parameters(recurse=False):
-            parts = self._parts(layer, name, parameter)
-            self.tensors.update((name, tensor_checksum(as_published(part, self._dtype))) for name, part in parts)
+        self.tensors.update(self._sums.of_layer(layer))
         self.seconds += time.monotonic() - began
-
-    def _parts(self, layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """What of the Hugging Face tensors one parameter holds, by their names, without padding."""
-        names = self._tensor_names(layer, name)
-        if name in EXPERT_PARTS:
-            yield from zip(names, expert_parts(layer, name, parameter), strict=True)
-            return
-        rows = getattr(layer, "shard_indices", None)  # of a vocabulary
-        whole = parameter if rows is None else parameter[: rows.num_org_elements]
-        parts = whole.split(layer.output_partition_sizes) if len(names) > 1 else [whole]
-        yield from zip(names, parts, strict=True)
-
-    def _tensor_names(self, layer: torch.nn.Module, parameter: str) -> list[str]:
-        """The Hugging Face names of what one parameter holds: of qkv_proj three, of most layers one."""
-        if parameter in EXPERT_PARTS:
-            path = self._names[layer]
-            above = path[: path.rindex(".experts")]
-            parts = EXPERT_PARTS[parameter]
-            return [f"{above}.experts.{expert}.{part}.weight" for expert, _ in held_experts(layer) for part in parts]
-        above, dot, last = self._names[layer].rpartition(".")
-        return [f"{above}{dot}{part}.{parameter}" for part in self._fused.get(last, [last])]
-
-
-def held_experts(layer: Any) -> Iterator[tuple[int, int]]:
-    """(number of an expert, its place in the parameters) of each that this worker has of a mixture."""
-    for expert in range(layer.global_num_experts):
-        local = layer._map_global_expert_id_to_local_expert_id(expert)
-        if local >= 0:
-            yield expert, local
-
-
-def expert_parts(layer: Any, name: str, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors of each expert that a parameter of a mixture holds, those of ``EXPERT_PARTS`` in their order.
-
-    ``w13_weight`` [e, 2 f, d] has gate and up of the experts that this worker has, ``w2_weight`` [e, d, f] has down;
-    under tensor parallelism of each a part of f. vLLM may have rounded d and f up.
-    """
-    sizes = layer.moe_config
-    d, f = sizes.hidden_dim_unpadded, sizes.intermediate_size_per_partition_unpadded
-    for _, local in held_experts(layer):
-        if name == "w2_weight":
-            yield parameter[local][:d, :f]
-        else:
-            gate, up = parameter[local].chunk(2)
-            yield from (gate[:f, :d], up[:f, :d])
 
 
 def read_tensors(directory: Path, files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -291,6 +276,7 @@ class WorkerExtension:
     vllm_config: Any
     model_runner: Any
     weight_transfer_engine: Any
+    _weight_update_active: bool
 
     def rljax_describe(self) -> dict[str, Any]:
         """What the trainer compares with its own at the handshake; plain JSON."""
@@ -312,24 +298,32 @@ class WorkerExtension:
             "shape": described_shape(model.hf_text_config, model.get_head_size()),
         }
 
-    def rljax_pull(self, name: str) -> None:
+    def rljax_pull(self, name: str, keep_delta: bool = False) -> None:
         """Begins to bring this machine's mirror to the version ``name``; the worker goes on."""
-        self.weight_transfer_engine.weights.begin_pull(name)
+        self.weight_transfer_engine.weights.begin_pull(name, keep_delta=keep_delta)
 
     def rljax_pulled(self, name: str) -> dict[str, Any] | None:
         """What that pull did (``weights.pull.Pulled``), or its ``error``; null while it goes on. Plain JSON."""
         return self.weight_transfer_engine.weights.pulled(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
-        """What this worker was given last: the tag, each tensor's checksum, and the seconds that they took; plain JSON.
+        """What this worker was given last: the tag, each tensor's checksum, the seconds that they took, and whether
+        only what changed was written; plain JSON.
 
         A tensor whose layer was not loaded has null for its checksum. The tag is empty when no update was finished.
         """
-        loaded: LoadedWeights | None = self.weight_transfer_engine.loaded
+        loaded: LoadedWeights | PatchedWeights | None = self.weight_transfer_engine.loaded
         if loaded is None:
             return {"tag": "", "tensors": {}, "seconds": 0.0}
         tensors = {name: sums and dataclasses.astuple(sums) for name, sums in loaded.tensors.items()}
-        return {"tag": loaded.tag, "tensors": tensors, "seconds": loaded.seconds}
+        in_place = isinstance(loaded, PatchedWeights)
+        return {"tag": loaded.tag, "tensors": tensors, "seconds": loaded.seconds, "in_place": in_place}
+
+    def rljax_end_update(self) -> None:
+        """Ends an update that broke off, which vLLM would take for one that goes on."""
+        self._weight_update_active = False
+        self.weight_transfer_engine.reset_weight_update_target()
+        self.weight_transfer_engine.shutdown()
 
 
 def returns_routes(vllm_config: Any) -> bool:

@@ -23,8 +23,7 @@ import msgspec
 import numpy as np
 
 from rljax.checksum import Checksum
-from rljax.rollout.weights import safetensors_file
-from rljax.rollout.weights.delta import Delta, decode
+from rljax.rollout.weights import kept_delta, safetensors_file
 from rljax.rollout.weights.region import Region
 from rljax.rollout.weights.sums import changed_checksum, region_checksum
 from rljax.rollout.weights.version import Piece, TensorRecord, Version, sums_digest
@@ -158,14 +157,19 @@ class Mirror:
                 sums = dict(zip(largest_first, pool.map(summed, largest_first), strict=True))
         self._keep(version, files, sums, {})
 
-    def apply(self, version: Version, path_of: OfName) -> None:
-        """Changes what is here by a delta. Arguments and errors as ``fill``; here must be the version's base."""
+    def apply(self, version: Version, path_of: OfName, *, keep: bool = False) -> None:
+        """Changes what is here by a delta. Arguments and errors as ``fill``; here must be the version's base.
+
+        ``keep``: keeps the delta beside the mirror, for servers that hold its base (``kept_delta``).
+        """
         state = self.state
         assert state is not None
         assert version.base is not None
         assert state.digest == version.base.digest
         (self.root / _STATE).unlink()
-        sources = {file: safetensors_file.mapped(path_of(file)) for file in version.files_of(version.delta)}
+        kept_delta.forget(self.root)
+        paths = {file: path_of(file) for file in version.files_of(version.delta)}
+        sources = {file: safetensors_file.mapped(path) for file, path in paths.items()}
         pieces = _by_tensor(version.delta)
 
         def take(name: str) -> Checksum:
@@ -176,11 +180,7 @@ class Mirror:
                 return sums
             flat = safetensors_file.mapped(self.root / held.file, writable=True)[name]
             for piece in changing:
-                gaps, values = (sources[piece.file][f"{piece.key}.{kind}"].tobytes() for kind in ("gaps", "values"))
-                delta = Delta(piece.changed, piece.gap_type, gaps, values)
-                places, new = decode(delta, piece.region.size, flat.dtype)
-                rows, columns = np.divmod(places, piece.region.width)
-                places = piece.region.first + rows * piece.region.stride + columns
+                places, new = kept_delta.places_of(piece, sources[piece.file], flat.dtype)
                 sums = changed_checksum(sums, flat[places], new, places)
                 flat[places] = new
             return sums
@@ -188,10 +188,13 @@ class Mirror:
         with ThreadPoolExecutor(THREADS) as pool, _usable(version):
             sums = dict(zip(version.tensors, pool.map(take, version.tensors), strict=True))
         self._keep(version, {name: state.tensors[name].file for name in sums}, sums, state.tensors)
+        if keep:
+            kept_delta.keep(self.root, version, paths)
 
     def clear(self) -> None:
         """Removes what it holds."""
         (self.root / _STATE).unlink(missing_ok=True)
+        kept_delta.forget(self.root)
         for path in self.root.glob("*.safetensors"):
             path.unlink()
 

@@ -1,6 +1,6 @@
 """Brings a machine's mirror to a version: by the deltas since the one that it holds, else from the newest dense one.
 
-    python -m rljax.rollout.weights.pull SOURCE VERSION MIRROR
+    python -m rljax.rollout.weights.pull SOURCE VERSION MIRROR [--keep-delta]
 
 Servers of one machine call it side by side; the first does the work. It needs neither jax nor torch nor vLLM.
 """
@@ -54,8 +54,10 @@ class Pulled:
     repaired: str = ""
 
 
-def pull(source: Source, name: str, mirror: Mirror) -> Pulled:
+def pull(source: Source, name: str, mirror: Mirror, *, keep_delta: bool = False) -> Pulled:
     """Brings ``mirror`` to the version in directory ``name`` of ``source``.
+
+    ``keep_delta``: where one delta does it, that is kept beside the mirror (``weights.kept_delta``).
 
     Raises:
       SourceError: the source cannot be read.
@@ -71,17 +73,19 @@ def pull(source: Source, name: str, mirror: Mirror) -> Pulled:
         done.tag = version.tag
         if not mirror.holds(version):
             try:
-                _bring(source, version, mirror, done, state)
+                _bring(source, version, mirror, done, state, keep_delta)
             except DamagedError as error:
                 done.repaired = str(error)
                 mirror.clear()
-                _bring(source, version, mirror, done, None)
+                _bring(source, version, mirror, done, None, keep_delta)
     done.seconds = time.monotonic() - began
     done.check_s += mirror.check_s - checks
     return done
 
 
-def _bring(source: Source, version: Version, mirror: Mirror, done: Pulled, state: State | None) -> None:
+def _bring(
+    source: Source, version: Version, mirror: Mirror, done: Pulled, state: State | None, keep_delta: bool = False
+) -> None:
     """From ``state``, or from a dense version."""
     chain, from_dense = _chain(source, version, state)
     if not from_dense:
@@ -89,7 +93,10 @@ def _bring(source: Source, version: Version, mirror: Mirror, done: Pulled, state
     for each in chain:
         dense = each is chain[0] and from_dense
         with _fetched(source, each, each.dense if dense else each.delta, mirror.root, done) as paths:
-            (mirror.fill if dense else mirror.apply)(each, paths.__getitem__)
+            if dense:
+                mirror.fill(each, paths.__getitem__)
+            else:
+                mirror.apply(each, paths.__getitem__, keep=keep_delta and len(chain) == 1)
         done.dense |= dense
         done.deltas += not dense
 
@@ -193,9 +200,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("source", help="directory, http:// URL, or URL of an object store")
     parser.add_argument("version", help="name of the version's directory there")
     parser.add_argument("mirror", type=Path, help="directory of this machine; made where there is none")
+    parser.add_argument("--keep-delta", action="store_true", help="keep a single delta for servers that load it alone")
     wanted = parser.parse_args(argv)
     try:
-        print(json.dumps(asdict(pull(open_source(wanted.source), wanted.version, Mirror(wanted.mirror)))))
+        source, mirror = open_source(wanted.source), Mirror(wanted.mirror)
+        print(json.dumps(asdict(pull(source, wanted.version, mirror, keep_delta=wanted.keep_delta))))
     except (DamagedError, OSError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

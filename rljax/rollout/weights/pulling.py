@@ -42,11 +42,12 @@ class Pulling:
         self._running: subprocess.Popen[str] | None = None
         self._done: dict[str, Any] = {}  # of the pull of that name, once it has ended
 
-    def begin(self, name: str) -> None:
-        """Starts to pull the version ``name``; one that goes on already is left to."""
+    def begin(self, name: str, *, keep_delta: bool = False) -> None:
+        """Starts to pull the version ``name`` (``pull.pull``); one that goes on already is left to."""
         if self._name != name or self._running is None:
             self._stop()
             words = [sys.executable, "-m", "rljax.rollout.weights.pull", self.source, name, str(self.mirror.root)]
+            words += ["--keep-delta"] * keep_delta
             self._running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             self._name, self._done = name, {}
 
