@@ -13,7 +13,7 @@ from rljax.errors import ServerRefusedError, VerificationError
 from rljax.rollout.types import PublishConfig
 from tests.integration.conftest import Served
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]
 DOWN, QUERY = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"
 
 
