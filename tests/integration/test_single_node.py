@@ -123,6 +123,7 @@ def test_ctrl_c_saves_the_step_and_leaves_no_process(launch):
     assert marked(mark) == {}
 
 
+@pytest.mark.harness
 @pytest.mark.vllm
 def test_the_death_of_its_server_ends_the_run_at_once(launch):
     """The worker dies of SIGILL, as where AMX is used without permission: status 1, the steps saved, nothing left."""

@@ -119,6 +119,7 @@ def reward(problem, response, truncated):
 """
 
 
+@pytest.mark.harness
 def test_terminated_while_rewards_are_waited_for_a_run_gives_the_step_up(toy_base, tmp_path, monkeypatch):
     (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
     monkeypatch.syspath_prepend(tmp_path)
