@@ -114,7 +114,7 @@ class Served:
         """``config`` are fields of RolloutConfig."""
         return ServedEngine(
             RolloutConfig(engine="vllm", urls=(self.url,), **{"dtype": self.dtype, **config}),
-            VllmBackend(),
+            VllmBackend(in_place=publish is not None and publish.in_place),
             hf_config=hf_config or self.model.hf_config,
             max_tokens=max_tokens,
             tensors=tensors or self.model.tensors(self.dtype),

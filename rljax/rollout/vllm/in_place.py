@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from rljax.checksum import Checksum
 from rljax.rollout.vllm.parameters import ParameterSums
@@ -35,11 +36,23 @@ class PatchedWeights:
 
 
 def stands_as_loaded(model: torch.nn.Module, dtype: torch.dtype, loaded: Mapping[str, Checksum | None]) -> bool:
-    """Whether the model's parameters have the checksums ``loaded``, by Hugging Face name."""
+    """Whether the model computes with its parameters, and these have the checksums ``loaded``, by Hugging Face name.
+
+    A tensor without one was not loaded: a tied head, whose parameter is the embedding's.
+    """
+    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
+    if not all(_computes_with_parameters(method) for method in methods if isinstance(method, QuantizeMethodBase)):
+        return False
     try:
-        return ParameterSums(model, dtype).of_model() == loaded
+        found = ParameterSums(model, dtype).of_model()
     except (RuntimeError, IndexError, ValueError):  # packing has left another shape, or nothing
         return False
+    return all(found.get(name) == sums for name, sums in loaded.items() if sums is not None)
+
+
+def _computes_with_parameters(method: QuantizeMethodBase) -> bool:
+    """Whether a layer's method is not to quantize, so that it keeps no second copy of parameters that stand."""
+    return type(method).__name__.startswith("Unquantized")
 
 
 def write_in_place(model: torch.nn.Module, delta: KeptDelta) -> None:
