@@ -15,6 +15,10 @@ import torch
 from safetensors.torch import save_file
 from rljax.rollout.vllm.plugin import PROTOCOL, FileInitInfo, FileUpdateInfo, FileWeightTransferEngine
 
+class Model(torch.nn.Module):
+    def load_weights(self, tensors):
+        self.loaded = [name for name, _ in tensors]
+
 work = Path(sys.argv[1])
 (work / "run" / "v1").mkdir(parents=True)
 (work / "run" / "probe.txt").write_text("x")
@@ -22,10 +26,8 @@ for place in ("run/v1", "run", "."):
     save_file({"a": torch.ones(2)}, work / place / "0.safetensors")
 
 def outcome(path, files, shown=True):
-    loaded = []
     engine = FileWeightTransferEngine.__new__(FileWeightTransferEngine)
-    engine.model = SimpleNamespace(load_weights=lambda tensors: loaded.extend(name for name, _ in tensors))
-    engine._loading = SimpleNamespace(detach=lambda: None)
+    engine.model, engine.model_config = Model(), SimpleNamespace(dtype=torch.float32)
     if shown:
         engine.init_transfer_engine(FileInitInfo(str(work / "run" / "probe.txt"), "x", PROTOCOL))
     for place in ("run/v1", "run", "."):
@@ -34,7 +36,7 @@ def outcome(path, files, shown=True):
         engine.receive_weights(FileUpdateInfo(str(work / path), "t"))
     except ValueError as error:
         return str(error)
-    return loaded
+    return engine.model.loaded
 
 print(json.dumps({
     "own": outcome("run/v1", ["0.safetensors"]),

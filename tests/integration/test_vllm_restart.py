@@ -166,6 +166,7 @@ def test_plugin_loads_without_jax(vllm_interpreter):
         beside = ("rljax.rollout.api_key", "rljax.rollout.weights", "rljax.ownership", "rljax.errors")
         beside += ("rljax.rollout.addresses",)
         own = ("rljax", "rljax.rollout", "rljax.rollout.vllm", "rljax.rollout.vllm.plugin")
+        own += ("rljax.rollout.vllm.in_place", "rljax.rollout.vllm.parameters")
         own += ("rljax.checksum", "rljax.object_stores", "rljax.rollout.served")
         own += ("rljax.rollout.served.torch_checksum", "rljax.rollout.served.worker_weights")
         assert not [name for name in ours if name not in own and not name.startswith(beside)], ours

@@ -27,7 +27,8 @@ OF_A_PULL = {
     "publish/check_s",
     "publish/pulled_bytes",
     "publish/mirrors_repaired",
-}  # see test_vllm_pull.py
+    "publish/servers_in_place",
+}  # see test_vllm_pull.py and test_vllm_in_place.py
 PROMPTS = [np.array([1, 2], np.int32), np.array([9], np.int32)]
 PARAMS = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
 

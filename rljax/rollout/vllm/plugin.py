@@ -159,8 +159,12 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         return True
 
     def finish_weight_update(self) -> None:
-        """Puts the layers back into service, the tied head included, and takes the checksums that are missing."""
-        assert self._loading is not None
+        """Puts the layers back into service, the tied head included, and takes the checksums that are missing.
+
+        An update that brought no weights leaves these as they are.
+        """
+        if self._loading is None:
+            return
         try:
             if isinstance(self._loading, LoadedWeights):
                 finalize_layerwise_reload(self.model, self.model_config)
