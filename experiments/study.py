@@ -7,7 +7,8 @@ goes on: the same command resumes a study. On another machine, where its directo
 rows.parquet that was kept of it. Runs are taken seed by seed, so that a study that is not whole yet has all arms of its
 first seeds.
 
-``comparisons`` are pairs of arms that experiments/study_claims.py compares. ``forks`` names, for arms whose schedule is
+``comparisons`` are pairs of arms that experiments/study_claims.py compares, and ``claims`` the figures of
+experiments/study_figures.py: name -> ``title``, ``arms`` and ``metrics``. ``forks`` names, for arms whose schedule is
 all that differs from another arm's, that arm: of the same seed both are one run until their rates part, so the fork
 begins from the other's last checkpoint before that step (``run.fork``). ``checkpoint.every`` and ``checkpoint.keep``
 say which there are.
@@ -38,7 +39,7 @@ from study_rows import Runs, read_table, write_table
 from tqdm import tqdm
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.report.figure import plot_report
+from rljax.report.figure import COLORS, plot_report
 from rljax.report.rows import Row, read_rows
 
 
@@ -80,6 +81,7 @@ class Study:
     figures: dict[str, list[str]]
     forks: dict[str, str]
     comparisons: list[list[str]]
+    claims: dict[str, dict[str, Any]]
     seeds_of: dict[str, tuple[int, ...]]
 
     def runs(self, arms: Collection[str] = (), seeds: Collection[int] = ()) -> list[tuple[str, int]]:
@@ -106,13 +108,19 @@ def read_study(path: Path) -> Study:
         others = ", ".join(sorted(keys - {"config", "seeds", "arms"}))
         raise ConfigError(f"{path}: a study has config, seeds, arms, and may have {others}")
     arms = {name: dict(settings or {}) for name, settings in found["arms"].items()}
-    comparisons = found.get("comparisons", [])
+    comparisons, claims = found.get("comparisons", []), found.get("claims", {})
+    if wrong := [name for name, claim in claims.items() if set(claim) != {"title", "arms", "metrics"}]:
+        raise ConfigError(f"{path}: a claim has title, arms and metrics, and {', '.join(wrong)} has others")
+    if wrong := [name for name, claim in claims.items() if len(claim["arms"]) > len(COLORS)]:
+        raise ConfigError(f"{path}: a claim's figure has at most {len(COLORS)} arms, and {', '.join(wrong)} has more")
     seeds_of = {arm: tuple(seeds) for arm, seeds in found.get("seeds_of", {}).items()}
-    named = {name for names in [*found.get("figures", {}).values(), *comparisons, seeds_of] for name in names}
+    of_claims = [claim["arms"] for claim in claims.values()]
+    named = {
+        name for names in [*found.get("figures", {}).values(), *comparisons, *of_claims, seeds_of] for name in names
+    }
     if unknown := named - set(arms):
-        raise ConfigError(
-            f"{path}: figures, comparisons and seeds_of name arms that are not there: {', '.join(sorted(unknown))}"
-        )
+        places = "figures, comparisons, claims and seeds_of"
+        raise ConfigError(f"{path}: {places} name arms that are not there: {', '.join(sorted(unknown))}")
     forks = found.get("forks", {})
     check_forks(path, arms, forks)
     return Study(
@@ -123,6 +131,7 @@ def read_study(path: Path) -> Study:
         found.get("figures", {"all": list(arms)}),
         forks,
         comparisons,
+        claims,
         seeds_of,
     )
 

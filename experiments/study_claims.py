@@ -12,7 +12,7 @@ signals: in each run of the arms given by --signals, when a signal changes, agai
 
 A signal changes at the first step from which, for PERSISTENCE steps, its trailing mean is above FACTOR times (or below
 1 / FACTOR of) its median over the REFERENCE steps from the surge on. A change in a run that does not collapse is a
-false alarm.
+false alarm. A step in which a signal is not measured has the value before.
 """
 
 from __future__ import annotations
@@ -107,13 +107,22 @@ def change_step(values: Sequence[float | None], surge: int) -> int | None:
     return None
 
 
+def filled(values: Sequence[float | None]) -> list[float | None]:
+    """The values, with the last one that is there for a missing or infinite one; None before the first."""
+    found: list[float | None] = []
+    for value in values:
+        is_there = value is not None and np.isfinite(value)
+        found.append(value if is_there or not found else found[-1])
+    return found
+
+
 def signal_row(metric: str, runs: Sequence[tuple[Outcome, Sequence[Row]]]) -> dict[str, Any]:
     """The line of one signal, over the runs that have a surge."""
     leads, missed, false_alarms, healthy = [], 0, 0, 0
     for outcome, rows in runs:
         if outcome.surge_step is None:
             continue
-        step = change_step([row.get(metric) for row in rows], outcome.surge_step)
+        step = change_step(filled([row.get(metric) for row in rows]), outcome.surge_step)
         if outcome.collapse_step is None:
             healthy += 1
             false_alarms += step is not None

@@ -16,7 +16,7 @@ from rljax.report.panels import GRID, INK, PANELS, QUIET, Panel, Run
 from rljax.report.rows import read_rows
 
 # Readers with any colour vision can tell these apart, in this order also in a grey print.
-_COLORS = ("#1f5fa8", "#d55e00", "#00916e", "#a8428c", "#b8860b", "#555555")
+COLORS = ("#1f5fa8", "#d55e00", "#00916e", "#a8428c", "#b8860b", "#555555")
 _LINES = ("-", "--", ":")
 _DPI = 150
 
@@ -65,8 +65,8 @@ def read_runs(run_dirs: Sequence[str | os.PathLike[str]], labels: Sequence[str] 
         rows = read_rows(directory / "metrics.jsonl")
         if not rows:
             raise ValueError(f"{directory / 'metrics.jsonl'}: no rows to plot")
-        line = _LINES[index // len(_COLORS) % len(_LINES)]
-        runs.append(Run(label, rows, _COLORS[index % len(_COLORS)], line, directory))
+        line = _LINES[index // len(COLORS) % len(_LINES)]
+        runs.append(Run(label, rows, COLORS[index % len(COLORS)], line, directory))
     return runs
 
 
@@ -109,7 +109,7 @@ def plot_grid(
     name = title or (runs[0].label if len(runs) == 1 else f"{len(runs)} runs")
     _title_figure(figure, runs, name, "; ".join(parts))
     for panel, axis in axes.items():
-        _style(axis, first_step, last_step)
+        style_axis(axis, first_step, last_step)
         panels[panel].plot(axis, runs, smooth)
     return figure
 
@@ -137,7 +137,8 @@ def _title_figure(figure: Figure, runs: Sequence[Run], name: str, below: str) ->
         )
 
 
-def _style(axis: Axes, first_step: int, last_step: int) -> None:
+def style_axis(axis: Axes, first_step: int, last_step: int) -> None:
+    """The look of a panel over steps."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color("#b6bac0")
     axis.tick_params(labelsize=8.5, colors=QUIET, length=3)

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from study_claims import change_step, interval, main, signal_row
+from study_claims import change_step, filled, interval, main, signal_row
 from study_outcome import outcome_of
 from study_rows import read_table, write_table
 
@@ -71,6 +71,15 @@ def test_a_signal_changes_when_it_stays_away_from_its_reference():
     assert change_step(values, 20) is None
     assert change_step([1.0] * 69 + [0.0] * 31, 20) == 73  # below 2 / 3 with the fourth 0
     assert change_step([1.0] * 96 + [9.0] * 4, 20) is None  # four steps alone
+
+
+def test_a_step_without_a_measurement_has_the_value_before():
+    assert filled([None, 2.0, None, float("inf"), 3.0, None]) == [None, 2.0, 2.0, 2.0, 3.0, 3.0]
+
+
+def test_a_signal_that_is_not_measured_any_more_does_not_change_by_that():
+    found = rows(0.0, lambda step: 1.0 if step < 70 else None)
+    assert signal_row("optimizer/grad_norm", [(outcome_of(found), found)])["missed"] == 1
 
 
 def test_leads_misses_and_false_alarms():

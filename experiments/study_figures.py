@@ -1,0 +1,148 @@
+"""One figure for each claim that a study is about: ``python experiments/study_figures.py STUDY ROWS --out docs``.
+
+The study's file names them: ``claims`` is a title and the ``arms`` and ``metrics`` that it is read from. A figure has
+a panel for each metric over the steps, a thin line for each run and a thick one for the median of an arm's seeds
+(both trailing means of ten steps), and one with the final accuracy of each seed, its mean over the seeds and the 95%
+interval of that mean by bootstrap. With ``signals`` there is one figure more: how many steps before a collapse each
+signal changes, by the rule of experiments/study_claims.py. ROWS is the study's rows.parquet; nothing else is read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from study import Study, read_study
+from study_claims import claims, filled, interval
+from study_outcome import outcome_of
+from study_rows import Runs, read_table
+
+from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.report.figure import COLORS, save_figure, style_axis
+from rljax.report.panels import INK, QUIET
+from rljax.report.rows import Row
+from rljax.report.summary import trailing_mean
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Which study.
+
+    Attributes:
+      study: YAML file of the study.
+      rows: its rows.parquet.
+      out: directory of the figures, NAME_CLAIM.png each, NAME being the study's file without its suffix.
+      signals: arms whose signals are compared with the collapse.
+    """
+
+    study: Annotated[Path, tyro.conf.Positional]
+    rows: Annotated[Path, tyro.conf.Positional]
+    out: Path
+    signals: tuple[str, ...] = ()
+
+
+def plot_metric(axis: Axes, runs: Runs, arms: Sequence[str], metric: str) -> None:
+    """A metric of each run, and the median over the seeds at the steps that all runs of an arm have."""
+    last = max((rows[-1]["step"] for (arm, _), rows in runs.items() if arm in arms), default=1)
+    style_axis(axis, 1, last)
+    axis.set_title(metric, loc="left", fontsize=10, fontweight="bold", color=INK)
+    if metric.startswith("mismatch/"):
+        axis.set_yscale("log")
+    for color, arm in zip(COLORS, arms, strict=False):
+        curves = [_curve(rows, metric) for (name, _), rows in runs.items() if name == arm]
+        for curve in curves:
+            axis.plot(range(1, len(curve) + 1), curve, color=color, linewidth=0.7, alpha=0.35)
+        if curves:
+            common = min(map(len, curves))
+            median = np.median([curve[:common] for curve in curves], axis=0)
+            axis.plot(range(1, common + 1), median, color=color, linewidth=2.2, label=arm)
+
+
+def plot_finals(axis: Axes, runs: Runs, arms: Sequence[str]) -> None:
+    """The final accuracy of each run, and of each arm the mean with its interval."""
+    style_axis(axis, 0, 1)
+    axis.set_xlim(-0.03, 1.03)
+    axis.set_xticks(np.linspace(0, 1, 6))
+    axis.set_xlabel("final accuracy", fontsize=8.5, color=QUIET)
+    axis.set_title("each seed, mean and 95% interval", loc="left", fontsize=10, fontweight="bold", color=INK)
+    for place, (color, arm) in enumerate(zip(COLORS, arms, strict=False)):
+        finals = np.array([outcome_of(rows).final for (name, _), rows in runs.items() if name == arm])
+        if len(finals):
+            axis.plot(finals, [place - 0.15] * len(finals), "o", color=color, alpha=0.45, markersize=5)
+            axis.plot(interval(finals, 0.95), [place + 0.15] * 2, color=color, linewidth=2.2)
+            axis.plot(finals.mean(), place + 0.15, "D", color=color, markersize=6)
+    axis.set_yticks(range(len(arms)), arms)
+    axis.set_ylim(len(arms) - 0.5, -0.5)
+
+
+def claim_figure(title: str, runs: Runs, arms: Sequence[str], metrics: Sequence[str]) -> Figure:
+    """A panel for each metric, and the final accuracies."""
+    figure = Figure(figsize=(3.9 * (len(metrics) + 1), 3.6), layout="constrained")
+    figure.suptitle(title, fontsize=12, fontweight="bold", color=INK, x=0.01, ha="left")
+    *panels, finals = figure.subplots(1, len(metrics) + 1)
+    for axis, metric in zip(panels, metrics, strict=True):
+        plot_metric(axis, runs, arms, metric)
+    if panels:
+        panels[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    plot_finals(finals, runs, arms)
+    return figure
+
+
+def signals_figure(found: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """How many steps before a collapse each signal of ``study_claims.claims`` changes, and where it does not help."""
+    figure = Figure(figsize=(9, 0.9 + 0.5 * len(found)), layout="constrained")
+    axis = figure.subplots()
+    longest = max((lead for row in found.values() for lead in row["leads"]), default=1)
+    style_axis(axis, 0, longest)
+    axis.set_xlabel("steps before the collapse", fontsize=8.5, color=QUIET)
+    axis.set_title("Signals that change before a collapse", loc="left", fontsize=12, fontweight="bold", color=INK)
+    labels = []
+    for place, (color, (name, row)) in enumerate(zip(COLORS, found.items(), strict=False)):
+        axis.plot(row["leads"], [place] * len(row["leads"]), "o", color=color, alpha=0.6)
+        labels.append(f"{name}\nmissed {row['missed']}, false alarms {row['false_alarms']} of {row['healthy']}")
+    axis.set_yticks(range(len(found)), labels, fontsize=8)
+    axis.set_ylim(len(found) - 0.5, -0.5)
+    return figure
+
+
+def write_figures(study: Study, arguments: Arguments) -> list[Path]:
+    """Writes them and returns their paths.
+
+    Raises:
+      ConfigError, ValueError: the files do not fit, or the study names no claims.
+    """
+    if not study.claims:
+        raise ConfigError(f"{arguments.study} names no claims")
+    runs, name = read_table(arguments.rows), arguments.study.stem
+    paths = []
+    for claim, what in study.claims.items():
+        figure = claim_figure(what["title"], runs, what["arms"], what["metrics"])
+        paths.append(save_figure(figure, arguments.out / f"study_{name}_{claim}.png"))
+    if arguments.signals:
+        found = claims(arguments.study, arguments.rows, arguments.signals)["signals"]
+        paths.append(save_figure(signals_figure(found), arguments.out / f"study_{name}_signals.png"))
+    return paths
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the paths; returns the exit status."""
+    arguments = tyro.cli(Arguments, args=list(argv), description=__doc__)
+    with caller_errors():
+        for path in write_figures(read_study(arguments.study), arguments):
+            print(path)
+    return 0
+
+
+def _curve(rows: Sequence[Row], metric: str) -> np.ndarray:
+    return trailing_mean(filled([row.get(metric) for row in rows]))
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
