@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,16 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+def asked_for(config):
+    """The markers that ``-m`` names without a "not"."""
+    return {word for negated, word in re.findall(r"(not )?(\w+)", config.option.markexpr) if not negated}
+
+
 def pytest_configure(config):
-    """``-m mesh`` gives the process eight simulated devices; every other selection has one."""
+    """A selection by ``mesh`` gives the process eight simulated devices; every other one has one."""
     import jax
 
-    if config.option.markexpr == "mesh":
+    if "mesh" in asked_for(config):
         jax.config.update("jax_num_cpu_devices", MESH_DEVICES)
     # Tracing makes millions of objects that live on: looking for cycles among them took a fifteenth of the time.
     gc.freeze()
@@ -54,11 +60,12 @@ def pytest_itemcollected(item):
 
 def pytest_collection_modifyitems(config, items):
     """Puts the longest files first, the tests of one server together, and skips what a script of its own runs."""
+    asked = asked_for(config)
     for item in items:
-        if item.get_closest_marker("mesh") and config.option.markexpr != "mesh":
+        if item.get_closest_marker("mesh") and "mesh" not in asked:
             item.add_marker(pytest.mark.skip(reason="needs eight devices: run pytest -m mesh"))
         for marker, script in OF_A_SCRIPT.items():
-            if item.get_closest_marker(marker) and config.option.markexpr != marker:
+            if item.get_closest_marker(marker) and marker not in asked:
                 item.add_marker(pytest.mark.skip(reason=f"run {script}"))
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.get_closest_marker("vllm") is None, item.path not in slow_files))

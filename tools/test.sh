@@ -40,7 +40,7 @@ if ! $fast; then
   asked=("$@")
   # Without words of the caller only the files that have such tests are read, which three processes do.
   [ $# -gt 0 ] || mapfile -t asked < <(grep --recursive --files-with-matches --include='*.py' 'mark\.mesh' tests)
-  "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m mesh "${split[@]}" "${asked[@]}" || status=$?
+  "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "mesh and not harness" "${split[@]}" "${asked[@]}" || status=$?
   [ "$status" != 5 ] || status=0 # none among those asked for
 fi
 echo "== tests"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs and real vLLM servers that are killed in the midst, faults planted one after the other, random malformed inputs, and
-# policies of other families through a real vLLM server (marker harness). About six minutes on two cores.
+# Runs and real vLLM servers that are killed in the midst, faults planted one after the other, random malformed inputs,
+# policies of other families through a real vLLM server, and further forms of what the suite tries in one: meshes, engines,
+# damages (marker harness). About fifteen minutes on two cores.
 #
 #   bash tools/test_harnesses.sh [pytest arguments]
 set -euo pipefail
@@ -9,4 +10,10 @@ source launch/environment.sh
 
 prepare_environment test
 bash launch/install_vllm.sh
-exec "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m harness tests/integration tests/rollout tests/tools "$@"
+status=0
+if [ $# -eq 0 ]; then
+  "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "mesh and harness" tests/sharding || status=$?
+fi
+"$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "harness and not mesh" \
+  tests/integration tests/rollout tests/run tests/tools "$@" || status=$?
+exit "$status"

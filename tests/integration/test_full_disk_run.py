@@ -9,7 +9,7 @@ from toy_runs import comparable, complete, tiny
 
 from rljax.report.rows import read_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.harness]
 
 STEPS = 6
 MEGABYTES = 24

@@ -44,6 +44,7 @@ def export(run_dir, out, *options):
     assert code == 0, err
 
 
+@pytest.mark.harness
 def test_a_run_learns_the_toy(toy_base, tmp_path):
     size = ("--run.steps", "10", "--eval.every", "0", "--checkpoint.every", "0", "--data.batch-size", "16")
     code, output = complete(command(toy_base, tmp_path, *size, "--lora.rank", "8", "--optimizer.learning-rate", "3e-3"))
@@ -52,6 +53,7 @@ def test_a_run_learns_the_toy(toy_base, tmp_path):
     assert np.mean(rewards[-4:]) > 1.3 * np.mean(rewards[:4])
 
 
+@pytest.mark.harness
 def test_killed_and_resumed_the_rows_are_the_same_bit_for_bit(whole, toy_base, tmp_path):
     process = start(words(toy_base, tmp_path / "run"), PYTHONPATH=f"{ROOT}:{ROOT}/tests/support")
     wait_for_rows(process, tmp_path / "run", 3)
@@ -139,8 +141,15 @@ def test_a_dense_run_has_no_adapters_to_export(toy_base, tmp_path):
     assert (code, err) == (2, f"error: {tmp_path}/run trained all weights: it has no adapters\n")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("start_from", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "start_from"),
+    [
+        ("bfloat16", False),
+        ("float16", True),
+        pytest.param("bfloat16", True, marks=pytest.mark.harness),
+        pytest.param("float16", False, marks=pytest.mark.harness),
+    ],
+)
 def test_with_the_exact_engine_the_mismatch_is_zero_and_so_is_the_first_kl(dtype, start_from, toy_base, tmp_path):
     policy = read_config(toy_base)
     rng = np.random.default_rng(0)

@@ -81,6 +81,7 @@ def test_written_config_reproduces_the_run(uninterrupted, toy_base, tmp_path):
     assert shorter == expected
 
 
+@pytest.mark.harness
 def test_killed_twice_and_resumed_the_rows_are_the_same_bit_for_bit(uninterrupted, toy_base, tmp_path):
     run_dir = tmp_path / "killed"
     for rows in (3, 6):

@@ -1,12 +1,8 @@
 """A server that dies and comes back: nothing is lost, and nothing is drawn from its old weights."""
 
 import itertools
-import os
-import subprocess
-import textwrap
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +14,6 @@ from rljax.rollout.types import RolloutConfig, SamplingParams, VersionSpan
 from rljax.rollout.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
-REPO = Path(__file__).resolve().parents[2]
-CPUINFO = Path("/proc/cpuinfo")
-AMX = CPUINFO.exists() and "amx_tile" in CPUINFO.read_text()
 
 
 def worst_gap(served, params, prompts, responses) -> float:
@@ -97,79 +90,3 @@ def test_the_death_of_a_server_of_ours_ends_the_wait(mortal, prompts):
         engine.close()
     assert not mortal.server.alive()
     assert "EngineDeadError" in mortal.server.log_tail(200)
-
-
-ASKED = """
-    import ctypes
-    from rljax.rollout.vllm.plugin import register
-
-    def granted():  # arch_prctl(ARCH_GET_XCOMP_PERM); bit 18 stands for the tiles' data
-        mask = ctypes.c_uint64()
-        assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(mask)) == 0
-        return bool(mask.value >> 18 & 1)
-
-    before = granted()
-    register()
-    print(before, granted())
-"""
-OTHER_TORCH = """
-    import torch
-    from rljax.rollout.vllm.plugin import BACKEND, WeightTransferEngineFactory, register
-
-    for name in ("_is_amx_tile_supported", "_init_amx"):
-        kept = getattr(torch.cpu, name)
-        delattr(torch.cpu, name)
-        WeightTransferEngineFactory._registry.pop(BACKEND, None)
-        register()
-        assert BACKEND in WeightTransferEngineFactory._registry, name
-        setattr(torch.cpu, name, kept)
-    print("registered")
-"""
-
-
-def _in_vllm(interpreter: str, code: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [interpreter, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
-
-
-@pytest.mark.skipif(not AMX, reason="this processor has no AMX tiles")
-def test_the_plugin_gets_the_permission_to_use_tiles(vllm_interpreter):
-    assert _in_vllm(vllm_interpreter, ASKED) == "False True"
-
-
-def test_the_plugin_registers_where_torch_knows_no_tiles(vllm_interpreter):
-    assert _in_vllm(vllm_interpreter, OTHER_TORCH) == "registered"
-
-
-def test_plugin_loads_without_jax(vllm_interpreter):
-    """vLLM's environment has no jax: the plugin and what it imports must not ask for it."""
-    code = """
-        import sys
-        class Refuse:
-            def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] in {"jax", "jaxlib", "flax", "optax"}:
-                    raise ImportError(f"refused: {name}")
-        sys.meta_path.insert(0, Refuse())
-        from importlib.metadata import entry_points
-        (point,) = entry_points(group="vllm.general_plugins", name="rljax")
-        register = point.load()
-        register()
-        register()
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-        assert "rljax_file" in WeightTransferEngineFactory._registry
-        ours = sorted(name for name in sys.modules if name.split(".")[0] == "rljax")
-        print(ours)
-        beside = ("rljax.rollout.api_key", "rljax.rollout.weights", "rljax.ownership", "rljax.errors")
-        beside += ("rljax.rollout.addresses",)
-        own = ("rljax", "rljax.rollout", "rljax.rollout.vllm", "rljax.rollout.vllm.plugin")
-        own += ("rljax.rollout.vllm.in_place", "rljax.rollout.vllm.parameters")
-        own += ("rljax.checksum", "rljax.object_stores", "rljax.rollout.served")
-        own += ("rljax.rollout.served.torch_checksum", "rljax.rollout.served.worker_weights")
-        assert not [name for name in ours if name not in own and not name.startswith(beside)], ours
-    """
-    done = subprocess.run([vllm_interpreter, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd="/")
-    assert done.returncode == 0, done.stdout + done.stderr

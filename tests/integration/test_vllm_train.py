@@ -88,6 +88,7 @@ def test_responses_go_on_with_new_weights_and_every_token_is_of_its_version(serv
         assert row["mismatch_numerics/logprob_abs_diff_max"] < 1e-4 < row["mismatch_drift/logprob_abs_diff_max"]
 
 
+@pytest.mark.harness
 def test_adapters_are_served_merged_and_proven_as_any_weights_are(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "3", "--optimizer.learning-rate", "2e-3", "--eval.every", "0"]
     code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options, "--lora.rank", "4"))

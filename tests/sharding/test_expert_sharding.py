@@ -84,15 +84,20 @@ def alone(routed, balance):
     ("mesh", "options"),
     [
         (MeshConfig(2, 1, expert=2), {}),
-        (MeshConfig(4, 1, expert=2), {"routed": True}),
-        (MeshConfig(1, 1, expert=8), {"remat": "dots"}),
-        (MeshConfig(8, 1), {"remat": "blocks"}),
         (MeshConfig(2, 2, expert=2), {"remat": "dots", "routed": True}),
-        (MeshConfig(1, 4, expert=2), {}),
         (MeshConfig(2, 1, expert=4), {"routed": "to the same"}),
         # A micro-batch's balance is of its own tokens, and each copy of the weights has a part of them.
         (MeshConfig(1, 2, replica=2, expert=2), {"balance": 0.0}),
-        (MeshConfig(2, 1, expert=4, keep_gathered=True), {"remat": "blocks"}),
+        *(
+            pytest.param(mesh, options, marks=pytest.mark.harness)
+            for mesh, options in [
+                (MeshConfig(4, 1, expert=2), {"routed": True}),
+                (MeshConfig(1, 1, expert=8), {"remat": "dots"}),
+                (MeshConfig(8, 1), {"remat": "blocks"}),
+                (MeshConfig(1, 4, expert=2), {}),
+                (MeshConfig(2, 1, expert=4, keep_gathered=True), {"remat": "blocks"}),
+            ]
+        ),
     ],
     ids=str,
 )

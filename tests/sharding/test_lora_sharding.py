@@ -52,7 +52,12 @@ def single():
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "tp", "options"), [(8, 1, {}), (4, 2, {"keep_gathered": True}), (2, 2, {"replica": 2})]
+    ("fsdp", "tp", "options"),
+    [
+        (4, 2, {"keep_gathered": True}),
+        (2, 2, {"replica": 2}),
+        pytest.param(8, 1, {}, marks=pytest.mark.harness),
+    ],
 )
 def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, single):
     (state, metrics, logprobs), weights, merged = run(fsdp, tp, **options)

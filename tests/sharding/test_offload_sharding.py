@@ -58,7 +58,15 @@ def bytes_on_devices(tree_only=None):
     return sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind != HOST_MEMORY)
 
 
-@pytest.mark.parametrize("shape", [MeshConfig(8, 1), MeshConfig(4, 2), MeshConfig(2, 2, replica=2)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MeshConfig(2, 2, replica=2),
+        pytest.param(MeshConfig(8, 1), marks=pytest.mark.harness),
+        pytest.param(MeshConfig(4, 2), marks=pytest.mark.harness),
+    ],
+    ids=str,
+)
 def test_the_steps_after_are_bit_equal_and_the_device_buffers_are_freed(shape):
     mesh = make_mesh(shape)
     update, stays = make(mesh)

@@ -93,11 +93,11 @@ def single():
     ("fsdp", "tp", "options"),
     [
         (8, 1, {}),
-        (4, 2, {}),
         (2, 4, {"remat": "dots"}),
         (8, 1, {"keep_gathered": True, "remat": True}),
-        (4, 1, {"replica": 2}),
         (2, 2, {"replica": 2, "remat": "blocks"}),
+        pytest.param(4, 2, {}, marks=pytest.mark.harness),
+        pytest.param(4, 1, {"replica": 2}, marks=pytest.mark.harness),
     ],
 )
 def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, single):
@@ -130,7 +130,7 @@ def test_parameters_and_moments_are_sharded_alike_and_stay_so():
     assert query.addressable_shards[0].data.shape == (2, 8, 2, 8)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", pytest.param("float32", marks=pytest.mark.harness)])
 def test_one_compilation_whatever_the_rate_the_batch_and_the_skips(dtype):
     tx = make_optimizer(OptimizerConfig(learning_rate=1e-3))
     _, step, state = build(2, 2, tx, dtype)

@@ -8,31 +8,42 @@ import numpy as np
 from rljax.rollout.types import SamplingParams
 
 GROUP = 4
+SLOWED_S = 0.1  # seconds more for a token while weights are published
 
 
-def sampled_across_publishes(engine, policies, prompts, tokens, group=GROUP):
-    """Responses of ``tokens`` that are under way while all but the first of ``policies`` are published, in order.
+def sampled_across_publishes(engine, policies, prompts, tokens, pace):
+    """``GROUP`` responses of each prompt that are under way while all but the first policy are published, in order.
 
-    There must be so many of them, ``group`` of each prompt, that the server is not done with them by then.
+    Args:
+      engine: samples and publishes.
+      policies: published as version 0, 1, ...
+      prompts: token ids.
+      tokens: of each response; more than are sampled by then.
+      pace: makes each further forward of the server take so many seconds more, so that no machine is done before.
     """
     engine.publish(policies[0], 0)
     responses, failures = [], []
 
     def sample():
         try:
-            responses.extend(engine.generate(prompts, group, SamplingParams(tokens), seed=1))
+            responses.extend(engine.generate(prompts, GROUP, SamplingParams(tokens), seed=1))
         except BaseException as error:
             failures.append(error)
 
-    sampling = threading.Thread(target=sample)
-    sampling.start()
-    asked, until = 0.0, time.monotonic() + 60
-    while asked < group * len(prompts) and time.monotonic() < until:
-        asked += engine.pop_metrics().get("rollout/requests", 0.0)
-        time.sleep(0.05)
-    time.sleep(0.5)  # that the server has begun with them
-    for version, params in enumerate(policies[1:], 1):
-        engine.publish(params, version)
+    pace(SLOWED_S)
+    try:
+        sampling = threading.Thread(target=sample)
+        sampling.start()
+        asked, until = 0.0, time.monotonic() + 60
+        while asked < GROUP * len(prompts) and time.monotonic() < until:
+            asked += engine.pop_metrics().get("rollout/requests", 0.0)
+            time.sleep(0.05)
+        time.sleep(1.0)  # that the server has begun with them
+        for version, params in enumerate(policies[1:], 1):
+            engine.publish(params, version)
+            time.sleep(0.5)  # that this version samples some, too
+    finally:
+        pace(0.0)
     sampling.join(timeout=120)
     assert not sampling.is_alive()
     assert not failures, failures
@@ -45,11 +56,12 @@ def check_versions(scores, prompts, responses, tolerance):
     Args:
       scores: of each version, token sequences to the log-probability of each token.
       prompts: of the responses.
-      responses: most of several versions.
+      responses: of all versions, some of them of several.
       tolerance: largest difference (nats).
     """
     sampled = sorted({span.version for response in responses for span in response.versions})
-    assert len(sampled) > 1
+    assert sampled == list(range(len(scores)))
+    assert any(len(response.versions) > 1 for response in responses)
     gaps = gaps_by_version(scores, prompts, responses)
     assert all(gaps[v, v] < tolerance for v in sampled), gaps
     assert all(gaps[v, w] > 10 * tolerance for v in sampled for w in range(len(scores)) if v != w), gaps

@@ -2,10 +2,11 @@
 
 The file that ``$RLJAX_TEST_FAULT`` names holds the fault of the next updates, a tensor, and the only worker that has
 the fault, if not all have it: ``skip`` leaves the tensor out, ``flip`` changes one bit of it, ``unflushed`` keeps the
-prefix cache; ``off``.
+prefix cache; ``slow`` makes each forward take so many seconds more; ``off``.
 """
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -42,8 +43,16 @@ def flush(original, manager, request, success, message):
     return (success, message) if fault()[0] == "unflushed" else original(manager, request, success, message)
 
 
+def forward(original, *args, **kwargs):
+    words = fault()  # none while it is being written
+    if len(words) == 2 and words[0] == "slow":
+        time.sleep(float(words[1]))
+    return original(*args, **kwargs)
+
+
 def register() -> None:
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     scheduler = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", forward, HookType.AROUND)
     HookRegistry.register(f"{updater}.update_weights_from_disk", update, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.flush_cache_after_weight_update", flush, HookType.AROUND)

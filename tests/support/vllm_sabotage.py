@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import torch
 from vllm.model_executor.layers import utils as vllm_layers
@@ -92,6 +93,19 @@ class Sabotage(vllm_plugin.WorkerExtension):
             raise RuntimeError("planted")
 
         engine.finish_weight_update = fail
+
+    def sabotage_pace(self, seconds: str) -> None:
+        """From now on each forward takes so many seconds more: responses stay under way."""
+        model = self.weight_transfer_engine.model
+        vars(model).pop("forward", None)
+        forward, pause = model.forward, float(seconds)
+
+        def paced(*args, **kwargs):
+            time.sleep(pause)
+            return forward(*args, **kwargs)
+
+        if pause:
+            model.forward = paced
 
     def sabotage_restore(self, state: str) -> None:
         """After each update the model gets back the parameters that it has now, as from a copy kept over a sleep."""

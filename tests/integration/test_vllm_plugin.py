@@ -1,0 +1,138 @@
+"""The plugin under vLLM's interpreter, without a server: what it imports, asks the kernel for, and reads.
+
+One program shows all of it, because importing vLLM takes far longer than what is shown.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+CPUINFO = Path("/proc/cpuinfo")
+AMX = CPUINFO.exists() and "amx_tile" in CPUINFO.read_text()
+PROGRAM = """
+import ctypes, json, sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"jax", "jaxlib", "flax", "optax"}:
+            raise ImportError(f"refused: {name}")
+
+sys.meta_path.insert(0, Refuse())
+(point,) = entry_points(group="vllm.general_plugins", name="rljax")
+register = point.load()
+
+def granted():  # arch_prctl(ARCH_GET_XCOMP_PERM); bit 18 stands for the tiles' data
+    mask = ctypes.c_uint64()
+    assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(mask)) == 0
+    return bool(mask.value >> 18 & 1)
+
+said = {"granted": [granted()]}
+register()
+register()
+said["granted"].append(granted())
+
+import torch
+from safetensors.torch import save_file
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from rljax.rollout.vllm.plugin import BACKEND, PROTOCOL, FileInitInfo, FileUpdateInfo, FileWeightTransferEngine
+
+said["backend"] = BACKEND in WeightTransferEngineFactory._registry and BACKEND
+said["modules"] = sorted(name for name in sys.modules if name.split(".")[0] == "rljax")
+said["registered_without"] = []
+for name in ("_is_amx_tile_supported", "_init_amx"):
+    kept = getattr(torch.cpu, name)
+    delattr(torch.cpu, name)
+    WeightTransferEngineFactory._registry.pop(BACKEND)
+    register()
+    if BACKEND in WeightTransferEngineFactory._registry:
+        said["registered_without"].append(name)
+    setattr(torch.cpu, name, kept)
+
+class Model(torch.nn.Module):
+    def load_weights(self, tensors):
+        self.loaded = [name for name, _ in tensors]
+
+work = Path(sys.argv[1])
+(work / "run" / "v1").mkdir(parents=True)
+(work / "run" / "probe.txt").write_text("x")
+for place in ("run/v1", "run", "."):
+    save_file({"a": torch.ones(2)}, work / place / "0.safetensors")
+
+def outcome(path, files, shown=True):
+    engine = FileWeightTransferEngine.__new__(FileWeightTransferEngine)
+    engine.model, engine.model_config = Model(), SimpleNamespace(dtype=torch.float32)
+    if shown:
+        engine.init_transfer_engine(FileInitInfo(str(work / "run" / "probe.txt"), "x", PROTOCOL))
+    for place in ("run/v1", "run", "."):
+        (work / place / "manifest.json").write_text(json.dumps({"tag": "t", "files": files}))
+    try:
+        engine.receive_weights(FileUpdateInfo(str(work / path), "t"))
+    except ValueError as error:
+        return str(error)
+    return engine.model.loaded
+
+said["paths"] = {
+    "own": outcome("run/v1", ["0.safetensors"]),
+    "up": outcome("run/v1", ["../0.safetensors"]),
+    "absolute": outcome("run/v1", [str(work / "0.safetensors")]),
+    "dots": outcome("run/v1", [".."]),
+    "elsewhere": outcome(".", ["0.safetensors"]),
+    "around": outcome("run/v1/..", ["0.safetensors"]),
+    "not shown": outcome("run/v1", ["0.safetensors"], shown=False),
+}
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said(vllm_interpreter, tmp_path_factory):
+    """What the program prints; it finds rljax as vLLM does, where it is installed."""
+    done = subprocess.run(
+        [vllm_interpreter, "-c", PROGRAM, str(tmp_path_factory.mktemp("plugin"))],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_it_loads_without_jax(said):
+    """vLLM's environment has no jax: the plugin and what it imports must not ask for it."""
+    beside = ("rljax.rollout.api_key", "rljax.rollout.weights", "rljax.ownership", "rljax.errors")
+    beside += ("rljax.rollout.addresses",)
+    own = ("rljax", "rljax.rollout", "rljax.rollout.vllm", "rljax.rollout.vllm.plugin")
+    own += ("rljax.rollout.vllm.in_place", "rljax.rollout.vllm.parameters")
+    own += ("rljax.checksum", "rljax.object_stores", "rljax.rollout.served")
+    own += ("rljax.rollout.served.torch_checksum", "rljax.rollout.served.worker_weights")
+    assert said["backend"] == "rljax_file"
+    assert set(own) <= set(said["modules"])
+    assert [name for name in said["modules"] if name not in own and not name.startswith(beside)] == []
+
+
+@pytest.mark.skipif(not AMX, reason="this processor has no AMX tiles")
+def test_it_gets_the_permission_to_use_tiles(said):
+    assert said["granted"] == [False, True]
+
+
+def test_it_registers_where_torch_knows_no_tiles(said):
+    assert said["registered_without"] == ["_is_amx_tile_supported", "_init_amx"]
+
+
+def test_an_update_does_not_leave_its_directory(said):
+    paths = said["paths"]
+    assert paths["own"] == ["a"]
+    for name in ("up", "absolute", "dots"):
+        assert "names files outside itself" in paths[name]
+    for name in ("elsewhere", "around", "not shown"):
+        assert "lies in no directory that a trainer has shown" in paths[name]
