@@ -16,8 +16,8 @@ from rljax.rollout.vllm.server import ServerConfig, VllmServer, start
 
 pytestmark = pytest.mark.router
 PROMPTS = [np.arange(1 + i, 9 + i, dtype=np.int32) for i in range(4)]
-N = 24
-LIMITS = ClientLimits(max_attempts=60, max_backoff_s=1.0, max_outstanding=8)
+N, TOKENS = 24, 240  # ten seconds of sampling: they are not over when the server is killed
+LIMITS = ClientLimits(max_attempts=60, max_backoff_s=1.0, max_outstanding=16)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def servers(make_model, vllm_interpreter, tmp_path):
 
 def sampled(engine):
     places = []
-    for response in engine.generate(PROMPTS, N, SamplingParams(48), seed=0):
+    for response in engine.generate(PROMPTS, N, SamplingParams(TOKENS), seed=0):
         yield response
         places.append((response.prompt_index, response.sample_index))
     assert sorted(places) == [(i, j) for i in range(len(PROMPTS)) for j in range(N)]
