@@ -107,6 +107,17 @@ def change_step(values: Sequence[float | None], surge: int) -> int | None:
     return None
 
 
+def edges(rows: Sequence[Row]) -> dict[str, float | None]:
+    """Mean mismatch of the first and the last ten steps, and the median of the gradient noise where it is measured."""
+    mismatch = [row["mismatch/log_ppl_abs_diff"] for row in rows]
+    noise = [value for row in rows if (value := row.get("optimizer/grad_noise")) is not None and np.isfinite(value)]
+    return {
+        "mismatch_first_10": float(np.mean(mismatch[:10])),
+        "mismatch_last_10": float(np.mean(mismatch[-10:])),
+        "grad_noise_median": float(np.median(noise)) if noise else None,
+    }
+
+
 def filled(values: Sequence[float | None]) -> list[float | None]:
     """The values, with the last one that is there for a missing or infinite one; None before the first."""
     found: list[float | None] = []
@@ -162,7 +173,7 @@ def claims(study_file: Path, table: Path, signal_arms: Sequence[str]) -> dict[st
         ],
         "signals": {name: signal_row(metric, signals) for name, metric in SIGNALS.items()} if signals else {},
         "runs": {
-            arm: {str(seed): dataclasses.asdict(outcome) for seed, outcome in found.items()}
+            arm: {str(seed): dataclasses.asdict(outcome) | edges(runs[arm, seed]) for seed, outcome in found.items()}
             for arm, found in there.items()
         },
     }

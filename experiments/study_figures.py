@@ -53,7 +53,7 @@ def plot_metric(axis: Axes, runs: Runs, arms: Sequence[str], metric: str) -> Non
     last = max((rows[-1]["step"] for (arm, _), rows in runs.items() if arm in arms), default=1)
     style_axis(axis, 1, last)
     axis.set_title(metric, loc="left", fontsize=10, fontweight="bold", color=INK)
-    if metric.startswith("mismatch/"):
+    if metric.startswith("mismatch/") or metric == "optimizer/grad_noise":
         axis.set_yscale("log")
     for color, arm in zip(COLORS, arms, strict=False):
         curves = [_curve(rows, metric) for (name, _), rows in runs.items() if name == arm]
@@ -83,7 +83,8 @@ def plot_finals(axis: Axes, runs: Runs, arms: Sequence[str]) -> None:
 
 
 def claim_figure(title: str, runs: Runs, arms: Sequence[str], metrics: Sequence[str]) -> Figure:
-    """A panel for each metric, and the final accuracies."""
+    """A panel for each metric, and the final accuracies, of the arms that have runs."""
+    arms = [arm for arm in arms if any(name == arm for name, _ in runs)]
     figure = Figure(figsize=(3.9 * (len(metrics) + 1), 3.6), layout="constrained")
     figure.suptitle(title, fontsize=12, fontweight="bold", color=INK, x=0.01, ha="left")
     *panels, finals = figure.subplots(1, len(metrics) + 1)

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from study_claims import change_step, filled, interval, main, signal_row
+from study_claims import change_step, edges, filled, interval, main, signal_row
 from study_outcome import outcome_of
 from study_rows import read_table, write_table
 
@@ -60,6 +60,15 @@ def test_the_interval_of_two_values_is_worked_out_by_hand():
     assert interval(values, 0.95) == (0.0, 1.0)
     assert interval(values, 0.45) == (0.5, 0.5)
     assert interval(np.array([0.3]), 0.95) == (0.3, 0.3)
+
+
+def test_the_edges_of_a_run():
+    found = [
+        {"mismatch/log_ppl_abs_diff": float(step), "optimizer/grad_noise": {3: 2.0, 7: 4.0, 9: float("nan")}.get(step)}
+        for step in range(1, 31)
+    ]
+    assert edges(found) == {"mismatch_first_10": 5.5, "mismatch_last_10": 25.5, "grad_noise_median": 3.0}
+    assert edges(found[10:])["grad_noise_median"] is None
 
 
 def test_a_signal_changes_when_it_stays_away_from_its_reference():
