@@ -140,10 +140,11 @@ def test_while_a_step_trains_those_after_it_are_sampled(k):
 
 def test_the_row_says_how_long_before_its_step_a_batch_was_begun():
     engine = Engine()
-    trained, _ = go_on(make(engine, 1, steps=3), engine, 1, 3, training_s=lambda step: 0.1)
+    trained, _ = go_on(make(engine, 1, steps=3), engine, 1, 3, training_s=lambda step: 1.0)
     first, *later = (sampled.row["time/ahead_s"] for sampled in trained)
-    assert first < 0.1
-    assert all(0.1 <= ahead < 1.0 for ahead in later)
+    assert first < 0.5
+    # Each begins when the step before does. A thread may start late on a busy machine, and a step last longer.
+    assert all(0.5 <= ahead < 5.0 for ahead in later), later
 
 
 @pytest.mark.parametrize("k", [0, 1])
