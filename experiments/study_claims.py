@@ -32,7 +32,7 @@ from study_rows import read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.report.rows import Row
-from rljax.report.summary import trailing_mean
+from rljax.report.summary import EDGE_STEPS, trailing_mean
 
 ENDS_WELL = 0.3  # final accuracy above which a run ends well, as in the first study
 RESAMPLES = 10_000
@@ -108,12 +108,12 @@ def change_step(values: Sequence[float | None], surge: int) -> int | None:
 
 
 def edges(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Mean mismatch of the first and the last ten steps, and the median of the gradient noise where it is measured."""
+    """Mean mismatch of the first and last ``EDGE_STEPS``, and the median of the gradient noise where it is measured."""
     mismatch = [row["mismatch/log_ppl_abs_diff"] for row in rows]
     noise = [value for row in rows if (value := row.get("optimizer/grad_noise")) is not None and np.isfinite(value)]
     return {
-        "mismatch_first_10": float(np.mean(mismatch[:10])),
-        "mismatch_last_10": float(np.mean(mismatch[-10:])),
+        "mismatch_first": float(np.mean(mismatch[:EDGE_STEPS])),
+        "mismatch_last": float(np.mean(mismatch[-EDGE_STEPS:])),
         "grad_noise_median": float(np.median(noise)) if noise else None,
     }
 

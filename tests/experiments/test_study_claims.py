@@ -67,7 +67,7 @@ def test_the_edges_of_a_run():
         {"mismatch/log_ppl_abs_diff": float(step), "optimizer/grad_noise": {3: 2.0, 7: 4.0, 9: float("nan")}.get(step)}
         for step in range(1, 31)
     ]
-    assert edges(found) == {"mismatch_first_10": 5.5, "mismatch_last_10": 25.5, "grad_noise_median": 3.0}
+    assert edges(found) == {"mismatch_first": 5.5, "mismatch_last": 25.5, "grad_noise_median": 3.0}
     assert edges(found[10:])["grad_noise_median"] is None
 
 

@@ -144,7 +144,7 @@ def test_the_row_says_how_long_before_its_step_a_batch_was_begun():
     first, *later = (sampled.row["time/ahead_s"] for sampled in trained)
     assert first < 0.5
     # Each begins when the step before does. A thread may start late on a busy machine, and a step last longer.
-    assert all(0.5 <= ahead < 5.0 for ahead in later), later
+    assert all(0.8 <= ahead < 5.0 for ahead in later), later
 
 
 @pytest.mark.parametrize("k", [0, 1])
