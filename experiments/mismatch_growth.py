@@ -1,6 +1,6 @@
 """Whether the mismatch of an engine grows while a policy is trained: reads the run directories of a study.
 
-    python experiments/study.py configs/study/engines.yaml --seeds 100
+    python experiments/study.py configs/study/engines.yaml
     python experiments/mismatch_growth.py runs/study-engines --json benchmarks/mismatch_growth.json
 
 One row for each run: ``log_ppl_abs_diff`` over ten steps at the beginning, at the peak of the accuracy and at the end,
