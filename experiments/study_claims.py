@@ -2,13 +2,14 @@
 
     python experiments/study_claims.py configs/study/slow.yaml benchmarks/study_slow.parquet --json benchmarks/slow.json
 
-Reads the Parquet file that experiments/study.py writes and nothing else of the runs. Three tables:
+Reads the Parquet file that experiments/study.py writes and nothing else of the runs. Four tables:
 
 arms: of each arm how many seeds end well and how many collapse (study_outcome.py), and the mean final accuracy.
 comparisons: those that the study's file names: the mean difference of the final accuracy between two arms with the same
   seeds. Intervals are percentiles of 10,000 bootstrap samples of the seeds; as there are m comparisons, each has the
   coverage 1 - 0.05 / m, so that all together have 95% (Bonferroni).
 signals: in each run of the arms given by --signals, when a signal changes, against the step of the collapse.
+runs: of each arm the final accuracy, the surge's step and the mismatch at the end, seed by seed.
 
 A signal changes at the first step from which, for PERSISTENCE steps, its trailing mean is above FACTOR times (or below
 1 / FACTOR of) its median over the REFERENCE steps from the surge on. A change in a run that does not collapse is a
@@ -151,7 +152,7 @@ def signal_row(metric: str, runs: Sequence[tuple[Outcome, Sequence[Row]]]) -> di
 
 
 def claims(study_file: Path, table: Path, signal_arms: Sequence[str]) -> dict[str, Any]:
-    """The three tables.
+    """The four tables.
 
     Raises:
       ConfigError, ValueError: the files do not fit.
@@ -198,6 +199,11 @@ def markdown(found: Mapping[str, Any]) -> str:
         lead = "-" if row["lead_median"] is None else f"{row['lead_median']:.0f}"
         alarms = f"{row['false_alarms']} of {row['healthy']}"
         lines.append(_line(name, lead, " ".join(map(str, row["leads"])), row["missed"], alarms))
+    lines += ["", f"| arm | final of each seed | surge | mismatch, last {EDGE_STEPS} steps |", "|---|---|---|---|"]
+    for arm, runs in found["runs"].items():
+        finals = " ".join(f"{run['final']:.2f}" for run in runs.values())
+        surges = " ".join(str(run["surge_step"] or "-") for run in runs.values())
+        lines.append(_line(arm, finals, surges, " ".join(f"{run['mismatch_last']:.2g}" for run in runs.values())))
     return "\n".join(lines)
 
 

@@ -130,3 +130,4 @@ def test_the_program_compares_the_arms(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| triggered - constant | 2 | +0.60 | +0.45 to +0.75 | 2 of 2 |" in printed
     assert "| gradient norm | - |  | 1 | 0 of 1 |" in printed
+    assert "| constant | 0.00 0.40 | 20 20 | 0.01 0.01 |" in printed
