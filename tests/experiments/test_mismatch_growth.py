@@ -76,6 +76,7 @@ def test_each_arm_of_the_study_of_engines_is_a_run_that_its_engine_takes(tmp_pat
         rollout = config.rollout
         engines.add(
             (
+                rollout.engine,
                 rollout.weight_quantization,
                 rollout.kv_cache_dtype,
                 rollout.inject.staleness,
