@@ -5,12 +5,26 @@
 #   bash tools/test_peers.sh [peft] [tunix] [skyrl_tx] [trl] [verl] [easydel] [maxtext]          (default: all of them)
 #
 # Each package gets a virtual environment of its own in $RLJAX_PEERS (default .venv-peers), 2 to 6 GB each.
-# RLJAX_PEERS_PYTHON: the interpreter (default python3.12).
+# RLJAX_PEERS_PYTHON: the interpreter, Python 3.12 or newer (default: python3.12, else pyenv's).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 root=${RLJAX_PEERS:-.venv-peers}
-interpreter=${RLJAX_PEERS_PYTHON:-python3.12}
+
+# A python3.12 on the PATH may be pyenv's stand-in for one that is installed but not chosen.
+candidates=(python3.12 "$(pyenv prefix 3.12 2>/dev/null || true)/bin/python3.12")
+[ -z "${RLJAX_PEERS_PYTHON:-}" ] || candidates=("$RLJAX_PEERS_PYTHON")
+interpreter=
+for candidate in "${candidates[@]}"; do
+  if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+    interpreter=$candidate
+    break
+  fi
+done
+if [ -z "$interpreter" ]; then
+  echo "error: ${RLJAX_PEERS_PYTHON:-python3.12} is no Python 3.12 or newer; name one in RLJAX_PEERS_PYTHON" >&2
+  exit 2
+fi
 
 packages() {
   case $1 in
@@ -21,11 +35,12 @@ packages() {
     verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools fastapi uvicorn ." ;; # the last three undeclared
     easydel) echo "easydel==0.3.0 pillow torch ." ;; # likewise
     maxtext) echo "maxtext==0.2.5 jax flax optax ." ;; # its extras for TPUs and CUDA alone declare what it needs
-    *) echo "unknown package $1" >&2; return 2 ;;
+    *) echo "error: unknown package $1" >&2; return 2 ;;
   esac
 }
 
 [ $# -gt 0 ] || set -- peft tunix skyrl_tx trl verl easydel maxtext
+for name in "$@"; do packages "$name" >/dev/null; done # a wrong name ends it here
 status=0
 for name in "$@"; do
   wanted=$(packages "$name")
