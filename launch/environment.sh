@@ -5,14 +5,10 @@
 
 rljax_repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
+source "$rljax_repo/launch/python.sh"
+
 rljax_python() {
-  local candidate
-  for candidate in "${RLJAX_PYTHON:-}" python3.11 python3.12 python3.13 python3; do
-    if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
-      echo "$candidate"
-      return
-    fi
-  done
+  first_python 11 "${RLJAX_PYTHON:-}" python3.11 python3.12 python3.13 python3 && return
   echo "error: rljax needs Python 3.11, 3.12 or 3.13 on the PATH (or in RLJAX_PYTHON)" >&2
   return 1
 }

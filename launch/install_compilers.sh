@@ -10,6 +10,7 @@
 set -euo pipefail
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$repo/launch/python.sh"
 venv="${1:-${RLJAX_COMPILE_VENV:-$repo/.venv-compile}}"
 wanted="jax[tpu]>=0.12,<0.13"
 cudnn="nvidia-cudnn-cu12>=9.8,<10"
@@ -24,14 +25,9 @@ say() { echo "install_compilers: $*" >&2; }
 die() { say "$*"; exit 1; }
 
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python3.12 python3.13}; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1; then
-      echo "$candidate"
-      return
-    fi
-  done
-  die "no Python 3.12 or 3.13 found; name one with PYTHON=/path/to/python"
+  # shellcheck disable=SC2086
+  first_python 12 ${PYTHON:-python3.12 python3.13} ||
+    die "no Python 3.12 or 3.13 found; name one with PYTHON=/path/to/python"
 }
 
 install() {

@@ -1,6 +1,7 @@
 # Sourced by the scripts that install a server's environment: saying what goes on, finding Python, running with a log.
 #
 # Reads program (the script's name), venv and log (the file for the output of what is run).
+source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
 
 child=""
 
@@ -17,14 +18,9 @@ trap stop_child EXIT
 trap 'say "interrupted; run it again to go on"; exit 130' INT TERM
 
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1; then
-      echo "$candidate"
-      return
-    fi
-  done
-  die "no Python 3.11, 3.12 or 3.13 found; name one with PYTHON=/path/to/python"
+  # shellcheck disable=SC2086
+  first_python 11 ${PYTHON:-python3.11 python3.12 python3.13 python3} ||
+    die "no Python 3.11, 3.12 or 3.13 found; name one with PYTHON=/path/to/python"
 }
 
 # waited TITLE COMMAND...: runs it with its output in the log and says every 15 seconds that it goes on.
