@@ -10,6 +10,13 @@ from quick_compile import FLAGS
 
 ROOT = Path(__file__).parents[1]
 MESH_DEVICES = 8
+# Files that wait for processes, sockets and clocks more than they compute: they run beside the tests of vLLM servers,
+# which keep four processes busy.
+WAITING = {
+    *("test_rewards_pool", "test_run_owner", "test_ownership", "test_pipeline", "test_store", "test_in_flight"),
+    *("test_vllm_engine", "test_vllm_server", "test_vllm_client", "test_vllm_replies", "test_server_discovery"),
+    *("test_weight_server", "test_weight_parts"),
+}
 # Markers of tests that need more than an environment of this package, and what runs them.
 OF_A_SCRIPT = {
     "compilers": "tools/test_compilers.sh",
@@ -59,7 +66,7 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Puts the longest files first, the tests of one server together, and skips what a script of its own runs."""
+    """Puts the tests of servers first, what can wait beside them next and short files last; skips what has a script."""
     asked = asked_for(config)
     for item in items:
         if item.get_closest_marker("mesh") and "mesh" not in asked:
@@ -68,7 +75,17 @@ def pytest_collection_modifyitems(config, items):
             if item.get_closest_marker(marker) and marker not in asked:
                 item.add_marker(pytest.mark.skip(reason=f"run {script}"))
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.get_closest_marker("vllm") is None, item.path not in slow_files))
+
+    def place(item):
+        waits = item.path.stem in WAITING
+        return item.get_closest_marker("vllm") is None, not waits, item.path not in slow_files
+
+    items.sort(key=place)
+
+
+def pytest_unconfigure(config):
+    """At the end pytest looks five times for cycles among all that programs hold, four seconds: they are set aside."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

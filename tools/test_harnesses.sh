@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs and real vLLM servers that are killed in the midst, faults planted one after the other, random malformed inputs,
-# policies of other families through a real vLLM server, and further forms of what the suite tries in one: meshes, engines,
-# damages (marker harness). About fifteen minutes on two cores.
+# policies of other families through a real vLLM server, and further forms of what the suite tries in some: meshes,
+# dtypes, engines, damages (marker harness). About twenty minutes on two cores.
 #
 #   bash tools/test_harnesses.sh [pytest arguments]
 set -euo pipefail
@@ -15,5 +15,5 @@ if [ $# -eq 0 ]; then
   "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "mesh and harness" tests/sharding || status=$?
 fi
 "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "harness and not mesh" \
-  tests/integration tests/rollout tests/run tests/tools "$@" || status=$?
+  tests/experiments tests/house tests/integration tests/rollout tests/run tests/tools tests/trainer "$@" || status=$?
 exit "$status"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -76,10 +77,13 @@ def packed_logprobs(
     return Scores(logprobs, entropy, seen)
 
 
+@functools.lru_cache(maxsize=8)
 def make_scorer(
     config: PolicyConfig, dtype: Any, *, temperature: float = 1.0, multiple: int = 64
 ) -> Callable[[Params, Sequence[np.ndarray]], list[np.ndarray]]:
     """Builds ``score(params, sequences) -> logprobs``, one vector per sequence, for checks outside the training step.
+
+    Scorers made alike are one, which is compiled once for each shape; those of the last eight kinds are kept.
 
     ``params`` are float32 masters; they are cast to ``dtype`` inside. Rows are padded to a multiple of ``multiple``
     tokens and to a power of two of rows, so few shapes are compiled. ``logprobs[i][0]`` is 0.

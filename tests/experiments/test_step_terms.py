@@ -65,6 +65,7 @@ def test_hand_worked_total_variation():
 
 
 @pytest.mark.slow
+@pytest.mark.harness
 def test_a_run_without_mismatch_has_no_bias_and_one_with_has(toy_base, tmp_path):
     """float32 on both sides against weights and cache of 8 bits; the rest of the two runs is the same."""
     engines = {

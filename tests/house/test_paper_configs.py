@@ -243,12 +243,15 @@ def toy_sized(config):
 
 
 def combinations():
-    """One configuration for each distinct (loss, correction, precision)."""
-    found = {}
+    """One configuration for each distinct (loss, correction, precision); of seen parts put together anew: harness."""
+    found, seen = {}, set()
     configs = {path.stem: load(path) for path in FILES} | {name: load_arm(name) for name in ARMS}
     for name, config in configs.items():
         key = (config.loss, config.correction.resolved(), config.precision)
-        found.setdefault(key, pytest.param(config, id=name))
+        if key not in found:
+            marks = [pytest.mark.harness] if seen.issuperset(key) else []
+            found[key] = pytest.param(config, id=name, marks=marks)
+            seen.update(key)
     return list(found.values())
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from vllm_processes import ONE_THREAD
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_checksums, hf_tensors, load_params
@@ -170,9 +171,11 @@ def make_model(tmp_path_factory) -> Callable[[bool], Model]:
 def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer]:
     def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1, unpacked: bool = False) -> VllmServer:
         path = [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {"PYTHONPATH": os.pathsep.join(path), "SABOTAGE_UNPACKED": "1" if unpacked else ""}
-        if workers > 1:  # vLLM wants a NUMA node for each, unless it binds no threads
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        environment = {
+            "PYTHONPATH": os.pathsep.join(path),
+            "SABOTAGE_UNPACKED": "1" if unpacked else "",
+            **ONE_THREAD,
+        }
         config = ServerConfig(
             model=str(model.path),
             python=vllm_interpreter,

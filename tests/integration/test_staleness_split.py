@@ -55,7 +55,7 @@ def test_injected_noise_and_staleness_are_recovered(toy_base, tmp_path):
         assert row["mismatch_drift/kl"] + row["mismatch_numerics/kl"] == pytest.approx(row["mismatch/kl"], abs=1e-6)
 
 
-@pytest.mark.parametrize("part", ["numerics", "drift"])
+@pytest.mark.parametrize("part", [pytest.param("numerics", marks=pytest.mark.harness), "drift"])
 def test_weights_of_one_part_know_nothing_of_the_other(part, toy_base, tmp_path):
     """In float32 and without noise numerics are rounding; the drift of two versions is not."""
     words = ("--rollout.max-staleness", "1", "--correction.preset", "token_tis", "--correction.part", part)

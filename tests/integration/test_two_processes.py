@@ -58,6 +58,7 @@ def test_ended_by_a_signal_or_a_death_and_started_again_the_rows_are_those_of_on
     assert (run_dir / "logs" / "process_1.log").exists()
 
 
+@pytest.mark.processes
 def test_two_processes_train_the_adapters_of_one(toy_base, tmp_path):
     lora = ("--lora.rank", "4", "--optimizer.learning-rate", "2e-3")
     for count in (1, 2):

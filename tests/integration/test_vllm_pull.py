@@ -93,7 +93,7 @@ def flip(mirror, name) -> None:
     safetensors_file.mapped(mirror.root / mirror.state.tensors[name].file, writable=True)[name][5] ^= 1
 
 
-@pytest.mark.parametrize("store", ["http", "directory"])
+@pytest.mark.parametrize("store", ["http", pytest.param("directory", marks=pytest.mark.harness)])
 def test_steps_at_the_papers_rate_arrive_as_deltas(bfloat16, pulling, store, tmp_path):
     engine = pulling(bfloat16, store, transfer_dir=str(tmp_path))
     first = engine.pop_metrics()

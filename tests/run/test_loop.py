@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from scripted_engine import ScriptedEngine
+from toy_problems import load_once
 from toy_runs import TOY_BASE
 
 import rljax.trainer.update
@@ -22,7 +23,7 @@ from rljax.data.toy import build_tokenizer, policy_config
 from rljax.errors import ConfigError
 from rljax.policy.hf import load_params, save_params
 from rljax.rollout.types import RolloutConfig
-from rljax.run.build import build, load_problems, make_update, starting_point
+from rljax.run.build import build, make_update, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.loop import train
@@ -132,7 +133,7 @@ def go(update, tmp_path):
             checkpointer = stack.enter_context(
                 contextlib.closing(Checkpointer(tmp_path / name / "checkpoints", keep=keep))
             )
-            problems = load_problems(config, TOKENIZER)
+            problems = load_once(config, TOKENIZER)
             components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems, stop.gives_up)
             stack.callback(components.rewards.close)
             components = dataclasses.replace(components, update=NotFinite(update, not_finite))
@@ -562,7 +563,7 @@ def test_rows_are_synced_before_each_save(update, tmp_path):
             super().save(step, state, host)
 
     with contextlib.closing(Watched(tmp_path / "run" / "checkpoints")) as checkpointer:
-        components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, load_problems(config, TOKENIZER))
+        components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, load_once(config, TOKENIZER))
         components = dataclasses.replace(components, update=update)
         with contextlib.closing(components.rewards):
             train(
@@ -606,7 +607,7 @@ def test_the_reference_is_fingerprinted_by_its_weights(tmp_path):
         params["embed"] = params["embed"].at[3, 5].add(change)
         save_params(path, params, POLICY)
         config = settings(tmp_path / "run", model={"path": str(path)}, loss={"kl": "k3", "kl_coefficient": 0.1})
-        engine, problems = ScriptedEngine(TOKENIZER, half_right), load_problems(config, TOKENIZER)
+        engine, problems = ScriptedEngine(TOKENIZER, half_right), load_once(config, TOKENIZER)
         with contextlib.closing(Checkpointer(tmp_path / "run" / "checkpoints")) as checkpointer:
             components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems)
         components.rewards.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import types
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from scripted_engine import ScriptedEngine
+from toy_problems import load_once
 from toy_runs import TOY_BASE
 
 from rljax.algorithms.losses import LossConfig
@@ -20,7 +22,7 @@ from rljax.policy.model import abstract_params
 from rljax.policy.peft import save_adapters
 from rljax.rollout.build import policy_functions
 from rljax.rollout.types import RolloutConfig
-from rljax.run.build import build, load_problems, starting_point
+from rljax.run.build import build, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.dry_run import dry_run
@@ -71,12 +73,18 @@ def sum_of(prompt):
     return str(sum(int(term) for term in prompt.rstrip("=").split("+")))
 
 
+@functools.cache
+def published_functions():
+    """One for all engines, so that they share programs."""
+    return policy_functions(POLICY, "bfloat16")
+
+
 class Watching(ScriptedEngine):
     """Computes what a publish computes, and looks at the devices' memory when it samples and has published."""
 
     def __init__(self):
         super().__init__(TOKENIZER, lambda prompt, sample, seed: "7777777$" if sample else f"{sum_of(prompt)}$")
-        self.functions = policy_functions(POLICY, "bfloat16")
+        self.functions = published_functions()
         self.before, self.seen, self.results = on_the_devices(), [], []
 
     def publish(self, params, policy_version):
@@ -99,7 +107,7 @@ def go(tmp_path):
         with contextlib.ExitStack() as stack:
             checkpointer = Checkpointer(tmp_path / name / "checkpoints", keep=9)
             stack.callback(checkpointer.close)
-            problems = load_problems(config, TOKENIZER)
+            problems = load_once(config, TOKENIZER)
             components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems)
             components.update = change(components.update)
             stack.callback(components.rewards.close)
@@ -186,16 +194,16 @@ def test_steps_are_bit_for_bit_those_of_what_stays(go, adapters, kl, rank, from_
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoints_with_or_without_it(go):
-    whole = go("whole", offload=True, steps=4)
-    go("first", offload=True, steps=2)
-    again = go("first", offload=False, steps=3)
+    whole = go("whole", kl="k3", offload=True, steps=4)
+    go("first", kl="k3", offload=True, steps=2)
+    again = go("first", kl="k3", offload=False, steps=3)
     assert again.engine.published == [2, 3]
-    assert_equal_states(go("first", offload=True, steps=4).state, whole.state)
+    assert_equal_states(go("first", kl="k3", offload=True, steps=4).state, whole.state)
 
 
 @pytest.mark.slow
 def test_what_an_update_that_fails_was_given_is_saved(go, capsys):
-    whole = go("whole", offload=True, steps=2)
+    whole = go("whole", kl="k3", offload=True, steps=2)
 
     class Failing:
         """Takes the state that it was given, as a step does, and fails."""
@@ -215,9 +223,9 @@ def test_what_an_update_that_fails_was_given_is_saved(go, capsys):
             return self.update(*arguments)
 
     with pytest.raises(RuntimeError, match="planted"):
-        go("fails", offload=True, change=Failing, steps=3)
+        go("fails", kl="k3", offload=True, change=Failing, steps=3)
     assert "step 2 is saved; the same command goes on from there" in capsys.readouterr().err
-    again = go("fails", offload=True, steps=2)
+    again = go("fails", kl="k3", offload=True, steps=2)
     assert again.engine.published == [2]
     assert_equal_states(again.state, whole.state)
 

@@ -20,7 +20,7 @@ from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
 from rljax.trainer.state import create_state
 from rljax.trainer.step import PrecisionConfig, TrainStep
 
-pytestmark = pytest.mark.mesh
+pytestmark = [pytest.mark.mesh, pytest.mark.slow]
 
 CONFIG = PolicyConfig(
     32, 32, 64, 2, 4, 2, 8,
@@ -83,7 +83,6 @@ def alone(routed, balance):
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        (MeshConfig(2, 1, expert=2), {}),
         (MeshConfig(2, 2, expert=2), {"remat": "dots", "routed": True}),
         (MeshConfig(2, 1, expert=4), {"routed": "to the same"}),
         # A micro-batch's balance is of its own tokens, and each copy of the weights has a part of them.
@@ -91,6 +90,7 @@ def alone(routed, balance):
         *(
             pytest.param(mesh, options, marks=pytest.mark.harness)
             for mesh, options in [
+                (MeshConfig(2, 1, expert=2), {}),
                 (MeshConfig(4, 1, expert=2), {"routed": True}),
                 (MeshConfig(1, 1, expert=8), {"remat": "dots"}),
                 (MeshConfig(8, 1), {"remat": "blocks"}),

@@ -54,8 +54,9 @@ def single():
 @pytest.mark.parametrize(
     ("fsdp", "tp", "options"),
     [
-        (4, 2, {"keep_gathered": True}),
-        (2, 2, {"replica": 2}),
+        (2, 2, {"replica": 2, "keep_gathered": True}),
+        pytest.param(2, 2, {"replica": 2}, marks=pytest.mark.harness),
+        pytest.param(4, 2, {"keep_gathered": True}, marks=pytest.mark.harness),
         pytest.param(8, 1, {}, marks=pytest.mark.harness),
     ],
 )

@@ -22,7 +22,7 @@ from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import PrecisionConfig, TrainStep
 
-pytestmark = pytest.mark.mesh
+pytestmark = [pytest.mark.mesh, pytest.mark.slow]
 
 CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 ROW, ROWS, COUNT, LONGEST = 64, 8, 48, 30
@@ -92,10 +92,10 @@ def single():
 @pytest.mark.parametrize(
     ("fsdp", "tp", "options"),
     [
-        (8, 1, {}),
         (2, 4, {"remat": "dots"}),
         (8, 1, {"keep_gathered": True, "remat": True}),
         (2, 2, {"replica": 2, "remat": "blocks"}),
+        pytest.param(8, 1, {}, marks=pytest.mark.harness),
         pytest.param(4, 2, {}, marks=pytest.mark.harness),
         pytest.param(4, 1, {"replica": 2}, marks=pytest.mark.harness),
     ],
@@ -117,7 +117,7 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, sing
 
 def test_parameters_and_moments_are_sharded_alike_and_stay_so():
     tx = make_optimizer(OptimizerConfig(learning_rate=1e-3))
-    mesh, step, state = build(4, 2, tx)
+    mesh, step, state = build(4, 2, tx, "bfloat16")
     before = jax.tree.map(lambda leaf: leaf.sharding, state)
     state, _, _ = step(state, batch(), 1e-3, True)
     assert jax.tree.leaves(jax.tree.map(lambda leaf: leaf.sharding, state)) == jax.tree.leaves(before)
@@ -130,7 +130,9 @@ def test_parameters_and_moments_are_sharded_alike_and_stay_so():
     assert query.addressable_shards[0].data.shape == (2, 8, 2, 8)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", pytest.param("float32", marks=pytest.mark.harness)])
+@pytest.mark.parametrize(
+    "dtype", ["float16", *(pytest.param(dtype, marks=pytest.mark.harness) for dtype in ("bfloat16", "float32"))]
+)
 def test_one_compilation_whatever_the_rate_the_batch_and_the_skips(dtype):
     tx = make_optimizer(OptimizerConfig(learning_rate=1e-3))
     _, step, state = build(2, 2, tx, dtype)

@@ -13,6 +13,9 @@ from toy_runs import ROOT
 
 # Starts its words as a process, and lives until it is killed or the tests end.
 CALLER = "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL); sys.stdin.read()"
+# For a vLLM server on a CPU: threads that are bound to cores wait for the tests beside them, and spin meanwhile. Bound,
+# two workers would want a NUMA node each.
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -65,7 +68,7 @@ class LaunchedServer:
         url_file, self.log_path = directory / "url", directory / "server.log"
         words = ["bash", str(ROOT / "launch/vllm_server.sh"), str(model), *options, "--follow-parent"]
         words += ["--url-file", str(url_file), "--log", str(self.log_path)]
-        environment = {**os.environ, "RLJAX_VLLM_VENV": str(Path(interpreter).parents[1])}
+        environment = {**os.environ, **ONE_THREAD, "RLJAX_VLLM_VENV": str(Path(interpreter).parents[1])}
         caller = [sys.executable, "-c", CALLER, *words]
         self._caller = subprocess.Popen(caller, stdin=subprocess.PIPE, env=environment)
         try:

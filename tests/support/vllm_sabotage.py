@@ -5,6 +5,7 @@ import os
 import time
 
 import torch
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.model_executor.layers import utils as vllm_layers
 
 from rljax.rollout.vllm import in_place as vllm_in_place
@@ -13,6 +14,8 @@ from rljax.rollout.vllm import plugin as vllm_plugin
 _REPAIR = vllm_plugin.repair_tied_head
 _REPACK = vllm_plugin.repack_experts
 _PATCHES = vllm_in_place.KeptDelta.patches
+
+SpinCondition.__init__.__defaults__ = (0.05,)  # seconds, of 1: a worker that waits leaves its core to other tests
 
 if os.environ.get("SABOTAGE_UNPACKED"):  # linear layers multiply with their weights as they lie, as on a GPU
     vllm_layers.check_cpu_sgl_kernel = lambda *sizes: False

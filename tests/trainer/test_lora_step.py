@@ -30,6 +30,7 @@ from rljax.trainer.totals import place_controls
 
 pytestmark = pytest.mark.slow
 
+ADAMW = OptimizerConfig(learning_rate=1e-2)
 LORA = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
 
 
@@ -68,7 +69,7 @@ def reference():
     return adapter_gradients(adapters(), targets_of(of_weights, CONFIG, LORA), CONFIG, LORA)
 
 
-@pytest.mark.parametrize(("row", "rows"), [(20, 2), (64, 1), (100, 3)])
+@pytest.mark.parametrize(("row", "rows"), [(20, 2), (64, 1), pytest.param(100, 3, marks=pytest.mark.harness)])
 def test_gradient_is_that_of_the_loss_however_it_is_cut(row, rows, reference):
     _, _, state, metrics, _ = run(keep_gradient(), sequences(), row=row, rows=rows)
     trace = state.opt_state.inner_state.trace
@@ -95,8 +96,7 @@ def test_the_noise_of_the_gradient_is_that_of_the_adapters():
 
 def test_updates_change_adapters_alone_in_float32_and_compile_once():
     before = jax.device_get(adapters())
-    tx = make_optimizer(OptimizerConfig(learning_rate=1e-2))
-    step, base, state, _, _ = run(tx, sequences(), dtype="bfloat16", rate=1e-2, updates=3)
+    step, base, state, _, _ = run(make_optimizer(ADAMW), sequences(), dtype="bfloat16", rate=1e-2, updates=3)
     assert step.compilations == 1
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.params), strict=True):
         assert new.dtype == jnp.float32
@@ -119,7 +119,7 @@ def test_the_lowered_step_is_the_one_that_is_called():
 
 
 def test_a_skipped_update_leaves_the_adapters():
-    _, _, state, metrics, _ = run(make_optimizer(OptimizerConfig()), sequences(), apply=False)
+    _, _, state, metrics, _ = run(make_optimizer(ADAMW), sequences(), dtype="bfloat16", apply=False)
     assert metrics["optimizer/skipped_updates"] == 1
     for old, new in zip(jax.tree.leaves(adapters()), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_array_equal(np.asarray(old), np.asarray(new))

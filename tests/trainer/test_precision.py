@@ -29,7 +29,11 @@ QWEN2 = dataclasses.replace(CONFIG, family="qwen2")
 MIXTURE = dataclasses.replace(
     CONFIG, family="qwen3_moe", num_experts=8, experts_per_token=2, expert_size=32, normalize_gates=True
 )
-FAMILIES = pytest.mark.parametrize("config", [CONFIG, QWEN2, MIXTURE], ids=lambda config: config.family)
+FAMILIES = pytest.mark.parametrize(
+    "config",
+    [CONFIG, MIXTURE, pytest.param(QWEN2, marks=pytest.mark.harness)],
+    ids=lambda config: config.family,
+)
 COUNT = 4
 MESH = make_mesh(MeshConfig(1, 1))
 

@@ -161,7 +161,7 @@ def test_r2_replays_the_forward_before_the_first_update():
     """After a large step the router would choose otherwise; later updates of a batch keep the first one's routes."""
     taken = {}
     for replays_own in (False, True):
-        step, state = make(count=COUNT // 2)
+        step, state = make(count=COUNT // 2, dtype="float32")
         measure = functools.partial(step.forward, num_sequences=COUNT, diagnosis=DiagnosisConfig())
         update = MultipleUpdates(
             step,
@@ -173,7 +173,7 @@ def test_r2_replays_the_forward_before_the_first_update():
             group_size=GROUP,
             replays_own=replays_own,
         )
-        sequences = sampled(CONFIG, with_routes=False)
+        sequences = [s._replace(routes=None) for s in sampled(CONFIG)]
         updated = update(state, update.pack(sequences), sequences, UpdateOptions(0.3, 0, False))
         taken[replays_own] = updated.row
     assert "router/disagreement" not in taken[False]

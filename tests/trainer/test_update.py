@@ -128,8 +128,19 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("fields", [{"level": "token", "threshold": 1.2}, {"level": "sequence", "reject_k3": 0.06}])
-def test_a_correction_of_one_part_is_that_of_the_log_probabilities_it_lies_between(fields):
+BY_TOKEN, BY_SEQUENCE = {"level": "token", "threshold": 1.2}, {"level": "sequence", "reject_k3": 0.06}
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        (BY_TOKEN, "numerics"),
+        (BY_SEQUENCE, "drift"),
+        pytest.param(BY_TOKEN, "drift", marks=pytest.mark.harness),
+        pytest.param(BY_SEQUENCE, "numerics", marks=pytest.mark.harness),
+    ],
+)
+def test_a_correction_of_one_part_is_that_of_the_log_probabilities_it_lies_between(fields, part):
     """Tokens of the newest policy, and of one that is not kept, have no drift."""
     loss, rng = LossConfig(kind="policy_gradient"), np.random.default_rng(7)
     stale, drifts, all_numerics = [], [], []
@@ -142,12 +153,12 @@ def test_a_correction_of_one_part_is_that_of_the_log_probabilities_it_lies_betwe
         stale.append(s._replace(behaviour_logprobs=behaviour, staleness=behind))
         all_numerics.append(s._replace(old_logprobs=then))
         drifts.append(s._replace(rollout_logprobs=then))
-    for part, same in (("numerics", all_numerics), ("drift", drifts)):
-        found, measured = gradient(loss, CorrectionConfig(**fields, part=part), stale, 240, 1)
-        expected, wanted = gradient(loss, CorrectionConfig(**fields), same, 240, 1)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, expected)
-        for name in ("weight_mean", "weight_max", "changed_fraction", "rejected_sequence_fraction"):
-            assert measured[f"correction/{name}"] == pytest.approx(wanted[f"correction/{name}"], rel=1e-5)
+    same = {"numerics": all_numerics, "drift": drifts}[part]
+    found, measured = gradient(loss, CorrectionConfig(**fields, part=part), stale, 240, 1)
+    expected, wanted = gradient(loss, CorrectionConfig(**fields), same, 240, 1)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, expected)
+    for name in ("weight_mean", "weight_max", "changed_fraction", "rejected_sequence_fraction"):
+        assert measured[f"correction/{name}"] == pytest.approx(wanted[f"correction/{name}"], rel=1e-5)
     whole, _ = gradient(loss, CorrectionConfig(**fields), stale, 240, 1)
     assert not np.allclose(whole["embed"], found["embed"], rtol=1e-3)
 

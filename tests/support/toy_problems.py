@@ -1,0 +1,21 @@
+"""The toy's problems for runs in one process: counted and fingerprinted once, which takes as long as a tiny run."""
+
+import copy
+import dataclasses
+import functools
+
+from rljax.run.build import load_problems
+from rljax.run.config import Config, RunConfig
+
+
+def load_once(config, tokenizer):
+    """As ``load_problems``, with a stream of their own that stands at its first batch; a file is read each time."""
+    if config.data.path:
+        return load_problems(config, tokenizer)
+    loaded = _loaded(config.data, config.eval, config.run.seed, tokenizer)
+    return dataclasses.replace(loaded, stream=copy.copy(loaded.stream))
+
+
+@functools.cache
+def _loaded(data, evaluation, seed, tokenizer):
+    return load_problems(Config(run=RunConfig(seed=seed), data=data, eval=evaluation), tokenizer)
