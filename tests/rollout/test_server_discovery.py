@@ -244,8 +244,8 @@ def test_a_server_that_is_slow_to_recover_delays_neither_rollouts_nor_their_end(
         hold.set()
         until(lambda: not engine._asked or all(each.done() for each in engine._asked.values()))
         assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
-        engine._recover_all()
-        assert set(engine._client.opened()) == {quick.url, slow.url}
+        # Where the first rollout ended before the slow server was asked, it is being recovered only now.
+        until(lambda: engine._recover_all() or set(engine._client.opened()) == {quick.url, slow.url})
     finally:
         hold.set()
         engine.close()

@@ -120,16 +120,20 @@ def test_the_wait_is_bounded(script, tmp_path):
     assert gone(helper_of(log))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path, number):
-    log = tmp_path / "log"
-    arguments = ["m", "--python", script(HEALTHY), "--log", str(log), "--timeout", "30"]
-    caller = subprocess.Popen([sys.executable, PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
-    assert caller.stdout.readline().startswith("http://127.0.0.1:")
-    helper = helper_of(log)
-    os.kill(caller.pid, number)
-    caller.wait()
-    assert gone(helper, 25)
+def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
+    """Three callers, each ended by another signal, side by side: the guard gives what they leave five seconds."""
+    numbers, callers, helpers = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), {}, {}
+    for number in numbers:
+        log = tmp_path / number.name
+        arguments = ["m", "--python", script(HEALTHY), "--log", str(log), "--timeout", "30"]
+        callers[number] = subprocess.Popen([sys.executable, PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
+        assert callers[number].stdout.readline().startswith("http://127.0.0.1:")
+        helpers[number] = helper_of(log)
+    for number in numbers:
+        os.kill(callers[number].pid, number)
+    for number in numbers:
+        callers[number].wait()
+        assert gone(helpers[number], 25), number.name
 
 
 def test_command_line():

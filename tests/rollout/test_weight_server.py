@@ -12,7 +12,9 @@ from cutting_proxy import CuttingProxy
 
 from rljax.rollout.api_key import KEY_FILE
 from rljax.rollout.served.publishing import HttpServed, make_files
+from rljax.rollout.served.worker_weights import WorkerWeights
 from rljax.rollout.types import PublishConfig
+from rljax.rollout.weights.directory import PROTOCOL
 from rljax.rollout.weights.mirror import Mirror
 from rljax.rollout.weights.pull import pull
 from rljax.rollout.weights.source import HttpSource, SourceError, open_source
@@ -155,6 +157,25 @@ def test_a_run_publishes_over_http(tmp_path, key_file, monkeypatch):
     assert not files.root.exists()
     with pytest.raises(httpx.ConnectError):
         httpx.get(files.source)
+
+
+def open_sockets():
+    return sum(os.readlink(entry.path).startswith("socket:") for entry in os.scandir("/proc/self/fd") if live(entry))
+
+
+def live(entry):
+    return os.path.lexists(entry.path)  # the scan's own is gone by then
+
+
+def test_a_trainer_that_shows_itself_leaves_no_connection_in_the_worker(tmp_path):
+    files = make_files(PublishConfig(store="http"), str(tmp_path), None)
+    with contextlib.closing(files):
+        path, text = files.probe()
+        before, weights = open_sockets(), WorkerWeights()
+        weights.show(str(path), text, PROTOCOL, files.source)
+        assert open_sockets() == before
+        assert weights.pulling.source == files.source
+        weights.pulling.close()
 
 
 def test_the_server_ends_with_the_run(tmp_path):

@@ -1,5 +1,6 @@
 """Tensors of which each step changes a share, their versions, and what a machine's mirror holds of them."""
 
+import contextlib
 import json
 
 import ml_dtypes
@@ -41,7 +42,8 @@ class Training:
 
     def pull(self, mirror, version=None, **options):
         version = version or self.versions[-1]
-        return pull(open_source(version.source), version.path.name, mirror, **options)
+        with contextlib.closing(open_source(version.source)) as source:
+            return pull(source, version.path.name, mirror, **options)
 
 
 def shards(tensors, count):

@@ -46,7 +46,9 @@ class WorkerWeights:
             raise ValueError(f"rljax protocol: the trainer speaks {protocol}, this server {PROTOCOL}")
         probe = Path(probe_path)
         if source:
-            if open_source(source, _PROBE_S).read(probe.name).decode() != probe_text:
+            with contextlib.closing(open_source(source, _PROBE_S)) as there:
+                text = there.read(probe.name).decode()
+            if text != probe_text:
                 raise ValueError(f"{source} is not where this trainer's weights are")
             if self.pulling is None or self.pulling.source != source:
                 if self.pulling is not None:

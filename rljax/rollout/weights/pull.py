@@ -203,8 +203,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--keep-delta", action="store_true", help="keep a single delta for servers that load it alone")
     wanted = parser.parse_args(argv)
     try:
-        source, mirror = open_source(wanted.source), Mirror(wanted.mirror)
-        print(json.dumps(asdict(pull(source, wanted.version, mirror, keep_delta=wanted.keep_delta))))
+        with contextlib.closing(open_source(wanted.source)) as source:
+            done = pull(source, wanted.version, Mirror(wanted.mirror), keep_delta=wanted.keep_delta)
+        print(json.dumps(asdict(done)))
     except (DamagedError, OSError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

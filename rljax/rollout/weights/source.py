@@ -39,6 +39,9 @@ class Source(Protocol):
         Several threads may call it.
         """
 
+    def close(self) -> None:
+        """Ends its connections; nothing is read after that."""
+
 
 def open_source(url: str, patience_s: float = PATIENCE_S) -> Source:
     """The source at a directory's path, at ``http://``, or at any other URL that fsspec knows.
@@ -69,6 +72,9 @@ class DirectorySource:
                 raise OSError(f"it has not {record.bytes} bytes")
         return self._root / name
 
+    def close(self) -> None:
+        """See Source: there is none."""
+
 
 class StoreSource:
     """An object store."""
@@ -89,6 +95,9 @@ class StoreSource:
         with _told(f"{self._root}/{name}"):
             self._fs.get_file(f"{self._root}/{name}", str(path))
         return path
+
+    def close(self) -> None:
+        """See Source: they are fsspec's own, which others of this process use too."""
 
 
 class HttpSource:
@@ -133,6 +142,10 @@ class HttpSource:
                 ends = (min(first + _RANGE_BYTES, record.bytes) for first in ranges)
                 list(pool.map(lambda first, end: self._range(url, number, first, end), ranges, ends))
         return path
+
+    def close(self) -> None:
+        """See Source."""
+        self._client.close()
 
     def _range(self, url: str, number: int, first: int, end: int) -> None:
         """Bytes ``first`` to ``end`` of a file into the same place of the open file ``number``."""
