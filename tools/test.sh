@@ -33,17 +33,16 @@ echo "== the site of docs/"
 NO_MKDOCS_2_WARNING=1 "$RLJAX_BIN/mkdocs" build --strict --quiet
 status=0
 unset PYTHONDONTWRITEBYTECODE # else each process that a test starts compiles all modules again
-# Each group of tests (tests/conftest.py) stays in one process.
-split=(--dist loadgroup --no-loadscope-reorder --max-worker-restart 0)
+# Two processes; each group of tests (tests/conftest.py) stays in one of them.
+split=(--numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0)
 if ! $fast; then
   echo "== tests on eight simulated devices"
   asked=("$@")
   # Without words of the caller only the files that have such tests are read, which three processes do.
   [ $# -gt 0 ] || mapfile -t asked < <(grep --recursive --files-with-matches --include='*.py' 'mark\.mesh' tests)
-  "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "mesh and not harness" --numprocesses 2 "${split[@]}" "${asked[@]}" || status=$?
+  "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "mesh and not harness" "${split[@]}" "${asked[@]}" || status=$?
   [ "$status" != 5 ] || status=0 # none among those asked for
 fi
 echo "== tests"
-# Three for two cores: one has the tests of vLLM servers, and one those that mostly wait (WAITING in conftest.py).
-"$RLJAX_BIN/python" -m pytest --verbose --durations=15 -m "$selection" --numprocesses 3 "${split[@]}" "$@" || status=$?
+"$RLJAX_BIN/python" -m pytest --verbose --durations=15 -m "$selection" "${split[@]}" "$@" || status=$?
 exit "$status"

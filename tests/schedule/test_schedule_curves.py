@@ -1,4 +1,4 @@
-"""The tracker on the curves of experiments/study_surge.py: a few hundred seeds of what the tool runs by thousands."""
+"""The tracker on the curves of experiments/study_surge.py: tens of seeds of what the tool runs by thousands."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-SURGE_SEEDS, QUIET_SEEDS = 300, 60
+SURGE_SEEDS, QUIET_SEEDS = 150, 30
 
 
 @pytest.mark.parametrize("name", study_surge.SURGES)

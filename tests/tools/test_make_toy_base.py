@@ -29,7 +29,9 @@ def demonstration_loss(module, params, seed=9):
     return -float(np.concatenate([values[module.PROMPT_TOKENS :] for values in scored]).mean())
 
 
-@pytest.mark.parametrize(("task", "module"), [("addition", toy), ("swaps", toy_swaps)])
+@pytest.mark.parametrize(
+    ("task", "module"), [("addition", toy), pytest.param("swaps", toy_swaps, marks=pytest.mark.harness)]
+)
 def test_a_short_fit_learns_and_is_a_directory_that_loads(task, module, tmp_path):
     out = tmp_path / "base"
     status, printed, _ = outcome(make_toy_base.main, [out, "--task", task, *SHORT])
