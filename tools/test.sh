@@ -33,8 +33,10 @@ echo "== the site of docs/"
 NO_MKDOCS_2_WARNING=1 "$RLJAX_BIN/mkdocs" build --strict --quiet
 status=0
 unset PYTHONDONTWRITEBYTECODE # else each process that a test starts compiles all modules again
-# Two processes; each group of tests (tests/conftest.py) stays in one of them.
-split=(--numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0)
+# Each group of tests (tests/conftest.py) stays in one process. What --fast runs waits for a third of its time.
+processes=2
+! $fast || processes=3
+split=(--numprocesses "$processes" --dist loadgroup --no-loadscope-reorder --max-worker-restart 0)
 if ! $fast; then
   echo "== tests on eight simulated devices"
   asked=("$@")

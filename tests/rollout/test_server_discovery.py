@@ -105,6 +105,7 @@ def test_a_list_counts_once_it_has_been_seen_twice_and_what_cannot_be_read_chang
         found.close()
 
 
+@pytest.mark.slow
 def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
     """The one that joins gets the current weights and is verified first; of the one that leaves nothing is lost."""
     first, second = fakes(2)

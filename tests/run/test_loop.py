@@ -700,6 +700,7 @@ class Watched(ScriptedEngine):
             self.users -= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["wait", "keep"])
 def test_an_evaluation_is_of_its_own_version_while_batches_are_sampled_ahead(go, how):
     """The policy is right from version 2 on, and no batch is sampled beside an evaluation."""

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import threading
 import time
 
 import pytest
@@ -206,9 +207,11 @@ def test_a_store_that_fails_costs_one_line_and_is_tried_again(on_disk, tmp_path,
 
 
 def test_the_end_of_a_run_waits_no_longer_than_it_may(on_disk, tmp_path, capsys):
-    run_dir = make_run(tmp_path / "run", [2])
+    run_dir, hold = make_run(tmp_path / "run", [2]), threading.Event()
     began = time.monotonic()
-    upload_all(on_disk, run_dir, left_s=lambda: 1.0)  # less than a run needs to end
+    # Less time than a run needs to end, and an upload that is not done before that by chance.
+    upload_all(on_disk, run_dir, left_s=lambda: 1.0, check_owner=lambda: hold.wait(20))
+    hold.set()
     assert time.monotonic() - began < 1.0
     assert "warning: no time was left to upload checkpoint 2 to file://" in capsys.readouterr().err
 

@@ -44,6 +44,7 @@ def row_of(batch, logprobs, entropy, count):
     return {k: np.asarray(v) for k, v in finalize_measured(total, DIAGNOSIS).items()}
 
 
+@pytest.mark.slow
 def test_buckets_of_a_step_by_hand():
     lengths, gaps, staleness = [7, 4, 2], [0.1, -0.3, 0.2], [0, 1, 2]
     batch, logprobs = batch_of(lengths, gaps, staleness, [1.0, -1.0, 0.0])
