@@ -83,11 +83,6 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=place)
 
 
-def pytest_unconfigure(config):
-    """At the end pytest looks five times for cycles among all that programs hold: they are set aside."""
-    gc.freeze()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _set_aside():
     """What a file leaves, as the programs that others may share, is not searched for cycles again (1 s each time)."""

@@ -1,5 +1,6 @@
 """Processes: a server's group ends with it, whatever ends it. The interpreter here is a script in vLLM's place."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -123,17 +124,19 @@ def test_the_wait_is_bounded(script, tmp_path):
 def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
     """Three callers, each ended by another signal, side by side: the guard gives what they leave five seconds."""
     numbers, callers, helpers = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), {}, {}
-    for number in numbers:
-        log = tmp_path / number.name
-        arguments = ["m", "--python", script(HEALTHY), "--log", str(log), "--timeout", "30"]
-        callers[number] = subprocess.Popen([sys.executable, PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
-        assert callers[number].stdout.readline().startswith("http://127.0.0.1:")
-        helpers[number] = helper_of(log)
-    for number in numbers:
-        os.kill(callers[number].pid, number)
-    for number in numbers:
-        callers[number].wait()
-        assert gone(helpers[number], 25), number.name
+    with contextlib.ExitStack() as stack:
+        for number in numbers:
+            log = tmp_path / number.name
+            arguments = ["m", "--python", script(HEALTHY), "--log", str(log), "--timeout", "30"]
+            caller = subprocess.Popen([sys.executable, PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
+            stack.callback(caller.kill)
+            assert caller.stdout.readline().startswith("http://127.0.0.1:")
+            callers[number], helpers[number] = caller, helper_of(log)
+        for number, caller in callers.items():
+            os.kill(caller.pid, number)
+        for number, caller in callers.items():
+            caller.wait()
+            assert gone(helpers[number], 25), number.name
 
 
 def test_command_line():

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import types
 
@@ -73,18 +72,12 @@ def sum_of(prompt):
     return str(sum(int(term) for term in prompt.rstrip("=").split("+")))
 
 
-@functools.cache
-def published_functions():
-    """One for all engines, so that they share programs."""
-    return policy_functions(POLICY, "bfloat16")
-
-
 class Watching(ScriptedEngine):
     """Computes what a publish computes, and looks at the devices' memory when it samples and has published."""
 
     def __init__(self):
         super().__init__(TOKENIZER, lambda prompt, sample, seed: "7777777$" if sample else f"{sum_of(prompt)}$")
-        self.functions = published_functions()
+        self.functions = policy_functions(POLICY, "bfloat16")
         self.before, self.seen, self.results = on_the_devices(), [], []
 
     def publish(self, params, policy_version):
