@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.compare.dump import ColumnSource, make_dump, write_dump
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import Comparison, compare_columns, to_text
 from rljax.compare.scorers import score_column
+from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
 
 PROMPT, RESPONSE, VOCABULARY = 4, 60, 64  # tokens, tokens, ids
 

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.aot.kernels import attention_flops
 from rljax.errors import run_cli
+from rljax.plan.kernels import attention_flops
 from rljax.policy.attention import ONE_PIECE, attend, packed_attention, segment_mask
 from rljax.policy.attention_blocks import block_pairs, block_size, shared_blocks
 from rljax.policy.head import matmul_precision

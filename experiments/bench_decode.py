@@ -32,8 +32,8 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.rollout.build import connect, load_jax_engine
+from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
 
 POLICY = PolicyConfig(4096, 256, 768, 4, 4, 2, 64, tie_word_embeddings=True, max_position_embeddings=512)
 PROMPT, RESPONSE = 32, 128

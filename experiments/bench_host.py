@@ -32,12 +32,12 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.mismatch.histogram import bin_edges
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import abstract_params
-from rljax.rollout.served.wire import Request, check_completion
+from rljax.record.writers import Recorder
+from rljax.rollout.servers.vllm.wire import GENERATE, VllmWire
+from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
-from rljax.rollout.vllm.wire import GENERATE, VllmWire
 from rljax.run.build import make_pack
 from rljax.run.config import Config, RunConfig
-from rljax.run.record import Recorder
 from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import Rollouts, rollout_row, training_sequences
 from rljax.trainer.packing import PackingConfig, TrainSequence, unpack

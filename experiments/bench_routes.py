@@ -22,9 +22,9 @@ import numpy as np
 from bench_host import reply_body
 
 from rljax.policy.hub import KNOWN_SHAPES
-from rljax.rollout.served.wire import Request, check_completion
+from rljax.rollout.servers.vllm.wire import GENERATE, VllmWire
+from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.wire import GENERATE, VllmWire
 from rljax.trainer.packing import TrainSequence, pack
 
 SHAPE = KNOWN_SHAPES["Qwen/Qwen3-30B-A3B-Base"]

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rljax.run.dry_run import in_units
+from rljax.plan.dry_run import in_units
 
 ROOT = Path(__file__).parents[1]
 PAPER = "configs/paper"

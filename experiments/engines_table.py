@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rljax.policy.hf_config import read_config
-from rljax.rollout.sglang import server as sglang
-from rljax.rollout.vllm import server as vllm
+from rljax.rollout.servers.sglang import server as sglang
+from rljax.rollout.servers.vllm import server as vllm
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "configs/toy-base"

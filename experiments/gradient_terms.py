@@ -37,7 +37,7 @@ from tqdm import tqdm
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.evaluate import Policy, find_policy
 from rljax.mismatch.accurate import RATIO_BOUND
-from rljax.report.rows import read_rows
+from rljax.record.rows import read_rows
 from rljax.rollout.build import make_engine
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config

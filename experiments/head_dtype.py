@@ -32,10 +32,10 @@ from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config
 from rljax.policy.model import Params, cast_params, hidden_states, lm_head_table
 from rljax.rollout.build import connect
+from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
 from rljax.sharding import MeshConfig, make_mesh
 
 HEADS = ("model", "float32")

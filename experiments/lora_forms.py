@@ -42,9 +42,9 @@ from rljax.policy.model import Params, cast_params
 from rljax.policy.peft import save_adapters
 from rljax.policy.qwen3 import FAMILY
 from rljax.policy.score import make_scorer
-from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
 from rljax.run.config_file import load_config
 from rljax.sharding import MeshConfig, make_mesh
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import ConfigError, run_cli
-from rljax.report.rows import Row, read_rows
-from rljax.report.summary import collapse_step, trailing_mean
+from rljax.record.rows import Row, read_rows
+from rljax.record.summary import collapse_step, trailing_mean
 
 WINDOW = 10
 MISMATCH = "log_ppl_abs_diff"

@@ -17,7 +17,7 @@ from rljax.evaluate import Policy
 from rljax.policy.config import PolicyConfig
 from rljax.policy.score import packed_logprobs
 from rljax.rewards.resolve import RewardFunction, resolve_reward
-from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config
 

@@ -43,9 +43,9 @@ from scale_rates import (
     Rate,
 )
 
+from rljax.plan.compile import model_flops
 from rljax.policy.config import PolicyConfig
-from rljax.rollout.weights.files import WeightFiles
-from rljax.run.compile import model_flops
+from rljax.weights.files import WeightFiles
 
 ROOT = Path(__file__).parents[1]
 CARDS, ROW_TOKENS, LONGEST_ROWS = 8, 9216, 1024  # the packed batch has a row for each response

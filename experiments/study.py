@@ -39,8 +39,8 @@ from study_rows import Runs, read_table, write_table
 from tqdm import tqdm
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.report.figure import COLORS, plot_report
-from rljax.report.rows import Row, read_rows
+from rljax.record.figure import COLORS, plot_report
+from rljax.record.rows import Row, read_rows
 
 
 @dataclass(frozen=True)

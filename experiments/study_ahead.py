@@ -22,7 +22,7 @@ from study_outcome import outcome_of
 from timeline import numbers
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.report.rows import Row, read_rows
+from rljax.record.rows import Row, read_rows
 
 COMPILING = 5  # steps
 EARLY, LATE = slice(5, 15), slice(-10, None)  # steps 6 to 15, around the surge, and the last ten

@@ -32,8 +32,8 @@ from study_outcome import Outcome, outcome_of
 from study_rows import read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.report.rows import Row
-from rljax.report.summary import EDGE_STEPS, trailing_mean
+from rljax.record.rows import Row
+from rljax.record.summary import EDGE_STEPS, trailing_mean
 
 ENDS_WELL = 0.3  # final accuracy above which a run ends well, as in the first study
 RESAMPLES = 10_000

@@ -25,10 +25,10 @@ from study_outcome import outcome_of
 from study_rows import Runs, read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.report.figure import COLORS, save_figure, style_axis
-from rljax.report.panels import INK, QUIET
-from rljax.report.rows import Row
-from rljax.report.summary import trailing_mean
+from rljax.record.figure import COLORS, save_figure, style_axis
+from rljax.record.panels import INK, QUIET
+from rljax.record.rows import Row
+from rljax.record.summary import trailing_mean
 
 
 @dataclass(frozen=True)

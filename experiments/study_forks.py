@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from rljax.errors import ConfigError
-from rljax.report.rows import Row, read_rows
+from rljax.record.rows import Row, read_rows
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.run.directory import saved_steps

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rljax.report.rows import Row
-from rljax.report.summary import collapse_step, summarize, trailing_mean
+from rljax.record.rows import Row
+from rljax.record.summary import collapse_step, summarize, trailing_mean
 
 OUTCOME_METRICS = {
     "log_ppl_abs_diff": "mismatch/log_ppl_abs_diff",

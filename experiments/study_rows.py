@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from rljax.report.rows import Row, is_accuracy
+from rljax.record.rows import Row, is_accuracy
 
 COLUMNS = (
     *("step", "reward/mean", "response_length/mean", "response_length/truncated_fraction"),

@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.report.figure import save_figure
-from rljax.report.rows import Row, read_rows
+from rljax.record.figure import save_figure
+from rljax.record.rows import Row, read_rows
 
 WORK = {"pack": "train", "train": "train", "prepare": "publish", "publish": "publish", "eval": "evaluate"}
 """Phases of a step in which the trainer works, and what at."""

@@ -19,10 +19,9 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from rljax.checks import check_at_least
 from rljax.data.prompts import FILE_REWARD, TOYS, DataConfig, Problem, evaluation_datasets
 from rljax.data.tokenizer import load_tokenizer
-from rljax.errors import caller_errors, run_cli
+from rljax.errors import caller_errors, check_at_least, run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config

@@ -23,17 +23,20 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.aot.machines import parse_machine
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
+from rljax.distributed.ownership import Ownership
+from rljax.distributed.processes import Processes, ProcessOptions, start_processes
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
-from rljax.ownership import Ownership
+from rljax.plan.compile import compile_step, describe, report
+from rljax.plan.dry_run import check_shapes, dry_run
+from rljax.plan.machines import parse_machine
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf_config import read_config
 from rljax.policy.hub import model_directory
 from rljax.policy.kernels import choose_kernels
-from rljax.processes import Processes, ProcessOptions, start_processes
-from rljax.report.rows import Row
-from rljax.report.summary import format_summary, summarize, write_summary
+from rljax.record.rows import Row
+from rljax.record.summary import format_summary, summarize, write_summary
+from rljax.record.writers import Recorder
 from rljax.rollout.build import check_engine
 from rljax.run.build import (
     build,
@@ -45,15 +48,12 @@ from rljax.run.build import (
     starting_point,
     starting_state,
 )
-from rljax.run.compile import compile_step, describe, report
 from rljax.run.config import Config, RunConfig
 from rljax.run.config_file import config_to_yaml, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
-from rljax.run.dry_run import check_shapes, dry_run
 from rljax.run.follow import Follower
 from rljax.run.logs import log_file, send_output_to
 from rljax.run.loop import train
-from rljax.run.record import Recorder
 from rljax.run.stop import StopRequest
 from rljax.run.uploads import start_from_store, uploading
 from rljax.run.weights import check_offload
@@ -253,7 +253,7 @@ def write_config(config: Config, run_dir: Path) -> None:
 
 def finish(run_dir: Path) -> None:
     """Writes summary.json and report.png and prints the summary."""
-    from rljax.report.figure import plot_report  # matplotlib, which only the end needs
+    from rljax.record.figure import plot_report  # matplotlib, which only the end needs
 
     rows = recorded_rows(run_dir)
     if not rows:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.aot.kernels import attention_flops
+from rljax.plan.kernels import attention_flops
 from rljax.policy.attention import PackedAttention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import MAX_CHUNK, token_logprobs

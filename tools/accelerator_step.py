@@ -18,15 +18,15 @@ import numpy as np
 from accelerator_kernels import memory_analysis
 from jax.sharding import Mesh
 
-from rljax.aot.machines import card_of_kind
 from rljax.data.prompts import DataConfig
+from rljax.plan.compile import memory_by_kind, model_flops
+from rljax.plan.dry_run import planned_bytes
+from rljax.plan.machines import card_of_kind
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Remat, init_params, param_shardings
 from rljax.rollout.types import RolloutConfig
 from rljax.run.build import batch_shape, make_pack, make_step
-from rljax.run.compile import memory_by_kind, model_flops
 from rljax.run.config import Config
-from rljax.run.dry_run import planned_bytes
 from rljax.sharding import make_mesh
 from rljax.trainer.packing import PackedBatch, PackingConfig, TrainSequence
 from rljax.trainer.state import TrainState, create_state, make_optimizer

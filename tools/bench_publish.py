@@ -32,13 +32,13 @@ import numpy as np
 from tqdm import tqdm
 
 from rljax.errors import ConfigError, run_cli
-from rljax.rollout.weights.directory import memory
-from rljax.rollout.weights.mirror import Mirror
-from rljax.rollout.weights.pull import pull
-from rljax.rollout.weights.source import DirectorySource
-from rljax.rollout.weights.sums import array_checksum, bits_of, changed_checksum
-from rljax.rollout.weights.version import Base, TensorRecord, Version, write_version
-from rljax.rollout.weights.writer import PartWriter, Pieces, whole_parts
+from rljax.weights.directory import memory
+from rljax.weights.mirror import Mirror
+from rljax.weights.pull import pull
+from rljax.weights.source import DirectorySource
+from rljax.weights.sums import array_checksum, bits_of, changed_checksum
+from rljax.weights.version import Base, TensorRecord, Version, write_version
+from rljax.weights.writer import PartWriter, Pieces, whole_parts
 
 GIGABIT = 125e6  # bytes a second
 Tensors = dict[str, np.ndarray]

@@ -37,11 +37,11 @@ import tyro
 from tqdm import tqdm
 
 from rljax.errors import ConfigError, run_cli
+from rljax.plan.dry_run import in_units
 from rljax.policy.attention import choose_attention, find_implementation
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.policy.options import AttentionName
-from rljax.run.dry_run import in_units
 
 ROOT = Path(__file__).parents[1]
 Found = dict[str, Any]

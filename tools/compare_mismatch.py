@@ -26,12 +26,12 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from rljax.compare.distributions import DistributionPair, compare_distributions, with_distributions
-from rljax.compare.dump import TokenDump, write_dump
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import SECOND_RUN, Comparison, compare_columns, to_json, to_markdown, to_text
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import name_columns, score_column, split_spec
 from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.record.token_dumps import TokenDump, write_dump
 
 METRIC = "logprob_abs_diff_mean"
 MOST_NAMED = 24  # with more pairs than this, the legend groups those that pass

@@ -48,9 +48,9 @@ import tyro
 from tqdm import tqdm
 
 from rljax.errors import run_cli
-from rljax.report.rows import read_rows
+from rljax.record.rows import read_rows
+from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import InFlight
-from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
 
 ROOT = Path(__file__).parents[1]
 PHASES = ("start", "rollout", "step", "publish", "log", "checkpoint", "evaluation")
@@ -163,9 +163,9 @@ def child(arguments: list[str], log: Path, phase: Any, prepare: Callable[[], Non
 
 def mark_phases(phase: Any) -> None:
     """Wraps what a step is made of, so that ``phase`` holds the place in ``PHASES`` of what is under way."""
+    from rljax.record.writers import Recorder
     from rljax.run.checkpoint import Checkpointer
     from rljax.run.loop import Timers
-    from rljax.run.record import Recorder
 
     places = {"rollout": 1, "wait": 1, "train": 2, "publish": 3, "eval": 6}
     timed, write, save = Timers.phase, Recorder.write, Checkpointer.save
@@ -312,7 +312,7 @@ def broken_accounts(killed: Path, whole: Path, max_staleness: int) -> list[str]:
 
 def prompts(run_dir: Path, dump: str) -> Counter[tuple[int, ...]]:
     """How often each prompt stands in a dump."""
-    from rljax.compare.dump import read_dump
+    from rljax.record.token_dumps import read_dump
 
     read = read_dump(run_dir / "rollouts" / dump)
     return Counter(tuple(ids[~mask].tolist()) for ids, mask in zip(read.token_ids, read.response_mask, strict=True))
@@ -320,7 +320,7 @@ def prompts(run_dir: Path, dump: str) -> Counter[tuple[int, ...]]:
 
 def changed_dumps(run_dir: Path, whole: Path) -> list[str]:
     """Names of the dumps that both have, but with other tokens."""
-    from rljax.compare.dump import read_dump
+    from rljax.record.token_dumps import read_dump
 
     found = []
     for name in sorted({path.name for path in run_dir.glob("rollouts/*")}):

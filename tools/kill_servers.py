@@ -39,11 +39,11 @@ import tyro
 from kill_run import LONGEST_S, PHASES, Runs, served_by, server_config
 from tqdm import tqdm
 
-from rljax.compare.dump import read_dump
 from rljax.errors import run_cli
-from rljax.report.rows import read_rows
+from rljax.record.rows import read_rows
+from rljax.record.token_dumps import read_dump
+from rljax.rollout.servers.vllm.server import VllmServer
 from rljax.rollout.types import Response, SamplingParams
-from rljax.rollout.vllm.server import VllmServer
 from rljax.run.sampling import step_seed
 
 FIRST_STEPS = 3  # before the first kill; they compile, and say how long a step takes
@@ -142,7 +142,7 @@ def pace(gate: Any, handed_on: Path) -> None:
 
     A line of ``handed_on`` is the seed of a step, and the place of a response in it.
     """
-    from rljax.rollout.served.engine import ServedEngine
+    from rljax.rollout.servers.engine import ServedEngine
     from rljax.run.loop import Timers
 
     timed, generate = Timers.phase, ServedEngine.generate

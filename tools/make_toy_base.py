@@ -29,12 +29,12 @@ from tqdm import tqdm
 from rljax.data import toy, toy_swaps
 from rljax.data.toy import ToyBaseConfig
 from rljax.errors import run_cli
-from rljax.policy.config import PolicyConfig
+from rljax.policy.config import PolicyConfig, toy_config
 from rljax.policy.hf import save_params
 from rljax.policy.model import Params, init_params
 from rljax.policy.score import packed_logprobs
 
-# Each has build_tokenizer, policy_config, demonstration_batch and PROMPT_TOKENS.
+# Each has ALPHABET, build_tokenizer, demonstration_batch and PROMPT_TOKENS.
 TASKS: dict[str, ModuleType] = {"addition": toy, "swaps": toy_swaps}
 
 
@@ -50,7 +50,7 @@ def _loss(params: Params, config: PolicyConfig, tokens: jax.Array, lengths: jax.
 def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
     """Fits from scratch; the same config gives the same weights on the same machine."""
     module = TASKS[task]
-    policy = module.policy_config()
+    policy = toy_config(len(module.ALPHABET))
     params = init_params(policy, config.seed)
     rate = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, 50, config.steps, config.learning_rate * 0.05)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     params = fit(arguments.config, arguments.task)
     module = TASKS[arguments.task]
-    policy = module.policy_config()
+    policy = toy_config(len(module.ALPHABET))
     # Renamed at the end: an interrupted run leaves no directory that looks like a model.
     partial = out.with_name(out.name + ".partial")
     save_params(partial, params, policy)

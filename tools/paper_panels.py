@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-from rljax.compare.dump import TokenDump, read_dump
-from rljax.report.panels import PANELS, Panel, Run, head, log_axis, note
-from rljax.report.rows import Row
+from rljax.record.panels import PANELS, Panel, Run, head, log_axis, note
+from rljax.record.rows import Row
+from rljax.record.token_dumps import TokenDump, read_dump
 
 _EDGE_SHARE = 10  # one in so many rows is the beginning of a run, and one in so many its end
 _BUCKET_KEY = re.compile(r"mismatch_position/((lt_|ge_)?([^/_]+)(?:_to_[^/]+)?)/k3_kl")  # name, kind, first edge

@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from paper_panels import ALL_PANELS
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.report.figure import PanelGrid, plot_grid, plot_report, read_runs, save_figure
-from rljax.report.panels import Run
-from rljax.report.summary import collapse_step, trailing_mean
+from rljax.record.figure import PanelGrid, plot_grid, plot_report, read_runs, save_figure
+from rljax.record.panels import Run
+from rljax.record.summary import collapse_step, trailing_mean
 
 
 def collapse_of(run: Run) -> int | None:

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from rljax.errors import ConfigError, run_cli
 from rljax.policy.config import PolicyConfig
-from rljax.rollout.vllm.server import vllm_python
+from rljax.rollout.servers.vllm.server import vllm_python
 
 TOOLS = Path(__file__).resolve().parent
 TRAINER, SERVER = Side("rljax-trainer", "rljax-lt", "10.203.1.1"), Side("rljax-server", "rljax-ls", "10.203.1.2")

@@ -23,8 +23,7 @@ from google.protobuf.message import DecodeError
 from matplotlib.figure import Figure
 from tensorboardX.proto import event_pb2
 
-from rljax.checks import parse_json
-from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.errors import ConfigError, caller_errors, parse_json, run_cli
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 
 # Name of the mean response length, and names of the share of truncated responses in the same log. A column matches

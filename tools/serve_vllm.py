@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from rljax.rollout.served.foreground import serve
-from rljax.rollout.vllm.server import ServerConfig, start
+from rljax.rollout.servers.foreground import serve
+from rljax.rollout.servers.vllm.server import ServerConfig, start
 
 if __name__ == "__main__":
     sys.exit(serve(ServerConfig, start, ServerConfig.kind, sys.argv[1:]))

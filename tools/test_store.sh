@@ -14,4 +14,4 @@ venv="${RLJAX_STORE_VENV:-.venv-store}"
 own_environment "$venv" -e '.[train]' 'pytest>=8.4,<9' 'pytest-timeout>=2.3,<3' \
   'fsspec>=2025.3' 's3fs>=2025.3' 'moto[s3]>=5.1,<6' 'flask>=3,<4' 'flask-cors>=5,<7'
 PYTHONPATH=. exec "$venv/bin/python" -m pytest -p no:cacheprovider -m store --durations=5 \
-  tests/run/test_store_s3.py tests/rollout/test_weights_s3.py tests/processes/test_store_parts.py "$@"
+  tests/run/test_store_s3.py tests/weights/test_weights_s3.py tests/processes/test_store_parts.py "$@"

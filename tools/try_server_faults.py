@@ -37,12 +37,12 @@ from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config
 from rljax.rollout.build import make_engine
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
-from rljax.rollout.vllm.backend import VllmBackend
-from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
-from rljax.rollout.weights.sums import array_checksum
 from rljax.sharding import MeshConfig, make_mesh
+from rljax.weights.sums import array_checksum
 
 ROOT = Path(__file__).parents[1]
 VERSION = 3

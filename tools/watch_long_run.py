@@ -28,8 +28,8 @@ from kill_run import ROOT, words
 from tqdm import tqdm
 
 from rljax.errors import run_cli
-from rljax.report.rows import read_rows
-from rljax.run.record import Recorder
+from rljax.record.rows import read_rows
+from rljax.record.writers import Recorder
 
 SETTINGS = ("--checkpoint.every", "50", "--eval.every", "500", "--rollout.dump-every", "0")
 READ_EVERY = 20

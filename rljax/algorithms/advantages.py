@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from rljax.checks import check_at_least, check_choices, check_finite
+from rljax.errors import check_at_least, check_choices, check_finite
 
 Estimator = Literal["rloo", "grpo", "grpo_no_std", "reinforce"]
 

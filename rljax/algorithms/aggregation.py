@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.checks import check_choice
+from rljax.errors import check_choice
 from rljax.mismatch import read_sequences
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.checks import check_at_least, check_choices
+from rljax.errors import check_at_least, check_choices
 from rljax.mismatch import Statistics, read_tokens
 from rljax.mismatch.correction import correct_tokens, finalize_correction
 

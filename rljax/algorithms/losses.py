@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.algorithms.aggregation import Aggregation, mean_over_sequence
-from rljax.checks import check_at_least, check_choice, check_choices
+from rljax.errors import check_at_least, check_choice, check_choices
 from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x
 
 LossKind = Literal["policy_gradient", "ppo_clip", "gspo", "cispo"]

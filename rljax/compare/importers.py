@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rljax.compare.dump import ColumnSource, TokenDump, make_dump, read_dump
 from rljax.data.files import Row, json_lines
+from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump
 
 PRIME_RL_SCHEMA = 1
 """The ``schema_version`` of prime-rl's token export that is understood."""

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from rljax.compare.distributions import DistributionPair
-from rljax.compare.dump import ColumnSource, TokenDump
 from rljax.compare.verdict import Verdict, judge
 from rljax.mismatch import mismatch_metrics, read_tokens
 from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position
+from rljax.record.token_dumps import ColumnSource, TokenDump
 
 SECOND_RUN = "@2"
 """Ending of the column that is the second run of the scorer whose column has the name before it."""

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from rljax.compare.dump import ColumnSource, TokenDump, after_prompts, common_prefix
 from rljax.compare.importers import read_tokens
 from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config
 from rljax.policy.score import make_scorer
+from rljax.record.token_dumps import ColumnSource, TokenDump, after_prompts, common_prefix
 from rljax.rollout.build import connect, load_jax_engine
-from rljax.rollout.served.model import ServedModel
-from rljax.rollout.served.wire import ServerInfo
+from rljax.rollout.servers.model import ServedModel
+from rljax.rollout.servers.wire import ServerInfo
 from rljax.rollout.types import SERVED, ClientLimits
-from rljax.rollout.weights.hash import weights_hash
+from rljax.weights.hash import weights_hash
 
 T = TypeVar("T")
 Vectors = Iterator[np.ndarray]  # log-probabilities, float32 [t], of each sequence; NaN: none

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rljax.compare.dump import ColumnSource
 from rljax.mismatch import framework_metrics, mismatch_statistics, read_tokens
 from rljax.mismatch.names import PUBLISHED_BARS
+from rljax.record.token_dumps import ColumnSource
 
 # Mean |difference| per token (nats) over the mean of 1 - p, because an error of the logits moves a certain token's
 # log-probability little. Between engines with equal weights: bf16 1.2e-2, fp16 1.6e-3, fp32 9e-7; each range leaves

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rljax.checks import parse_json
+from rljax.errors import parse_json
 
 FORMAT_VERSION = 1
 PASS_RATE = "pass_rate"

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rljax.checks import check_at_least
 from rljax.data import toy, toy_swaps
 from rljax.data.files import Problem, prompt_text, read_problems
 from rljax.data.tokenizer import Tokenizer
+from rljax.errors import check_at_least
 
 ChatTemplate = bool | Literal["auto"]
 

@@ -17,8 +17,8 @@ import jinja2.sandbox
 import numpy as np
 import tokenizers
 
-from rljax.checks import parse_json
 from rljax.data.byte_level import ByteLevelDecoder
+from rljax.errors import parse_json
 
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILE = "tokenizer.json"

@@ -19,7 +19,6 @@ import numpy as np
 import tokenizers
 
 from rljax.data.tokenizer import Tokenizer
-from rljax.policy.config import PolicyConfig
 
 DIGITS = 3
 PAD, EOS = "_", "$"
@@ -56,24 +55,6 @@ class ToyBaseConfig:
     batch_size: int = 128
     learning_rate: float = 2e-3
     seed: int = 0
-
-
-def policy_config(alphabet: str = ALPHABET) -> PolicyConfig:
-    """124k parameters: 2 layers, width 64, 4 query and 2 key-value heads of 32, the smallest that vLLM has on a CPU."""
-    return PolicyConfig(
-        vocab_size=len(alphabet),
-        hidden_size=64,
-        intermediate_size=192,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        max_position_embeddings=1024,
-        eos_token_id=alphabet.index(EOS),
-        pad_token_id=alphabet.index(PAD),
-    )
 
 
 def build_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:

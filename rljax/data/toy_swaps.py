@@ -28,7 +28,6 @@ MAX_RESPONSE_TOKENS = SWAPS * (len(LETTERS) + 4) + 3  # '>', a step with its com
 _PAIRS = [one + other for one, other in itertools.combinations(LETTERS, 2)]
 
 
-policy_config = functools.partial(toy.policy_config, ALPHABET)
 """The policy of the addition task, over this alphabet."""
 build_tokenizer = functools.partial(toy.build_tokenizer, ALPHABET)
 """One token a character of this alphabet."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.checks import check_at_least
+from rljax.errors import check_at_least
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
@@ -87,3 +87,27 @@ class PolicyConfig:
 def route_dtype(num_experts: int) -> Any:
     """The narrowest dtype of the experts that tokens go to: with room for one number more than there are experts."""
     return np.uint8 if num_experts < 256 else np.uint16
+
+
+def toy_config(vocab_size: int = 16) -> PolicyConfig:
+    """The policy of the toy tasks: 124k parameters, 2 layers of width 64, 4 query heads and 2 key-value heads.
+
+    The heads have size 32, the smallest that vLLM supports on a CPU.
+
+    Args:
+      vocab_size: The number of tokens. The last two are the end-of-sequence token and the padding token.
+    """
+    return PolicyConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=192,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        max_position_embeddings=1024,
+        eos_token_id=vocab_size - 2,
+        pad_token_id=vocab_size - 1,
+    )

@@ -22,15 +22,15 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from rljax.checks import parse_json
-from rljax.checksum import Checksum, checksum, mixed, place_weights
+from rljax.errors import parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf_config import config_to_hf
 from rljax.policy.layers import Stored
 from rljax.policy.model import Params, abstract_params, stored_tensors
-from rljax.rollout.weights.region import Region
-from rljax.rollout.weights.writer import Part
 from rljax.sharding import fetch
+from rljax.weights.checksum import Checksum, checksum, mixed, place_weights
+from rljax.weights.region import Region
+from rljax.weights.writer import Part
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from rljax.checks import parse_json
+from rljax.errors import parse_json
 from rljax.policy.config import SIZES, PolicyConfig
 from rljax.policy.families import FAMILIES
 

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from rljax.checks import check_at_least
+from rljax.errors import check_at_least
 from rljax.policy.config import PolicyConfig
 from rljax.policy.layers import Stored
 from rljax.policy.model import Params, abstract_params, cast_params, logical_axes, param_shardings, stored_tensors

@@ -11,7 +11,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
-from rljax.checks import parse_json
+from rljax.errors import parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import leaves_of, open_tensors, read_leaves
 from rljax.policy.lora import LoraConfig, abstract_adapters, stored_adapters

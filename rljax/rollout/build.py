@@ -12,27 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.checksum import Checksum
 from rljax.errors import ConfigError
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_checksums, hf_parts, hf_tensors, load_params
 from rljax.policy.hf_config import config_to_hf, read_config
 from rljax.policy.score import make_scorer
+from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.exact_engine import ExactEngine, Executable
-from rljax.rollout.injected_engine import InjectedEngine
-from rljax.rollout.jax_engine import JaxEngine
-from rljax.rollout.served.backend import Backend
-from rljax.rollout.served.client import check_url
-from rljax.rollout.served.discovery import make_lookup
-from rljax.rollout.served.engine import ServedEngine
-from rljax.rollout.served.model import ServedModel
-from rljax.rollout.served.verify import Score
-from rljax.rollout.sglang.backend import SglangBackend
+from rljax.rollout.exact import ExactEngine, Executable
+from rljax.rollout.injected import InjectedEngine
+from rljax.rollout.servers.backend import Backend
+from rljax.rollout.servers.client import check_url
+from rljax.rollout.servers.discovery import make_lookup
+from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.model import ServedModel
+from rljax.rollout.servers.sglang.backend import SglangBackend
+from rljax.rollout.servers.verify import Score
+from rljax.rollout.servers.vllm.backend import VllmBackend
 from rljax.rollout.types import SERVED, ClientLimits, PublishConfig, RolloutConfig
-from rljax.rollout.vllm.backend import VllmBackend
-from rljax.rollout.weights.writer import Part, Writer
 from rljax.sharding import MeshConfig, make_mesh, on_devices
+from rljax.weights.checksum import Checksum
+from rljax.weights.writer import Part, Writer
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from rljax.checks import check_at_least, check_finite, check_positive
+from rljax.errors import check_at_least, check_finite, check_positive
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,17 @@ from jax.sharding import Mesh
 
 from rljax.data.prompts import Problem, PromptStream, check_lengths, evaluation_datasets, training_problems
 from rljax.data.tokenizer import Tokenizer
+from rljax.distributed.processes import ALONE, Processes
 from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.lora import MergedPolicy
 from rljax.policy.model import Params
-from rljax.processes import ALONE, Processes
-from rljax.report.rows import Row
+from rljax.record.rows import Row
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import PolicyFunctions, make_engine, policy_functions
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.served.parts import PartFiles, make_parts
+from rljax.rollout.servers.parts import PartFiles, make_parts
 from rljax.rollout.types import SERVED, SamplingParams
-from rljax.rollout.weights.writer import PartWriter
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import evaluate_datasets
@@ -53,6 +52,7 @@ from rljax.trainer.packing import PackedBatch, max_micro_batches, pack
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import Forward, MultipleUpdates, Pack, SingleUpdate, Update, reference_logprobs
+from rljax.weights.writer import PartWriter
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from rljax.checks import check_at_least
-from rljax.errors import NotWrittenError, StartAgainError
-from rljax.processes import is_of_devices
+from rljax.distributed.processes import is_of_devices
+from rljax.errors import NotWrittenError, StartAgainError, check_at_least
 from rljax.run.fingerprint import array_checksums, array_forms, json_checksum
 
 BEST = "best"  # folder of the run directory

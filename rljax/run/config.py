@@ -8,8 +8,8 @@ from typing import Any
 from rljax.algorithms.advantages import AdvantageConfig
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.checks import check_at_least, check_finite
 from rljax.data.prompts import DataConfig
+from rljax.errors import check_at_least, check_finite
 from rljax.policy.lora import LoraConfig
 from rljax.policy.options import PolicyOptions
 from rljax.rollout.types import SERVED, PublishConfig, RolloutConfig

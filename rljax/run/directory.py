@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from rljax.distributed.ownership import Ownership, claim, read
 from rljax.errors import ConfigError, OwnedError, caller_errors
-from rljax.ownership import Ownership, claim, read
-from rljax.report.rows import Row, read_rows
+from rljax.record.rows import Row, read_rows
 from rljax.run.config import Config
 from rljax.run.config_file import dotted, load_config
 

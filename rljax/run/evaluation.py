@@ -9,7 +9,7 @@ import numpy as np
 
 from rljax.data.prompts import Problem
 from rljax.data.tokenizer import Tokenizer
-from rljax.report.rows import Row, is_accuracy
+from rljax.record.rows import Row, is_accuracy
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import SamplingParams

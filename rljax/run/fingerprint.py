@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.checksum import mixed
 from rljax.sharding import fetch, on_devices
+from rljax.weights.checksum import mixed
 
 
 def array_checksums(tree: Any) -> dict[str, str]:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rljax.distributed.processes import UPDATE, Act, Processes
 from rljax.policy.model import Params
-from rljax.processes import UPDATE, Act, Processes
 from rljax.rollout.build import PolicyFunctions
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.served.parts import PartFiles
+from rljax.rollout.servers.parts import PartFiles
 from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.lead import gathered, sequences_of, vectors_of

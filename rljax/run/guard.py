@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rljax.checks import check_at_least
+from rljax.errors import check_at_least
 
 _NUMBER = r"[-+]?((\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf)"
 _RULE = re.compile(rf"\s*(?P<metric>\S+)\s*(?P<sign>[<>])\s*(?P<bound>{_NUMBER})(\s+for\s+(?P<steps>[1-9]\d*))?\s*")

@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from rljax.checksum import Checksum
-from rljax.processes import UPDATE, Processes
+from rljax.distributed.processes import UPDATE, Processes
 from rljax.rollout.build import PolicyFunctions
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.served.parts import PartFiles
+from rljax.rollout.servers.parts import PartFiles
 from rljax.rollout.types import Response, SamplingParams
-from rljax.rollout.weights.writer import Pieces, Taken, all_taken, joined
 from rljax.run.checkpoint import Checkpointer
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
+from rljax.weights.checksum import Checksum
+from rljax.weights.writer import Pieces, Taken, all_taken, joined
 
 Found = TypeVar("Found")
 

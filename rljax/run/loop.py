@@ -38,7 +38,7 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.errors import ConfigError, OwnedError, StoppedWaitingError, caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
-from rljax.report.rows import Row
+from rljax.record.rows import Row
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine
 from rljax.run.checkpoint import Checkpointer

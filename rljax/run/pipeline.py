@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rljax.data.prompts import Problem, PromptStream
 from rljax.errors import ServersLostError
-from rljax.report.rows import Row
+from rljax.record.rows import Row
 from rljax.run.sampling import Rollouts
 
 _TICK_S = 0.25  # between two looks at what is sampled

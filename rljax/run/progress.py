@@ -10,7 +10,7 @@ import numpy as np
 
 from rljax.mismatch.diagnosis import split_sum_rise
 from rljax.policy.config import PolicyConfig
-from rljax.report.rows import Row
+from rljax.record.rows import Row
 
 GRAD_NORM_EMA_DECAY = 0.9
 

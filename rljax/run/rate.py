@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from rljax.errors import ConfigError
-from rljax.report.rows import Row
+from rljax.record.rows import Row
 from rljax.run.guard import unknown_metric
 from rljax.schedule import (
     LengthTriggeredLR,

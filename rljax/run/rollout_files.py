@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from rljax.compare.dump import ColumnSource, dump_of_responses, write_dump
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import writing
+from rljax.record.token_dumps import ColumnSource, dump_of_responses, write_dump
 from rljax.rollout.types import InjectConfig
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts

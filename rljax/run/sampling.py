@@ -14,7 +14,7 @@ from rljax.algorithms.advantages import compute_advantages, groups_with_loss, gr
 from rljax.data.prompts import Problem
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import stop_sampling
-from rljax.report.rows import Row
+from rljax.record.rows import Row
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.types import Response, SamplingParams

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from rljax.object_stores import open_store
+from rljax.weights.object_stores import open_store
 
 MANIFEST = "manifest.json"
 STARTED = "started.json"  # who began to copy there, and when

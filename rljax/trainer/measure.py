@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rljax.checks import check_at_least
+from rljax.errors import check_at_least
 from rljax.mismatch import Statistics, mismatch_statistics, read_tokens
 from rljax.mismatch.diagnosis import (
     ENTROPY_EDGES,

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from rljax.checks import check_at_least
+from rljax.errors import check_at_least
 from rljax.trainer.rows import lay_out_rows
 
 Given = Literal["old_logprobs", "reference_logprobs", "behaviour_logprobs"]

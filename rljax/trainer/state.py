@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from rljax.checks import check_finite
+from rljax.errors import check_finite
 from rljax.policy.config import PolicyConfig
 from rljax.policy.lora import OFF, LoraConfig
 from rljax.policy.model import Params

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from rljax.compare.distributions import Known, compare_distributions, divergences
-from rljax.compare.dump import make_dump
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params, save_params
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
+from rljax.record.token_dumps import make_dump
 
 CONFIG = PolicyConfig(13, 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.5)
 LN2 = np.log(2.0)

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from rljax.compare.dump import ColumnSource, make_dump, read_dump, write_dump
 from rljax.compare.report import compare_columns, to_json, to_markdown, to_text
 from rljax.compare.scorers import score_column
 from rljax.errors import run_cli
@@ -19,6 +18,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params, save_params
 from rljax.policy.hf_config import read_config
 from rljax.policy.model import init_params
+from rljax.record.token_dumps import ColumnSource, make_dump, read_dump, write_dump
 
 TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
 SOURCE = ColumnSource("jax", "bfloat16", "sha256:aa", 1.0)

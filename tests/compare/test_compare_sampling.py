@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from rljax.compare.dump import make_dump
 from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import score_column
@@ -11,6 +10,7 @@ from rljax.data.toy import ALPHABET, build_tokenizer
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
+from rljax.record.token_dumps import make_dump
 
 pytestmark = pytest.mark.slow
 

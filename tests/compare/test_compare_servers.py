@@ -9,7 +9,6 @@ import pytest
 from vllm_fake import FakeVllm
 
 from rljax.compare.distributions import compare_distributions
-from rljax.compare.dump import make_dump, read_dump, write_dump
 from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses
 from rljax.compare.scorers import name_columns, open_server, score_column, server_source, split_spec
@@ -17,7 +16,8 @@ from rljax.errors import ReplyError, ServerGoneError, run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
-from rljax.rollout.weights.hash import weights_hash
+from rljax.record.token_dumps import make_dump, read_dump, write_dump
+from rljax.weights.hash import weights_hash
 
 TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
 DUMP = make_dump(["x", "y"], [[7, 8, 9], [4, 5]], [[False, True, True], [False, True]], {})

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from rljax.compare.dump import ColumnSource, make_dump
 from rljax.compare.scorers import score_column, split_spec
 from rljax.compare.verdict import judge
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.weights.hash import weights_hash
+from rljax.record.token_dumps import ColumnSource, make_dump
+from rljax.weights.hash import weights_hash
 
 CONFIG = PolicyConfig(48, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.3)
 PROMPT, RESPONSE, ROWS = 4, 28, 12

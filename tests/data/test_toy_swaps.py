@@ -14,11 +14,11 @@ from rljax.data.toy_swaps import (
     build_tokenizer,
     demonstration_batch,
     orders,
-    policy_config,
     scratchpad,
     swap_problems,
     swaps_reward,
 )
+from rljax.policy.config import toy_config
 
 
 def followed(prompt):
@@ -73,7 +73,7 @@ def test_splits_are_disjoint_and_fixed_by_the_seed():
 
 def test_tokenizer_is_one_token_a_character_and_agrees_with_the_policy(tmp_path):
     build_tokenizer().save(tmp_path)
-    tokenizer, config = load_tokenizer(tmp_path), policy_config()
+    tokenizer, config = load_tokenizer(tmp_path), toy_config(len(ALPHABET))
     assert len(tokenizer) == len(ALPHABET) == config.vocab_size
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (config.eos_token_id, config.pad_token_id)
     ids = tokenizer.encode("acbd=>ac:")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from recount_weights import agrees, counted
 
-from rljax.rollout.weights.sums import array_checksum, bits_of
+from rljax.weights.sums import array_checksum, bits_of
 
 
 def array(shape, dtype, seed=0):

@@ -55,7 +55,7 @@ def test_twine_accepts_both(built):
 def test_both_hold_every_module_and_nothing_of_the_tests(built):
     wheel, sdist = built
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "rljax").rglob("*.py")}
-    data = {"rljax/py.typed", "rljax/aot/h100_sxm.txtpb"}
+    data = {"rljax/py.typed", "rljax/plan/h100_sxm.txtpb"}
     in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert in_wheel == modules | data
     with tarfile.open(sdist) as archive:

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.data.toy import policy_config
-from rljax.policy.config import PolicyConfig
+from rljax.plan.dry_run import dry_run
+from rljax.policy.config import PolicyConfig, toy_config
 from rljax.policy.hf_config import config_to_hf
 from rljax.policy.model import init_params
 from rljax.run.build import make_update
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
-from rljax.run.dry_run import dry_run
 from rljax.run.rate import make_rate_controller
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import TrainSequence
@@ -218,15 +217,15 @@ def test_the_papers_surge_makes_the_papers_period(name, period):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_its_parts_build_from_shapes(path, tmp_path, monkeypatch):
     (tmp_path / "configs/toy-base").mkdir(parents=True)
-    (tmp_path / "configs/toy-base/config.json").write_text(toy_config())
+    (tmp_path / "configs/toy-base/config.json").write_text(toy_json())
     config = load(path)
     monkeypatch.chdir(tmp_path)
     assert f"dry run of {config.run.dir}: " in dry_run(config)
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"config.json"}
 
 
-def toy_config():
-    return json.dumps(config_to_hf(policy_config(), "float32"))
+def toy_json():
+    return json.dumps(config_to_hf(toy_config(), "float32"))
 
 
 def toy_sized(config):

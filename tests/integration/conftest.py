@@ -17,10 +17,10 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_checksums, hf_tensors, load_params
 from rljax.policy.hf_config import read_config
 from rljax.policy.score import make_scorer
-from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, start, vllm_python
 from rljax.rollout.types import PublishConfig, RolloutConfig
-from rljax.rollout.vllm.backend import VllmBackend
-from rljax.rollout.vllm.server import ServerConfig, VllmServer, start, vllm_python
 
 HERE = Path(__file__).parent
 SUPPORT = str(HERE.parent / "support")

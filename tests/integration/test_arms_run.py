@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from toy_runs import command, comparable, complete, tiny
 
-from rljax.compare.dump import read_dump
 from rljax.mismatch import mismatch_metrics
+from rljax.record.token_dumps import read_dump
 
 pytestmark = pytest.mark.slow
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from rljax.compare.distributions import compare_distributions
-from rljax.compare.dump import ColumnSource, make_dump
 from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses
 from rljax.compare.scorers import open_server, score_column
 from rljax.errors import run_cli
-from rljax.rollout.served.client import ServerClient
-from rljax.rollout.vllm.backend import VllmBackend
+from rljax.record.token_dumps import ColumnSource, make_dump
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
 TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"

@@ -10,7 +10,7 @@ from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config
 from rljax.policy.model import logical_axes
 from rljax.policy.score import make_scorer
-from rljax.rollout.injected_engine import add_noise
+from rljax.rollout.injected import add_noise
 
 pytestmark = pytest.mark.slow
 

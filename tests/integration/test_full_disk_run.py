@@ -7,7 +7,7 @@ import pytest
 from small_disk import fill, small_disk
 from toy_runs import comparable, complete, tiny
 
-from rljax.report.rows import read_rows
+from rljax.record.rows import read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.harness]
 

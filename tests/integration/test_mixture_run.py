@@ -8,7 +8,7 @@ from toy_runs import TOY_BASE, complete, tiny
 from rljax.policy.hf import save_params
 from rljax.policy.hf_config import config_from_hf, config_to_hf
 from rljax.policy.model import init_params
-from rljax.report.rows import read_rows
+from rljax.record.rows import read_rows
 
 pytestmark = pytest.mark.slow
 REWARD = ("--data.reward", "parity_reward:reward")  # one that a fresh policy gets

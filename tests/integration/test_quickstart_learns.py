@@ -11,7 +11,7 @@ from toy_runs import TOY_BASE, command, outcome, start
 
 from rljax import evaluate
 from rljax.data.toy import addition_problems, addition_reward
-from rljax.report.rows import read_rows
+from rljax.record.rows import read_rows
 from rljax.schedule import decay_period_from_surge
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -9,7 +9,7 @@ import time
 import pytest
 from toy_runs import TIMEOUT, comparable, complete, start, tiny, wait_for_rows
 
-from rljax.ownership import claim, read
+from rljax.distributed.ownership import claim, read
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,8 @@ import pytest
 from toy_runs import ROOT, comparable, environment, wait_for_rows
 from vllm_processes import kill_worker, members
 
-from rljax.data.toy import build_tokenizer, policy_config
+from rljax.data.toy import build_tokenizer
+from rljax.policy.config import toy_config
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.run.directory import saved_steps
@@ -60,7 +61,7 @@ def marked(mark):
 def fresh_base(tmp_path_factory):
     """The toy policy as initialised: nothing here depends on what it answers."""
     out = tmp_path_factory.mktemp("fresh")
-    save_params(out, init_params(policy_config(), 0), policy_config())
+    save_params(out, init_params(toy_config(), 0), toy_config())
     build_tokenizer().save(out)
     return out
 
@@ -129,7 +130,7 @@ def test_the_death_of_its_server_ends_the_run_at_once(launch):
     """The worker dies of SIGILL, as where AMX is used without permission: status 1, the steps saved, nothing left."""
     process, mark, run_dir = launch("--run.steps", "1000", "--checkpoint.every", "0")
     wait_for_rows(process, run_dir, 2)
-    (group,) = (int(pid) for pid, line in marked(mark).items() if "rljax.rollout.served.process" in line)
+    (group,) = (int(pid) for pid, line in marked(mark).items() if "rljax.rollout.servers.process" in line)
     kill_worker(group)
     output, _ = process.communicate(timeout=LIMIT_S)  # by itself the trainer would wait for 900 s
     assert process.returncode == 1, output

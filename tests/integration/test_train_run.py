@@ -13,7 +13,7 @@ from pictures import coloured_share
 from toy_runs import ROOT, TIMEOUT, command, comparable, complete, outcome, start, tiny, wait_for_rows
 
 from rljax import evaluate
-from rljax.data.toy import policy_config
+from rljax.policy.config import toy_config
 from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config
 from rljax.run.checkpoint import Checkpointer
@@ -252,7 +252,7 @@ def test_exported_checkpoint_is_the_trained_policy(dtype, uninterrupted, toy_bas
     assert code == 0, err
     assert f"wrote step {STEPS}" in out
     policy = read_config(tmp_path)
-    assert policy == policy_config()
+    assert policy == toy_config()
     checkpointer = Checkpointer(uninterrupted / "checkpoints", read_only=True)
     mesh = make_mesh(MeshConfig(1, 1))
     wanted = abstract_state(policy, make_optimizer(OptimizerConfig()), mesh, dynamic_scale=False)

@@ -8,7 +8,7 @@ from process_runs import FLOAT32, TINY, Run, complete_together, largest_differen
 from toy_runs import comparable, tiny
 
 from rljax.errors import START_AGAIN_STATUS
-from rljax.report.rows import read_rows
+from rljax.record.rows import read_rows
 
 pytestmark = pytest.mark.slow
 STEPS = 8

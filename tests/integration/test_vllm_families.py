@@ -13,9 +13,9 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.hf_config import config_to_hf
 from rljax.policy.model import init_params
-from rljax.rollout.served.client import ServerClient
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.vllm.backend import VllmBackend
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.backend import VllmBackend
 from tests.integration.conftest import Model, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]

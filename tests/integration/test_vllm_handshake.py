@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from rljax.errors import HandshakeError
-from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.engine import ServedEngine
-from rljax.rollout.served.process import free_port
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.process import free_port
+from rljax.rollout.servers.vllm.backend import VllmBackend
 from rljax.rollout.types import RolloutConfig, SamplingParams
-from rljax.rollout.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
 
@@ -121,7 +121,7 @@ def test_default_sampling_must_be_plain(float32, rpc):
 
 def test_directory_that_the_server_does_not_see(float32):
     """The probe file proves it: here the trainer claims another text than the server reads."""
-    from rljax.rollout.weights.files import WeightFiles
+    from rljax.weights.files import WeightFiles
 
     sound = WeightFiles.probe
     WeightFiles.probe = lambda self: (sound(self)[0].with_name("elsewhere.txt"), "x")
@@ -132,7 +132,7 @@ def test_directory_that_the_server_does_not_see(float32):
 
 
 def test_protocol(float32, monkeypatch):
-    monkeypatch.setattr("rljax.rollout.served.handshake.PROTOCOL", 4)
+    monkeypatch.setattr("rljax.rollout.servers.handshake.PROTOCOL", 4)
     assert refused(float32) == "the plugin speaks protocol 3, the trainer 4"
 
 

@@ -5,8 +5,8 @@ import functools
 import pytest
 from in_flight import GROUP, check_versions, sampled_across_publishes
 
-from rljax.rollout.served.client import ServerClient
-from rljax.rollout.vllm.backend import VllmBackend
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
 TOKENS = 300

@@ -41,7 +41,7 @@ said["granted"].append(granted())
 import torch
 from safetensors.torch import save_file
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from rljax.rollout.vllm.plugin import BACKEND, PROTOCOL, FileInitInfo, FileUpdateInfo, FileWeightTransferEngine
+from rljax.rollout.servers.vllm.plugin import BACKEND, PROTOCOL, FileInitInfo, FileUpdateInfo, FileWeightTransferEngine
 
 said["backend"] = BACKEND in WeightTransferEngineFactory._registry and BACKEND
 said["modules"] = sorted(name for name in sys.modules if name.split(".")[0] == "rljax")
@@ -109,12 +109,12 @@ def said(vllm_interpreter, tmp_path_factory):
 
 def test_it_loads_without_jax(said):
     """vLLM's environment has no jax: the plugin and what it imports must not ask for it."""
-    beside = ("rljax.rollout.api_key", "rljax.rollout.weights", "rljax.ownership", "rljax.errors")
-    beside += ("rljax.rollout.addresses",)
-    own = ("rljax", "rljax.rollout", "rljax.rollout.vllm", "rljax.rollout.vllm.plugin")
-    own += ("rljax.rollout.vllm.in_place", "rljax.rollout.vllm.parameters")
-    own += ("rljax.checksum", "rljax.object_stores", "rljax.rollout.served")
-    own += ("rljax.rollout.served.torch_checksum", "rljax.rollout.served.worker_weights")
+    beside = ("rljax.weights.api_key", "rljax.weights", "rljax.distributed.ownership", "rljax.errors")
+    beside += ("rljax.weights.addresses",)
+    own = ("rljax", "rljax.rollout", "rljax.rollout.servers.vllm", "rljax.rollout.servers.vllm.plugin")
+    own += ("rljax.rollout.servers.vllm.in_place", "rljax.rollout.servers.vllm.parameters")
+    own += ("rljax.weights.checksum", "rljax.weights.object_stores", "rljax.rollout.servers")
+    own += ("rljax.weights.torch_checksum", "rljax.weights.worker")
     assert said["backend"] == "rljax_file"
     assert set(own) <= set(said["modules"])
     assert [name for name in said["modules"] if name not in own and not name.startswith(beside)] == []

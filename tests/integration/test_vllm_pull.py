@@ -17,9 +17,9 @@ from toy_runs import ROOT
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.types import PublishConfig, SamplingParams
-from rljax.rollout.weights import safetensors_file
-from rljax.rollout.weights.directory import memory
-from rljax.rollout.weights.mirror import Mirror
+from rljax.weights import safetensors_file
+from rljax.weights.directory import memory
+from rljax.weights.mirror import Mirror
 
 pytestmark = pytest.mark.vllm
 
@@ -195,9 +195,9 @@ def test_a_server_that_joins_late_or_missed_versions_is_brought_to_the_newest(bf
 
 
 def test_what_the_servers_machine_cannot_reach_is_said_at_the_handshake(bfloat16, monkeypatch):
-    monkeypatch.setattr("rljax.rollout.served.publishing.HttpServed.source", "http://127.0.0.1:9", raising=False)
+    monkeypatch.setattr("rljax.rollout.servers.publishing.HttpServed.source", "http://127.0.0.1:9", raising=False)
     monkeypatch.setattr(
-        "rljax.rollout.weights.versions.VersionFiles.source",
+        "rljax.weights.versions.VersionFiles.source",
         property(lambda self: "http://127.0.0.1:9", lambda *_: None),
     )
     with pytest.raises(HandshakeError, match=r"the server's machine cannot read weights from http://127.0.0.1:9"):

@@ -9,9 +9,9 @@ import pytest
 from vllm_processes import kill_worker
 
 from rljax.errors import StoppedWaitingError
-from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.vllm.backend import VllmBackend
 from rljax.rollout.types import RolloutConfig, SamplingParams, VersionSpan
-from rljax.rollout.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
 

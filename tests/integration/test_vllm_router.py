@@ -9,10 +9,10 @@ import pytest
 from routers import started_router
 
 from rljax.policy.score import make_scorer
-from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, start
 from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams
-from rljax.rollout.vllm.backend import VllmBackend
-from rljax.rollout.vllm.server import ServerConfig, VllmServer, start
 
 pytestmark = pytest.mark.router
 PROMPTS = [np.arange(1 + i, 9 + i, dtype=np.int32) for i in range(4)]

@@ -14,9 +14,9 @@ import optax
 import pytest
 
 from rljax.errors import VerificationError
-from rljax.rollout.served.client import ServerClient
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.vllm.backend import VllmBackend
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
 OTHER_BITS = "does not hold the trainer's weights"

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.rollout.servers.vllm.wire import COMPLETIONS
 from rljax.rollout.types import SamplingParams, VersionSpan
-from rljax.rollout.vllm.wire import COMPLETIONS
 
 pytestmark = pytest.mark.vllm
 DTYPES = pytest.mark.parametrize("served", ["bfloat16", "float16", "float32"], indirect=True)

@@ -9,7 +9,7 @@ from slurm_jobs import Cluster, of_jobs, slurm
 from toy_runs import comparable, tiny
 from vllm_processes import members
 
-from rljax.rollout.vllm.server import vllm_python
+from rljax.rollout.servers.vllm.server import vllm_python
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 STEPS = 10
@@ -170,7 +170,7 @@ def test_two_nodes_train_from_two_vllm_servers_on_a_third(cluster, vllm_environm
     settings = {"sbatch": ["--nodes=3"], "words": others, "RLJAX_VLLM_VENV": vllm_environment, **SLOWLY}
     job = cluster.submit(tmp_path / "log", config, **settings)
     job.wait_for_rows(run_dir, 3, timeout=600)
-    guards = job.processes("rljax.rollout.served.process")
+    guards = job.processes("rljax.rollout.servers.process")
     assert sorted(guards) == [0, 1]
     urls = [(servers / f"{task}.url").read_text().strip() for task in guards]
     assert all(url.startswith("http://127.0.0.3:") for url in urls)

@@ -10,8 +10,8 @@ from test_vllm import SITE, without_publish
 from toy_runs import comparable, tiny
 
 from rljax.errors import START_AGAIN_STATUS
-from rljax.report.rows import read_rows
-from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
+from rljax.record.rows import read_rows
+from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 
 pytestmark = pytest.mark.processes
 STEPS = 9

@@ -14,7 +14,7 @@ from network_link import Side, linked
 from process_runs import FLOAT32, Run
 from toy_runs import ROOT, comparable, tiny
 
-from rljax.rollout.vllm.server import vllm_python
+from rljax.rollout.servers.vllm.server import vllm_python
 
 pytestmark = pytest.mark.processes
 

@@ -23,13 +23,13 @@ from process_runs import DEVICES, free_port
 from safetensors.numpy import load_file
 from toy_runs import ROOT, environment
 
+from rljax.distributed.ownership import provably_dead
 from rljax.errors import START_AGAIN_STATUS
-from rljax.ownership import provably_dead
-from rljax.rollout.weights import source as sources
-from rljax.rollout.weights.mirror import DamagedError, Mirror
-from rljax.rollout.weights.pull import pull
-from rljax.rollout.weights.source import open_source
-from rljax.rollout.weights.sums import bits_of
+from rljax.weights import source as sources
+from rljax.weights.mirror import DamagedError, Mirror
+from rljax.weights.pull import pull
+from rljax.weights.source import open_source
+from rljax.weights.sums import bits_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -116,7 +116,7 @@ class Publishers:
 
     def server_of(self, index):
         """Process id of the server of a process's weights."""
-        wanted = f"rljax.rollout.served.weight_server\0{self.own(index)}\0"
+        wanted = f"rljax.weights.server\0{self.own(index)}\0"
         found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in _read(path)]
         (pid,) = found
         return pid
@@ -297,7 +297,7 @@ def test_a_process_on_another_machine_serves_at_its_address_in_the_same_network(
                 places = {it["at"].rpartition(":")[0] for it in files_of(told).values() if "at" in it}
                 assert places == {f"http://{second.address}"}
                 before = second.sent_bytes()
-                pulled = [sys.executable, "-m", "rljax.rollout.weights.pull", told["source"], Path(told["path"]).name]
+                pulled = [sys.executable, "-m", "rljax.weights.pull", told["source"], Path(told["path"]).name]
                 words = [*inside(0), *pulled, str(tmp_path / "mirror")]
                 subprocess.run(words, check=True, cwd=ROOT, env=environment(), timeout=120, capture_output=True)
                 assert_holds(Mirror(tmp_path / "mirror"), run.truth(number))

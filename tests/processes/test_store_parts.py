@@ -9,7 +9,7 @@ import pytest
 from test_parts import Publishers, assert_holds, take
 from toy_runs import ROOT
 
-from rljax.rollout.weights.mirror import DamagedError, Mirror
+from rljax.weights.mirror import DamagedError, Mirror
 
 URL = "s3://runs/team/weights"
 SLOW = {"store": URL, "heartbeat_s": 120.0}  # nothing is killed here, and a busy machine lets a process wait
@@ -47,7 +47,7 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(server, count, tmp_path
             assert told["source"].startswith(f"{URL}/")
             name = Path(told["path"]).name
             # Another process of the same machine pulls: what this one remembers of the bucket cannot help it.
-            words = [sys.executable, "-m", "rljax.rollout.weights.pull", told["source"], name, str(mirror.root)]
+            words = [sys.executable, "-m", "rljax.weights.pull", told["source"], name, str(mirror.root)]
             done = json.loads(subprocess.run(words, check=True, cwd=ROOT, timeout=120, capture_output=True).stdout)
             assert (done["dense"], done["deltas"], done["repaired"]) == (number == 0, int(number > 0), "")
             assert_holds(mirror, run.truth(number))

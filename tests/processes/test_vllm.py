@@ -4,8 +4,8 @@ import pytest
 from process_runs import FLOAT32, TINY, complete_together, largest_differences
 from toy_runs import comparable, tiny
 
-from rljax.report.rows import read_rows
-from rljax.rollout.vllm.server import ServerConfig, start, vllm_python
+from rljax.record.rows import read_rows
+from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 
 pytestmark = pytest.mark.processes
 SITE = "import sys\nif 'rljax.train' in sys.orig_argv:\n    import replayed_vllm\n    replayed_vllm.install()\n"

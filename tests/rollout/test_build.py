@@ -8,8 +8,8 @@ from rljax.errors import ConfigError, run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.rollout.build import check_engine, connect, make_engine
-from rljax.rollout.injected_engine import InjectedEngine
-from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.injected import InjectedEngine
 from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, SamplingParams, VerifyConfig
 from rljax.run.config import Config
 from rljax.run.config_file import load_config

@@ -12,9 +12,9 @@ from rljax.algorithms.losses import LossConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params, logical_axes
-from rljax.rollout.exact_engine import ExactEngine
-from rljax.rollout.injected_engine import InjectedEngine, add_noise
-from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.exact import ExactEngine
+from rljax.rollout.injected import InjectedEngine, add_noise
 from rljax.rollout.types import InjectConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, lay_out, micro_of

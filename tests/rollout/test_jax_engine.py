@@ -9,7 +9,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.head import token_logprobs
 from rljax.policy.model import cast_params, init_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.jax_engine import JaxEngine, _next_tokens, make_programs
+from rljax.rollout.embedded import JaxEngine, _next_tokens, make_programs
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 

@@ -8,8 +8,8 @@ from routers import started_router
 from test_vllm_engine import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
+from rljax.rollout.servers.vllm.wire import GENERATE
 from rljax.rollout.types import ClientLimits, SamplingParams, VersionSpan
-from rljax.rollout.vllm.wire import GENERATE
 
 pytestmark = pytest.mark.router
 

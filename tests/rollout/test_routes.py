@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from rljax.errors import ReplyError
-from rljax.rollout.served.backend import Expectation
-from rljax.rollout.served.wire import Request, check_completion
+from rljax.rollout.servers.backend import Expectation
+from rljax.rollout.servers.vllm.handshake import _differences
+from rljax.rollout.servers.vllm.wire import GENERATE, VllmWire
+from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import SamplingParams, VerifyConfig
-from rljax.rollout.vllm.handshake import _differences
-from rljax.rollout.vllm.wire import GENERATE, VllmWire
 
 LAYERS, K, EXPERTS = 3, 2, 8
 REQUEST = Request(np.array([3, 4, 5], np.int32), SamplingParams(4), routes=(LAYERS, K, EXPERTS))

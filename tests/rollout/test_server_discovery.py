@@ -11,11 +11,11 @@ from test_vllm_engine import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
 from rljax.errors import HandshakeError, VerificationError
-from rljax.rollout.served.client import ServerClient, check_url
-from rljax.rollout.served.discovery import Discovery, make_lookup
-from rljax.rollout.served.wire import Request
+from rljax.rollout.servers.client import ServerClient, check_url
+from rljax.rollout.servers.discovery import Discovery, make_lookup
+from rljax.rollout.servers.vllm.wire import GENERATE, VllmWire
+from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import ClientLimits, PublishConfig, SamplingParams
-from rljax.rollout.vllm.wire import GENERATE, VllmWire
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rljax.errors import ReplyError
-from rljax.rollout.served.wire import Request, check_completion
-from rljax.rollout.sglang.wire import GENERATE, SglangWire
+from rljax.rollout.servers.sglang.wire import GENERATE, SglangWire
+from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import SamplingParams
 
 PROMPT = np.array([3, 4, 5], np.int32)

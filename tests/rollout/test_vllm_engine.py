@@ -12,11 +12,11 @@ from small_disk import fill, small_disk
 from vllm_fake import SHAPE, FakeVllm
 
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
-from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.wire import COMPLETIONS
 from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams, VersionSpan
-from rljax.rollout.vllm.backend import VllmBackend
-from rljax.rollout.vllm.wire import COMPLETIONS
-from rljax.rollout.weights.sums import array_checksum
+from rljax.weights.sums import array_checksum
 
 SERVED_METRICS = re.compile(
     r"publish/.*|rollout/(requests|retries|servers|server_losses|servers_brought_back|responses_without_version)"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rljax.rollout.weights.files import WeightFiles
+from rljax.weights.files import WeightFiles
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_one_dtype(files):
 
 KEEPS_WEIGHTS = """
     import sys, time
-    from rljax.rollout.weights.files import WeightFiles
+    from rljax.weights.files import WeightFiles
     print(WeightFiles(sys.argv[1]).root, flush=True)
     time.sleep(60)
 """

@@ -13,11 +13,11 @@ import pytest
 from vllm_fake import FakeVllm
 
 from rljax.errors import ServerError
-from rljax.rollout.served import descriptors
-from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.wire import Request
+from rljax.rollout.servers import descriptors
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.vllm.wire import COMPLETIONS, GENERATE, VllmWire
+from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import ClientLimits, SamplingParams
-from rljax.rollout.vllm.wire import COMPLETIONS, GENERATE, VllmWire
 
 pytestmark = pytest.mark.timeout(60)
 REQUEST = Request(np.array([3, 4, 5], np.int32), SamplingParams(3, stop_token_ids=(50,)))

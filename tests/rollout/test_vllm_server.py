@@ -13,8 +13,8 @@ import pytest
 import serve_vllm
 
 from rljax.errors import ServerFailedError
-from rljax.rollout.served.foreground import parse
-from rljax.rollout.vllm.server import ServerConfig, VllmServer, command, start, vllm_python
+from rljax.rollout.servers.foreground import parse
+from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, command, start, vllm_python
 
 pytestmark = pytest.mark.slow
 

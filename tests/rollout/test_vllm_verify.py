@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from rljax.errors import VerificationError
-from rljax.rollout.served.verify import Verifier, probe_length
-from rljax.rollout.served.wire import Completion, ServerInfo
+from rljax.rollout.servers.verify import Verifier, probe_length
+from rljax.rollout.servers.wire import Completion, ServerInfo
 from rljax.rollout.types import VerifyConfig
 
 

@@ -5,9 +5,9 @@ import pytest
 from vllm_fake import FakeVllm
 
 from rljax.errors import ServerGoneError
-from rljax.rollout.served.model import ServedModel
+from rljax.rollout.servers.model import ServedModel
+from rljax.rollout.servers.vllm.backend import VllmBackend
 from rljax.rollout.types import ClientLimits, SamplingParams
-from rljax.rollout.vllm.backend import VllmBackend
 
 FAST = ClientLimits(backoff_s=0.01, max_backoff_s=0.02, connect_timeout_s=0.5)
 PROMPTS = [np.array([3, 4, 5], np.int32), np.array([9], np.int32)]

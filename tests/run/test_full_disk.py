@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from small_disk import fill, small_disk
 
-from rljax.report.rows import read_rows
+from rljax.record.rows import read_rows
+from rljax.record.writers import Recorder
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
-from rljax.run.record import Recorder
 from rljax.train import write_config
 
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])

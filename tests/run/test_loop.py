@@ -17,11 +17,12 @@ from toy_problems import load_once
 from toy_runs import TOY_BASE
 
 import rljax.trainer.update
-from rljax.compare.dump import read_dump
 from rljax.data.prompts import DataConfig
-from rljax.data.toy import build_tokenizer, policy_config
+from rljax.data.toy import build_tokenizer
 from rljax.errors import ConfigError
+from rljax.policy.config import toy_config
 from rljax.policy.hf import load_params, save_params
+from rljax.record.token_dumps import read_dump
 from rljax.rollout.types import RolloutConfig
 from rljax.run.build import build, make_update, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
@@ -37,7 +38,7 @@ from rljax.trainer.state import OptimizerConfig, make_optimizer
 from rljax.trainer.step import PrecisionConfig
 
 STEPS = 4
-TOKENIZER, POLICY, MESH = build_tokenizer(), policy_config(), make_mesh(MeshConfig(1, 1))
+TOKENIZER, POLICY, MESH = build_tokenizer(), toy_config(), make_mesh(MeshConfig(1, 1))
 
 
 def sum_of(prompt):

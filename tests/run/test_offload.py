@@ -14,7 +14,9 @@ from toy_runs import TOY_BASE
 
 from rljax.algorithms.losses import LossConfig
 from rljax.data.prompts import DataConfig
-from rljax.data.toy import build_tokenizer, policy_config
+from rljax.data.toy import build_tokenizer
+from rljax.plan.dry_run import dry_run
+from rljax.policy.config import toy_config
 from rljax.policy.hf_config import read_config
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, init_adapters
 from rljax.policy.model import abstract_params
@@ -24,7 +26,6 @@ from rljax.rollout.types import RolloutConfig
 from rljax.run.build import build, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
-from rljax.run.dry_run import dry_run
 from rljax.run.loop import train
 from rljax.run.weights import check_offload
 from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh
@@ -32,7 +33,7 @@ from rljax.trainer.packing import PackingConfig
 from rljax.trainer.state import OptimizerConfig
 from rljax.trainer.step import PrecisionConfig, TrainStep
 
-TOKENIZER, POLICY, MESH = build_tokenizer(), policy_config(), make_mesh(MeshConfig(1, 1))
+TOKENIZER, POLICY, MESH = build_tokenizer(), toy_config(), make_mesh(MeshConfig(1, 1))
 COUNT = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(POLICY)))
 PROBES = [np.arange(1, 9, dtype=np.int32), np.arange(3, 8, dtype=np.int32)]
 

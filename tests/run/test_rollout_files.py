@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rljax.compare.dump import read_dump
+from rljax.record.token_dumps import read_dump
 from rljax.rollout.types import InjectConfig, RolloutConfig
 from rljax.run.config import Config, RunConfig
 from rljax.run.rollout_files import write_tokens

@@ -8,7 +8,7 @@ import pytest
 from sglang_policy import Policy
 
 from rljax.errors import VerificationError
-from rljax.rollout.sglang.server import ServerConfig, sglang_python, start
+from rljax.rollout.servers.sglang.server import ServerConfig, sglang_python, start
 from rljax.rollout.types import PublishConfig, SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.sglang

@@ -11,10 +11,10 @@ from sglang_policy import Policy
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.build import connect
-from rljax.rollout.served.client import ServerClient
-from rljax.rollout.served.engine import ServedEngine
-from rljax.rollout.sglang.backend import SglangBackend
-from rljax.rollout.sglang.server import ServerConfig, SglangServer, sglang_python, start
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.sglang.backend import SglangBackend
+from rljax.rollout.servers.sglang.server import ServerConfig, SglangServer, sglang_python, start
 from rljax.rollout.types import PublishConfig, SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.sglang

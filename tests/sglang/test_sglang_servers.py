@@ -13,8 +13,8 @@ import pytest
 from sglang_policy import Policy
 
 from rljax.errors import HandshakeError
-from rljax.rollout.served.wire import make_requests
-from rljax.rollout.sglang.server import ServerConfig, SglangServer, sglang_python, start
+from rljax.rollout.servers.sglang.server import ServerConfig, SglangServer, sglang_python, start
+from rljax.rollout.servers.wire import make_requests
 from rljax.rollout.types import PublishConfig, SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.sglang

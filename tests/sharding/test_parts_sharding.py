@@ -7,8 +7,8 @@ import pytest
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_parts, hf_tensors
 from rljax.policy.model import init_params, param_shardings
-from rljax.rollout.weights.region import Region
 from rljax.sharding import MeshConfig, make_mesh
+from rljax.weights.region import Region
 
 pytestmark = pytest.mark.mesh
 

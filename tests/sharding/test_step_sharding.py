@@ -10,8 +10,8 @@ import pytest
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.aot.count import count_program
-from rljax.aot.hlo import parse_module
+from rljax.plan.count import count_program
+from rljax.plan.hlo import parse_module
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import abstract_params, init_params, param_shardings
 from rljax.schedule import inject_learning_rate

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from kubernetes_manifests import ROOT, Object, Pod, name_of, of_kind, pods, run_config
 
 RUN_SH = ROOT / "launch/kubernetes/run.sh"
-SERVER_STOP_S = 45  # the longest that rljax.rollout.served.process takes to end vLLM (seconds)
+SERVER_STOP_S = 45  # the longest that rljax.rollout.servers.process takes to end vLLM (seconds)
 BY_LEADERWORKERSET = {"LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"}
 
 

@@ -15,21 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rljax.distributed.processes import ProcessOptions, start_processes
 from rljax.errors import NotWrittenError
 from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config
 from rljax.policy.model import param_shardings
-from rljax.processes import ProcessOptions, start_processes
-from rljax.rollout.api_key import find_key_file
 from rljax.rollout.build import policy_functions
-from rljax.rollout.served.parts import make_parts
-from rljax.rollout.served.publishing import make_files
+from rljax.rollout.servers.parts import make_parts
+from rljax.rollout.servers.publishing import make_files
 from rljax.rollout.types import PublishConfig, RolloutConfig
-from rljax.rollout.weights.sums import bits_of
-from rljax.rollout.weights.writer import PartWriter
 from rljax.run.follow import function_acts, part_acts
 from rljax.run.lead import led_functions, led_parts
 from rljax.sharding import MeshConfig, make_mesh
+from rljax.weights.api_key import find_key_file
+from rljax.weights.sums import bits_of
+from rljax.weights.writer import PartWriter
 
 MODEL = Path(__file__).parents[2] / "configs/toy-base"
 

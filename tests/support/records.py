@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rljax.compare.dump import ColumnSource, TokenDump, make_dump
+from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump
 
 BUCKETS = {"lt_64": (64, 1e-4), "64_to_256": (192, 2e-4), "ge_256": (100, 8e-4)}
 

@@ -8,7 +8,7 @@ import os
 import pickle
 from pathlib import Path
 
-from rljax.rollout.served.engine import ServedEngine
+from rljax.rollout.servers.engine import ServedEngine
 
 
 def install():

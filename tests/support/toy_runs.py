@@ -16,7 +16,7 @@ import pytest
 
 from rljax import train
 from rljax.errors import run_cli
-from rljax.report.rows import read_rows
+from rljax.record.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
 TOY_BASE = ROOT / "configs/toy-base"
@@ -66,7 +66,7 @@ def complete(words, *, figure=False):
 
     ``report.png`` is plotted with ``figure`` alone: it takes longer than the steps of a tiny run.
     """
-    plotted = contextlib.nullcontext() if figure else mock.patch("rljax.report.figure.plot_report")
+    plotted = contextlib.nullcontext() if figure else mock.patch("rljax.record.figure.plot_report")
     with plotted:
         status, out, err = outcome(train.main, words)
     return status, err + out

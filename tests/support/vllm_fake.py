@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlparse
 
 from safetensors.numpy import load_file
 
-from rljax.rollout.weights.sums import array_checksum
+from rljax.weights.sums import array_checksum
 
 SHAPE = {
     "vocab_size": 64,

@@ -8,8 +8,8 @@ import torch
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.model_executor.layers import utils as vllm_layers
 
-from rljax.rollout.vllm import in_place as vllm_in_place
-from rljax.rollout.vllm import plugin as vllm_plugin
+from rljax.rollout.servers.vllm import in_place as vllm_in_place
+from rljax.rollout.servers.vllm import plugin as vllm_plugin
 
 _REPAIR = vllm_plugin.repair_tied_head
 _REPACK = vllm_plugin.repack_experts

@@ -7,12 +7,12 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file
 
-from rljax.rollout.weights.pull import pull
-from rljax.rollout.weights.region import Region
-from rljax.rollout.weights.source import open_source
-from rljax.rollout.weights.sums import array_checksum, bits_of
-from rljax.rollout.weights.versions import VersionFiles
-from rljax.rollout.weights.writer import Part
+from rljax.weights.pull import pull
+from rljax.weights.region import Region
+from rljax.weights.source import open_source
+from rljax.weights.sums import array_checksum, bits_of
+from rljax.weights.versions import VersionFiles
+from rljax.weights.writer import Part
 
 SHAPES = {"embed": (64, 48), "norm": (48,), "experts": (4, 6, 8), "head": (64, 48)}
 

@@ -7,7 +7,7 @@ import kill_run
 import pytest
 from toy_runs import outcome
 
-from rljax.compare.dump import make_dump, write_dump
+from rljax.record.token_dumps import make_dump, write_dump
 
 
 def record(run_dir, *rows, tokens):

@@ -6,7 +6,7 @@ import kill_servers
 import pytest
 from kill_servers import GROUP, PROMPTS
 
-from rljax.compare.dump import make_dump, write_dump
+from rljax.record.token_dumps import make_dump, write_dump
 from rljax.run.sampling import step_seed
 
 SEED = 5

@@ -9,6 +9,7 @@ from toy_runs import TOY_BASE, outcome
 from rljax.data import toy, toy_swaps
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import ToyBaseConfig
+from rljax.policy.config import toy_config
 from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config
 from rljax.policy.model import init_params
@@ -24,7 +25,7 @@ def demonstration_loss(module, params, seed=9):
     config = ToyBaseConfig(batch_size=64, scratchpad_rate=0.5, wrong_direct_rate=0.0, wrong_digit_rate=0.0)
     rng = np.random.default_rng(seed)
     tokens, lengths = module.demonstration_batch(rng, config, settled=True)
-    score = make_scorer(module.policy_config(), jnp.float32)
+    score = make_scorer(toy_config(len(module.ALPHABET)), jnp.float32)
     scored = score(params, [row[:n] for row, n in zip(tokens, lengths, strict=True)])
     return -float(np.concatenate([values[module.PROMPT_TOKENS :] for values in scored]).mean())
 
@@ -38,7 +39,7 @@ def test_a_short_fit_learns_and_is_a_directory_that_loads(task, module, tmp_path
     assert (status, printed) == (0, f"wrote {out}\n")
     assert {path.name for path in tmp_path.iterdir()} == {"base"}
     policy = read_config(out)
-    assert policy == module.policy_config()
+    assert policy == toy_config(len(module.ALPHABET))
     assert load_tokenizer(out).encode("0") == module.build_tokenizer().encode("0")
     before = demonstration_loss(module, init_params(policy, 0))
     assert demonstration_loss(module, load_params(out, policy)) < 0.8 * before
@@ -51,7 +52,7 @@ def test_a_short_fit_learns_and_is_a_directory_that_loads(task, module, tmp_path
 def test_the_committed_base_is_a_whole_fit_of_the_toy():
     """It knows the scratchpads that it practised: their tokens are all but sure."""
     policy = read_config(TOY_BASE)
-    assert policy == toy.policy_config()
+    assert policy == toy_config()
     assert load_tokenizer(TOY_BASE).eos_token_id == policy.eos_token_id == 14
     assert sum(path.stat().st_size for path in TOY_BASE.iterdir()) < 600_000
     loss = demonstration_loss(toy, load_params(TOY_BASE, policy))

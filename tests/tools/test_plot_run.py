@@ -12,9 +12,9 @@ import pytest
 from paper_panels import ALL_PANELS
 from records import record_row, small_dump, write_record
 
-from rljax.compare.dump import write_dump
 from rljax.errors import run_cli
-from rljax.report.figure import read_runs
+from rljax.record.figure import read_runs
+from rljax.record.token_dumps import write_dump
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from rljax.data.files import read_problems, read_provenance, read_rows
-from rljax.data.toy import build_tokenizer, policy_config
+from rljax.data.toy import build_tokenizer
 from rljax.errors import run_cli
+from rljax.policy.config import toy_config
 from rljax.policy.hf_config import config_to_hf
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ SOLVED = [0, 1, 2, 3, 4]
 def model(tmp_path):
     directory = tmp_path / "model"
     build_tokenizer().save(directory)
-    (directory / "config.json").write_text(json.dumps(config_to_hf(policy_config(), "float32")))
+    (directory / "config.json").write_text(json.dumps(config_to_hf(toy_config(), "float32")))
     return str(directory)
 
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from rljax.data.toy import policy_config
+from rljax.policy.config import toy_config
 from rljax.policy.model import init_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh, put
 from rljax.trainer.behaviour import SplitUpdate, copy_of, split_metrics
@@ -117,7 +117,7 @@ def test_a_sample_is_spread_evenly_over_the_batch():
 
 @pytest.mark.mesh
 def test_copies_lie_where_the_parameters_lie():
-    policy, mesh = policy_config(), make_mesh(MeshConfig(4, 2))
+    policy, mesh = toy_config(), make_mesh(MeshConfig(4, 2))
     params = put(init_params(policy, 0), param_shardings(policy, mesh))
     copies = copy_of("bfloat16")(params)
     for copy, leaf in zip(jax.tree.leaves(copies), jax.tree.leaves(params), strict=True):

@@ -13,7 +13,7 @@ from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.exact_engine import ExactEngine
+from rljax.rollout.exact import ExactEngine
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config
 from rljax.schedule import inject_learning_rate

@@ -12,7 +12,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
-from rljax.rollout.jax_engine import JaxEngine
+from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.types import SamplingParams
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh

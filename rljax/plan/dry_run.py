@@ -1,0 +1,267 @@
+"""What a run would need, from shapes alone: only the model's config.json is read, nothing is allocated or started.
+
+``python -m rljax.train CONFIG.yaml --dry-run``. The mesh may be larger than the devices here.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from rljax.plan.memory import working_bytes
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hub import is_hub_id, policy_shape
+from rljax.policy.kernels import check_experts
+from rljax.policy.lora import LoraConfig, abstract_adapters, find_targets, targets_of
+from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
+from rljax.run.build import batch_shape, kept_versions, makes_several_updates
+from rljax.run.config import Config
+from rljax.run.weights import is_offloaded
+from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
+from rljax.trainer.state import abstract_state, make_optimizer
+
+Lines = dict[str, str]
+
+
+def dry_run(config: Config) -> str:
+    """Describes the parts of a run from shapes, a line each.
+
+    Raises:
+      ValueError: settings that do not fit one another or the model, or a model whose shape cannot be known here.
+    """
+    policy = policy_shape(config.model.path)
+    mesh = shape_mesh(config.mesh)
+    check_shapes(config, policy, mesh)
+    sizes = planned_bytes(config, policy, mesh)
+    lines = describe_batch(config) | describe_model(config, policy, mesh) | describe_recipe(config)
+    lines |= describe_sampling(config, sizes)
+    width = max(map(len, lines))
+    head = f"dry run of {config.run.dir}: no weights read, no server asked, no run directory made"
+    return "\n".join([head, *(f"{key:<{width}}  {text}" for key, text in lines.items()), *byte_table(sizes)])
+
+
+def shape_mesh(config: MeshConfig) -> AbstractMesh:
+    """The mesh's shape without its devices; ``fsdp: -1`` counts those here."""
+    return AbstractMesh(config.shape(jax.device_count()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
+    """Raises ValueError for sizes of batch, model and mesh that do not fit one another."""
+    if config.max_engine_tokens > policy.max_position_embeddings:
+        longest = "rollout" if config.max_engine_tokens == config.max_sequence_tokens else "eval"
+        raise ValueError(
+            f"data.max_prompt_tokens + {longest}.max_response_tokens = {config.max_engine_tokens} is longer than the "
+            f"model's max_position_embeddings = {policy.max_position_embeddings}"
+        )
+    check_experts(policy, mesh)
+    if config.lora.rank:
+        find_targets(policy, config.lora)
+    ways = mesh.shape["replica"] * mesh.shape["fsdp"] * mesh.shape["expert"]
+    check_routes(config, policy)
+    if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
+        raise ValueError(
+            f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
+            f"{ways} ways that the mesh splits rows (mesh.replica x mesh.fsdp x mesh.expert)"
+        )
+    batch_shape(config)
+    if config.rollout.engine == "exact":  # it also takes what is sampled in evaluations
+        config.packing.resolve_row_tokens(config.max_engine_tokens)
+
+
+def check_routes(config: Config, policy: PolicyConfig) -> None:
+    """Raises ValueError where ``rollout.router_replay`` does not fit the policy, the updates or the host's memory."""
+    replay = config.rollout.router_replay
+    if replay == "none":
+        return
+    if not policy.num_experts:
+        raise ValueError(f"rollout.router_replay = {replay} is for a mixture of experts; this policy is dense")
+    if replay == "r2" and not makes_several_updates(config):
+        raise ValueError("rollout.router_replay = r2 is for several updates a batch (loss.mini_batches, loss.epochs)")
+    if route_bytes(config, policy) > config.rollout.max_route_bytes:
+        raise ValueError(
+            f"the routes of a step can take {in_units(route_bytes(config, policy))} of the host's memory, "
+            f"rollout.max_route_bytes allows {in_units(config.rollout.max_route_bytes)}"
+        )
+
+
+def route_bytes(config: Config, policy: PolicyConfig) -> int:
+    """Most bytes of the routes of one step: of every place of its rows, as they go to the devices."""
+    return 0 if config.rollout.router_replay == "none" else policy.route_bytes * math.prod(batch_shape(config))
+
+
+def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
+    """(bytes in all, bytes on one device) of what the trainer keeps during a step, without activations."""
+    dynamic = config.precision.compute_dtype == "float16"
+    state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic, lora=config.lora)
+    dtype = jnp.dtype(config.precision.compute_dtype)
+
+    def weights(axes: Params) -> Params:
+        return jax.tree.map(
+            lambda leaf, names: leaf.update(dtype=dtype, sharding=named_sharding(mesh, names, leaf.shape)),
+            abstract_params(policy),
+            axes,
+        )
+
+    axes = gathered_axes(policy) if config.mesh.keep_gathered else logical_axes(policy)
+    trees = {"moments": state.opt_state, "gradients": state.params}
+    if not config.lora.rank:
+        trees = {"masters": state.params, **trees, f"{dtype} copy": weights(axes)}
+        reference = state.params
+    else:
+        base = weights(logical_axes(policy))
+        merged = targets_of(base, policy, config.lora)
+        trees = {f"frozen {dtype} base": base, f"{dtype} merged": merged, "adapters": state.params, **trees}
+        if config.mesh.keep_gathered:
+            trees[f"{dtype} gathered"] = weights(axes)
+        # That of a run without ``lora.adapter`` is the base.
+        reference = merged if config.lora.adapter else {}
+    if config.loss.kl != "none":
+        trees["reference policy"] = reference
+    if versions := kept_versions(config) if config.diagnosis.behaviour_responses else 0:
+        copy = state.params if config.lora.rank else weights(logical_axes(policy))
+        trees[f"policies of {versions + 1} versions"] = [copy] * (versions + 1)
+    return {name: _bytes(tree) for name, tree in trees.items()}
+
+
+def beside_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> int:
+    """Bytes on one device of what stays there and the step does not read: a reference, the weights under adapters."""
+    sizes = state_bytes(config, policy, mesh)
+    # Merged weights have the shapes and the dtype of those under the adapters.
+    names = ("reference policy", f"{jnp.dtype(config.precision.compute_dtype)} merged")
+    return sum(sizes[name][1] for name in names if name in sizes)
+
+
+def planned_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
+    """(bytes on all devices, bytes on one) of what the trainer keeps during a step, and what the step works with."""
+    working = working_bytes(config, policy, mesh)
+    devices = math.prod(mesh.shape.values())
+    if routes := route_bytes(config, policy):
+        working["routes"] = routes // (mesh.shape["replica"] * mesh.shape["fsdp"] * mesh.shape["expert"])
+    return state_bytes(config, policy, mesh) | {name: (size * devices, size) for name, size in working.items()}
+
+
+def _bytes(tree: Any) -> tuple[int, int]:
+    """Bytes of a tree's leaves, and of one device's part of them."""
+    leaves = jax.tree.leaves(tree)
+    part = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves), part
+
+
+def byte_table(sizes: dict[str, tuple[int, int]]) -> list[str]:
+    """Lines of a table."""
+    in_all, per_device = map(sum, zip(*sizes.values(), strict=True))
+    every = sizes | {"sum": (in_all, per_device)}
+    rows = {"bytes": ("in all", "per device")} | {name: (in_units(a), in_units(b)) for name, (a, b) in every.items()}
+    width = max(map(len, rows))
+    return [f"{name:<{width}}  {all_bytes:>12}  {part:>12}" for name, (all_bytes, part) in rows.items()]
+
+
+def in_units(count: int) -> str:
+    """A number of bytes with a binary unit: 1536 is 1.50 KiB."""
+    exponent = max(0, min(3, (count.bit_length() - 1) // 10))
+    return f"{count} B" if exponent == 0 else f"{count / 1024**exponent:.2f} {'KMG'[exponent - 1]}iB"
+
+
+def describe_batch(config: Config) -> Lines:
+    """What a step samples and how it is packed."""
+    prompts, group, count = config.data.batch_size, config.rollout.group_size, config.num_sequences
+    of_update, updates = count // config.loss.mini_batches, config.loss.mini_batches * config.loss.epochs
+    micro, rows, tokens = batch_shape(config, of_update)
+    each = f", {updates} updates of {of_update}" if updates > 1 else ""
+    source = config.data.path or f"the embedded task {config.data.task}"
+    absent = "" if config.data.path is None or Path(config.data.path).exists() else " (not here)"
+    share = f", {config.data.fraction:.1%} of it" if config.data.fraction < 1.0 else ""
+    return {
+        "steps": f"{config.run.steps}, seed {config.run.seed}",
+        "data": f"{source}{absent}{share}, reward {config.data.reward_name}",
+        "a step": f"{prompts} prompts x {group} responses = {count:,} responses{each}",
+        "tokens a step": f"at most {count * config.max_sequence_tokens:,}: {config.data.max_prompt_tokens:,} + "
+        f"{config.rollout.max_response_tokens:,} each",
+        "packing": f"at most {micro} micro-batches of {rows} rows of {tokens:,} tokens",
+    }
+
+
+def describe_model(config: Config, policy: PolicyConfig, mesh: Any) -> Lines:
+    """The policy and the mesh."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(policy)))
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 or axis in ("fsdp", "tp")}
+    shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    devices, here = math.prod(sizes.values()), jax.device_count()
+    more = f"; only {here} here" if devices > here else ""
+    where = "of the hub" if is_hub_id(config.model.path) else "here"
+    lora = config.lora
+    adapters = {"lora": describe_adapters(lora, policy)} if lora.rank else {}
+    return {
+        "model": (
+            f"{config.model.path} ({where}): {policy.num_layers} layers of width {policy.hidden_size:,}, "
+            f"{policy.num_heads} heads, vocabulary {policy.vocab_size:,}"
+        ),
+        "parameters": f"{count:,}",
+        **adapters,
+        "mesh": f"{shape} = {devices} device{'s' * (devices > 1)}{more}",
+    }
+
+
+def describe_sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> Lines:
+    """Of ``planned_bytes``, what is on a device while servers sample there; {} where none do."""
+    if not config.rollout.colocated:
+        return {}
+    of_state = [sizes[name][1] for name in ("masters", "adapters", "moments") if name in sizes]
+    frozen = ("base", "merged", "policy")  # weights under adapters, those merged, a reference
+    others = sum(part for name, (_, part) in sizes.items() if name.endswith(frozen))
+    if not is_offloaded(config):
+        return {"while servers sample": f"{in_units(sum(of_state) + others)} of the trainer on each device"}
+    waiting = f"{in_units(sum(of_state))} of state" + (f" and {in_units(others)} of weights" if others else "")
+    return {"while servers sample": f"0 B of the trainer on each device; {waiting} wait in the host's memory"}
+
+
+def describe_adapters(lora: LoraConfig, policy: PolicyConfig) -> str:
+    """The adapters that are trained."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(abstract_adapters(policy, lora)))
+    start = f", from {lora.adapter}" if lora.adapter else ""
+    on = ", ".join(lora.targets)
+    return f"{count:,} parameters are trained: rank {lora.rank}, alpha {lora.resolved_alpha:g}, on {on}{start}"
+
+
+def describe_recipe(config: Config) -> Lines:
+    """Loss, correction, schedule, precision, engine and evaluation."""
+    loss, correction, schedule = config.loss, config.correction.resolved(), config.schedule
+    rate = f"{schedule.kind} from {config.optimizer.learning_rate:g}"
+    if schedule.kind == "length_triggered":
+        rate += f", period {schedule.multiplier:g} x surge step, x {schedule.decay_factor:g} each"
+    elif schedule.kind == "length_decay":
+        rate += f", x {schedule.decay_factor:g} every {schedule.decay_period} steps"
+    if schedule.kind != "constant":
+        rate += f", floor {schedule.floor_ratio:g}"
+    weights = "none"
+    if correction.level != "none":
+        low = f"{correction.threshold_low:g} to " if correction.mode == "band" else ""
+        weights = f"{correction.level} level, {correction.mode} at {low}{correction.threshold:g}"
+        weights += "" if correction.part == "whole" else f" of {correction.part} alone"
+    if correction.rejections:
+        weights += ", with rejection of responses"
+    wanted = config.eval
+    evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
+    sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"
+    rollout = config.rollout
+    where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(rollout.urls)
+    servers = f" at {where} (not asked)" if where else ""
+    servers += f", rollouts through {rollout.router}" if rollout.router else ""
+    servers += ", which sleep while the trainer trains" if rollout.colocated else ""
+    head = ", LM head float32" if config.precision.lm_head_dtype == "float32" else ""
+    return {
+        "loss": f"{config.advantage.estimator}, {loss.kind}, clip {loss.clip_low:g} / {loss.clip_high:g}, "
+        f"{loss.aggregation}",
+        "correction": weights,
+        "schedule": rate,
+        "precision": f"{config.precision.compute_dtype}{head}, "
+        f"{'adapters' if config.lora.rank else 'masters'} and moments float32",
+        "engine": f"{config.rollout.engine}{servers}, {config.rollout.dtype}, "
+        f"temperature {config.rollout.temperature:g}",
+        "evaluation": sampled,
+    }

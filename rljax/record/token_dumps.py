@@ -1,0 +1,326 @@
+"""The exchange format: token ids of a set of sequences with any number of log-probability columns, as one Parquet file.
+
+One row a sequence: ``sequence_id`` string, ``token_ids`` list<int32> (prompt and response), ``response_mask``
+list<bool> and ``logprobs/<column>`` list<float32>, all lists of a row of one length. ``logprobs[t]`` is the
+log-probability **of** ``token_ids[t]`` given everything before it (nats), NaN where there is none. The schema's
+metadata holds under ``rljax.dump`` a JSON object: ``version``, ``columns`` (where each column comes from) and
+``sampling`` (how the tokens were sampled). Nothing in it is executed when it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rljax.errors import parse_json, writing
+
+FORMAT_VERSION = 1
+"""Written into every file; a reader refuses any other."""
+
+ROLES = ("trainer", "rollout")
+"""What a column can be in the formulas of the mismatch: the trainer's forward, or the engine that sampled."""
+
+_KEY = b"rljax.dump"
+_PREFIX = "logprobs/"
+_SOURCE_TEXTS = ("engine", "dtype", "weights_hash", "role")
+
+
+@dataclass(frozen=True)
+class ColumnSource:
+    """Where a column of log-probabilities comes from. An empty string or None means: not known.
+
+    Attributes:
+      engine: what computed it: "vllm 0.32.0", "jax", "transformers".
+      dtype: of its weights and activations: float32, bfloat16, float16.
+      weights_hash: of the weights, as ``compare.weights.weights_hash`` gives it ("sha256:..."), or any other name;
+        hashes are compared with hashes and names with names.
+      temperature: of the distribution the numbers are of: 1 for raw ones, the sampling temperature for processed ones.
+      role: "trainer" or "rollout", its place in the formulas of the mismatch.
+    """
+
+    engine: str = ""
+    dtype: str = ""
+    weights_hash: str = ""
+    temperature: float | None = None
+    role: str = ""
+
+    def __post_init__(self) -> None:
+        if wrong := [name for name in _SOURCE_TEXTS if not isinstance(getattr(self, name), str)]:
+            raise ValueError(f"{wrong[0]} of a column must be text, got {getattr(self, wrong[0])!r:.60}")
+        if self.role and self.role not in ROLES:
+            raise ValueError(f"role of a column must be one of {', '.join(ROLES)} or empty, got {self.role!r}")
+        is_number = type(self.temperature) in (int, float)
+        if self.temperature is not None and not (is_number and 0.0 < self.temperature < 1e30):
+            raise ValueError(f"temperature of a column must be positive and finite, got {self.temperature!r:.60}")
+
+    @classmethod
+    def read(cls, document: Any) -> ColumnSource:
+        """A source as a file has it. Raises ValueError when it is not of that form."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(document, dict) or not set(document) <= set(known):
+            raise ValueError(f"the source of a column has the keys {', '.join(known)}, got {document!r:.80}")
+        return cls(**document)
+
+
+@dataclass(frozen=True)
+class TokenDump:
+    """A set of tokenised sequences and what engines think of them.
+
+    Attributes:
+      sequence_ids: n distinct names.
+      token_ids: n int32 vectors [t], prompt and response; at least one token each.
+      response_mask: n bool vectors [t], True on response tokens; holes are allowed.
+      logprobs: column name -> n float32 vectors [t] (nats), NaN where the engine gave none.
+      sources: column name -> where it comes from; every column has one.
+      sampling: JSON values: temperature, top_p, top_k, seed and whatever else fixed the samples; ``column`` names the
+        column that the tokens were sampled with.
+    """
+
+    sequence_ids: tuple[str, ...]
+    token_ids: tuple[np.ndarray, ...]
+    response_mask: tuple[np.ndarray, ...]
+    logprobs: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
+    sources: Mapping[str, ColumnSource] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sampling, Mapping):
+            raise ValueError(f"sampling must be an object, got {self.sampling!r:.60}")
+        if not all(isinstance(name, str) for name in self.sequence_ids):
+            raise ValueError("a sequence has no id")
+        twice = [name for name, count in Counter(self.sequence_ids).items() if count > 1]
+        if twice:
+            raise ValueError(f"sequence ids must be distinct, got {twice[:3]} more than once")
+        if set(self.sources) != set(self.logprobs):
+            raise ValueError(
+                f"columns and their sources must match, got {sorted(self.logprobs)}, {sorted(self.sources)}"
+            )
+        _check_vectors("response_mask", self.response_mask, self.sequence_ids, self.token_ids)
+        for column, vectors in self.logprobs.items():
+            if not column:
+                raise ValueError("a column must have a name, got an empty string")
+            _check_vectors(f"column {column!r}", vectors, self.sequence_ids, self.token_ids)
+
+    def role(self, name: str) -> str:
+        """What column ``name`` is: "trainer", "rollout", or an empty string when nothing says.
+
+        Its source says it, or ``sampling`` does, or the name itself is one of the two.
+        """
+        if self.sources[name].role:
+            return self.sources[name].role
+        if name == self.sampling.get("column"):
+            return "rollout"
+        return name if name in ROLES else ""
+
+    def with_roles(self, roles: Mapping[str, str]) -> TokenDump:
+        """This dump with the roles of the columns named in ``roles`` declared."""
+        declared = {name: dataclasses.replace(self.sources[name], role=role) for name, role in roles.items()}
+        return dataclasses.replace(self, sources={**self.sources, **declared})
+
+    def with_column(self, name: str, vectors: Sequence[np.ndarray], source: ColumnSource) -> TokenDump:
+        """This dump and one more column, or another in the place of the one of that name."""
+        values = tuple(np.asarray(vector, np.float32) for vector in vectors)
+        return dataclasses.replace(
+            self, logprobs={**self.logprobs, name: values}, sources={**self.sources, name: source}
+        )
+
+
+def make_dump(
+    sequence_ids: Sequence[str],
+    token_ids: Sequence[Sequence[int] | np.ndarray],
+    response_mask: Sequence[Sequence[bool] | np.ndarray],
+    logprobs: Mapping[str, Sequence[Sequence[float | None] | np.ndarray]],
+    sources: Mapping[str, ColumnSource] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+) -> TokenDump:
+    """A dump from plain lists or arrays; None in a column becomes NaN, a column without a source an unknown one.
+
+    Raises:
+      ValueError: lengths do not match, ids repeat, a token id does not fit int32, or a source is of no column.
+    """
+    return TokenDump(
+        sequence_ids=tuple(map(str, sequence_ids)),
+        token_ids=tuple(_to_int32(name, ids) for name, ids in zip(sequence_ids, token_ids, strict=True)),
+        response_mask=tuple(map(_to_mask, sequence_ids, response_mask)),
+        logprobs={
+            column: tuple(
+                _to_float32(f"sequence {name!r}: column {column!r}", v)
+                for name, v in zip(sequence_ids, vectors, strict=True)
+            )
+            for column, vectors in logprobs.items()
+        },
+        sources={name: ColumnSource() for name in logprobs} | dict(sources or {}),
+        sampling={} if sampling is None else sampling,
+    )
+
+
+def dump_of_responses(
+    sequence_ids: Sequence[str],
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    logprobs: Mapping[str, Sequence[np.ndarray]],
+    sources: Mapping[str, ColumnSource],
+    sampling: Mapping[str, Any],
+) -> TokenDump:
+    """A dump of sampled responses: a row a response, with nothing known of the prompts' log-probabilities.
+
+    Args:
+      sequence_ids: n distinct names.
+      prompts: n int32 vectors [s].
+      responses: n int32 vectors [r].
+      logprobs: column name -> n float32 vectors [r], of the responses' tokens.
+      sources: column name -> where it comes from.
+      sampling: as in ``TokenDump``.
+    """
+    pairs = list(zip(prompts, responses, strict=True))
+    return make_dump(
+        sequence_ids,
+        [np.concatenate(pair) for pair in pairs],
+        [np.arange(len(prompt) + len(response)) >= len(prompt) for prompt, response in pairs],
+        {name: after_prompts(prompts, vectors) for name, vectors in logprobs.items()},
+        sources,
+        sampling,
+    )
+
+
+def after_prompts(prompts: Sequence[np.ndarray], vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Vectors [r] of responses as columns, float32 [s + r]: NaN at the s tokens of each prompt."""
+    nothing = (np.full(len(prompt), np.nan, np.float32) for prompt in prompts)
+    return [np.concatenate(pair) for pair in zip(nothing, vectors, strict=True)]
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many token ids two vectors share from their beginning on."""
+    shorter = min(len(a), len(b))
+    return int(np.argmin(np.append(a[:shorter] == b[:shorter], False)))
+
+
+def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
+    """Writes a dump; a file of that name is replaced only once the new one is complete."""
+    out = Path(path)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    columns = (dump.sequence_ids, dump.token_ids, dump.response_mask, *dump.logprobs.values())
+    note = {
+        "version": FORMAT_VERSION,
+        "columns": {name: dataclasses.asdict(source) for name, source in dump.sources.items()},
+        "sampling": dict(dump.sampling),
+    }
+    schema = pa.schema(_types(dump.logprobs), {_KEY: json.dumps(note, sort_keys=True)})
+    table = pa.table([list(values) for values in columns], schema=schema)
+    growing = out.with_name(out.name + ".part")
+    with writing(growing):
+        pq.write_table(table, growing, compression="zstd")
+    growing.replace(out)
+    return out
+
+
+def read_dump(path: str | os.PathLike[str]) -> TokenDump:
+    """Reads what ``write_dump`` wrote.
+
+    Raises:
+      OSError: there is no such file.
+      ValueError: it is no dump, is of another version, or its columns are not of the types above.
+    """
+    with Path(path).open("rb") as file:
+        try:
+            table = pq.read_table(file)
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
+    metadata = table.schema.metadata or {}
+    if _KEY not in metadata:
+        raise ValueError(f"{path} is a Parquet file, but no token dump: its metadata has no {_KEY.decode()!r}")
+    try:
+        note = parse_json(metadata[_KEY])
+    except ValueError as error:
+        raise ValueError(f"{path}: its metadata is {error}") from error
+    if not isinstance(note, dict) or not isinstance(note.get("columns"), dict) or "sampling" not in note:
+        raise ValueError(f"{path}: its metadata must be an object with version, columns and sampling")
+    if note.get("version") != FORMAT_VERSION:
+        raise ValueError(f"{path} is of dump version {note.get('version')!r:.60}, expected {FORMAT_VERSION}")
+    columns = [name.removeprefix(_PREFIX) for name in table.column_names if name.startswith(_PREFIX)]
+    for name, kind in _types(columns).items():
+        got = table.schema.field(name).type if name in table.column_names else None
+        if got != kind:
+            raise ValueError(f"{path}: column {name!r} must be {kind}, got {got or 'none'}")
+    try:
+        return TokenDump(
+            sequence_ids=tuple(table["sequence_id"].to_pylist()),
+            token_ids=_vectors(table["token_ids"], np.dtype(np.int32)),
+            response_mask=_vectors(table["response_mask"], np.dtype(bool)),
+            logprobs={name: _vectors(table[_PREFIX + name], np.dtype(np.float32)) for name in columns},
+            sources={name: ColumnSource.read(source) for name, source in note["columns"].items()},
+            sampling=note["sampling"],
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _types(columns: Iterable[str]) -> dict[str, pa.DataType]:
+    """The columns of the table: those of the sequences, and one for each of ``columns``."""
+    plain = {"sequence_id": pa.string(), "token_ids": pa.list_(pa.int32()), "response_mask": pa.list_(pa.bool_())}
+    return plain | {_PREFIX + name: pa.list_(pa.float32()) for name in columns}
+
+
+def _check_vectors(
+    what: str, vectors: Sequence[np.ndarray], names: Sequence[str], tokens: Sequence[np.ndarray]
+) -> None:
+    if not len(vectors) == len(tokens) == len(names):
+        raise ValueError(f"{what} must have {len(names)} sequences, got {len(vectors)} for {len(tokens)} of token ids")
+    for name, vector, ids in zip(names, vectors, tokens, strict=True):
+        if ids.ndim != 1 or len(ids) < 1:
+            raise ValueError(f"sequence {name!r}: token ids must be a vector of at least one, got shape {ids.shape}")
+        if vector.shape != ids.shape:
+            raise ValueError(f"sequence {name!r}: {what} must have {len(ids)} entries, got shape {vector.shape}")
+
+
+def _to_int32(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    wide = _to_array(f"sequence {name!r}: token ids", ids)
+    if wide.dtype.kind not in "iu" or (wide.size and not 0 <= wide.min() <= wide.max() < 2**31):
+        raise ValueError(f"sequence {name!r}: token ids must be integers in [0, 2**31), got {wide.dtype} {wide[:4]}")
+    return wide.astype(np.int32)
+
+
+def _to_mask(name: str, mask: Sequence[bool] | np.ndarray) -> np.ndarray:
+    found = _to_array(f"sequence {name!r}: response_mask", mask)
+    if found.size and (found.dtype.kind not in "biuf" or not np.isin(found, (0, 1)).all()):
+        raise ValueError(f"sequence {name!r}: response_mask must be true or false at each token, got {found[:4]}")
+    return found.astype(bool)
+
+
+def _to_float32(what: str, values: Sequence[float | None] | np.ndarray) -> np.ndarray:
+    """The values, None as NaN."""
+    found = _to_array(what, values)
+    if found.dtype == object:
+        found = _to_array(what, [math.nan if value is None else value for value in values])
+    if found.size and found.dtype.kind not in "iuf":
+        raise ValueError(f"{what} must be numbers, got {found.dtype} {found[:4]}")
+    with np.errstate(over="ignore"):
+        return found.astype(np.float32)
+
+
+def _to_array(what: str, values: Any) -> np.ndarray:
+    """A vector. Raises ValueError when the values are none."""
+    try:
+        found = np.asarray(values)
+    except (ValueError, OverflowError) as error:  # lists in lists, of several lengths
+        raise ValueError(f"{what} must be a list, got {values!r:.60}") from error
+    if found.ndim != 1:
+        raise ValueError(f"{what} must be a list, got {values!r:.60}")
+    return found
+
+
+def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray, ...]:
+    if column.null_count:
+        raise ValueError("a row has no list where one is expected")
+    return tuple(np.asarray(row.values.to_numpy(zero_copy_only=False), dtype) for row in column)

@@ -1,0 +1,273 @@
+"""The record of a run: one row a step to metrics.jsonl, TensorBoard and the console."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from rljax.errors import writing
+from rljax.mismatch.histogram import bin_edges
+from rljax.record.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
+
+PLAIN_EVERY_STEPS = 10
+PLAIN_EVERY_SECONDS = 30.0
+
+_CONSOLE = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("length", "response_length/mean", "{:.1f}"),
+    ("lr", "schedule/learning_rate", "{:.2e}"),
+    ("mismatch", "mismatch/log_ppl_abs_diff", "{:.2e}"),
+)
+
+
+class Recorder:
+    """Writes one row a step.
+
+    ``metrics.jsonl`` holds strict JSON: ``step`` first, then the keys by name; a number that is not finite is written
+    as null and its key listed under ``nonfinite_keys``. TensorBoard groups the same keys by what stands before the
+    ``/``. On a terminal a progress bar shows reward, length, rate and mismatch; elsewhere a plain line is printed every
+    10 steps or 30 seconds, at the first and last step and at every evaluation.
+
+    Args:
+      run_dir: made if it is not there.
+      total_steps: the run's last step.
+      first_step: 1-based step of the first row that will be written; an earlier record is cut before it.
+      tensorboard: whether to write ``tb/``.
+      progress: whether to report on stderr.
+
+    Raises:
+      RuntimeError: the record on disk is damaged, or its steps before that are not exactly 1 .. first_step - 1.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        total_steps: int,
+        *,
+        first_step: int = 1,
+        tensorboard: bool = True,
+        progress: bool = True,
+    ) -> None:
+        directory = Path(run_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "metrics.jsonl"
+        _keep_steps_before(path, first_step)
+        self._next_step = first_step
+        self._file = path.open("ab", buffering=0)
+        self._tensorboard = _TensorBoard(directory / "tb", first_step) if tensorboard else None
+        self._console = _Console(total_steps, first_step) if progress else None
+
+    def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
+        """Records the row of the next step; its values are None, strings, bools or numbers (also of numpy and jax).
+
+        ``histograms``: name -> counts in the bins of ``rljax.mismatch.histogram.bin_edges``, for TensorBoard alone.
+
+        Raises:
+          ValueError: ``row["step"]`` is not the next step.
+          TypeError: a value that is none of the above.
+          OSError: the row could not be written; nothing of it is left in the file, and it may be tried again.
+        """
+        values = {key: _to_python(key, value) for key, value in row.items()}
+        if values.get("step") != self._next_step:
+            raise ValueError(f"expected the row of step {self._next_step}, got step {values.get('step')}")
+        self._append(f"{_encode(values)}\n".encode())
+        self._next_step += 1
+        if self._tensorboard is not None:
+            self._tensorboard.show(values, histograms or {})
+        if self._console is not None:
+            self._console.show(values)
+
+    def sync(self) -> None:
+        """Returns when every row is on the disk, so that a checkpoint may count on it."""
+        os.fsync(self._file.fileno())
+
+    def _append(self, line: bytes) -> None:
+        """Written at once: a process that is killed leaves at most one incomplete line, the last."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            with writing(self._file.name):
+                if self._file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(size)
+            raise
+
+    def close(self) -> None:
+        """Flushes and closes everything; a second call does nothing."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._console is not None:
+            self._console.close()
+
+
+class _TensorBoard:
+    """An event file, which is opened at the first row.
+
+    Written without the thread of a SummaryWriter: on a full disk that thread ends, and its queue then blocks the run.
+    """
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        _import_without_torch()
+        self._directory, self._first_step = directory, first_step
+        self._file: EventsWriter | None = None
+        self._failed = False
+
+    def show(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
+        """Writes the row; after an error, of which a line on stderr tells, nothing is written any more."""
+        if self._failed:
+            return
+        try:
+            self._write(row, histograms)
+        except OSError as error:
+            self._failed = True
+            print(f"\nwarning: {self._directory} is not written any more: {error}", file=sys.stderr)
+
+    def _write(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import histogram_raw, scalar
+
+        if self._file is None:
+            self._directory.mkdir(exist_ok=True)
+            # Event files are named by the second: without the suffix, a resume within it would overwrite the last.
+            self._file = EventsWriter(str(self._directory / "events"), f".{self._first_step:08d}")
+            start = SessionLog(status=SessionLog.START)  # hides what an earlier process wrote from this step on
+            for event in (Event(file_version="brain.Event:2"), Event(session_log=start)):
+                event.step = self._first_step
+                self._file.write_event(event)
+        numbers = {k: v for k, v in row.items() if isinstance(v, (bool, int, float)) and k != "step"}
+        shapes = [_histogram(name, counts) for name, counts in histograms.items() if counts.any()]
+        for summary in (*itertools.starmap(scalar, numbers.items()), *(histogram_raw(**shape) for shape in shapes)):
+            self._file.write_event(Event(summary=summary, step=row["step"], wall_time=time.time()))
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None and not self._failed:
+            with contextlib.suppress(OSError):  # the error that ends a run on a full disk is said already
+                self._file.close()
+
+
+def _import_without_torch() -> None:
+    """tensorboardX takes tensors of torch where it can import it, which takes two seconds; rows are numbers."""
+    hidden: dict[str, Any] = {} if "torch" in sys.modules else {"torch": None}
+    sys.modules.update(hidden)
+    try:
+        import tensorboardX  # noqa: F401
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+def _histogram(name: str, counts: np.ndarray) -> dict[str, Any]:
+    """One histogram of log-spaced bins; its moments are those of the bins' middles, because only counts are known."""
+    edges = bin_edges()
+    uppers = np.append(edges, edges[-1] ** 2 / edges[-2])
+    middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), edges[-1:]])
+    filled = np.flatnonzero(counts)
+    part = slice(filled[0], filled[-1] + 1)
+    return {
+        "name": name,
+        "min": float(middles[filled[0]]),
+        "max": float(middles[filled[-1]]),
+        "num": int(counts.sum()),
+        "sum": float(counts @ middles),
+        "sum_squares": float(counts @ middles**2),
+        "bucket_limits": uppers[part].tolist(),
+        "bucket_counts": counts[part].tolist(),
+    }
+
+
+def _encode(values: Row) -> str:
+    bad = sorted(key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value))
+    ordered = {"step": values["step"]} | {key: values[key] for key in sorted(values) if key != "step"}
+    ordered |= dict.fromkeys(bad) | ({NONFINITE_KEYS: bad} if bad else {})
+    return json.dumps(ordered, allow_nan=False)
+
+
+def _to_python(key: str, value: Any) -> Any:
+    if key == NONFINITE_KEYS:
+        raise ValueError(f"the key {NONFINITE_KEYS} is reserved for the recorder")
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{key}: expected a scalar, got {type(value).__name__}")
+
+
+def _keep_steps_before(path: Path, first_step: int) -> None:
+    """Cuts the record down to the steps 1 .. first_step - 1, in one rename."""
+    lines = read_lines(path) if path.exists() else []
+    kept = [(row["step"], line) for row, line in lines if row["step"] < first_step]
+    got, expected = [step for step, _ in kept], list(range(1, first_step))
+    if got != expected:
+        raise RuntimeError(f"{path}: expected {_span(expected)} before step {first_step}, got {_span(got)}")
+    if not path.exists():
+        return
+    temporary = path.with_suffix(".jsonl.tmp")
+    with temporary.open("wb") as file:
+        file.writelines(line + b"\n" for _, line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _span(steps: Sequence[int]) -> str:
+    if not steps:
+        return "no rows"
+    breaks = [after for before, after in itertools.pairwise(steps) if after != before + 1]
+    out_of_order = f" with a break before step {breaks[0]}" if breaks else ""
+    return f"{len(steps)} rows from step {steps[0]} to {steps[-1]}{out_of_order}"
+
+
+# --- the console ------------------------------------------------------------------------------------------------------
+
+
+class _Console:
+    """A progress bar on a terminal; plain lines elsewhere."""
+
+    def __init__(self, total_steps: int, first_step: int) -> None:
+        self._total_steps, self._first_step = total_steps, first_step
+        self._last_time, self._last_step = time.monotonic(), first_step - 1
+        # disable=None: there is a bar on a terminal only, and elsewhere its methods do nothing.
+        self._bar = tqdm(
+            total=total_steps, initial=first_step - 1, unit="step", file=sys.stderr, dynamic_ncols=True, disable=None
+        )
+
+    def show(self, row: Row) -> None:
+        parts = [f"{label} {format_value(form, row.get(key))}" for label, key, form in _CONSOLE]
+        if self._bar.disable:
+            self._print_line(row, parts)
+        else:
+            self._bar.set_postfix_str("  ".join(parts), refresh=False)
+            self._bar.update(1)
+
+    def _print_line(self, row: Row, parts: list[str]) -> None:
+        step, now = row["step"], time.monotonic()
+        evaluations = [key for key in row if key.startswith("eval/")]
+        is_due = step % PLAIN_EVERY_STEPS == 0 or now - self._last_time >= PLAIN_EVERY_SECONDS
+        if not (is_due or evaluations or step in (self._first_step, self._total_steps)):
+            return
+        pace = (now - self._last_time) / (step - self._last_step)
+        self._last_time, self._last_step = now, step
+        accuracies = [f"{key} {format_value('{:.3f}', row[key])}" for key in evaluations if is_accuracy(key)]
+        counted = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
+        print("  ".join([counted, *parts, *accuracies, f"{pace:.2f} s/step"]), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._bar.close()

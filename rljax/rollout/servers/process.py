@@ -1,0 +1,320 @@
+"""A server as a process group: started, waited for until it is healthy, and ended without leaving anything behind.
+
+Standard library only, so that it runs under the trainer's interpreter and under a server's alike. Between the caller
+and the server stands a *guard*: a small process that leads the group and holds a pipe from the caller. When the pipe
+closes, whether by :meth:`ServerProcess.stop` or because the caller died in any way, the guard ends the whole group.
+
+``python -m rljax.rollout.servers.process COMMAND...`` is the guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal, Self, TypeVar
+
+from rljax.errors import ServerFailedError, check_choices
+from rljax.weights.addresses import private_address
+from rljax.weights.api_key import find_key_file, read_api_key
+
+log = logging.getLogger(__name__)
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+_HEALTH_S = 2.0  # seconds that /health has to answer
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
+_GRACE_S = 15.0  # seconds between asking the server to end and going on without its answer
+_CLEANUP_S = 5.0  # seconds its helper processes then have
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What to serve and where.
+
+    Attributes:
+      model: directory with ``config.json`` and safetensors, or a hub name.
+      python: interpreter of the environment that holds the server and rljax's plugin.
+      dtype: "bfloat16", "float16" or "float32"; must equal the dtype the trainer publishes.
+      head_dtype: "float32" computes the LM head in float32, as ``precision.lm_head_dtype: float32`` wants; "model": in
+        ``dtype``.
+      host: address to bind: of loopback, or a private one with a key; whoever reaches it may replace the weights.
+      port: 0 takes a free one.
+      max_model_len: prompt plus response (tokens); None takes the model's own.
+      max_num_seqs: most sequences decoded at once.
+      api_key_file: file with the key that every route but /health then asks for; None takes ``$RLJAX_API_KEY_FILE``,
+        and where that is not set either there is no key.
+      log_path: where the server's output goes; None takes a temporary file.
+      extra_args: further arguments of the server; they win over all but the address.
+      extra_env: further environment variables.
+    """
+
+    kind: ClassVar[str]  # of the server, for messages
+    # Status of /health where the engine or a worker ended while the API process goes on; None: then all of it ends.
+    died_status: ClassVar[int | None] = None
+    refused_args: ClassVar[Mapping[str, str]] = {}  # arguments that would undo what is checked here, and why
+
+    model: str
+    python: str = sys.executable
+    dtype: Dtype = "bfloat16"
+    head_dtype: Literal["model", "float32"] = "model"
+    host: str = "127.0.0.1"
+    port: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    api_key_file: Path | None = None
+    log_path: Path | None = None
+    extra_args: tuple[str, ...] = ()
+    extra_env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be in 0..65535, got {self.port}")
+        object.__setattr__(self, "api_key_file", find_key_file(self.api_key_file))
+        address = private_address(self.host)
+        if self.api_key_file is not None:
+            read_api_key(self.api_key_file)
+        elif not address.is_loopback:
+            raise ValueError(f"host {self.host} is not loopback: others reach it, so it needs an api_key_file")
+        for argument in self.extra_args:
+            name = argument.partition("=")[0].replace("_", "-")
+            if name in self.refused_args:
+                raise ValueError(f"{name} is not passed to {self.kind}: {self.refused_args[name]}")
+
+
+def refused_args(script: str) -> dict[str, str]:
+    """What no kind of server is passed, and why; ``script`` is the one of launch/ that serves it."""
+    return {
+        "--host": f"give the address as host ({script} --host), where it is checked",
+        "--api-key": f"ps shows it, and some routes stay open; give api_key_file ({script} --api-key-file)",
+        "--trust-remote-code": "it runs whatever code the model's directory holds",
+    }
+
+
+def environment_python(kind: str, variable: str, venv: str | os.PathLike[str] | None = None) -> Path:
+    """Interpreter of a server's environment: ``venv``, else ``$variable``, else ``.venv-KIND`` beside the package.
+
+    Raises:
+      RuntimeError: there is no interpreter at that place.
+    """
+    name, checkout = kind.lower(), Path(__file__).resolve().parents[3]
+    root = Path(venv or os.environ.get(variable) or checkout / f".venv-{name}")
+    python = root / "bin" / "python"
+    if not python.exists():
+        raise RuntimeError(f"no {kind} environment at {root}: run launch/install_{name}.sh or set {variable}")
+    return python
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU answers on this machine."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).returncode == 0
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that is free on ``host`` now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess(ABC):
+    """One running server. Made by :func:`start_server`; ``stop`` may be called twice.
+
+    Attributes:
+      config: what it serves, and where.
+      url: where it listens.
+      log_path: of its output.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.port = config.port or free_port(config.host)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"http://{host}:{self.port}"
+        self.log_path = config.log_path or Path(tempfile.mkdtemp(prefix=f"rljax-{config.kind.lower()}-"), "server.log")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        gpu = has_gpu()
+        with self.log_path.open("wb") as sink:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-m", "rljax.rollout.servers.process", *self._command(gpu)],
+                env=self._environment(gpu),
+                stdin=subprocess.PIPE,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @abstractmethod
+    def _command(self, gpu: bool) -> list[str]:
+        """The server's command line, on ``port``; ``gpu``: where there is a GPU."""
+
+    @abstractmethod
+    def _environment(self, gpu: bool) -> dict[str, str]:
+        """The server's environment."""
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard, which is also the id of the process group."""
+        return self._guard.pid
+
+    def alive(self) -> bool:
+        """Whether the server can answer, now or later: its processes run, and its engine has not died."""
+        died = self.config.died_status
+        return self._guard.poll() is None and (died is None or self._health() != died)
+
+    def healthy(self) -> bool:
+        """Whether ``/health`` answers 200."""
+        return self._health() == 200
+
+    def _health(self) -> int | None:
+        """Status of ``/health``; None when nothing answers."""
+        try:
+            with _DIRECT.open(f"{self.url}/health", timeout=_HEALTH_S) as reply:
+                return int(reply.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return None
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines of the server's output."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def wait_healthy(self, timeout_s: float = 600.0) -> None:
+        """Waits for health, saying every 15 seconds that it does.
+
+        Raises:
+          ServerFailedError: it ended, or was not healthy within ``timeout_s`` seconds; it is stopped then.
+        """
+        began = said = time.monotonic()
+        while not self.healthy():
+            now = time.monotonic()
+            alive = self.alive()
+            if not alive or now - began > timeout_s:
+                why = "did not become healthy within" if alive else "ended after"
+                self.stop()
+                waited = f"the {self.config.kind} server {why} {now - began:.0f} s"
+                raise ServerFailedError(f"{waited}; the end of {self.log_path}:\n{self.log_tail()}")
+            if now - said >= 15.0:
+                name = self.config.kind
+                log.info("waiting for %s on %s: %.0f s (ready in 20-60 s on a CPU)", name, self.url, now - began)
+                said = now
+            time.sleep(0.25)
+
+    def stop(self) -> None:
+        """Ends every process of the group and waits until they are gone."""
+        if self._guard.stdin is not None and not self._guard.stdin.closed:
+            self._guard.stdin.close()
+        try:
+            self._guard.wait(_GRACE_S + 2 * _CLEANUP_S + 5.0)
+        except subprocess.TimeoutExpired:
+            log.warning("the guard %d of %s did not end by itself", self.pid, self.config.kind)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._guard.wait()
+
+    def kill(self) -> None:
+        """Ends every process of the group at once, as a crash would, without asking the server."""
+        self._guard.terminate()
+        self.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+Server = TypeVar("Server", bound=ServerProcess)
+Config = TypeVar("Config", bound=ServerConfig)
+
+
+def start_server(make: Callable[[Config], Server], config: Config, timeout_s: float) -> Server:
+    """Starts a server and returns it healthy.
+
+    A free port that someone else took in the meantime is replaced, at most twice.
+
+    Args:
+      make: starts the process.
+      config: what it serves.
+      timeout_s: longest wait for its health (seconds).
+
+    Raises:
+      ServerFailedError: it did not become healthy; nothing of it is left running.
+    """
+    for attempts_left in (2, 1, 0):
+        server = make(config)
+        try:
+            server.wait_healthy(timeout_s)
+            break
+        except ServerFailedError:
+            if config.port or not attempts_left or "ddress already in use" not in server.log_tail(200):
+                raise
+            log.warning("port %d was taken meanwhile; trying another", server.port)
+        except BaseException:
+            server.stop()
+            raise
+    return server
+
+
+def _guard(argv: Sequence[str]) -> None:
+    """Runs ``argv`` until it ends or standard input closes, then ends its own process group; at once on SIGTERM."""
+    at_once = threading.Event()
+    # Handlers that do nothing: unlike ignored signals they are not inherited by the child.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, lambda number, frame: at_once.set())
+    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+    while child.poll() is None and not at_once.is_set() and not select.select([0], [], [], 0.2)[0]:
+        pass
+    if child.poll() is not None:
+        print(f"the server ended by itself with status {child.returncode}", flush=True)
+    elif not at_once.is_set():
+        child.terminate()
+        _until(lambda: child.poll() is not None or at_once.is_set(), _GRACE_S)
+        _until(lambda: not _others_in_group() or at_once.is_set(), _CLEANUP_S)
+    # Resource trackers outlive the rest for a moment, to remove its shared memory.
+    for pid, name in _others_in_group().items():
+        if "resource_tracker" not in name:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    _until(lambda: child.poll() is not None and not _others_in_group(), _CLEANUP_S)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _until(done: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _others_in_group() -> dict[int, str]:
+    """Id and command line of each live process besides this one in its group (none where there is no /proc)."""
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        pid = int(directory.name)
+        with contextlib.suppress(OSError):
+            # A process that has ended and was not waited for yet has no command line.
+            if pid != os.getpid() and os.getpgid(pid) == os.getpgrp() and (name := (directory / "cmdline").read_text()):
+                found[pid] = name
+    return found
+
+
+if __name__ == "__main__":
+    _guard(sys.argv[1:])

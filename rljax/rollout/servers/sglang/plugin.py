@@ -1,0 +1,186 @@
+"""The part of rljax that runs inside SGLang's processes: what weights it loads, and a description of the server.
+
+SGLang calls :func:`register` in each of its processes through the entry-point group ``sglang.srt.plugins``. It puts
+itself around three functions of SGLang:
+
+- ``ModelRunner.check_weights``, behind ``/weights_checker``: the actions ``rljax_*`` are answered by :class:`Worker`.
+- ``update_weights_from_disk`` of the scheduler: a version is loaded from a directory that a trainer has shown, with the
+  names and shapes of all of the model's tensors, and under the tag of its manifest. SGLang itself reports success for
+  files that lack a tensor, or hold one of another shape.
+- the end-of-sequence tokens of the model, which would end responses besides those that a request names.
+
+With a key file ``rljax.weights.middleware`` guards every route. Imports only the standard library, torch, safetensors,
+sglang and what of rljax needs no more: there is no jax in SGLang's environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import sglang
+import torch
+from safetensors import SafetensorError, safe_open
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from rljax.weights.api_key import KEY_FILE
+from rljax.weights.directory import PROTOCOL
+from rljax.weights.middleware import RequireKey
+from rljax.weights.torch_checksum import tensor_checksum
+from rljax.weights.worker import WorkerWeights, described_shape
+
+ANSWER = "rljax"  # among the checksums of a reply of /weights_checker: the answer, as JSON
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_ROOM = 8  # tokens of the context that SGLang keeps back from prompt and response
+
+
+class Worker:
+    """What one scheduler process answers, and what it was given last.
+
+    Attributes:
+      tag: of the version that was loaded last; "" where an update failed since, or there was none.
+    """
+
+    def __init__(self) -> None:
+        self.weights = WorkerWeights()
+        self.tag = ""
+
+    def rljax_describe(self, runner: Any) -> dict[str, Any]:
+        """What the trainer compares with its own at the handshake; plain JSON."""
+        model, args = runner.model_config, runner.server_args
+        dtype = _name(model.dtype)
+        return {
+            "protocol": PROTOCOL,
+            "sglang": sglang.__version__,
+            "dtype": dtype,
+            "kv_cache_dtype": _name(runner.kv_cache_dtype),
+            "head_dtype": "float32" if args.enable_fp32_lm_head else dtype,
+            "quantization": model.quantization,
+            "max_model_len": min(model.context_len, runner.max_total_num_tokens) - _ROOM,
+            "block_size": runner.page_size or 1,
+            "has_prefix_cache": not args.disable_radix_cache,
+            "preferred_sampling": args.preferred_sampling_params,
+            "shape": described_shape(model.hf_text_config, model.head_dim),
+        }
+
+    def rljax_show(self, runner: Any, probe: Mapping[str, Any]) -> None:
+        """The directory or source of a trainer (``WorkerWeights.show``)."""
+        self.weights.show(**probe)
+
+    def rljax_pull(self, runner: Any, name: str) -> None:
+        """Begins to bring this machine's mirror to the version ``name``; the worker goes on."""
+        self.weights.begin_pull(name)
+
+    def rljax_pulled(self, runner: Any, name: str) -> dict[str, Any] | None:
+        """What that pull did (``weights.pull.Pulled``), or its ``error``; null while it goes on."""
+        return self.weights.pulled(name)
+
+    def rljax_checksums(self, runner: Any) -> dict[str, Any]:
+        """The tag, the checksum of each tensor as the model holds it now, and the seconds that they took."""
+        began = time.monotonic()
+        tensors = {name: dataclasses.astuple(tensor_checksum(part)) for name, part in parts(runner.model)}
+        return {"tag": self.tag, "tensors": tensors, "seconds": time.monotonic() - began}
+
+    def check_weights(self, original: Callable[..., Any], runner: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+        """Around ``ModelRunner.check_weights``. The list of names to skip carries the arguments, each as JSON."""
+        if not action.startswith("rljax_"):
+            return original(runner, action, *args, **kwargs)
+        given = [json.loads(argument) for argument in kwargs.get("skip_tensor_list") or ()]
+        answer = json.dumps(getattr(self, action)(runner, *given))
+        names = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size")
+        place = {"role": kwargs.get("role", "target"), **dict.fromkeys(names, 0)}
+        return {"checksums": {ANSWER: answer}, "per_gpu_checksum": "", "parallelism_info": place}
+
+    def update_weights(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
+        """Around the scheduler's ``update_weights_from_disk``: refuses what is no whole version of a shown trainer."""
+        self.tag = ""
+        try:
+            with self.weights.version(request.model_path, request.weight_version or "") as (directory, files):
+                model = updater.tp_worker.model_runner.model
+                check_tensors(directory, files, dict(parts(model)), torch.distributed.get_world_size())
+                request.model_path = str(directory)
+                done = original(updater, request)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            message = f"{type(error).__name__}: {error}"
+            return UpdateWeightFromDiskReqOutput(success=False, message=message, num_paused_requests=0)
+        if done.success:
+            self.tag = request.weight_version
+        return done
+
+
+def register() -> None:
+    """Puts the hooks into this process; SGLang applies them."""
+    around = HookType.AROUND
+    worker = Worker()
+    scheduler = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner.check_weights", worker.check_weights, around
+    )
+    HookRegistry.register(f"{scheduler}.update_weights_from_disk", worker.update_weights, around)
+    HookRegistry.register("sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id", no_eos, around)
+    if os.environ.get(KEY_FILE):
+        HookRegistry.register("sglang.srt.entrypoints.http_server._setup_and_run_http_server", lock, around)
+
+
+def no_eos(original: Callable[..., Any], config: Any) -> set[int]:
+    """Of a model's own end-of-sequence tokens: none, so that a response ends at those of its request alone."""
+    return set()
+
+
+def lock(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Has every route but /health ask for the key."""
+    from sglang.srt.entrypoints.http_server import app
+
+    app.add_middleware(RequireKey)
+    return original(*args, **kwargs)
+
+
+def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each Hugging Face tensor, or this worker's part of it, as the model holds it now; without padding rows."""
+    layers = dict(model.named_modules())
+    for full, parameter in model.named_parameters():
+        path, _, name = full.rpartition(".")
+        layer: Any = layers[path]
+        above, dot, last = path.rpartition(".")
+        if last in _FUSED:
+            names = (f"{above}{dot}{part}.{name}" for part in _FUSED[last])
+            yield from zip(names, parameter.split(layer.output_partition_sizes), strict=True)
+        else:
+            rows = getattr(layer, "shard_indices", None)  # of a vocabulary
+            yield full, parameter if rows is None else parameter[: rows.num_org_elements]
+
+
+def check_tensors(directory: Path, files: Sequence[str], held: Mapping[str, torch.Tensor], workers: int) -> None:
+    """Refuses a version that has not exactly the model's tensors.
+
+    Args:
+      directory: of the version.
+      files: its safetensors files.
+      held: what this worker holds of the model's tensors, by name.
+      workers: that share the model; several of them hold parts, which are not larger than the whole.
+
+    Raises:
+      ValueError: a tensor is missing, is none of the model's, or has another shape.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(str(directory / file), framework="pt") as handle:
+            shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+    if unlike := sorted(shapes.keys() ^ held.keys()):
+        missing = [name for name in unlike if name in held]
+        raise ValueError(f"{directory} lacks {missing[:4]}, and has {[n for n in unlike if n in shapes][:4]} besides")
+    for name, shape in shapes.items():
+        part = tuple(held[name].shape)
+        fits = shape == part if workers == 1 else len(shape) == len(part) and all(map(int.__ge__, shape, part))
+        if not fits:
+            raise ValueError(f"{name} is {list(shape)} in {directory}, and {list(part)} in the model")
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,80 @@
+"""A server of a run's weight files: byte ranges over HTTP, for the machines of the servers that sample.
+
+    python -m rljax.weights.server DIRECTORY --host 10.0.0.7 --port 8090
+
+It prints its URL once it listens, and ends when its standard input does. Requests bring the key of
+``$RLJAX_API_KEY_FILE`` where that names one; without it the address must be of loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.weights.addresses import private_address
+from rljax.weights.api_key import KEY_FILE, find_key_file
+from rljax.weights.middleware import RequireKey
+
+_NAME = re.compile(r"(v\d+-\d+/)?[\w-]+\.(json|safetensors|txt)")
+
+
+def make_app(root: Path) -> Starlette:
+    """Serves the files of ``root`` and of the versions in it; asks for the key of ``$RLJAX_API_KEY_FILE``, if any."""
+
+    async def file(request: Request) -> Response:
+        name = request.path_params["name"]
+        path = root / name
+        if not _NAME.fullmatch(name) or not path.is_file():
+            return PlainTextResponse("no such file\n", 404)
+        return FileResponse(path, media_type="application/octet-stream")
+
+    async def health(request: Request) -> Response:
+        del request
+        return PlainTextResponse("ok\n")
+
+    locks = [Middleware(RequireKey)] if os.environ.get(KEY_FILE) else []
+    return Starlette(routes=[Route("/health", health), Route("/{name:path}", file)], middleware=locks)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The program."""
+    parser = argparse.ArgumentParser(prog="python -m rljax.weights.server", description=__doc__)
+    parser.add_argument("directory", type=Path, help="the run's directory of weights")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind: of loopback, or a private one with a key")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    wanted = parser.parse_args(argv)
+    with caller_errors():
+        if not private_address(wanted.host).is_loopback and find_key_file(None) is None:
+            raise ConfigError(f"{wanted.host} is not loopback: others reach it, so {KEY_FILE} must name a key file")
+        app = make_app(wanted.directory)
+        family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
+        listening = socket.create_server((wanted.host, wanted.port), family=family, backlog=128)
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    host, port = listening.getsockname()[:2]
+    print(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", flush=True)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=60)
+    uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _end_with_the_caller() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

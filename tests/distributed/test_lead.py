@@ -1,0 +1,117 @@
+"""What process 0 sends to the others arrives bit for bit."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from rljax.distributed.processes import Processes, ProcessOptions, _packed, _unpacked, is_of_devices, start_processes
+from rljax.errors import ConfigError
+from rljax.run.lead import ragged, sequence_arrays, sequences_of, to_the_end, vectors_of
+from rljax.trainer.packing import TrainSequence
+
+
+def test_sequences_come_out_as_they_went_in():
+    rng = np.random.default_rng(0)
+    lengths = [(3, 5), (1, 1), (4, 2)]
+    sequences = [
+        TrainSequence(
+            rng.integers(0, 9, p).astype(np.int32),
+            rng.integers(0, 9, r).astype(np.int32),
+            rng.normal(size=r).astype(np.float32),
+            float(rng.normal()),
+            bool(r % 2),
+            rng.integers(0, 3, r).astype(np.int32),
+        )
+        for p, r in lengths
+    ]
+    act = _unpacked(_packed("pack", {"a": 1}, sequence_arrays(sequences), inline=True))
+    found = sequences_of(act.arrays)
+    assert (act.name, act.fields) == ("pack", {"a": 1})
+    assert len(found) == len(sequences)
+    for one, other in zip(found, sequences, strict=True):
+        assert (one.advantage, one.in_loss) == (other.advantage, other.in_loss)
+        for name in ("prompt", "response", "rollout_logprobs", "staleness"):
+            got, expected = getattr(one, name), getattr(other, name)
+            assert got.dtype == expected.dtype
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_vectors_may_be_empty():
+    vectors = [np.arange(2), np.arange(0), np.arange(3)]
+    assert [v.tolist() for v in vectors_of("x", ragged("x", vectors))] == [[0, 1], [], [0, 1, 2]]
+
+
+def test_who_stops_early_takes_the_rest_all_the_same():
+    taken = []
+
+    def items():
+        for item in range(5):
+            taken.append(item)
+            yield item
+
+    stream = to_the_end(items())
+    assert next(stream) == 0
+    stream.close()
+    assert taken == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (ProcessOptions(processes=2), "are given together, or none"),
+        (ProcessOptions(process_id=0), "are given together, or none"),
+        (ProcessOptions(2, 2, "host:1"), "run.process_id = 2 must be below run.processes = 2"),
+        (ProcessOptions(2, 0, "host"), "run.coordinator must be HOST:PORT of process 0, got 'host'"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        start_processes(options)
+
+
+def test_one_process_does_everything_alone():
+    processes = Processes()
+    with processes, processes.together("anything", {}, {"x": np.zeros(3)}):
+        pass
+    assert (processes.index, processes.count, processes.is_leader, processes.signal()) == (0, 1, True, None)
+    processes.end(0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is 2, but jax.distributed finds no cluster"),
+        ({"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "0"}, "a pod of an Indexed Job"),
+    ],
+)
+def test_several_processes_that_do_not_find_each_other_do_not_train_alone(environment, message):
+    line = "from rljax.distributed.processes import *; start_processes(ProcessOptions())"
+    found = subprocess.run([sys.executable, "-c", line], env=os.environ | environment, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "ConfigError" in found.stderr
+    assert message in found.stderr
+
+
+GLOO = "UNKNOWN: Gloo AllGather failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:36274"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: anything"), True),
+        (ValueError(GLOO), True),
+        (ValueError("INTERNAL: ncclAllReduce: NCCL operation failed"), True),
+        (ValueError("NOT_FOUND: Error opening zarr driver"), False),
+        (ValueError("Gloo is no engine"), False),
+        (RuntimeError(GLOO), False),
+        (OSError(28, "No space left on device"), False),
+    ],
+)
+def test_a_collective_without_a_process_is_told_from_other_errors(error, is_one):
+    wrapped = RuntimeError("not written")
+    wrapped.__cause__ = error
+    assert is_of_devices(error) == is_of_devices(wrapped) == is_one

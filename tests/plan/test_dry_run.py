@@ -1,0 +1,223 @@
+"""The dry run's numbers by hand, models by name, and the profile of chosen steps."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from rljax.plan.dry_run import beside_bytes, check_shapes, dry_run, in_units, shape_mesh, state_bytes
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hub import KNOWN_SHAPES, is_hub_id, model_directory, policy_shape
+from rljax.run.config import Config, RunConfig
+from rljax.run.profiling import StepProfiler
+from rljax.sharding import MeshConfig
+
+ROOT = Path(__file__).parents[2]
+TINY = PolicyConfig(24, 32, 64, 3, 4, 2, 8, tie_word_embeddings=True)
+# Embedding, 3 blocks of (q, k, v, o, MLP, two norms of the width, two of a head), the last norm.
+TINY_COUNT = 24 * 32 + 3 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64 + 2 * 32 + 2 * 8) + 32
+
+MIXTURE = dataclasses.replace(TINY, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
+
+
+def changed(config, **sections):
+    parts = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **parts)
+
+
+def test_the_known_shapes_have_the_published_numbers_of_parameters():
+    config = changed(Config(), mesh={"fsdp": 1})
+    expected = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "4B": 4_022_468_096, "8B": 8_190_735_360}
+    for size, count in expected.items():
+        for name in (f"Qwen/Qwen3-{size}", f"Qwen/Qwen3-{size}-Base"):
+            assert state_bytes(config, KNOWN_SHAPES[name], shape_mesh(config.mesh))["masters"] == (4 * count, 4 * count)
+    assert {shape.stop_token_ids for name, shape in KNOWN_SHAPES.items() if name.endswith("-Base")} == {(151_643,)}
+    tuned = [shape for name, shape in KNOWN_SHAPES.items() if "Qwen3" in name and "Base" not in name]
+    assert {shape.stop_token_ids for shape in tuned} == {(151_645,)}
+
+
+def test_bytes_of_a_tiny_policy_by_hand():
+    config = changed(Config(), mesh={"fsdp": 1}, precision={"compute_dtype": "float16"})
+    sizes = state_bytes(config, TINY, shape_mesh(config.mesh))
+    assert sizes["masters"][0] == sizes["gradients"][0] == 4 * TINY_COUNT
+    assert sizes["float16 copy"][0] == 2 * TINY_COUNT
+    # Two moments, and next to them only scalars: a count and the rate.
+    assert 0 < sizes["moments"][0] - 8 * TINY_COUNT <= 32
+    assert "reference policy" not in sizes
+    kl = changed(config, loss={"kl": "k3", "kl_coefficient": 0.1})
+    assert state_bytes(kl, TINY, shape_mesh(kl.mesh))["reference policy"][0] == 4 * TINY_COUNT
+    assert beside_bytes(config, TINY, shape_mesh(config.mesh)) == 0
+    assert beside_bytes(kl, TINY, shape_mesh(kl.mesh)) == 4 * TINY_COUNT
+
+
+def test_bytes_of_adapters_on_a_tiny_policy_by_hand():
+    config = changed(Config(), mesh={"fsdp": 1}, lora={"rank": 4, "targets": ("q_proj", "down_proj")})
+    sizes = state_bytes(config, TINY, shape_mesh(config.mesh))
+    count = 3 * 4 * (32 + 32 + 64 + 32)  # in and out of q, in and out of down
+    assert sizes["adapters"][0] == sizes["gradients"][0] == 4 * count
+    assert 0 < sizes["moments"][0] - 8 * count <= 32
+    assert sizes["frozen bfloat16 base"][0] == 2 * TINY_COUNT
+    assert sizes["bfloat16 merged"][0] == 2 * 3 * (32 * 32 + 64 * 32)
+    assert not {"masters", "bfloat16 copy", "bfloat16 gathered", "reference policy"} & set(sizes)
+    # The reference policy of a KL penalty is the base, unless the run starts from other adapters.
+    kl = changed(config, loss={"kl": "k3", "kl_coefficient": 0.1})
+    assert state_bytes(kl, TINY, shape_mesh(kl.mesh))["reference policy"] == (0, 0)
+    started = changed(kl, lora={"adapter": "somewhere"})
+    assert state_bytes(started, TINY, shape_mesh(kl.mesh))["reference policy"] == sizes["bfloat16 merged"]
+    # The step reads the merged weights, and of the base what has no adapters: the rest lies beside it.
+    assert beside_bytes(config, TINY, shape_mesh(kl.mesh)) == 2 * 3 * (32 * 32 + 64 * 32)
+
+
+def test_a_run_on_adapters_is_described(tmp_path):
+    config = changed(
+        Config(), model={"path": "Qwen/Qwen3-14B"}, lora={"rank": 32, "targets": ("q_proj", "v_proj")}, mesh={"fsdp": 8}
+    )
+    lines = dict(line.split("  ", 1) for line in dry_run(config).splitlines()[1:])
+    count = 40 * 32 * (5120 + 5120 + 5120 + 1024)
+    assert lines["parameters"].strip() == "14,768,307,200"
+    assert lines["lora"].strip() == f"{count:,} parameters are trained: rank 32, alpha 64, on q_proj, v_proj"
+    with pytest.raises(ValueError, match=r"^lora.targets: .* belongs to the experts"):
+        check_shapes(changed(config, lora={"targets": ("up_proj",)}), MIXTURE, shape_mesh(MeshConfig(1, 1)))
+
+
+def test_a_device_holds_its_share_and_the_whole_of_what_does_not_divide():
+    config = changed(Config(), mesh={"fsdp": 16, "tp": 4})
+    whole, part = state_bytes(config, TINY, shape_mesh(config.mesh))["masters"]
+    # The width is split 16 ways; heads, MLP and vocabulary 4 ways; the 2 kv heads and the norms not.
+    block = (32 * 32 * 2 + 3 * 32 * 64) // 64 + 2 * 32 * 16 // 16 + 2 * 32 + 2 * 8
+    assert part == 4 * (24 * 32 // 64 + 3 * block + 32)
+    assert whole == 4 * TINY_COUNT
+
+
+def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
+    config = changed(
+        Config(),
+        run={"dir": str(tmp_path / "run"), "steps": 7},
+        model={"path": "Qwen/Qwen3-4B-Base"},
+        data={"batch_size": 6, "max_prompt_tokens": 100},
+        rollout={"group_size": 4, "max_response_tokens": 900, "engine": "vllm", "urls": ("http://nowhere:1",)},
+        packing={"row_tokens": 2048, "rows_per_micro_batch": 4},
+        mesh={"fsdp": 4, "tp": 8},
+        correction={"preset": "token_mis"},
+        schedule={"kind": "length_decay", "decay_period": 204},
+        loss={"mini_batches": 2},
+    )
+    text = dry_run(config)
+    lines = dict(line.split("  ", 1) for line in text.splitlines()[1:])
+    lines = {key: value.strip() for key, value in lines.items()}
+    assert lines["a step"] == "6 prompts x 4 responses = 24 responses, 2 updates of 12"
+    assert lines["tokens a step"] == "at most 24,000: 100 + 900 each"
+    # A row takes two of the longest sequences: 12 of them are 6 rows, 2 micro-batches of 4.
+    assert lines["packing"] == "at most 2 micro-batches of 4 rows of 2,048 tokens"
+    assert lines["parameters"] == "4,022,468,096"
+    assert lines["mesh"] == "fsdp 4 x tp 8 = 32 devices; only 1 here"
+    assert lines["correction"] == "token level, mask at 2"
+    assert lines["schedule"] == "length_decay from 1e-06, x 0.5 every 204 steps, floor 0.1"
+    assert lines["engine"] == "vllm at http://nowhere:1 (not asked), bfloat16, temperature 1"
+    assert lines["masters"].split()[:2] == ["14.98", "GiB"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "part"),
+    [
+        ({"rollout": {"max_response_tokens": 40_000}}, "is longer than the model's max_position_embeddings = 32768"),
+        ({"mesh": {"fsdp": 3}}, "must be a multiple of the 3 ways that the mesh splits rows"),
+        ({"packing": {"row_tokens": 64}}, "row_tokens = 64 is shorter than the longest possible sequence"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sections, part):
+    config = changed(changed(Config(), mesh={"fsdp": 4}), **sections)
+    with pytest.raises(ValueError, match=part):
+        check_shapes(config, KNOWN_SHAPES["Qwen/Qwen3-4B-Base"], shape_mesh(config.mesh))
+
+
+def test_units():
+    assert [in_units(n) for n in (0, 1023, 1024, 1536, 2**30, 5 * 2**40)] == [
+        *("0 B", "1023 B", "1.00 KiB", "1.50 KiB", "1.00 GiB", "5120.00 GiB"),
+    ]
+
+
+@pytest.mark.mesh
+def test_a_mesh_without_a_number_takes_the_devices_here():
+    assert dict(shape_mesh(MeshConfig(-1, 2)).shape) == {"replica": 1, "fsdp": 4, "expert": 1, "tp": 2}
+    assert dict(shape_mesh(MeshConfig(-1, 2, 2)).shape) == {"replica": 2, "fsdp": 2, "expert": 1, "tp": 2}
+
+
+def test_from_the_command_line_nothing_is_made(tmp_path):
+    words = ["configs/quickstart.yaml", "--model.path", "Qwen/Qwen3-0.6B", "--run.dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "rljax.train", *words, "--dry-run", "--mesh.fsdp", "8"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "parameters     596,049,920" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_names_of_the_hub_and_paths_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id("Qwen/Qwen3-4B-Base")
+    assert not is_hub_id("toy-base")
+    assert not is_hub_id("/models/qwen")
+    assert not is_hub_id("./qwen")
+    (tmp_path / "Qwen").mkdir()
+    assert not is_hub_id("Qwen/Qwen3-4B-Base")  # a path in a directory that is here
+    assert model_directory("Qwen/Qwen3-4B-Base") == "Qwen/Qwen3-4B-Base"
+    with pytest.raises(ValueError, match="no model at Qwen/Qwen3-4B-Base"):
+        policy_shape("Qwen/Qwen3-4B-Base")
+
+
+def test_a_model_that_the_hub_does_not_give_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="no model at nobody/nothing: there is no such directory") as error:
+        model_directory("nobody/nothing")
+    assert "\n" not in str(error.value)
+
+
+def test_a_fetched_model_is_found_without_the_hub(monkeypatch, tmp_path):
+    commit = "0" * 40
+    snapshot = tmp_path / "hub/models--owner--name/snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "hub/models--owner--name/refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert Path(model_directory("owner/name")) == snapshot
+
+
+@pytest.mark.parametrize("steps", [(1,), (0, 2), (3, 2), (1, 2, 3)])
+def test_profile_steps_are_two_in_order(steps):
+    with pytest.raises(ValueError, match="profile_steps must be two steps"):
+        RunConfig(profile_steps=steps)
+
+
+def profiled(directory, steps, run):
+    """Step numbers of ``run`` while whose work the profile was being taken."""
+    seen = []
+    with StepProfiler(steps, directory) as profiler:
+        for number in run:
+            with profiler.step(number):
+                jnp.ones(3).sum().block_until_ready()
+                seen += [number] * profiler.running
+    return seen
+
+
+def test_the_profile_is_of_the_steps_asked_for(tmp_path):
+    assert profiled(tmp_path / "two", (2, 3), [1, 2, 3, 4]) == [2, 3]
+    assert len(list((tmp_path / "two").rglob("*.xplane.pb"))) == 1
+    # A run that goes on from the middle of them, and ends before their last.
+    assert profiled(tmp_path / "cut", (2, 9), [4, 5]) == [4, 5]
+    assert len(list((tmp_path / "cut").rglob("*.xplane.pb"))) == 1
+    assert profiled(tmp_path / "never", (), [1, 2]) == []
+    assert not (tmp_path / "never").exists()

@@ -1,0 +1,131 @@
+"""The plan's bytes of a step's work by hand, and beside the compiler's (marker compilers, in test_compile.py)."""
+
+import dataclasses
+
+import pytest
+
+from rljax.plan.dry_run import planned_bytes, shape_mesh, state_bytes
+from rljax.plan.memory import (
+    block_bytes,
+    head_bytes,
+    kept_by_a_block,
+    local_policy,
+    planned_attention,
+    working_bytes,
+)
+from rljax.policy.attention import packed_attention
+from rljax.policy.config import PolicyConfig
+from rljax.run.config import Config
+from rljax.sharding import MeshConfig, make_mesh
+
+POLICY = PolicyConfig(32, 16, 48, 3, 4, 2, 8)
+
+
+def changed(config, **sections):
+    parts = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **parts)
+
+
+def config(**precision):
+    return changed(
+        Config(),
+        data={"batch_size": 2, "max_prompt_tokens": 4},
+        rollout={"group_size": 8, "max_response_tokens": 60},
+        packing={"row_tokens": 64, "rows_per_micro_batch": 8},
+        precision=precision,
+        mesh={"fsdp": 4, "tp": 2},
+    )
+
+
+def test_a_device_has_its_part_of_heads_and_mlp():
+    part = local_policy(POLICY, shape_mesh(MeshConfig(4, 2)))
+    assert (part.intermediate_size, part.num_heads, part.num_kv_heads, part.hidden_size) == (24, 2, 1, 16)
+    # Two kv heads are not split over 4.
+    whole = local_policy(POLICY, shape_mesh(MeshConfig(1, 4)))
+    assert (whole.num_heads, whole.num_kv_heads) == (1, 1)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_blocks_keep_their_input(dtype, size):
+    kept = kept_by_a_block(POLICY, 2, 64, config(compute_dtype=dtype, remat=True))
+    scales = 2 * (2 * 16 + 2 * 8) * size  # of the norms, one for each row, and then some for the gradients
+    assert 0 <= kept - 2 * 64 * 16 * size <= 2 * scales
+
+
+def test_with_adapters_only_the_weights_under_them_have_a_gradient():
+    mesh = make_mesh(MeshConfig(1, 1))
+    one = changed(config(), mesh={"fsdp": 1, "tp": 1}, packing={"row_tokens": 64, "rows_per_micro_batch": 1})
+    lora = changed(one, lora={"rank": 2, "targets": ("gate_proj",)})
+    places = 64
+    head = head_bytes(POLICY, mesh, places, 2)
+    at_work = working_bytes(lora, POLICY, mesh)["at work in a micro-batch"]
+    block = block_bytes(local_policy(POLICY, mesh), places, 2)
+    assert at_work == max(head, block + 2 * 3 * 16 * 48)
+
+
+def test_other_remats_keep_more_or_none():
+    policies = ("offload", "blocks", "dots", "none")
+    kept = [kept_by_a_block(POLICY, 2, 64, config(remat=remat)) for remat in policies]
+    assert kept[0] == 0
+    assert kept == sorted(set(kept))
+    # dots: the input, and the products q, k, v, output, gate and up; no gradient needs what the last one gives.
+    products = 2 * 64 * 2 * (16 + (4 + 2 + 2) * 8 + 16 + 48 + 48)
+    assert 0 <= kept[2] - products <= 0.02 * products
+
+
+def test_between_products_tokens_are_split():
+    """In bfloat16 two products' operands are gathered where nothing is recomputed; of the others the input is split."""
+    width = 2 * 64 * 16 * 2
+    for remat, split in (("blocks", 1), ("dots", 2)):
+        whole, halved = (kept_by_a_block(POLICY, 2, 64, config(remat=remat), ways=ways) for ways in (1, 2))
+        assert whole - halved == split * width // 2
+    whole, halved = (kept_by_a_block(POLICY, 2, 64, config(remat="none"), ways=ways) for ways in (1, 2))
+    assert (whole - halved) % width == 0
+    assert whole - halved > 2 * width
+
+
+@pytest.mark.parametrize("remat", ["blocks", "dots", "none"])
+def test_cudnn_keeps_queries_again_and_the_sums_of_each_segment(remat):
+    """For its alternative in rows of very many segments, and a log-sum-exp for each of up to 16 segments."""
+    wanted = config(remat=remat)
+    cudnn = planned_attention(wanted, POLICY, shape_mesh(MeshConfig(1, 1)))
+    more = kept_by_a_block(POLICY, 2, 2048, wanted, cudnn) - kept_by_a_block(POLICY, 2, 2048, wanted)
+    queries, sums = 2 * 2048 * 4 * 8 * 2, 2 * 2048 * 4 * 4
+    assert more == {"blocks": 0, "dots": queries, "none": queries + 15 * sums}[remat]
+
+
+def test_attention_is_planned_for_the_devices():
+    wanted, abstract = config(compute_dtype="bfloat16"), shape_mesh(MeshConfig(1, 1))
+    assert planned_attention(wanted, POLICY, abstract) is not packed_attention
+    assert planned_attention(wanted, POLICY, make_mesh(MeshConfig(1, 1))) is packed_attention  # a CPU
+    in_float32 = config(compute_dtype="float32")
+    assert planned_attention(in_float32, POLICY, abstract) is packed_attention
+    for name in ("xla", "splash"):
+        asked = changed(wanted, policy={"attention": name})
+        assert planned_attention(asked, POLICY, abstract) is packed_attention
+    with pytest.raises(ValueError, match=r"policy\.attention = cudnn needs bfloat16 or float16"):
+        planned_attention(changed(in_float32, policy={"attention": "cudnn"}), POLICY, abstract)
+
+
+def test_work_by_hand():
+    """Two rows of 64 tokens on a device: 128 places; half of the heads, the MLP and the vocabulary."""
+    wanted, mesh = config(remat=True), shape_mesh(MeshConfig(4, 2))
+    found = working_bytes(wanted, POLICY, mesh)
+    # 16 sequences of up to 64 tokens are 16 rows, 2 micro-batches of 8.
+    assert found["batch"] == 2 * 128 * 38
+    # Of the inputs of blocks a device has half of the tokens; a block keeps some bytes of each row besides.
+    assert 0 <= found["kept for the backward pass"] - 3 * 128 * 16 * 2 // 2 <= 3 * 2 * 150
+    part = local_policy(POLICY, mesh)
+    block = 128 * (2 * (4 * 24 + 7 * 16 + 3 * 16) + 4 * 24) + 16 * 24 * (2 + 8)
+    assert block_bytes(part, 128, 2) == block
+    head = 128 * 16 * (8 + 2) + (128 + 16) * 16 * 8
+    assert head_bytes(POLICY, mesh, 128, 2) == head
+    copy = state_bytes(wanted, POLICY, mesh)["bfloat16 copy"][1]
+    assert found["at work in a micro-batch"] == max(copy + block, head)
+
+
+def test_the_plan_is_state_and_work():
+    wanted, mesh = config(remat=True), shape_mesh(MeshConfig(4, 2))
+    planned = planned_bytes(wanted, POLICY, mesh)
+    work = working_bytes(wanted, POLICY, mesh)
+    assert planned == state_bytes(wanted, POLICY, mesh) | {name: (8 * size, size) for name, size in work.items()}

@@ -1,0 +1,134 @@
+"""Modelled times by hand, machines by name, and attention kernels by formula."""
+
+import dataclasses
+
+import pytest
+
+from rljax.plan.count import Collective, Work
+from rljax.plan.hlo import parse_module
+from rljax.plan.kernels import KernelUse, causal_pairs, full_row, kernel_uses
+from rljax.plan.machines import H100, TPUS, card_of_kind, parse_machine
+from rljax.plan.roofline import collective_seconds, crosses_nodes, times
+
+# 1e12 operations, 1e9 bytes of memory, 1e8 between cards and 1e7 between nodes, each a second.
+CARD = dataclasses.replace(
+    H100,
+    flops={("bfloat16", "default"): 1e12, ("float32", "default"): 5e11, ("float32", "highest"): 1e11},
+    memory_rate=1e9,
+    link_rate=1e8,
+    network_rate=1e7,
+)
+TWO_NODES = [0, 0, 0, 0, 1, 1, 1, 1]
+ALL = (tuple(range(8)),)
+ROWS = ((0, 1, 2, 3), (4, 5, 6, 7))
+COLUMNS = ((0, 4), (1, 5), (2, 6), (3, 7))
+ONE = 10**8  # bytes
+
+
+def exchange(kind, groups):
+    return Collective(kind, "float32", groups, 1, ONE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "seconds"),
+    [
+        ("all-gather", ROWS, 3 / 4),  # 3/4 of the bytes over the links inside a node
+        ("all-reduce", ROWS, 2 * 3 / 4),
+        ("reduce-scatter", COLUMNS, 10 / 2),  # half of the bytes over one adapter
+        ("all-gather", ALL, 10 * 7 / 8 / 4),  # 7/8 over the four adapters of a node
+        ("all-reduce", ALL, 2 * 10 * 7 / 8 / 4),
+        ("all-to-all", ALL, 10 * 4 / 8),  # each sends half of its parts to the other node
+        ("collective-permute", ((0, 1), (4, 5)), 1),
+        ("collective-permute", ((0, 1), (3, 4)), 10),  # the slowest pair
+        ("collective-permute", ((2, 2),), 0),
+        ("all-reduce", ((0,), (1,)), 0),
+    ],
+)
+def test_seconds_of_a_collective(kind, groups, seconds):
+    assert collective_seconds(exchange(kind, groups), CARD, TWO_NODES) == pytest.approx(seconds)
+
+
+def test_a_slice_of_tpus_has_one_kind_of_link():
+    card = dataclasses.replace(CARD, network_rate=None)
+    assert collective_seconds(exchange("all-gather", ALL), card, [0] * 8) == pytest.approx(7 / 8)
+
+
+def test_what_crosses_nodes():
+    assert [crosses_nodes(exchange("all-gather", groups), TWO_NODES) for groups in (ROWS, COLUMNS, ALL)] == [
+        *(False, True, True)
+    ]
+
+
+def test_the_time_is_the_longer_of_products_and_memory_and_then_the_links():
+    work = Work(memory_bytes=3 * 10**9, collectives=[exchange("all-gather", ROWS)])
+    work.flops.update({("bfloat16", "default"): 10**12, ("float32", "default"): 10**12, ("float32", "highest"): 10**11})
+    found = times(work, {"bfloat16": 5 * 10**11}, CARD, TWO_NODES)
+    assert (found.products, found.memory, found.links) == pytest.approx((1 + 2 + 1 + 0.5, 3.0, 0.75))
+    assert found.total == pytest.approx(4.5 + 0.75)
+
+
+def test_rates_of_dtypes():
+    assert H100.product_rate("bfloat16", "default") == H100.product_rate("float16", "highest") == 989.4e12
+    assert H100.product_rate("bfloat16xfloat32", "default") == 494.7e12
+    assert H100.product_rate("float32", "highest") == 66.9e12
+    assert TPUS["v5p"].product_rate("float32", "highest") == pytest.approx(459e12 / 6)
+
+
+def test_machines_by_name():
+    two = parse_machine("h100:2x8")
+    assert (two.platform, two.topology, two.nodes, two.card) == ("cuda", "2x1x8", 2, H100)
+    pod = parse_machine("tpu:v6e:4x8")
+    assert (pod.platform, pod.topology, pod.nodes, pod.card) == ("tpu", "v6e:4x8", 1, TPUS["v6e"])
+
+
+@pytest.mark.parametrize("name", ["", "h100", "h100:8", "h100:0x8", "h100:1x8x2", "tpu:v9:2x2", "tpu:v5p", "cpu:4"])
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match=r"--compile: no machine .* give h100:NODESxCARDS"):
+        parse_machine(name)
+
+
+def test_pairs_and_full_rows():
+    assert causal_pairs([3, 1]) == 6 + 1
+    assert full_row(10, 4) == [4, 4, 2]
+    assert full_row(8, 4) == [4, 4]
+    assert full_row(4, 9) == [4]
+
+
+CALLS = """\
+ENTRY %main (q: bf16[2,8,4,16], k: bf16[2,8,2,16], s: s32[2,8]) -> bf16[2,8,4,16] {
+  %q = bf16[2,8,4,16]{3,2,1,0} parameter(0)
+  %k = bf16[2,8,2,16]{3,2,1,0} parameter(1)
+  %s = s32[2,8]{1,0} parameter(2)
+  %f = (bf16[2,8,4,16], u8[128]) custom-call(%q, %k, %k, %s), custom_call_target="__cudnn$fmhaSoftmax"
+  %b = (bf16[2,8,4,16], u8[128]) custom-call(%q, %k, %k, %s), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %o = s32[2,8]{1,0} custom-call(%s), custom_call_target="Other", metadata={op_name="splash/gather"}
+  %h = bf16[8,8,16]{2,1,0} parameter(3)
+  %d = bf16[8,8,16] custom-call(%s, %h, %h), custom_call_target="tpu_custom_call", metadata={op_name="splash_mha_dkv"}
+  ROOT %r = bf16[2,8,4,16]{3,2,1,0} get-tuple-element(%b), index=0
+}
+"""
+
+
+def test_attention_kernels_by_formula():
+    """Rows of 5 + 3 tokens have 15 + 6 pairs; 2 rows x 4 heads x 16 wide; 2 products forward, 5 backward;
+    a TPU's kernel has rows and heads in one dimension, and its gradients of keys and values take 4."""
+    main = parse_module(CALLS).computations["main"]
+    work = Work(
+        kernels=[(main, main.instructions[name], times) for name, times in (("f", 3), ("b", 1), ("o", 7), ("d", 1))]
+    )
+    a_product = 2 * 2 * 4 * 16 * 21
+    assert kernel_uses(work, [5, 3]) == [
+        KernelUse("__cudnn$fmhaSoftmax", 3, "bfloat16", 3 * 2 * a_product),
+        KernelUse("__cudnn$fmhaSoftmaxBackward", 1, "bfloat16", 5 * a_product),
+        KernelUse("Other", 7, "", None),
+        KernelUse("tpu_custom_call", 1, "bfloat16", 4 * a_product),
+    ]
+
+
+def test_the_card_that_jax_names():
+    assert card_of_kind("NVIDIA H100 80GB HBM3") is H100
+    assert card_of_kind("NVIDIA H200").product_rate("bfloat16", "default") == 989.4e12
+    assert card_of_kind("TPU v5 lite") is TPUS["v5e"]
+    assert card_of_kind("TPU v5") is TPUS["v5p"]
+    assert card_of_kind("NVIDIA H100 PCIe") is None
+    assert card_of_kind("cpu") is None

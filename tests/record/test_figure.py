@@ -1,0 +1,164 @@
+"""What a run's figure shows: curves and their values, the marks of the schedule, notes on missing keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.colors
+import matplotlib.image
+import numpy as np
+import pytest
+from records import record_row, write_record
+
+from rljax.record.figure import REPORT, plot_grid, plot_report, read_runs, short_names
+from rljax.record.panels import PANELS, Run, exponential_mean
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def run_of(rows, label="a run", color="#123456"):
+    return Run(label, rows, color, "-")
+
+
+def rows_of(total=40, **options):
+    return [record_row(step, **options) for step in range(1, total + 1)]
+
+
+def report(*runs, smooth=0.9):
+    return plot_grid(REPORT, runs, smooth)
+
+
+def axis_named(figure, title):
+    return next(axis for axis in figure.axes if axis.get_title(loc="left") == title)
+
+
+def texts(axis):
+    return [text.get_text() for text in axis.texts]
+
+
+def vertical_lines(axis):
+    return sorted({line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 2})
+
+
+@pytest.mark.parametrize(
+    ("title", "key"),
+    [
+        ("Reward", "reward/mean"),
+        ("Evaluation accuracy", "eval/aime24/accuracy"),
+        ("Response length", "response_length/mean"),
+        ("Learning rate", "schedule/learning_rate"),
+        ("Gradient norm", "optimizer/grad_norm"),
+        ("Policy entropy", "policy/entropy"),
+        ("Training-inference mismatch", "mismatch/log_ppl_abs_diff"),
+    ],
+)
+def test_each_panel_of_the_report_shows_the_values_of_its_metric(title, key):
+    rows = [row | {name: row[name] * (1 + row["step"] / 100) for name in row if name == key} for row in rows_of(12)]
+    steps, values = zip(*((row["step"], row[key]) for row in rows if key in row), strict=True)
+    line = axis_named(report(run_of(rows)), title).lines[0]
+    assert list(line.get_xdata()) == list(steps)
+    np.testing.assert_array_equal(line.get_ydata(), values)
+
+
+def test_the_report_is_written_as_a_picture_with_the_curves_in_it(tmp_path):
+    run = write_record(tmp_path / "run", rows_of(12))
+    out = plot_report([run], tmp_path / "new" / "report.png")
+    assert out == tmp_path / "new" / "report.png"
+    color = matplotlib.colors.to_rgb(read_runs([run])[0].color)
+    pixels = matplotlib.image.imread(out)[..., :3]
+    assert (np.abs(pixels - color).max(axis=-1) < 0.01).sum() > 7 * 500  # seven panels, each curve 500 pixels long
+
+
+def test_the_surge_and_the_decay_period_are_marked():
+    figure = report(run_of(rows_of(surge=8, period=14)))
+    assert vertical_lines(axis_named(figure, "Response length")) == [8, 14, 28]
+    assert vertical_lines(axis_named(figure, "Learning rate")) == [8, 14, 28]
+    assert texts(axis_named(figure, "Response length")) == ["surge at 8, period 14"]
+
+
+def test_a_fixed_period_without_a_surge_is_marked_alone():
+    axis = axis_named(report(run_of(rows_of(period=15))), "Response length")
+    assert vertical_lines(axis) == [15, 30]
+    assert texts(axis) == []
+
+
+def test_a_run_without_schedule_has_no_marks():
+    assert vertical_lines(axis_named(report(run_of(rows_of())), "Response length")) == []
+
+
+def test_raw_and_smoothed_curves_leave_gaps_where_a_value_was_not_finite():
+    rows = rows_of()
+    rows[4]["optimizer/grad_norm"] = None
+    raw, smooth = (line.get_ydata() for line in axis_named(report(run_of(rows)), "Gradient norm").lines)
+    for values in (raw, smooth):
+        assert np.isnan(values[4])
+        np.testing.assert_allclose(np.delete(values, 4), 0.5)
+    assert len(axis_named(report(run_of(rows), smooth=0.0), "Gradient norm").lines) == 1
+
+
+def test_the_mismatch_has_a_log_axis_without_its_zeros():
+    rows = rows_of()
+    rows[8]["mismatch/log_ppl_abs_diff"] = 0.0
+    axis = axis_named(report(run_of(rows)), "Training-inference mismatch")
+    assert axis.get_yscale() == "log"
+    assert np.isnan(axis.lines[0].get_ydata()[8])
+
+
+@pytest.mark.parametrize("values", [[1e-18, 1e-18], [1e-3, 1e-3 * (1 + 2e-16)], [1e300, 1e300], [2e-3], [1e-5, 1e-1]])
+def test_the_log_axis_shows_every_value_however_alike(values, tmp_path):
+    rows = [{"step": step, "mismatch/log_ppl_abs_diff": value} for step, value in enumerate(values, 1)]
+    plot_report([write_record(tmp_path / "run", rows)], tmp_path / "x.png")
+    low, high = axis_named(report(run_of(rows)), "Training-inference mismatch").get_ylim()
+    assert 0 < low < min(values)
+    assert max(values) < high
+
+
+def test_a_mismatch_of_zero_is_said():
+    axis = axis_named(report(run_of(rows_of(factor=0.0))), "Training-inference mismatch")
+    assert texts(axis) == ["mismatch/log_ppl_abs_diff is 0 at every step"]
+
+
+def test_missing_keys_leave_a_note_in_their_panel():
+    figure = report(run_of([{"step": 1}, {"step": 2}]))
+    notes = [text for axis in figure.axes for text in texts(axis)]
+    assert notes == [f"no {PANELS[name].needs} in the record" for row in REPORT for name in row]
+    assert len(notes) == 7
+
+
+def test_several_runs_have_a_legend_and_a_missing_key_in_one_is_no_note():
+    figure = report(run_of(rows_of()), run_of([{"step": 1, "policy/entropy": 0.5}], "other", "#abcdef"))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a run", "other"]
+    assert texts(axis_named(figure, "Reward")) == []
+
+
+def test_more_runs_than_colours_differ_in_line(tmp_path):
+    runs = read_runs([write_record(tmp_path / f"run{index}", rows_of(2)) for index in range(8)])
+    assert len({(run.color, run.line) for run in runs}) == 8
+
+
+def test_several_datasets_are_told_apart():
+    rows = [row | {"eval/toy/accuracy": 0.1} for row in rows_of()]
+    axis = axis_named(report(run_of(rows)), "Evaluation accuracy")
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["aime24", "toy"]
+
+
+def test_the_mean_looks_both_ways_and_keeps_a_line_a_line():
+    got = exponential_mean(np.asarray([0.0, 0.0, 1.0, 0.0, 0.0]), 0.5)
+    np.testing.assert_allclose(got, got[::-1])
+    assert got[2] == 1 / (1 + 2 * (0.5 + 0.25))
+    assert got[0] == 0.25 / (1 + 0.5 + 0.25 + 0.125 + 0.0625)
+
+
+def test_names_are_as_long_as_it_takes_to_tell_runs_apart():
+    assert short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
+    assert short_names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
+    assert short_names([Path("/a/x"), Path("/a/x")]) == ["x", "x"]
+
+
+def test_arguments_out_of_range(tmp_path):
+    run = write_record(tmp_path / "run", rows_of())
+    for wrong in ({"smooth": 1.0}, {"smooth": float("nan")}, {"labels": ["a", "b"]}):
+        with pytest.raises(ValueError, match=r"smooth must be|expected 1 labels"):
+            plot_report([run], tmp_path / "x.png", **wrong)
+    with pytest.raises(ValueError, match="at least one run"):
+        plot_report([], tmp_path / "x.png")

@@ -1,0 +1,264 @@
+"""The record of a run: strict rows, exact cuts on resume, TensorBoard, console lines and the summary."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import resource
+import signal
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rljax.mismatch import mismatch_statistics, read_tokens
+from rljax.record.rows import read_rows
+from rljax.record.writers import Recorder
+
+
+def record(run_dir, rows, first_step=1, total=100):
+    recorder = Recorder(run_dir, total, first_step=first_step, tensorboard=False, progress=False)
+    for row in rows:
+        recorder.write(row)
+    recorder.close()
+
+
+def steps(first, last, **values):
+    return [{"step": step} | values for step in range(first, last + 1)]
+
+
+def test_rows_are_read_back_and_keys_stand_in_order(tmp_path):
+    record(tmp_path, [{"b/x": 1, "step": 1, "a/y": None, "c": "s", "d": True}])
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert line == '{"step": 1, "a/y": null, "b/x": 1, "c": "s", "d": true}\n'
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "a/y": None, "b/x": 1, "c": "s", "d": True}]
+
+
+def test_each_row_is_on_disk_when_write_returns(tmp_path):
+    recorder = Recorder(tmp_path, 3, tensorboard=False, progress=False)
+    recorder.write({"step": 1})
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    recorder.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(min_size=1).filter(lambda key: key not in ("step", "nonfinite_keys")), st.floats()))
+def test_floats_keep_their_bits_and_nonfinite_ones_are_named(tmp_path_factory, values):
+    directory = tmp_path_factory.mktemp("run")
+    record(directory, [{"step": 1} | values])
+
+    def refuse(token):
+        raise AssertionError(f"not strict JSON: {token}")
+
+    row = json.loads((directory / "metrics.jsonl").read_text(), parse_constant=refuse)
+    bad = {key for key, value in values.items() if not math.isfinite(value)}
+    assert row.pop("nonfinite_keys", []) == sorted(bad)
+    assert row == {"step": 1} | {key: None if key in bad else value for key, value in values.items()}
+
+
+def test_numpy_and_jax_scalars_are_numbers(tmp_path):
+    record(tmp_path, [{"step": np.int64(1), "a": np.float32(0.5), "b": jnp.float32(2), "c": jnp.asarray(jnp.nan)}])
+    assert read_rows(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "a": 0.5, "b": 2.0, "c": None, "nonfinite_keys": ["c"]}
+    ]
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}, np.zeros(2), object()])
+def test_a_value_that_is_no_scalar_is_refused(tmp_path, value):
+    with pytest.raises(TypeError, match=r"a/b: expected a scalar"):
+        record(tmp_path, [{"step": 1, "a/b": value}])
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("step", [1, 3, None])
+def test_a_step_out_of_turn_is_refused(tmp_path, step):
+    with pytest.raises(ValueError, match=f"expected the row of step 2, got step {step}"):
+        record(tmp_path, [{"step": 1}, {"step": step}])
+
+
+def test_the_nonfinite_key_is_reserved(tmp_path):
+    with pytest.raises(ValueError, match="nonfinite_keys"):
+        record(tmp_path, [{"step": 1, "nonfinite_keys": 3}])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 12), st.integers(1, 13), st.integers(0, 40))
+def test_resuming_cuts_the_record_to_the_steps_before(tmp_path_factory, recorded, first_step, torn):
+    directory = tmp_path_factory.mktemp("run")
+    record(directory, steps(1, recorded, x=0.1))
+    path = directory / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 99, "x": 0.12345678901234567890}'[:torn])
+    if first_step > recorded + 1:
+        with pytest.raises(RuntimeError, match=f"expected {first_step - 1} rows from step 1 to {first_step - 1}"):
+            record(directory, [], first_step)
+        return
+    record(directory, steps(first_step, 12, x=0.1), first_step)
+    assert [row["step"] for row in read_rows(path)] == list(range(1, 13))
+    assert path.read_bytes().startswith(b"".join(whole.splitlines(keepends=True)[: first_step - 1]))
+    assert sorted(item.name for item in directory.iterdir()) == ["metrics.jsonl"]
+
+
+def test_a_last_row_that_lacks_only_its_newline_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
+    record(tmp_path, [{"step": 3}], first_step=3)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 1}\n{"step": 3}\n', r"expected 3 rows from step 1 to 3 before step 4, got 2 rows .* before step 3"),
+        ('{"step": 1}\n{"step": 1}\n{"step": 2}\n', r"got 3 rows from step 1 to 2 with a break before step 1"),
+        ("", r"expected 3 rows from step 1 to 3 before step 4, got no rows"),
+        ('{"step": 1}\nrubbish\n{"step": 3}\n', r"metrics.jsonl:2: not a row"),
+        ('{"step": 1}\n[2]\n{"step": 3}\n', r"metrics.jsonl:2: expected an object with a step"),
+    ],
+)
+def test_a_record_with_gaps_or_damage_is_refused_and_left_as_it_is(tmp_path, text, message):
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(RuntimeError, match=message):
+        record(tmp_path, [], first_step=4)
+    assert (tmp_path / "metrics.jsonl").read_text() == text
+
+
+def test_resuming_without_any_record_is_a_gap(tmp_path):
+    with pytest.raises(RuntimeError, match="got no rows"):
+        record(tmp_path, [], first_step=2)
+
+
+def read_values(directory):
+    """(step, value as TensorBoard stores it) of everything that it would show, its purges applied."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    shown = []
+    for file in sorted(directory.iterdir()):
+        data = file.read_bytes()
+        while data:
+            length = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            if event.HasField("session_log"):
+                shown = [item for item in shown if item[0] < event.step]
+            shown += [(event.step, value) for value in event.summary.value]
+    return shown
+
+
+def read_events(directory):
+    """(step, tag, value) of every scalar."""
+    return [(step, value.tag, value.simple_value) for step, value in read_values(directory)]
+
+
+def test_tensorboard_gets_the_histogram_of_the_mismatch(tmp_path):
+    """Two exact zeros, one value of 1.5e-3 nats, three of 0.2: each in a bin of 2% that holds it."""
+    tokens = read_tokens(np.array([[0.0, 0.0, 1.5e-3, 0.2, -0.2, 0.2]]), np.zeros((1, 6)), np.ones((1, 6)))
+    counts = mismatch_statistics(tokens)["histogram"]
+    recorder = Recorder(tmp_path, 1, progress=False)
+    recorder.write({"step": 1}, {"mismatch/logprob_abs_diff": counts})
+    recorder.close()
+    ((step, value),) = read_values(tmp_path / "tb")
+    histogram = value.histo
+    assert (step, value.tag, histogram.num) == (1, "mismatch/logprob_abs_diff", 6)
+    held = [(limit, count) for limit, count in zip(histogram.bucket_limit, histogram.bucket, strict=True) if count]
+    assert [count for _, count in held] == [2, 1, 3]
+    assert held[0][0] == pytest.approx(1e-9)
+    assert 1.5e-3 <= held[1][0] <= 1.5e-3 * 1.02
+    assert 0.2 <= held[2][0] <= 0.2 * 1.02
+    assert histogram.max == pytest.approx(0.2, rel=0.01)
+    assert histogram.sum == pytest.approx(0.6015, rel=0.01)
+
+
+def test_tensorboard_gets_every_number_and_a_resume_replaces_the_dropped_steps(tmp_path):
+    recorder = Recorder(tmp_path, 3, progress=False)
+    for step in (1, 2, 3):
+        recorder.write({"step": step, "reward/mean": 0.5, "a/none": None, "a/text": "x", "a/bad": math.nan})
+    recorder.close()
+    recorder = Recorder(tmp_path, 3, first_step=3, progress=False)
+    recorder.write({"step": 3, "reward/mean": 0.75})
+    recorder.close()
+    shown = read_events(tmp_path / "tb")
+    assert [item for item in shown if item[1] == "reward/mean"] == [
+        (1, "reward/mean", 0.5),
+        (2, "reward/mean", 0.5),
+        (3, "reward/mean", 0.75),
+    ]
+    assert [step for step, tag, value in shown if tag == "a/bad" and math.isnan(value)] == [1, 2]
+    assert {tag for _, tag, _ in shown} == {"reward/mean", "a/bad"}
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path, capsys):
+    recorder = Recorder(tmp_path, 40, tensorboard=False)
+    for step in range(1, 41):
+        row = {"step": step, "reward/mean": 0.25, "response_length/mean": 31.25, "schedule/learning_rate": 2e-4}
+        recorder.write(row | ({"eval/toy/accuracy": 0.5} if step == 15 else {}))
+    recorder.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert [int(line.split()[1].split("/")[0]) for line in lines] == [1, 10, 15, 20, 30, 40]
+    assert lines[0].startswith("step  1/40  reward 0.250  length 31.2  lr 2.00e-04  mismatch -  ")
+    assert "eval/toy/accuracy 0.500" in lines[2]
+
+
+def test_a_bar_on_a_terminal(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    recorder = Recorder(tmp_path, 2, tensorboard=False)
+    for step in (1, 2):
+        recorder.write({"step": step, "reward/mean": 0.25, "mismatch/log_ppl_abs_diff": 2.5e-3})
+    recorder.close()
+    assert "2/2" in terminal.getvalue()
+    assert "reward 0.250  length -  lr -  mismatch 2.50e-03" in terminal.getvalue()
+
+
+def test_close_twice(tmp_path):
+    recorder = Recorder(tmp_path, 2)
+    recorder.close()
+    recorder.close()
+
+
+def test_reading_a_missing_record(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_rows(tmp_path / "metrics.jsonl")
+
+
+def test_a_row_that_finds_no_room_leaves_nothing_and_may_be_tried_again(tmp_path):
+    """A limit of the process in the middle of the second row stands for a full disk."""
+    recorder = Recorder(tmp_path, 3, tensorboard=False, progress=False)
+    recorder.write({"step": 1})
+    first = (tmp_path / "metrics.jsonl").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) + 5, hard))
+    try:
+        with pytest.raises(OSError, match=r"No space left on device|File too large"):
+            recorder.write({"step": 2, "x": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == first
+    recorder.write({"step": 2, "x": 0.5})
+    recorder.sync()
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "x": 0.5}]
+    recorder.close()
+
+
+def test_rows_for_tensorboard_do_not_bring_torch_in(tmp_path):
+    code = f"""
+import sys
+from rljax.record.writers import Recorder
+
+recorder = Recorder({str(tmp_path)!r}, 1, progress=False)
+recorder.write({{"step": 1, "reward/mean": 0.5}})
+recorder.close()
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -1,0 +1,103 @@
+"""What became of a run: its summary, and when it has collapsed."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rljax.record.summary import collapse_step, format_summary, summarize, trailing_mean, write_summary
+
+
+def run_rows(total=60):
+    """Length 10, from step 31 on 35; reward 0.1, from step 31 on 0.6."""
+    rows = []
+    for step in range(1, total + 1):
+        late = step > 30
+        rows.append(
+            {
+                "step": step,
+                "reward/mean": 0.6 if late else 0.1,
+                "response_length/mean": 35.0 if late else 10.0,
+                "schedule/learning_rate": 1e-4 if late else 2e-4,
+                "schedule/surge_step": 34 if step >= 34 else None,
+                "schedule/decay_period": 61 if step >= 34 else None,
+                "mismatch/log_ppl_abs_diff": 0.004 if step == 7 else 0.001,
+                "optimizer/skipped_updates": 2 if late else 0,
+                "time/step_s": 0.5,
+                "time/rollout_s": 0.4,
+            }
+        )
+    for step, accuracy in ((20, 0.2), (40, 0.7), (60, 0.6)):
+        rows[step - 1]["eval/toy/accuracy"] = accuracy
+    return rows
+
+
+def test_summary():
+    got = summarize(run_rows())
+    assert got["reward_first"] == pytest.approx(0.1)
+    assert got["reward_last"] == pytest.approx(0.6)
+    assert got["reward_gain"] == pytest.approx(0.5)
+    assert (got["response_length_first"], got["response_length_last"]) == (10, 35)
+    # Windows ending at 34 hold four 35s and a 10: mean 30 = 3 * 10.
+    assert got["length_tripled_step"] == 34
+    assert (got["surge_step"], got["decay_period"], got["learning_rate_final"]) == (34, 61, 1e-4)
+    assert got["evaluations"] == {"toy": {"last": 0.6, "best": 0.7, "best_step": 40}}
+    assert got["mismatch_mean"] == pytest.approx((59 * 0.001 + 0.004) / 60)
+    assert (got["mismatch_max"], got["skipped_updates"], got["steps"]) == (0.004, 2, 60)
+    assert got["wall_seconds"] == pytest.approx(30)
+    assert got["rows_with_nonfinite"] == 0
+
+
+def test_summary_adds_up_the_phases_where_there_is_no_whole():
+    rows = [{"step": 1, "time/a_s": 1.0, "time/b_s": 2.0}, {"step": 2, "time/a_s": 4.0, "time/b_s": None}]
+    assert summarize(rows)["wall_seconds"] == 7
+
+
+def test_length_that_does_not_triple():
+    rows = [{"step": step, "response_length/mean": 10.0 if step <= 10 else 29.9} for step in range(1, 50)]
+    assert summarize(rows)["length_tripled_step"] is None
+
+
+def test_summary_of_bare_rows_is_written_and_printed(tmp_path):
+    summary = summarize([{"step": 1}, {"step": 2, "reward/mean": None, "nonfinite_keys": ["reward/mean"]}])
+    assert summary["rows_with_nonfinite"] == 1
+    assert summary["reward_gain"] is None
+    path = write_summary(tmp_path, summary)
+    assert path == tmp_path / "summary.json"
+    assert json.loads(path.read_text()) == summary
+    assert "reward" in format_summary(summary)
+
+
+def test_summary_of_nothing():
+    with pytest.raises(ValueError, match="no rows"):
+        summarize([])
+
+
+def test_the_printed_summary_is_a_table():
+    shown = format_summary(summarize(run_rows()))
+    for part in (
+        "reward                0.100 -> 0.600 (gain +0.500)",
+        "surge called          at step 34; decay period 61",
+        "accuracy on toy       0.600 (best 0.700 at step 40)",
+        "mismatch              mean 1.05e-03, max 4.00e-03 (log_ppl_abs_diff)",
+        "wall time             30.0 s",
+    ):
+        assert part in shown.splitlines()
+
+
+def test_trailing_mean_by_hand():
+    assert trailing_mean([1.0, 3.0, None, 5.0, float("inf")], window=2).tolist() == [1.0, 2.0, 1.5, 2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "expected"),
+    [
+        ([0.1, 0.8, 0.7, 0.3, 0.2], 4),
+        ([0.1, 0.8, 0.3, 0.5, 0.2], 5),  # came back above half the peak in between
+        ([0.1, 0.8, 0.3, 0.3, 0.4], None),  # half itself is not under half
+        ([0.1, 0.2, 0.3], None),
+        ([0.4, 0.0, 0.0], 2),
+    ],
+)
+def test_a_collapse_is_under_half_the_peak_and_stays_there(accuracy, expected):
+    assert collapse_step(np.array(accuracy)) == expected

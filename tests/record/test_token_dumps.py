@@ -1,0 +1,234 @@
+"""The exchange format keeps what is put into it, and says what is wrong with anything else."""
+
+import json
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rljax.compare.importers import read_jsonl, read_prime_rl, read_tokens
+from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump, write_dump
+
+
+def small_dump():
+    return make_dump(
+        ["a", "b"],
+        [[5, 6, 7], [8, 2]],
+        [[False, True, True], [False, True]],
+        {"trainer": [[None, -0.5, -np.inf], [None, -1.25]], "rollout": [[0.0, -0.5, -3.0], [0.0, -1.0]]},
+        {"rollout": ColumnSource("vllm", "bfloat16", "sha256:12", 0.7, "rollout")},
+        {"temperature": 0.7, "top_p": 1.0},
+    )
+
+
+def assert_same(got, expected):
+    assert (got.sequence_ids, got.sources, got.sampling) == (
+        expected.sequence_ids,
+        expected.sources,
+        expected.sampling,
+    )
+    for vectors, others in [
+        (got.token_ids, expected.token_ids),
+        (got.response_mask, expected.response_mask),
+        *((got.logprobs[name], expected.logprobs[name]) for name in expected.logprobs),
+    ]:
+        for vector, other in zip(vectors, others, strict=True):
+            np.testing.assert_array_equal(vector, other, strict=True)
+
+
+def test_what_is_written_is_read_back_bit_for_bit(tmp_path):
+    dump = small_dump()
+    path = write_dump(tmp_path / "deep" / "x.parquet", dump)
+    assert_same(read_dump(path), dump)
+    assert_same(read_tokens(path), dump)
+    assert [file.name for file in path.parent.iterdir()] == ["x.parquet"]
+    assert read_dump(path).sources["trainer"] == ColumnSource()
+
+
+def test_the_columns_are_typed_and_another_reader_sees_them(tmp_path):
+    table = pq.read_table(write_dump(tmp_path / "x.parquet", small_dump()))
+    assert table.schema.field("token_ids").type == pa.list_(pa.int32())
+    assert table.schema.field("response_mask").type == pa.list_(pa.bool_())
+    assert table.schema.field("logprobs/rollout").type == pa.list_(pa.float32())
+    assert table["logprobs/rollout"].to_pylist() == [[0.0, -0.5, -3.0], [0.0, -1.0]]
+    assert json.loads(table.schema.metadata[b"rljax.dump"])["version"] == 1
+
+
+def test_an_empty_dump_and_one_without_columns_survive(tmp_path):
+    assert read_dump(write_dump(tmp_path / "x", TokenDump((), (), ()))).sequence_ids == ()
+    bare = make_dump(["a"], [[1]], [[True]], {})
+    assert_same(read_dump(write_dump(tmp_path / "y", bare)), bare)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "dump version 2, expected 1"),
+        ({"columns": {}}, r"x\.parquet: columns and their sources must match, got \['rollout', 'trainer'\], \[\]"),
+    ],
+)
+def test_another_version_or_damaged_metadata_is_refused(tmp_path, change, message):
+    path = write_dump(tmp_path / "x.parquet", small_dump())
+    table = pq.read_table(path)
+    note = json.loads(table.schema.metadata[b"rljax.dump"]) | change
+    pq.write_table(table.replace_schema_metadata({"rljax.dump": json.dumps(note)}), path)
+    with pytest.raises(ValueError, match=message):
+        read_dump(path)
+
+
+def test_foreign_parquet_is_refused(tmp_path):
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="no token dump"):
+        read_tokens(tmp_path / "x.parquet")
+
+
+def test_a_column_of_another_type_is_refused(tmp_path):
+    path = write_dump(tmp_path / "x.parquet", small_dump())
+    table = pq.read_table(path)
+    wide = table["token_ids"].cast(pa.list_(pa.int64()))
+    pq.write_table(table.set_column(1, "token_ids", wide).replace_schema_metadata(table.schema.metadata), path)
+    with pytest.raises(ValueError, match=r"'token_ids' must be list<.*int32>, got list<.*int64>"):
+        read_dump(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["a", "a"], [[1], [2]], [[True]] * 2, {}), "distinct, got \\['a'\\]"),
+        ((["a"], [[1, 2]], [[True]], {}), "response_mask must have 2 entries, got shape \\(1,\\)"),
+        ((["a"], [[1, 2]], [[True, True]], {"x": [[-1.0]]}), "column 'x' must have 2 entries"),
+        ((["a"], [[]], [[]], {}), "integers"),
+        ((["a"], [[1.5]], [[True]], {}), "integers in .* got float64"),
+        ((["a"], [[-1]], [[True]], {}), "integers in"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_dump(*arguments)
+
+
+def test_a_temperature_must_be_positive():
+    with pytest.raises(ValueError, match="got 0"):
+        ColumnSource(temperature=0.0)
+
+
+def test_an_unknown_role_is_refused():
+    with pytest.raises(ValueError, match="one of trainer, rollout or empty, got 'engine'"):
+        ColumnSource(role="engine")
+
+
+def test_a_file_of_before_roles_is_read(tmp_path):
+    """The metadata of a column of such a file has no field ``role``."""
+    path = write_dump(tmp_path / "x.parquet", small_dump())
+    table = pq.read_table(path)
+    note = json.loads(table.schema.metadata[b"rljax.dump"])
+    for source in note["columns"].values():
+        del source["role"]
+    pq.write_table(table.replace_schema_metadata({"rljax.dump": json.dumps(note)}), path)
+    dump = read_dump(path)
+    assert dump.sources["rollout"] == ColumnSource("vllm", "bfloat16", "sha256:12", 0.7)
+    assert (dump.role("rollout"), dump.role("trainer")) == ("rollout", "trainer")
+
+
+def write_lines(path, *records):
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
+    return path
+
+
+def test_jsonl_in_its_two_forms_with_a_header(tmp_path):
+    header = {"rljax_tokens": 1, "columns": {"x": {"dtype": "float16"}}, "sampling": {"temperature": 1.0}}
+    whole = {"sequence_id": "s", "token_ids": [1, 2], "response_mask": [0, 1], "logprobs": {"x": [None, -2.0]}}
+    parts = {"prompt_ids": [1, 2], "response_ids": [3], "logprobs": {"x": [-0.5]}}
+    dump = read_tokens(write_lines(tmp_path / "x.jsonl", header, whole, parts))
+    expected = make_dump(
+        ["s", "1"],
+        [[1, 2], [1, 2, 3]],
+        [[False, True], [False, False, True]],
+        {"x": [[None, -2.0], [None, None, -0.5]]},
+        {"x": ColumnSource(dtype="float16")},
+        {"temperature": 1.0},
+    )
+    assert_same(dump, expected)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"token_ids": [1]}, "x.jsonl:2: 'response_mask' is missing"),
+        (
+            {"prompt_ids": [1], "response_ids": [2], "logprobs": {"x": [1, 2, 3]}},
+            ":2: sequence '1': column 'x' must have 2 entries, got shape",
+        ),
+        ({"prompt_ids": [1], "response_ids": [2], "logprobs": {}}, "has columns \\[\\], expected \\['x'\\]"),
+        (
+            {"prompt_ids": [1], "response_ids": [2.5], "logprobs": {"x": [1]}},
+            ":2: sequence '1': token ids must be integ",
+        ),
+        ({"rljax_tokens": 1}, ":2: expected one header, first"),
+        ([1], ":2: expected a JSON object, got list"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, record, message):
+    good = {"prompt_ids": [1], "response_ids": [2], "logprobs": {"x": [-1.0]}}
+    path = write_lines(tmp_path / "x.jsonl", good, record)
+    with pytest.raises(ValueError, match=message):
+        read_jsonl(path)
+
+
+def prime_rl_record(number, **changes):
+    return {
+        "schema_version": 1,
+        "step": 7,
+        "export_step": 3,
+        "rank": 0,
+        "export_sequence_idx": number,
+        "run_id": None,
+        "token_ids": [4, 5, 6],
+        "loss_mask": [False, True, True],
+        "inference_logprobs": [0.0, -0.25, -0.5],
+        "trainer_logprobs": [None, -0.25, -0.75],
+    } | changes
+
+
+def test_prime_rl_export_as_file_and_as_directory(tmp_path):
+    (tmp_path / "step_3").mkdir()
+    path = write_lines(tmp_path / "step_3" / "rank_0.jsonl", prime_rl_record(0), prime_rl_record(1, run_id="r"))
+    for place in (path, tmp_path):
+        dump = read_tokens(place)
+        assert dump.sequence_ids == ("3/0/0", "r/3/0/1")
+        np.testing.assert_array_equal(dump.logprobs["trainer"][0], np.float32([np.nan, -0.25, -0.75]))
+        assert (dump.role("trainer"), dump.role("inference")) == ("trainer", "rollout")
+        np.testing.assert_array_equal(dump.logprobs["inference"][1], np.float32([0.0, -0.25, -0.5]))
+        np.testing.assert_array_equal(dump.response_mask[0], [False, True, True])
+
+
+def test_prime_rl_of_another_schema_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="schema_version 2, expected 1"):
+        read_prime_rl(write_lines(tmp_path / "rank_0.jsonl", prime_rl_record(0, schema_version=2)))
+
+
+def test_a_directory_without_an_export_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no rank_"):
+        read_tokens(tmp_path)
+
+
+class Trap:
+    """Unpickling it would fail the test."""
+
+    def __reduce__(self):
+        return (pytest.fail, ("a pickle was loaded",))
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.jsonl"])
+def test_pickles_are_refused_unread_with_the_reason(tmp_path, name):
+    (tmp_path / name).write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(ValueError, match=r"runs whatever code it holds.*docs/compare.md"):
+        read_tokens(tmp_path / name)
+
+
+def test_bytes_of_no_known_kind_are_refused(tmp_path):
+    (tmp_path / "x").write_bytes(b"\xff\xfe\x00\x01" * 5)
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_tokens(tmp_path / "x")

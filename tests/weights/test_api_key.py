@@ -1,0 +1,238 @@
+"""Who may reach a server: its address, the key on every route, and that the key is shown nowhere."""
+
+import asyncio
+import logging
+import os
+import urllib.request
+
+import numpy as np
+import pytest
+from vllm_fake import SHAPE, FakeVllm
+
+from rljax.compare.scorers import score_column
+from rljax.errors import ConfigError, HandshakeError, ServerRefusedError
+from rljax.record.token_dumps import make_dump
+from rljax.rollout.build import connect
+from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.foreground import serve
+from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, command, environment, start
+from rljax.rollout.types import RolloutConfig, SamplingParams
+from rljax.weights.api_key import KEY_FILE, find_key_file, read_api_key
+from rljax.weights.middleware import RequireKey
+from rljax.weights.sums import array_checksum
+
+KEY = "0123456789abcdef-a-key"
+OWN = 0o600
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "key"
+    path.touch(OWN)
+    path.write_text(KEY + "\n")
+    return path
+
+
+@pytest.fixture
+def fake():
+    server = FakeVllm()
+    server.key = KEY
+    yield server
+    server.stop()
+
+
+def status_of(path="/update_weights", kind="http", headers=()):
+    """What the middleware sends; the application behind it answers 200 to everything."""
+    sent = []
+
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": kind, "path": path, "method": "POST", "headers": list(headers)}
+    asyncio.run(RequireKey(application)(scope, None, send))
+    return sent[0].get("status", sent[0]["type"])
+
+
+def bearer(text):
+    return (b"authorization", b"Bearer " + text.encode())
+
+
+def test_every_route_but_health_wants_the_key(key_file, monkeypatch):
+    monkeypatch.setenv(KEY_FILE, str(key_file))
+    right, wrong = bearer(KEY), bearer(KEY[:-1])
+    for path in ("/update_weights", "/v1/completions", "/inference/v1/generate", "/metrics", "/health/", "//health"):
+        assert status_of(path) == status_of(path, headers=[wrong]) == 401
+        assert status_of(path, headers=[right]) == 200
+        assert status_of(path, headers=[(b"Authorization", right[1])]) == 200
+    assert status_of(headers=[wrong, right]) == status_of(headers=[right, right]) == 401
+    assert status_of(headers=[(b"authorization", KEY.encode())]) == 401
+    assert status_of("/health") == 200
+    assert status_of("", "lifespan") == 200
+    assert status_of("/v1/realtime", "websocket") == "websocket.close"
+
+
+def test_a_server_does_not_start_without_its_key(monkeypatch, tmp_path):
+    for named in ({}, {KEY_FILE: str(tmp_path / "none")}):
+        monkeypatch.delenv(KEY_FILE, raising=False)
+        for name, value in named.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match="key file"):
+            RequireKey(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        (KEY, 0o640, "others may read the key file .*: chmod 600 it"),
+        (KEY, 0o604, "others may read"),
+        ("", OWN, "one word of at least 16 characters"),
+        ("0123456789abcde", OWN, "one word of at least 16"),
+        ("two words of a key that is long", OWN, "one word of at least 16"),
+        (KEY + "\n" + KEY, OWN, "one word of at least 16"),
+        ("schlüssel-schlüssel", OWN, "more than plain ASCII"),
+        (None, OWN, "cannot be read: No such file"),
+    ],
+)
+def test_what_is_no_key_file_is_refused(tmp_path, text, mode, said):
+    path = tmp_path / "key"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    with pytest.raises(ValueError, match=said) as refused:
+        read_api_key(path)
+    assert not text or text not in str(refused.value)
+
+
+def test_the_setting_comes_before_the_environment(key_file, monkeypatch):
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    assert find_key_file(None) is None
+    monkeypatch.setenv(KEY_FILE, "/elsewhere")
+    assert str(find_key_file(None)) == "/elsewhere"
+    assert find_key_file(key_file) == key_file
+
+
+def engine_of(url, **config):
+    return ServedEngine(
+        RolloutConfig(engine="vllm", urls=(url,), dtype="float32", **config),
+        VllmBackend(),
+        hf_config=SHAPE,
+        max_tokens=100,
+        tensors=dict.items,
+        checksums=lambda params: {name: array_checksum(array) for name, array in params.items()},
+        score=lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
+    )
+
+
+def test_the_client_brings_the_key_on_every_path(fake, key_file, monkeypatch):
+    prompts, sampling = [np.array([3], np.int32)], SamplingParams(2)
+    engine = engine_of(fake.url, api_key_file=str(key_file))
+    try:
+        engine.publish({"a": np.ones(2, np.float32)}, 0)
+        assert len(list(engine.generate(prompts, 2, sampling, seed=0))) == 2
+    finally:
+        engine.close()
+    model = connect([fake.url], api_key_file=str(key_file))
+    assert len(list(model.generate(prompts, 2, sampling, seed=0))) == 2
+    model.close()
+    monkeypatch.setenv(KEY_FILE, str(key_file))  # the tools have no option of their own
+    vectors, _ = score_column(f"vllm:{fake.url}", make_dump(["x"], [[7, 8]], [[False, True]], {}))
+    assert vectors[0][1] == np.float32(-0.125)
+
+
+def test_without_the_key_one_line_says_what_to_set_and_no_log_shows_it(fake, tmp_path, caplog):
+    caplog.set_level(logging.DEBUG)
+    other = tmp_path / "other"
+    other.touch(OWN)
+    other.write_text("another-key-of-some-length")
+    for config in ({}, {"api_key_file": str(other)}):
+        with pytest.raises(HandshakeError, match=r"answered 401: .*; name the server's key file in rollout") as ended:
+            engine_of(fake.url, **config)
+        assert "\n" not in str(ended.value)
+    with pytest.raises((ServerRefusedError, ValueError), match="401"):
+        connect([fake.url])
+    assert "httpcore" in caplog.text  # its debug lines name each step of a request
+    assert not any(key in caplog.text + str(ended.value) for key in (KEY, other.read_text()))
+
+
+def test_neither_command_line_nor_environment_holds_the_key(key_file, monkeypatch):
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    config = ServerConfig("m", api_key_file=key_file)
+    words = command(config, 7, gpu=False)
+    assert words[words.index("--middleware") + 1] == "rljax.weights.middleware.RequireKey"
+    settings = environment(config, gpu=False)
+    assert settings[KEY_FILE] == str(key_file)
+    assert KEY not in " ".join([*words, *settings.values(), repr(config)])
+    monkeypatch.setenv(KEY_FILE, str(key_file))
+    assert ServerConfig("m").api_key_file == key_file
+    monkeypatch.delenv(KEY_FILE)
+    assert "--middleware" not in command(ServerConfig("m"), 7, gpu=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
+def test_loopback_needs_no_key(host):
+    words = command(ServerConfig("m", host=host, extra_args=("--x",)), 7, gpu=False)
+    assert words[-2:] == ["--host", host]
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "192.168.0.9", "172.16.0.1", "fd00::1", "169.254.1.1"])
+def test_a_private_address_needs_a_key(host, key_file, monkeypatch):
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    with pytest.raises(ValueError, match=f"host {host} is not loopback: .* it needs an api_key_file"):
+        ServerConfig("m", host=host)
+    assert ServerConfig("m", host=host, api_key_file=key_file).host == host
+
+
+PUBLIC = ["0.0.0.0", "::", "8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "::ffff:0.0.0.0", "255.255.255.255"]
+
+
+@pytest.mark.parametrize("host", PUBLIC)
+def test_a_public_address_is_refused_with_and_without_a_key(host, key_file):
+    for file in (None, key_file):
+        with pytest.raises(ValueError, match="host must be a loopback or private address"):
+            ServerConfig("m", host=host, api_key_file=file)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--host", "--host=0.0.0.0", "--api-key", "--api_key=x", "--trust-remote-code", "--trust_remote_code"],
+)
+def test_arguments_of_vllm_that_would_undo_it_are_refused(argument):
+    with pytest.raises(ValueError, match="is not passed to vLLM"):
+        ServerConfig("m", extra_args=(argument,))
+
+
+def test_the_program_says_it_in_one_line(caplog):
+    assert serve(ServerConfig, start, ServerConfig.kind, ["m", "--host", "0.0.0.0"]) == 2
+    assert len(caplog.records) == 1
+    assert "host must be a loopback or private address, got 0.0.0.0" in caplog.text
+
+
+def test_health_is_asked_past_any_proxy(fake, monkeypatch):
+    """The proxy that the environment names refuses every connection, as one that cannot reach loopback does."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.build_opener().open(f"{fake.url}/health", timeout=5)
+    server = VllmServer.__new__(VllmServer)
+    server.url = fake.url
+    assert server.healthy()
+    fake.key = ""
+    model = connect([fake.url])
+    assert len(list(model.generate([np.array([3], np.int32)], 1, SamplingParams(1), seed=0))) == 1
+    model.close()
+
+
+def test_a_wrong_key_file_of_a_run_is_the_callers_mistake(fake, tmp_path):
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    os.chmod(path, 0o644)
+    with pytest.raises(ValueError, match="others may read the key file"):
+        engine_of(fake.url, api_key_file=str(path))
+    assert issubclass(ConfigError, ValueError)

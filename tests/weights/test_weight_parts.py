@@ -1,0 +1,353 @@
+"""Parts of a version that several processes keep and serve each by itself, pulled from all of them."""
+
+import contextlib
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from cutting_proxy import CuttingProxy
+from toy_runs import ROOT
+from weight_training import Training, assert_holds, shards
+
+from rljax.errors import ConfigError, NotWrittenError
+from rljax.rollout.servers import parts as parts_module
+from rljax.rollout.servers.parts import PartFiles, make_parts
+from rljax.rollout.servers.publishing import make_files
+from rljax.rollout.types import PublishConfig, RolloutConfig
+from rljax.weights import source as sources
+from rljax.weights.addresses import own_address
+from rljax.weights.api_key import KEY_FILE
+from rljax.weights.mirror import DamagedError, Mirror
+from rljax.weights.pull import pull
+from rljax.weights.source import SourceError, open_source
+from rljax.weights.version import FileRecord
+from rljax.weights.writer import PartWriter, Pieces, all_taken, joined
+
+HERE = "127.0.0.1:1"  # as a coordinator of this machine
+
+
+class InTurn:
+    """Writer of the parts of several processes, each asked in turn; all are of this one."""
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def take(self, named):
+        held = shards(dict(named), len(self.parts))
+        return all_taken([each.take(own) for each, own in zip(self.parts, held, strict=True)])
+
+    def write_dense(self, directory):
+        return self._write("dense", directory)
+
+    def write_delta(self, directory):
+        return self._write("delta", directory)
+
+    def _write(self, kind, directory):
+        written = joined([each.write(kind, directory) for each in self.parts])
+        self.parts[0].wait(directory, written)
+        return written
+
+    def forget(self, directory):
+        for each in self.parts:
+            each.forget(directory)
+
+    def keep_only(self, names):
+        for each in self.parts:
+            each.keep_only(names)
+
+
+class Pod:
+    """So many processes of a run, each with a directory of its own."""
+
+    def __init__(self, root, count, store="http", anchor_every=4):
+        publish = PublishConfig(store=store, anchor_every=anchor_every)
+        self.parts = []
+        for index in range(count):
+            rollout = RolloutConfig(transfer_dir=str(root / f"process_{index}"))
+            self.parts.append(make_parts(PartWriter(lambda own: own, str(index)), publish, rollout, index, HERE))
+        files = make_files(publish, str(root / "process_0"), None, InTurn(self.parts))
+        self.training = Training(root, files=files)
+
+    def close(self):
+        self.training.files.close()
+        for each in self.parts:
+            each.close()
+
+
+@pytest.fixture
+def pods(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def make(*arguments, **options):
+            return stack.enter_context(contextlib.closing(Pod(tmp_path, *arguments, **options)))
+
+        yield make
+
+
+@pytest.fixture
+def mirror(tmp_path):
+    return Mirror(tmp_path / "mirror")
+
+
+def described(version):
+    return json.loads((version.path / "version.json").read_text())
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_process_serves_what_it_wrote(pods, mirror, tmp_path, count):
+    pod = pods(count)
+    for number in range(6):
+        version = pod.training.step()
+        done = pod.training.pull(mirror)
+        assert (done.dense, done.deltas, done.bytes) == (number == 0, int(number > 0), version.num_bytes)
+        assert_holds(mirror, pod.training)
+        files = described(version)["files"]
+        places = [
+            {url for name, record in files.items() if name.startswith(f"{index}-") for url in [record.get("at", "")]}
+            for index in range(count)
+        ]
+        assert places[0] == {""}
+        assert [len(urls) for urls in places] == [1] * count
+        assert len(set.union(*places)) == count
+        for index, own in enumerate(sorted(tmp_path.glob("process_*"))):
+            kept = {path.name for path in own.glob(f"rljax-weights-*/{version.path.name}/*.safetensors")}
+            assert kept == {name for name in files if name.startswith(f"{index}-")}
+        pod.training.files.keep_only(version)
+        names = {path.name for path in pod.training.files.root.glob("v*")}
+        for own in tmp_path.glob("process_*"):
+            assert {path.name for path in own.glob("rljax-weights-*/v*")} == names
+    assert described(version)["format"] == 2
+    pod.close()
+    assert not list(tmp_path.glob("process_*/*"))
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(next(iter(places[1])))
+
+
+def test_a_late_joiner_and_the_reader_of_the_documentation_take_the_chain(pods, mirror, monkeypatch):
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    reader = runpy.run_path(str(ROOT / "examples/read_weights.py"))
+    pod = pods(2)
+    for _ in range(4):
+        pod.training.step()
+    assert pod.training.pull(mirror).deltas == 3
+    assert_holds(mirror, pod.training)
+    _, tensors = reader["read"](pod.training.files.root, pod.training.versions[-1].path.name)
+    for name, array in pod.training.tensors.items():
+        assert tensors[name].tobytes() == array.tobytes()
+
+
+def test_files_come_from_all_places_at_the_same_time(pods, mirror, monkeypatch):
+    """A pull whose files of one place wait for one of another goes through."""
+    pod = pods(4)
+    version = pod.training.step()
+    source, meeting = open_source(version.source), threading.Barrier(4)
+
+    class Meeting:
+        read = source.read
+
+        def fetch(self, name, record, folder):
+            meeting.wait(30)
+            return source.fetch(name, record, folder)
+
+    pull(Meeting(), version.path.name, mirror)
+    assert_holds(mirror, pod.training)
+
+
+def test_a_place_that_is_gone_for_a_while_is_waited_for(pods, mirror, monkeypatch):
+    """What has come of it, and of the others, is not asked for again."""
+    monkeypatch.setattr(sources, "_RANGE_BYTES", 1000)
+    pod = pods(2)
+    proxy = CuttingProxy(pod.parts[1]._served.source, cut_after=1500)
+    pod.parts[1]._served.source = proxy.url
+    version = pod.training.step()
+    records = [record for record in described(version)["files"].values() if record.get("at")]
+    failures = []
+
+    def pulling():
+        try:
+            pod.training.pull(mirror)
+        except Exception as error:
+            failures.append(error)
+
+    with contextlib.closing(proxy):
+        thread = threading.Thread(target=pulling)
+        thread.start()
+        while proxy.passed < 2000:
+            time.sleep(0.001)
+        proxy.open = False
+        time.sleep(1.0)
+        assert thread.is_alive()
+        proxy.open = True
+        thread.join(60)
+    assert failures == []
+    assert_holds(mirror, pod.training)
+    size = sum(record["bytes"] for record in records)
+    heads = 600 * (proxy.cuts + size / 1000)
+    assert size < proxy.passed < 1.3 * size + heads
+
+
+def test_a_file_that_is_damaged_at_one_place_is_refused_until_an_anchor_comes(pods, mirror):
+    pod = pods(2, anchor_every=3)
+    pod.training.step()
+    pod.training.pull(mirror)
+    version = pod.training.step()
+    (path,) = pod.parts[1]._directory.root.glob(f"{version.path.name}/1-delta.safetensors")
+    content = bytearray(path.read_bytes())
+    content[len(content) * 7 // 8] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match=rf"{version.path.name}/1-delta\.safetensors has not the checksum"):
+        pod.training.pull(mirror)
+    pod.training.step()
+    pod.training.step()
+    assert pod.training.pull(mirror).dense
+    assert_holds(mirror, pod.training)
+
+
+def test_a_part_that_cannot_be_written_leaves_no_version_anywhere(pods, mirror, tmp_path):
+    pod = pods(2)
+    pod.training.step()
+    pod.training.pull(mirror)
+    own = pod.parts[1]._directory.root
+    (own / "v00000001-2").write_text("in the way")
+    with pytest.raises(NotWrittenError, match="File exists"):
+        pod.training.step()
+    (own / "v00000001-2").unlink()
+    for root in tmp_path.glob("process_*"):
+        assert [path.name for path in root.glob("rljax-weights-*/v*")] == [pod.training.versions[0].path.name]
+    pod.training.step()
+    assert pod.training.pull(mirror).dense
+    assert_holds(mirror, pod.training)
+
+
+def test_a_server_that_is_killed_in_mid_pull_is_back_at_its_address(pods, mirror, monkeypatch):
+    monkeypatch.setattr(sources, "_RANGE_BYTES", 1000)
+    pod = pods(2)
+    served = pod.parts[1]._served
+    proxy = CuttingProxy(served.source)  # counts
+    served.source, url = proxy.url, served.source
+    version = pod.training.step()
+    served.source, failures = url, []
+
+    def pulling():
+        try:
+            pod.training.pull(mirror, version)
+        except Exception as error:
+            failures.append(error)
+
+    with contextlib.closing(proxy):
+        thread = threading.Thread(target=pulling)
+        thread.start()
+        while proxy.passed < 2000:
+            time.sleep(0.0005)
+        first = served._running.pid
+        os.kill(first, signal.SIGKILL)
+        thread.join(60)
+    assert failures == []
+    assert_holds(mirror, pod.training)
+    assert served._running.pid != first
+    assert httpx.get(f"{url}/health").text == "ok\n"
+    pod.training.step()
+    pod.training.pull(mirror)
+    assert_holds(mirror, pod.training)
+
+
+def test_a_server_of_one_part_that_ended_is_named(pods):
+    pod = pods(2)
+    pod.training.step()
+    pod.parts[1]._served._running.stdin.close()
+    pod.parts[1]._served._running.wait(20)
+    with pytest.raises(NotWrittenError, match="the server of weights ended with status 0"):
+        pod.training.step()
+
+
+def test_the_key_goes_to_private_addresses_alone(pods, mirror, tmp_path):
+    source = open_source("http://127.0.0.1:9")
+    for url in ("http://8.8.8.8:80", "http://example.org", "http://10.0.0.1@example.org", "file:///etc"):
+        with pytest.raises(SourceError, match=r"are not read: host must be "):
+            source.fetch("v1-1/x.safetensors", FileRecord(1, "", url), tmp_path)
+
+
+def test_each_process_uploads_its_files_and_process_0_the_version_last(pods, mirror, tmp_path):
+    url = f"file://{tmp_path}/store"
+    pod = pods(2, store=url, anchor_every=2)
+    for _ in range(4):
+        version = pod.training.step()
+        pod.training.pull(mirror)
+        assert_holds(mirror, pod.training)
+        pod.training.files.keep_only(version)
+    folder = tmp_path / "store" / pod.training.files.root.name / version.path.name
+    assert {path.name for path in folder.iterdir()} == {"version.json", *described(version)["files"]}
+    assert described(version)["format"] == 1
+    left = [path for own in tmp_path.glob("process_*") for path in own.glob("rljax-weights-*/**/*.safetensors")]
+    assert left == [], "files stay in memory after they were uploaded"
+    shutil.rmtree(tmp_path / "mirror")
+    assert pod.training.pull(Mirror(tmp_path / "mirror")).dense
+    assert_holds(mirror, pod.training)
+    pod.close()
+    assert not list((tmp_path / "store").iterdir())
+
+
+def test_files_of_other_processes_are_waited_for_until_they_are_whole(tmp_path, monkeypatch):
+    """As on a shared file system that shows them late; one that is not shared is named."""
+    parts = PartFiles(PartWriter(lambda own: own))
+    written = Pieces((), {"0.safetensors": FileRecord(4, ""), "1.safetensors": FileRecord(8, "")})
+    (tmp_path / "0.safetensors").write_bytes(b"1234")
+    (tmp_path / "1.safetensors").write_bytes(b"1234")
+    whole = threading.Timer(0.3, lambda: (tmp_path / "1.safetensors").write_bytes(b"12345678"))
+    whole.start()
+    parts.wait(tmp_path, written)
+    assert (tmp_path / "1.safetensors").stat().st_size == 8
+    (tmp_path / "1.safetensors").unlink()
+    monkeypatch.setattr(parts_module, "_SEEN_S", 0.2)
+    with pytest.raises(OSError, match=r"does not see 1\.safetensors, .* wrote: rollout\.transfer_dir"):
+        parts.wait(tmp_path, written)
+
+
+# ---- addresses ----
+
+
+def interface():
+    """An address of this machine that is not loopback, if it has one with a way out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.254", 9))
+        except OSError:
+            pytest.skip("this machine has loopback alone")
+        return probe.getsockname()[0]
+
+
+def test_a_process_beside_process_0_has_its_address():
+    assert own_address("127.0.0.1", "localhost") == "127.0.0.1"
+    own = interface()
+    assert own_address("127.0.0.1", own) == "127.0.0.1"
+    assert own_address(own, own) == own
+
+
+def test_a_process_elsewhere_has_the_address_of_the_way_to_process_0():
+    assert own_address("10.255.255.254", "10.255.255.254") == interface()
+    with pytest.raises(ValueError, match=r"publish\.host = 127\.0\.0\.1 is reached on the machine of process 0 alone"):
+        own_address("127.0.0.1", "10.255.255.254")
+
+
+def test_an_address_that_cannot_be_had_is_told_in_one_line(tmp_path):
+    interface()
+    rollout = RolloutConfig(transfer_dir=str(tmp_path))
+    writer = PartWriter(lambda own: own)
+    for host, coordinator, message in (
+        ("10.1.2.3", "127.0.0.1:1", "so RLJAX_API_KEY_FILE must name a key file"),
+        ("127.0.0.1", "no-such-machine.invalid:1", "this machine knows no way to no-such-machine.invalid"),
+        ("8.8.8.8", "127.0.0.1:1", "host must be a loopback or private address, got 8.8.8.8"),
+        ("127.0.0.1", "127.0.0.1:1", r"publish.port \+ 3 must be in 0..65535, got 65538"),
+    ):
+        publish = PublishConfig(store="http", host=host, port=65535 if "65535" in message else 0)
+        with pytest.raises(ConfigError, match=f"process 3 cannot hand over its part of the weights: .*{message}") as it:
+            make_parts(writer, publish, rollout, 3, coordinator)
+        assert "\n" not in str(it.value)
+    assert list(tmp_path.iterdir()) == []

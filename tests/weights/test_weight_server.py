@@ -1,0 +1,182 @@
+"""Weights over HTTP: what is served and to whom, links that break, and a server that goes away."""
+
+import contextlib
+import os
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+from cutting_proxy import CuttingProxy
+
+from rljax.rollout.servers.publishing import HttpServed, make_files
+from rljax.rollout.types import PublishConfig
+from rljax.weights.api_key import KEY_FILE
+from rljax.weights.directory import PROTOCOL
+from rljax.weights.mirror import Mirror
+from rljax.weights.pull import pull
+from rljax.weights.source import HttpSource, SourceError, open_source
+from rljax.weights.sums import array_checksum
+from rljax.weights.version import FileRecord
+from rljax.weights.worker import WorkerWeights
+
+KEY = "a-key-of-more-than-sixteen-letters"
+
+
+@pytest.fixture
+def served(tmp_path):
+    """Makes servers of ``tmp_path / "root"``."""
+    made = []
+    (tmp_path / "root").mkdir()
+
+    def serve(key_file=None):
+        made.append(HttpServed(tmp_path / "root", host="127.0.0.1", port=0, api_key_file=key_file))
+        return made[-1]
+
+    yield serve
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "key"
+    path.touch(mode=0o600)
+    path.write_text(KEY)
+    return path
+
+
+@pytest.fixture
+def content(tmp_path, served):
+    """A file of 3 MB in a version's directory."""
+    content = np.random.default_rng(0).bytes(3_000_000)
+    (tmp_path / "root/v00000001-1").mkdir(parents=True)
+    (tmp_path / "root/v00000001-1/0-dense.safetensors").write_bytes(content)
+    return content
+
+
+NAME = "v00000001-1/0-dense.safetensors"
+
+
+def test_ranges_of_the_runs_files_and_nothing_else(tmp_path, served, content):
+    (tmp_path / "outside.txt").write_text("secret")
+    (tmp_path / "root/owner.key").write_text("secret")
+    url = served().source
+    assert httpx.get(f"{url}/health").text == "ok\n"
+    assert (tmp_path / "root/server.log").is_file()
+    assert httpx.get(f"{url}/{NAME}").content == content
+    part = httpx.get(f"{url}/{NAME}", headers={"Range": "bytes=1000-1999"})
+    assert (part.status_code, part.content) == (206, content[1000:2000])
+    for name in (
+        "outside.txt",
+        "../outside.txt",
+        "%2e%2e/outside.txt",
+        "owner.key",
+        "server.log",
+        "v00000001-1",
+        "",
+        "v1-1/../owner.key",
+    ):
+        assert httpx.get(f"{url}/{name}").status_code == 404, name
+    assert httpx.post(f"{url}/{NAME}").status_code == 405
+
+
+def test_without_the_key_nothing_is_given(tmp_path, served, content, key_file, monkeypatch):
+    url = served(key_file).source
+    assert httpx.get(f"{url}/{NAME}").status_code == 401
+    with pytest.raises(SourceError, match="answered with status 401"):
+        HttpSource(url).read(NAME)
+    monkeypatch.setenv(KEY_FILE, str(key_file))
+    assert HttpSource(url).read(NAME) == content
+
+
+def test_an_address_that_others_reach_needs_a_key(tmp_path):
+    (tmp_path / "root").mkdir()
+    with pytest.raises(RuntimeError, match=r"is not loopback: others reach it, so RLJAX_API_KEY_FILE must name"):
+        HttpServed(tmp_path / "root", host="10.0.0.7", port=0, api_key_file=None)
+    with pytest.raises(RuntimeError, match="host must be a loopback or private address"):
+        make_files(PublishConfig(store="http", host="0.0.0.0"), str(tmp_path / "weights"), None)
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_a_link_that_breaks_goes_on_where_it_was(tmp_path, served, content, monkeypatch):
+    """Each connection is cut after 100 kB; what came is not asked for again."""
+    monkeypatch.setattr("rljax.weights.source._RANGE_BYTES", 1_000_000)
+    proxy = CuttingProxy(served().source, cut_after=100_000)
+    with contextlib.closing(proxy):
+        path = HttpSource(proxy.url).fetch(NAME, FileRecord(len(content), ""), tmp_path)
+    assert path.read_bytes() == content
+    assert proxy.cuts >= 24
+    assert proxy.passed < 1.3 * len(content)
+
+
+def test_a_link_that_is_gone_for_a_while(tmp_path, served, content, monkeypatch):
+    monkeypatch.setattr("rljax.weights.source._RANGE_BYTES", 1_000_000)
+    proxy = CuttingProxy(served().source, cut_after=300_000)
+    paths = []
+    with contextlib.closing(proxy):
+        fetching = threading.Thread(
+            target=lambda: paths.append(HttpSource(proxy.url).fetch(NAME, FileRecord(len(content), ""), tmp_path))
+        )
+        fetching.start()
+        while proxy.passed < 200_000:
+            time.sleep(0.001)
+        proxy.open = False
+        time.sleep(1.0)
+        assert fetching.is_alive()
+        proxy.open = True
+        fetching.join(60)
+    assert paths[0].read_bytes() == content
+
+
+def test_a_server_that_stays_away_is_given_up_with_its_name(served):
+    gone = served()
+    gone.close()
+    began = time.monotonic()
+    with pytest.raises(SourceError, match=rf"{gone.source}/probe.txt gave nothing for 1 s: "):
+        open_source(gone.source, 1.0).read("probe.txt")
+    assert time.monotonic() - began < 30
+
+
+def test_a_run_publishes_over_http(tmp_path, key_file, monkeypatch):
+    monkeypatch.setenv(KEY_FILE, str(key_file))
+    mirror = Mirror(tmp_path / "mirror")
+    tensors = {"w": np.random.default_rng(0).normal(size=(300, 200)).astype(np.float32)}
+    files = make_files(PublishConfig(store="http"), str(tmp_path), key_file)
+    with contextlib.closing(files):
+        path, text = files.probe()
+        assert open_source(files.source).read(path.name).decode() == text
+        for number in range(3):
+            tensors = {"w": tensors["w"].copy()}
+            tensors["w"][number] += 1
+            version = files.write(tensors.items(), number, {"w": array_checksum(tensors["w"])})
+            done = pull(open_source(files.source), version.path.name, mirror)
+            assert (done.dense, done.deltas, done.bytes) == (number == 0, int(number > 0), version.num_bytes)
+            files.keep_only(version)
+    assert not files.root.exists()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(files.source)
+
+
+def test_a_trainer_that_shows_itself_leaves_no_connection_in_the_worker(tmp_path):
+    files = make_files(PublishConfig(store="http"), str(tmp_path), None)
+    with contextlib.closing(files):
+        path, text = files.probe()
+        before, weights = len(os.listdir("/proc/self/fd")), WorkerWeights()
+        weights.show(str(path), text, PROTOCOL, files.source)
+        assert weights.pulling.source == files.source
+        weights.pulling.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_server_ends_with_the_run(tmp_path):
+    """Whatever ends it: the pipe of its standard input is closed."""
+    files = HttpServed(tmp_path, host="127.0.0.1", port=0, api_key_file=None)
+    assert httpx.get(f"{files.source}/health").status_code == 200
+    files._running.stdin.close()
+    assert files._running.wait(timeout=20) == 0
+    with pytest.raises(OSError, match="the server of weights ended with status 0"):
+        files.add(tmp_path)
+    files.close()
+    assert KEY_FILE not in os.environ

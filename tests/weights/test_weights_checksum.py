@@ -1,0 +1,231 @@
+"""One checksum on both sides: worked by hand, equal in numpy, jax and torch, and added up over shards."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import hf_checksums, hf_tensors
+from rljax.policy.model import init_params
+from rljax.weights.checksum import Checksum, checksum, mixed, place_weights
+from rljax.weights.differences import described, differences
+from rljax.weights.region import Region
+from rljax.weights.sums import array_checksum, changed_checksum, region_checksum
+
+DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
+TIED = PolicyConfig(32, 8, 16, 2, 2, 1, 4, tie_word_embeddings=True)
+UNTIED = PolicyConfig(32, 8, 16, 2, 2, 1, 4, tie_word_embeddings=False)
+
+
+def by_hand(bits: int) -> tuple[int, int]:
+    """``mixed`` of one pattern in Python's integers."""
+    values = []
+    for multiplier, another in ((0x7FEB352D, 0x846CA68B), (0x2C1B3C6D, 0x297A2D39)):
+        bits = (bits ^ bits >> 16) * multiplier % 2**32
+        bits = (bits ^ bits >> 15) * another % 2**32
+        bits ^= bits >> 16
+        values.append(bits)
+    return tuple(values)
+
+
+def normal(shape, dtype, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32).astype(dtype)
+
+
+def weight_by_hand(place: int) -> int:
+    """``place_weights`` of one place in Python's integers."""
+    product = place * 0x9E3779B1 % 2**32
+    return product ^ product >> 15 | 1
+
+
+def test_a_checksum_worked_by_hand():
+    """1.0 in bfloat16 is 0x3F80 and -2.0 is 0xC000; zeros add nothing but to the count."""
+    one, two = by_hand(0x3F80), by_hand(0xC000)
+    assert one == (0xD28070AB, 0x59E84BDF)
+    array = np.array([1.0, -2.0, 0.0, 1.0], ml_dtypes.bfloat16)
+    placed = one[0] * weight_by_hand(0) + two[0] * weight_by_hand(1) + one[0] * weight_by_hand(3)
+    sums = (2 * one[0] + two[0], 2 * one[1] + two[1], placed)
+    assert array_checksum(array) == Checksum(4, *(each % 2**32 for each in sums))
+    assert array_checksum(np.zeros(5, np.float32)) == Checksum(5, 0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elements_that_changed_places_are_seen_by_the_third_sum_alone(dtype):
+    array = normal((300, 40), dtype)
+    swapped = array.copy()
+    swapped[[7, 211]] = swapped[[211, 7]]
+    before, after = array_checksum(array), array_checksum(swapped)
+    assert (before.first, before.second) == (after.first, after.second)
+    assert before.placed != after.placed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(300, 40), (3, 300_000), (600, 1_000), (600_000,), (6, 5, 4)])
+def test_the_checksums_of_regions_add_up_to_the_tensors(dtype, shape):
+    """Of halves of the rows and thirds of the columns, of more and of fewer elements than are summed at a time."""
+    array = normal(shape, dtype)
+    whole = Region.whole(shape)
+    bits, total = array.view(f"u{array.dtype.itemsize}").reshape(whole.rows, whole.width), np.zeros(3, np.int64)
+    for rows in np.array_split(np.arange(whole.rows), min(2, whole.rows)):
+        for columns in np.array_split(np.arange(whole.width), 3):
+            region = Region(int(rows[0]), len(rows), int(columns[0]), len(columns), whole.width)
+            assert region.lies_in(shape)
+            part = region_checksum(bits[np.ix_(rows, columns)].reshape(-1), region)
+            total += (part.first, part.second, part.placed)
+    assert checksum(array.size, *total.tolist()) == array_checksum(array)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("changed", [0, 500, 300_000])
+def test_a_checksum_follows_what_changes(dtype, changed):
+    rng = np.random.default_rng(0)
+    array = normal((400, 1_000), dtype)
+    bits = array.view(f"u{array.dtype.itemsize}").reshape(-1)
+    places = np.sort(rng.choice(bits.size, changed, replace=False))
+    old, before = bits[places].copy(), array_checksum(array)
+    bits[places] ^= 5
+    assert changed_checksum(before, old, bits[places], places) == array_checksum(array)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_every_pattern_of_16_bits_has_a_value_of_its_own(place):
+    assert len(np.unique(mixed(np.arange(65536, dtype=np.int32))[place])) == 65536
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_step_of_one_element_is_seen(dtype):
+    array = normal((300, 40), dtype)
+    moved = array.copy()
+    moved.view(f"u{array.dtype.itemsize}")[17, 3] ^= 1
+    before, after = array_checksum(array), array_checksum(moved)
+    assert before.first != after.first
+    assert before.second != after.second
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+def test_the_trainers_are_those_of_the_tensors_that_are_written(dtype, config):
+    params = init_params(config, 3)
+    written = {name: array_checksum(array) for name, array in hf_tensors(params, config, dtype)}
+    assert hf_checksums(params, config, dtype) == written
+    assert len(written) == (24 if config is TIED else 25)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(value):
+    """In a tensor of more elements than ``changed_fraction`` looks at."""
+    config = PolicyConfig(32, 256, 1024, 2, 2, 1, 4, tie_word_embeddings=True)
+    params = init_params(config, 0)
+    params["layers"]["mlp"]["up"] = params["layers"]["mlp"]["up"].at[1, 3, 1].set(value)
+    with pytest.raises(
+        RuntimeError, match=r"tensor 'model.layers.1.mlp.up_proj.weight' holds values that are not finite in bfloat16"
+    ):
+        hf_checksums(params, config, "bfloat16")
+
+
+def test_what_overflows_in_the_rollout_dtype_is_not_finite():
+    params = init_params(TIED, 0)
+    params = {**params, "embed": params["embed"].at[0, 0].set(1e5)}
+    assert hf_checksums(params, TIED, "bfloat16")
+    with pytest.raises(RuntimeError, match=r"'model.embed_tokens.weight' holds values that are not finite in float16"):
+        hf_checksums(params, TIED, "float16")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_torch_jax_and_numpy_agree(dtype):
+    torch = pytest.importorskip("torch")
+    array = normal((70, 33), jnp.dtype(dtype))
+    width = {2: "int16", 4: "int32"}[array.dtype.itemsize]
+    words = torch.from_numpy(array.view(width)).to(torch.int32)
+    words = words & 0xFFFF if width == "int16" else words
+    jaxes = mixed(jnp.asarray(words.numpy()))
+    for ours, theirs, numpys in zip(mixed(words), jaxes, mixed(words.numpy()), strict=True):
+        np.testing.assert_array_equal(ours.numpy(), numpys)
+        np.testing.assert_array_equal(np.asarray(theirs), numpys)
+    places = np.array([0, 1, 65535, 2**31 - 1, -(2**31), -1], np.int32)
+    expected = [weight_by_hand(place % 2**32) for place in places.tolist()]
+    for found in (torch.from_numpy(places), jnp.asarray(places), places):
+        assert [int(weight) % 2**32 for weight in place_weights(found)] == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_a_server_keeps_wider_has_the_checksum_of_what_was_published(dtype):
+    """And a value that is none of the published dtype has another one, as have two that changed places."""
+    torch = pytest.importorskip("torch")
+    from rljax.weights.torch_checksum import as_published, tensor_checksum
+
+    narrow = getattr(torch, dtype)
+    published = torch.from_numpy(normal((70,), jnp.dtype("float32"))).to(narrow)
+    wide = published.to(torch.float32)
+    assert tensor_checksum(as_published(published, narrow)) == tensor_checksum(published)
+    assert tensor_checksum(as_published(wide, narrow)) == tensor_checksum(published)
+    assert tensor_checksum(as_published(wide.flip(0), narrow)) != tensor_checksum(published)
+    wide[3] *= 1.0 + 2.0**-20
+    assert as_published(wide, narrow).dtype == torch.float32
+    assert tensor_checksum(as_published(wide, narrow)) != tensor_checksum(published)
+
+
+# ---- the trainer's tensors and what the workers of a server hold ----
+
+WHOLE = {
+    "norm": normal(8, np.float32, 1),
+    "k_proj": normal((4, 8), np.float32, 2),
+    "q_proj": normal((8, 8), np.float32),
+}
+EXPECTED = {name: array_checksum(array) for name, array in WHOLE.items()}
+
+
+def workers(count, heads=4):
+    """What each of ``count`` workers holds: norms whole, queries in parts, ``heads`` key heads in parts or copied."""
+    held = []
+    for rank in range(count):
+        keys = WHOLE["k_proj"].reshape(heads, -1)
+        mine = keys.reshape(count, -1)[rank] if count <= heads else keys[rank * heads // count]
+        parts = {"norm": WHOLE["norm"], "k_proj": mine, "q_proj": WHOLE["q_proj"].reshape(count, -1)[rank]}
+        held.append({name: array_checksum(part) for name, part in parts.items()})
+    return held
+
+
+@pytest.mark.parametrize(("count", "heads"), [(1, 4), (2, 4), (4, 4), (8, 4), (8, 2), (4, 1)])
+def test_parts_and_copies_add_up(count, heads):
+    held = workers(count, heads)
+    assert differences(EXPECTED, held) == []
+    sums = held[-1]["k_proj"]
+    held[-1]["k_proj"] = Checksum(sums.count, sums.first ^ 1, sums.second, sums.placed)
+    assert differences(EXPECTED, held) == ["k_proj (other bits)"]
+
+
+def test_a_copy_that_differs_is_seen_on_its_own():
+    """Two copies whose errors cancel in the sum."""
+    held = workers(2)
+    for worker, error in zip(held, (1, -1), strict=True):
+        worker["norm"] = dataclasses.replace(EXPECTED["norm"], first=EXPECTED["norm"].first + error)
+    assert differences(EXPECTED, held) == ["norm (other bits)"]
+
+
+def test_what_is_missing_left_over_or_of_another_size_is_named():
+    held = workers(2)
+    del held[0]["norm"], held[1]["norm"]
+    held[1]["k_proj"] = None
+    held[0]["bias"] = Checksum(1, 0, 0, 0)
+    held[1]["q_proj"] = Checksum(33, 0, 0, 0)
+    assert differences(EXPECTED, held) == [
+        "norm (not loaded)",
+        "k_proj (not loaded)",
+        "q_proj (65 elements instead of 64)",
+        "bias (the trainer has none)",
+    ]
+    assert described(["a", "b", "c", "d", "e", "f"]) == "6 tensors differ: a, b, c, d and 2 more"
+    assert described(["a"]) == "1 tensor differs: a"
+
+
+def test_a_tied_head_is_the_embedding():
+    embedding = Checksum(4, 1, 2, 3)
+    expected = {"model.embed_tokens.weight": embedding}
+    assert differences(expected, [{**expected, "lm_head.weight": embedding}]) == []
+    assert differences(expected, [{**expected, "lm_head.weight": None}]) == ["lm_head.weight (not loaded)"]
+    untied = {**expected, "lm_head.weight": Checksum(4, 7, 8, 9)}
+    assert differences(untied, [dict.fromkeys(untied, embedding)]) == ["lm_head.weight (other bits)"]

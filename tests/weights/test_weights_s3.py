@@ -1,0 +1,133 @@
+"""Versions of the weights in a real S3 server on this machine (tools/test_store.sh), pulled by the program."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from toy_runs import ROOT
+from weight_training import Training, assert_holds
+
+from rljax.weights.mirror import Mirror
+from rljax.weights.object_store import StoreServed
+
+URL = "s3://runs/team/weights"
+pytestmark = [pytest.mark.store, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def server(monkeypatch):
+    from s3_server import S3Server
+
+    server = S3Server()
+    for name, value in server.settings.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def training(server, tmp_path):
+    made = Training(tmp_path / "trainer", anchor_every=3, serve=lambda root: StoreServed(root, url=URL))
+    with contextlib.closing(made.files):
+        yield made
+
+
+def bucket():
+    import fsspec
+
+    return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+
+
+def pulled(training, root):
+    """Status of the program that pulls the newest version, and what it did or said; the bucket alone has it."""
+    version = training.versions[-1]
+    shutil.rmtree(version.path, ignore_errors=True)
+    words = [sys.executable, "-m", "rljax.weights.pull", version.source, version.path.name, str(root)]
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    return ended.returncode, ended.stderr if ended.returncode else json.loads(ended.stdout)
+
+
+def damage(training, version, pattern, change):
+    """Puts what ``change`` makes of one file of a version back into the bucket; the file's name there."""
+    store = bucket()
+    (name,) = store.glob(f"{training.files.source}/{version.path.name}/{pattern}")
+    store.pipe_file(name, change(store.cat_file(name)))
+    return name
+
+
+def flipped(content):
+    """With one bit in the middle of its last quarter another, where the tensors are."""
+    changed = bytearray(content)
+    changed[len(changed) * 7 // 8] ^= 1
+    return bytes(changed)
+
+
+def test_an_anchor_and_its_deltas_arrive_bit_for_bit(training, tmp_path):
+    for number in range(3):
+        version = training.step()
+        status, done = pulled(training, tmp_path / "mirror")
+        assert status == 0, done
+        assert (done["tag"], done["dense"], done["deltas"]) == (version.tag, number == 0, int(number > 0))
+        assert done["bytes"] == version.num_bytes
+        assert_holds(Mirror(tmp_path / "mirror"), training)
+
+
+@pytest.mark.parametrize(("steps", "deltas"), [(3, 2), (4, 0), (6, 2)])
+def test_a_late_joiner_gets_the_newest_anchor_and_the_deltas_since(training, tmp_path, steps, deltas):
+    for _ in range(steps):
+        training.files.keep_only(training.step())
+    status, done = pulled(training, tmp_path / "mirror")
+    assert status == 0, done
+    assert (done["dense"], done["deltas"], done["repaired"]) == (True, deltas, "")
+    assert_holds(Mirror(tmp_path / "mirror"), training)
+    kept = {name.rpartition("/")[2] for name in bucket().ls(training.files.source, detail=False)}
+    assert kept == {version.path.name for version in training.versions[-1 - deltas :]}
+
+
+@pytest.mark.parametrize("change", [flipped, lambda content: content[:-3]], ids=["a bit", "cut short"])
+def test_a_damaged_object_is_refused_until_a_dense_version_comes(training, tmp_path, change):
+    mirror = Mirror(tmp_path / "mirror")
+    training.step()
+    assert pulled(training, mirror.root)[0] == 0
+    name = damage(training, training.step(), "*-delta.safetensors", change).rpartition("/")[2]
+    status, said = pulled(training, mirror.root)
+    assert status == 1
+    assert said == f"error: {training.versions[-1].path.name}/{name} has not the checksum that its version says\n"
+    assert mirror.state is None or mirror.state.tag == training.versions[0].tag
+
+    training.step()
+    training.step()  # an anchor
+    status, done = pulled(training, mirror.root)
+    assert status == 0, done
+    assert (done["dense"], done["deltas"]) == (True, 0)
+    assert_holds(mirror, training)
+
+
+def test_a_damaged_dense_object_is_refused(training, tmp_path):
+    damage(training, training.step(), "*-dense.safetensors", flipped)
+    status, said = pulled(training, tmp_path / "mirror")
+    assert status == 1
+    assert "has not the checksum that its version says" in said
+    assert Mirror(tmp_path / "mirror").state is None
+
+
+def test_a_server_that_is_gone_is_named_in_one_line(training, server, tmp_path, monkeypatch):
+    training.step()
+    version = training.versions[-1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    status, said = pulled(training, tmp_path / "mirror")
+    assert status == 1
+    name = f"{version.source.removeprefix('s3://')}/{version.path.name}/version.json"
+    assert said.startswith(f"error: {name} cannot be read: ")
+    assert len(said.splitlines()) == 1
+
+
+def test_the_bucket_loses_the_versions_with_the_run(server, tmp_path):
+    training = Training(tmp_path / "trainer", serve=lambda root: StoreServed(root, url=URL))
+    with contextlib.closing(training.files):
+        training.step()
+        assert bucket().find(URL)
+    assert bucket().find(URL) == []
