@@ -1,4 +1,4 @@
-"""The errors that cross rooms: a caller's mistake (one line, exit 2), a server's, and what stops a run."""
+"""The errors that cross rooms: a caller's mistakes, a server's failures, what stops a run; exit statuses and checks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-START_AGAIN_STATUS = 75
-"""Exit status (EX_TEMPFAIL) of a run that ended for want of another process: the same command goes on."""
+# A caller's mistakes.
 
 
 class ConfigError(ValueError):
-    """A mistake in what the caller wrote. The message is one line that prints; the middle of a very long one is cut."""
+    """A mistake in what the caller wrote: one printable line, whose middle is cut out when it is very long."""
 
     exit_status = 2
     LONGEST = 2000  # characters
@@ -32,10 +31,10 @@ class ConfigError(ValueError):
 
 @contextmanager
 def caller_errors(*more: type[Exception]) -> Iterator[None]:
-    """Within it a ``ValueError``, ``OSError``, ``ServerError`` or one of ``more`` becomes a ``ConfigError``.
+    """Turns a ``ValueError``, ``OSError``, ``ServerError`` or one of ``more`` into a ``ConfigError``.
 
-    For the part of a program that checks its arguments and opens its inputs, where an error is the caller's mistake;
-    not for the work itself.
+    Use it around the part of a program that checks its arguments and opens its inputs. An error there is the caller's
+    mistake. Do not use it around the work itself.
     """
     caught: tuple[type[Exception], ...] = (ValueError, ServerError, *more)
     try:
@@ -48,9 +47,78 @@ def caller_errors(*more: type[Exception]) -> Iterator[None]:
         raise ConfigError(error) from error
 
 
+# A server's failures.
+
+
+class ServerError(RuntimeError):
+    """A failure of a server."""
+
+
+class ServerGoneError(ServerError):
+    """The server does not answer, or its engine is broken. Try again when it is back."""
+
+
+class ServerRefusedError(ServerError):
+    """The server answered and refused. Trying again does not help."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ReplyError(ServerError):
+    """The server answered 200 with something that is not a completion."""
+
+
+class ServersLostError(ServerError):
+    """No server is left to sample, and one that comes back cannot be verified before the next publish."""
+
+
+class HandshakeError(ValueError):
+    """Trainer and server do not fit together. The message has one line for each difference."""
+
+
+class VerificationError(RuntimeError):
+    """The server does not sample from the trainer's weights."""
+
+
+class ServerFailedError(RuntimeError):
+    """The server ended or did not become healthy in time. The message ends with the tail of its log."""
+
+
+# What stops a run.
+
+START_AGAIN_STATUS = 75
+"""Exit status (EX_TEMPFAIL) of a run that lost another of its processes. The same command continues the run."""
+
+
+class StartAgainError(RuntimeError):
+    """Another process of the run failed or was lost. The same command continues from the last checkpoint."""
+
+    exit_status = START_AGAIN_STATUS
+
+
+class NotWrittenError(RuntimeError):
+    """Files could not be written. The message names them and the reason."""
+
+
+class OwnedError(ValueError):
+    """Another living process owns the path that this one wanted to claim. The message names that process."""
+
+
+class StoppedWaitingError(RuntimeError):
+    """The run was asked to stop while the engine waited for servers that are gone, or for responses."""
+
+
+def stop_sampling(gives_up: Callable[[], bool]) -> None:
+    """Raises StoppedWaitingError when ``gives_up`` returns True, so that unfinished responses are dropped."""
+    if gives_up():
+        raise StoppedWaitingError("asked to stop while responses were sampled")
+
+
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Within it an ``OSError`` that names no file gets the name of ``path``: a write that fails has none."""
+    """Adds the name ``path`` to an ``OSError`` that names no file, which is the case for a failed write."""
     try:
         yield
     except OSError as error:
@@ -61,9 +129,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def full_disk_errors() -> Iterator[None]:
-    """Within it a ``NotWrittenError``, or an ``OSError`` for want of room on a disk, becomes a ``ConfigError``.
+    """Turns a ``NotWrittenError``, or an ``OSError`` of a full disk or quota, into a ``ConfigError``.
 
-    For the work itself, where any other error keeps its traceback.
+    Use it around the work itself. Every other error keeps its traceback.
     """
     try:
         yield
@@ -76,13 +144,20 @@ def full_disk_errors() -> Iterator[None]:
             raise
 
 
-def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
-    """Runs a program's ``main`` (on ``sys.argv[1:]`` unless told) and returns its exit status.
+# Exit statuses.
 
-    A ``ConfigError`` becomes one line ``error: ...`` on stderr and status 2, a ``StartAgainError`` likewise with
-    ``START_AGAIN_STATUS``, an interrupt status 130. Where the reader of standard output has left, as ``head`` does, a
-    program ends silently with status 141. Everything else, a plain ``ValueError`` included, keeps its traceback: deep
-    in a run it is a bug, not the caller's mistake. Where it is the caller's, say so with ``caller_errors``.
+
+def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Runs the ``main`` of a program and returns the exit status.
+
+    A ``ConfigError`` or ``StartAgainError`` becomes one line ``error: ...`` on stderr. The status is 2 or
+    ``START_AGAIN_STATUS``. An interrupt gives status 130. If the reader of standard output has closed it, as ``head``
+    does, the program ends silently with status 141. Every other error keeps its traceback, a plain ``ValueError``
+    included: deep in a run it is a bug. Mark the places where it is the caller's mistake with ``caller_errors``.
+
+    Args:
+      main: A function from the list of arguments to the exit status.
+      argv: The arguments. None: ``sys.argv[1:]``.
     """
     try:
         status = main(sys.argv[1:] if argv is None else argv)
@@ -93,7 +168,7 @@ def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
     except BrokenPipeError:
         if not _reader_left():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # The interpreter flushes standard output when it exits.
         return 128 + signal.SIGPIPE
     return status
 
@@ -106,7 +181,7 @@ def _reader_left() -> bool:
 
 
 def exit_status(error: BaseException) -> int:
-    """That of a program which ends by ``error``."""
+    """Returns the exit status of a program that ends with ``error``."""
     if isinstance(error, (ConfigError, StartAgainError)):
         return error.exit_status
     if isinstance(error, SystemExit):
@@ -115,7 +190,7 @@ def exit_status(error: BaseException) -> int:
 
 
 def print_end(error: BaseException) -> None:
-    """Says on stderr by what a program ends: one line where that is known, else a traceback."""
+    """Prints on stderr why a program ends: one line for an expected error, a traceback for any other."""
     if isinstance(error, (ConfigError, StartAgainError)):
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif isinstance(error, KeyboardInterrupt):
@@ -124,81 +199,24 @@ def print_end(error: BaseException) -> None:
         traceback.print_exception(error)
 
 
-class StartAgainError(RuntimeError):
-    """Another process of the run is lost, or failed; the same command goes on from the last checkpoint."""
-
-    exit_status = START_AGAIN_STATUS
-
-
-class NotWrittenError(RuntimeError):
-    """Files could not be written; the message says which, and why."""
-
-
-class OwnedError(ValueError):
-    """Another living process owns what was to be claimed; the message names it."""
-
-
-class StoppedWaitingError(RuntimeError):
-    """The run was asked to stop, and the engine would have to wait: for servers that are gone, or for responses."""
-
-
-def stop_sampling(gives_up: Callable[[], bool]) -> None:
-    """Raises StoppedWaitingError when ``gives_up`` says that what is sampled is to be given up."""
-    if gives_up():
-        raise StoppedWaitingError("asked to stop while responses were sampled")
-
-
-class ServerError(RuntimeError):
-    """What a server did wrong."""
-
-
-class ServerGoneError(ServerError):
-    """The server does not answer, or answered that its engine is broken: try again when it is back."""
-
-
-class ServerRefusedError(ServerError):
-    """The server answered and refused; trying again would not help."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class ReplyError(ServerError):
-    """The server answered 200 with something that is not a completion."""
-
-
-class ServersLostError(ServerError):
-    """None is left to sample, and those that come back cannot be verified before the next publish."""
-
-
-class HandshakeError(ValueError):
-    """Trainer and server do not fit together; one line for each thing that differs."""
-
-
-class VerificationError(RuntimeError):
-    """The server does not sample from the trainer's weights."""
-
-
-class ServerFailedError(RuntimeError):
-    """The server ended or did not become healthy in time; the message ends with the tail of its log."""
+# Checks of fields and texts.
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    """``value`` must be one of the values of ``choices``, a ``Literal``."""
+    """Raises ValueError unless ``value`` is one of the values of ``choices``, a ``Literal``."""
     if value not in get_args(choices):
         raise ValueError(f"{name} must be one of {get_args(choices)}, got {value!r}")
 
 
 def check_choices(config: Any) -> None:
-    """Every field of the dataclass that is declared as a ``Literal`` must have one of its values."""
+    """Raises ValueError unless every ``Literal`` field of the dataclass has one of its values."""
     for name, declared in get_type_hints(type(config)).items():
         if get_origin(declared) is Literal:
             check_choice(name, getattr(config, name), declared)
 
 
 def check_at_least(config: Any, least: int, *names: str) -> None:
-    """The fields must not be below ``least``; a number that is not a number is."""
+    """Raises ValueError if one of the fields is below ``least`` or NaN."""
     for name in names:
         if not getattr(config, name) >= least:
             wanted = f"be at least {least}" if least else "not be negative"
@@ -206,21 +224,25 @@ def check_at_least(config: Any, least: int, *names: str) -> None:
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """The fields must be above 0; they may be infinite."""
+    """Raises ValueError unless the fields are above 0. They may be infinite."""
     for name in names:
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
 
 
 def check_finite(config: Any, *names: str) -> None:
-    """The fields must be finite and not negative."""
+    """Raises ValueError unless the fields are finite and not negative."""
     for name in names:
         if not 0.0 <= getattr(config, name) < float("inf"):
             raise ValueError(f"{name} must be finite and not negative, got {getattr(config, name)}")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that a JSON text stands for. Raises ValueError, in a user's words, for anything that is not one."""
+    """Returns the value of a JSON text.
+
+    Raises:
+      ValueError: The text is not UTF-8, is not JSON, or is nested too deeply.
+    """
     try:
         return json.loads(text)
     except UnicodeDecodeError as error:
