@@ -1,12 +1,12 @@
-"""Share of the computed places that hold a token, over length mixes as the paper's, for rows of several lengths.
+"""Measures which share of the computed places hold a token, for rows of several lengths and mixes of responses.
 
     python experiments/bench_packing.py --json benchmarks/packing.json
 
-A mix is 64 prompts with 16 responses each, as in arXiv 2602.01826 (table 1, figure 6): lengths with a long tail whose
-mean goes from about 1,000 tokens through the surge to 3,500, some of them cut off at 8,192; and what is worse than
-that. No recorded lengths of a run of this size are at hand: the mixes are lognormal and normal, with seeds.
-``rows`` is the share if whole rows were computed, ``before`` that of first-fit-decreasing in whole micro-batches,
-``now`` that of the layout that a step uses: means over the seeds. Prints a Markdown table.
+A mix is 64 prompts with 16 responses each, as in arXiv 2602.01826 (table 1, figure 6). Its lengths have a long tail,
+their mean grows from about 1,000 tokens through the surge to 3,500, and some are cut off at 8,192. Other mixes are
+harder. The lengths are drawn from lognormal and normal distributions with seeds; recorded lengths of such a run are not
+available. ``row_share`` counts the rows alone, ``share`` the whole micro-batches that a step computes. Both are means
+over the seeds. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from rljax.trainer.rows import first_fit, lay_out_rows
 
 PROMPTS, GROUP, LONGEST_PROMPT, LONGEST_RESPONSE = 64, 16, 1024, 8192
 COUNT, LONGEST = PROMPTS * GROUP, LONGEST_PROMPT + LONGEST_RESPONSE
-# (tokens of a row, rows of a micro-batch). Rows for one and two sequences of the longest prompt and response, and for
-# three and four of the longest response and a usual prompt, in multiples of 1,024.
+# Tokens of a row and rows of a micro-batch. A row fits one or two sequences of the longest prompt and response, or three
+# or four of the longest response and a usual prompt. All are multiples of 1,024 tokens.
 SHAPES = ((9216, 4), (9216, 8), (9216, 16), (18432, 4), (18432, 8), (25600, 4), (33792, 4))
 
 
 def lognormal(mean: float, sigma: float) -> Callable[[np.random.Generator], np.ndarray]:
-    """Lengths of that mean before they are cut off."""
+    """Returns a function that draws lengths of that mean, before they are cut off."""
     return lambda rng: rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, COUNT)
 
 
 def cut_off(
     share: float, others: Callable[[np.random.Generator], np.ndarray]
 ) -> Callable[[np.random.Generator], np.ndarray]:
-    """The same, with a share of responses that have no end."""
+    """Returns a function that draws the same lengths, but a share of the responses never ends."""
     return lambda rng: np.where(rng.random(COUNT) < share, np.inf, others(rng))
 
 
@@ -56,12 +56,12 @@ MIXES: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
 
 
 def responses_of(mix: str, rng: np.random.Generator) -> np.ndarray:
-    """Lengths of the responses of a batch, cut off at the limit."""
+    """Draws the lengths of the responses of a batch, cut off at the limit."""
     return np.clip(np.ceil(MIXES[mix](rng)), 1, LONGEST_RESPONSE).astype(int)
 
 
 def draw(mix: str, seed: int) -> tuple[list[int], float, float]:
-    """Lengths with their prompts; the mean response and the share of responses cut off."""
+    """Returns the lengths with their prompts, the mean response length and the share of responses cut off."""
     rng = np.random.default_rng(seed)
     responses = responses_of(mix, rng)
     prompts = np.clip(rng.lognormal(np.log(120), 0.5, PROMPTS), 20, LONGEST_PROMPT).astype(int)
@@ -70,7 +70,7 @@ def draw(mix: str, seed: int) -> tuple[list[int], float, float]:
 
 
 def measure(lengths: Sequence[int], row_tokens: int, rows: int) -> dict[str, float]:
-    """Shares of one batch, and the processor seconds of its layout."""
+    """Returns the shares of one batch, and the processor seconds of its layout."""
     micro, total = max_micro_batches(COUNT, LONGEST, row_tokens, rows), sum(lengths)
     longest_first = sorted(range(COUNT), key=lambda i: (-lengths[i], i))
     count = len(first_fit(lengths, longest_first, row_tokens))
@@ -78,9 +78,8 @@ def measure(lengths: Sequence[int], row_tokens: int, rows: int) -> dict[str, flo
     shape = {"row_tokens": row_tokens, "rows_per_micro_batch": rows, "micro_batches": micro}
     layout = lay_out_rows(lengths, [True] * COUNT, **shape)
     seconds = time.process_time() - start
-    size = rows * row_tokens
-    shares = {"rows": total / (count * row_tokens), "before": total / (-(-count // rows) * size)}
-    return shares | {"now": total / (layout.used * size), "processor_s": seconds}
+    shares = {"row_share": total / (count * row_tokens), "share": total / (layout.used * rows * row_tokens)}
+    return shares | {"processor_s": seconds}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,19 +87,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args(arguments)
-    found: list[dict[str, Any]] = []
-    print("| lengths | mean | cut off | row x rows | rows | before | now |\n|---|---|---|---|---|---|---|")
+    cases: list[dict[str, Any]] = []
+    print("| lengths | mean | cut off | row x rows | row share | share |\n|---|---|---|---|---|---|")
     for mix in MIXES:
         drawn = [draw(mix, seed) for seed in range(options.seeds)]
         mean, cut = (float(np.mean([one[i] for one in drawn])) for i in (1, 2))
         for tokens, rows in SHAPES:
             measured = [measure(lengths, tokens, rows) for lengths, _, _ in drawn]
             means = {key: float(np.mean([each[key] for each in measured])) for key in measured[0]}
-            found.append({"lengths": mix, "mean": mean, "cut_off": cut, "row_tokens": tokens, "rows": rows} | means)
-            shares = " | ".join(f"{means[key]:.1%}" for key in ("rows", "before", "now"))
+            cases.append({"lengths": mix, "mean": mean, "cut_off": cut, "row_tokens": tokens, "rows": rows} | means)
+            shares = " | ".join(f"{means[key]:.1%}" for key in ("row_share", "share"))
             print(f"| {mix} | {mean:,.0f} | {cut:.0%} | {tokens:,} x {rows} | {shares} |")
     if options.json:
-        record = {"command": shlex.join(["python", *sys.argv]), "seeds": options.seeds, "cases": found}
+        record = {"command": shlex.join(["python", *sys.argv]), "seeds": options.seeds, "cases": cases}
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -195,7 +195,9 @@ def step_parts(model: Model, mix: str, layout: tuple[int, int], given: Inputs) -
 
 def rows_of(tokens: int, mix: str, given: Inputs) -> int:
     """Rows that the tokens fill."""
-    shares = [one["rows"] for one in given.packing["cases"] if (one["lengths"], one["row_tokens"]) == (mix, ROW_TOKENS)]
+    shares = [
+        one["row_share"] for one in given.packing["cases"] if (one["lengths"], one["row_tokens"]) == (mix, ROW_TOKENS)
+    ]
     return math.ceil(tokens / (ROW_TOKENS * shares[0]))
 
 

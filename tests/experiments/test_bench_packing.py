@@ -9,5 +9,5 @@ def test_shares_are_of_the_places_that_are_computed():
     assert (len(lengths), mean, cut) == (1024, 8192, 1)
     # One to a row of 9,216; four to a row of 33,792.
     shares = bench_packing.measure(lengths, 9216, 4)
-    assert shares["rows"] == shares["before"] == shares["now"] == pytest.approx(sum(lengths) / (1024 * 9216))
-    assert bench_packing.measure(lengths, 33792, 4)["now"] > 0.98
+    assert shares["row_share"] == shares["share"] == pytest.approx(sum(lengths) / (1024 * 9216))
+    assert bench_packing.measure(lengths, 33792, 4)["share"] > 0.98
