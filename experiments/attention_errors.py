@@ -33,7 +33,7 @@ Arrays = list[np.ndarray]
 
 
 def segments_of(t: int, length: int) -> np.ndarray:
-    """Returns the segment ids of a row of ``t`` tokens, int32 [1, t]; each segment has ``length`` tokens or the rest."""
+    """Returns segment ids of a row of ``t`` tokens in segments of ``length`` (the last is shorter), int32 [1, t]."""
     return (np.arange(t, dtype=np.int32) // length + 1)[None]
 
 
