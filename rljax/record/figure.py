@@ -1,4 +1,4 @@
-"""Figures of a run, or of several in the same panels: the report of a run, and any other grid of panels."""
+"""Figures of one run, or of several runs in the same panels: the report of a run, and any other grid of panels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from matplotlib.ticker import MaxNLocator
 from rljax.record.panels import GRID, INK, PANELS, QUIET, Panel, Run
 from rljax.record.rows import read_rows
 
-# Readers with any colour vision can tell these apart, in this order also in a grey print.
+# Readers with any colour vision can tell these apart. In this order a grey print shows them, too.
 COLORS = ("#1f5fa8", "#d55e00", "#00916e", "#a8428c", "#b8860b", "#555555")
 _LINES = ("-", "--", ":")
 _DPI = 150
 
 PanelGrid = Sequence[Sequence[str]]
-"""Rows of names of panels."""
+"""Rows of panel names."""
 
 REPORT: PanelGrid = (("reward", "accuracy"), ("length", "learning_rate"), ("grad_norm", "entropy"), ("mismatch",))
 """The panels of ``report.png``."""
@@ -37,23 +37,24 @@ def plot_report(
     """Plots ``metrics.jsonl`` of each run directory into one PNG and returns its path.
 
     Args:
-      run_dirs: at least one run directory.
-      out: the file to write; its directory is made.
-      smooth: in [0, 1). An exponential mean over the steps before and after, which therefore does not lag, is plotted
-        over the raw curves; it is about as wide as a running mean that decays by ``smooth`` per step. 0 plots the raw
-        curves only. The response length is never smoothed: the surge is called on the raw values.
-      labels: one per run; by default the last parts of the directories' paths, as many as make the names differ.
+      run_dirs: The run directories, at least one.
+      out: The file to write; its directory is made.
+      smooth: The decay per step of the smoothed curves, in [0, 1). A smoothed curve is an exponential mean over the
+        steps before and after, so it does not lag. It is about as wide as a running mean with this decay. 0 plots the
+        raw curves only. The response length is never smoothed: the surge is called on the raw values.
+      labels: The names of the runs in the legend. By default they are the last parts of the directories' paths, as many
+        as make the names differ.
 
     Raises:
-      ValueError: no runs, a run without rows, or arguments out of range.
-      FileNotFoundError: a run without metrics.jsonl.
-      RuntimeError: a damaged metrics.jsonl.
+      ValueError: There are no runs, a run has no rows, or an argument is out of range.
+      FileNotFoundError: A run has no metrics.jsonl.
+      RuntimeError: A metrics.jsonl is damaged.
     """
     return save_figure(plot_grid(REPORT, read_runs(run_dirs, labels), smooth), out)
 
 
 def read_runs(run_dirs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None = None) -> list[Run]:
-    """The records of run directories, each with a color or line of its own. Raises as ``plot_report`` does."""
+    """Reads the records of run directories and gives each a color and line style. Raises what ``plot_report`` does."""
     directories = [Path(run_dir) for run_dir in run_dirs]
     if not directories:
         raise ValueError("expected at least one run directory, got none")
@@ -71,7 +72,7 @@ def read_runs(run_dirs: Sequence[str | os.PathLike[str]], labels: Sequence[str] 
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
-    """Each directory's last parts, as many as make the names differ."""
+    """Returns the last parts of each directory's path, as many as make the names differ."""
     parts = [directory.resolve().parts for directory in directories]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
@@ -83,14 +84,14 @@ def short_names(directories: Sequence[Path]) -> list[str]:
 def plot_grid(
     grid: PanelGrid, runs: Sequence[Run], smooth: float, *, title: str = "", panels: Mapping[str, Panel] = PANELS
 ) -> Figure:
-    """A figure of rows of panels with all runs in each; a row of one panel takes the whole width.
+    """Draws a figure of rows of panels with all runs in each; a row of one panel takes the whole width.
 
     Args:
-      grid: rows of keys of ``panels``.
-      runs: at least one.
-      smooth: as for ``plot_report``.
-      title: of the figure; by default the run's label, or the number of runs.
-      panels: name -> panel.
+      grid: The rows of panel names; each is a key of ``panels``.
+      runs: The runs to draw, at least one.
+      smooth: The decay per step of the smoothed curves, in [0, 1); 0 draws the raw curves only.
+      title: The title of the figure; by default the run's label, or the number of runs.
+      panels: The panels by name.
 
     Raises:
       ValueError: ``smooth`` is not in [0, 1).
@@ -115,7 +116,7 @@ def plot_grid(
 
 
 def save_figure(figure: Figure, out: str | os.PathLike[str]) -> Path:
-    """Writes a PNG, whose directory is made, and returns its path."""
+    """Writes a figure as a PNG and returns its path; the directory is made."""
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI, facecolor="white", format="png")
@@ -138,7 +139,7 @@ def _title_figure(figure: Figure, runs: Sequence[Run], name: str, below: str) ->
 
 
 def style_axis(axis: Axes, first_step: int, last_step: int) -> None:
-    """The look of a panel over steps."""
+    """Sets the look of a panel over steps."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color("#b6bac0")
     axis.tick_params(labelsize=8.5, colors=QUIET, length=3)

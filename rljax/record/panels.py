@@ -1,4 +1,4 @@
-"""The panels of a run's report, plotted with matplotlib: the curve of one run in each, or the curves of several."""
+"""The panels of a run's report, plotted with matplotlib; each shows the curve of one run, or of several runs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rljax.record.rows import Row, is_accuracy, last_value
 
 INK, QUIET, GRID = "#22262b", "#6b7280", "#e6e8eb"
 _MARKERS = "osD^v"
-_MAX_PERIOD_LINES = 30  # more of them per run would hide the curve
+_MAX_PERIOD_LINES = 30  # more lines per run would hide the curve
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's record, and the color and line that stand for it.
+    """The record of a run, with the color and line style of its curves.
 
     Attributes:
-      label: its name in the legend.
-      rows: of its metrics.jsonl, at least one.
-      color, line: as matplotlib knows them.
-      directory: the run directory, for its token dumps.
+      label: The run's name in the legend.
+      rows: The rows of its metrics.jsonl, at least one.
+      color, line: The color and the line style, in matplotlib's names.
+      directory: The run directory, which holds the token dumps.
     """
 
     label: str
@@ -35,7 +35,7 @@ class Run:
     directory: Path = Path()
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of the rows that have the key; NaN where it was not finite."""
+        """Returns steps and values of the rows that have the key, float64 [n] each; NaN means not finite."""
         points = [(row["step"], math.nan if row[key] is None else row[key]) for row in self.rows if key in row]
         if text := next((repr(value) for _, value in points if isinstance(value, str)), None):
             raise ValueError(f"{self.directory}: {key} must be a number, got {text:.60}")
@@ -43,7 +43,7 @@ class Run:
         return array[:, 0], array[:, 1]
 
     def last(self, key: str) -> int | None:
-        """The last value, a step or a number of steps, recorded under the key."""
+        """Returns the last step, or number of steps, recorded under the key; None without one."""
         value = last_value(self.rows, key)
         if value is not None and (type(value) is not int or not 0 < value < 2**31):
             raise ValueError(f"{self.directory}: {key} must be a step, got {value!r:.60}")
@@ -55,8 +55,9 @@ class Panel:
     """One plot.
 
     Attributes:
-      plot: plots runs into an axis; the number is the decay per step of the mean over the raw curves, 0: no mean.
-      needs: the metric that it shows, or a pattern of several; ``*.parquet``: files of the run directory.
+      plot: A function that draws runs into an axis. Its number is the decay per step of the smoothed curves; 0 draws
+        none.
+      needs: The metric key that the panel shows, a pattern of keys, or a pattern of token dumps (``*.parquet``).
     """
 
     plot: Callable[[Axes, Sequence[Run], float], None]
@@ -64,27 +65,27 @@ class Panel:
 
 
 def head(axis: Axes, title: str, unit: str) -> None:
-    """A panel's title, and what its y axis counts."""
+    """Sets a panel's title and the unit of its y axis."""
     axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
     axis.set_ylabel(unit, fontsize=8.5, color=QUIET)
 
 
 def note(axis: Axes, text: str) -> None:
-    """Text in place of curves."""
+    """Writes a text in place of curves."""
     axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=9, color=QUIET)
     axis.set_yticks([])
     axis.grid(visible=False)
 
 
 def curve_panel(key: str, title: str, unit: str, *, log: bool = False) -> Panel:
-    """The raw and the smoothed curve of one metric; on a log axis a value of 0 cannot be shown."""
+    """Returns a panel with the raw and the smoothed curve of one metric; a log axis leaves values of 0 out."""
 
     def plot(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
         values = np.concatenate([run.series(key)[1] for run in runs])
         head(axis, title, unit)
         if log and np.isfinite(values).any() and not (values > 0).any():
             note(axis, f"{key} is 0 at every step")
-        elif plot_curves(axis, runs, key, smooth, lambda found: found > 0 if log else np.isfinite(found)) and log:
+        elif plot_curves(axis, runs, key, smooth, lambda raw: raw > 0 if log else np.isfinite(raw)) and log:
             log_axis(axis, values)
 
     return Panel(plot, key)
@@ -98,7 +99,19 @@ def plot_curves(
     shown: Callable[[np.ndarray], np.ndarray] = np.isfinite,
     drawstyle: str = "default",
 ) -> bool:
-    """Raw and smoothed curves of the values that are ``shown``; a note and False when there are none."""
+    """Draws raw and smoothed curves of one metric.
+
+    Args:
+      axis: The axis to draw into.
+      runs: The runs to draw.
+      key: The metric's key.
+      smooth: The decay per step of the smoothed curve; 0 draws the raw curve only.
+      shown: A function that says which values of an array are drawn.
+      drawstyle: The style of the lines, in matplotlib's names.
+
+    Returns:
+      True if any value was drawn; otherwise the axis holds a note.
+    """
     any_shown = False
     for run in runs:
         steps, values = run.series(key)
@@ -108,7 +121,7 @@ def plot_curves(
         any_shown = True
         if smooth:
             axis.plot(steps, values, color=run.color, linewidth=0.9, alpha=0.35)
-            values = exponential_mean(values, smooth**2)  # two sides: half the width each
+            values = exponential_mean(values, smooth**2)  # the mean has two sides, each half as wide
         marker = "o" if np.isfinite(values).sum() == 1 else ""  # a line through a single point would be invisible
         axis.plot(steps, values, color=run.color, linestyle=run.line, linewidth=1.9, marker=marker, drawstyle=drawstyle)
     if not any_shown:
@@ -117,7 +130,7 @@ def plot_curves(
 
 
 def exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
-    """Mean with weights decay ** distance; NaN stays NaN and has no weight."""
+    """Computes the mean around each value with weights decay ** distance; NaN stays NaN and has no weight."""
     finite = np.isfinite(values)
     known = np.where(finite, values, 0.0)
     decays = decay ** np.abs(np.arange(1 - len(values), len(values)), dtype=np.float64)
@@ -126,7 +139,7 @@ def exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
 
 
 def plot_length(axis: Axes, runs: Sequence[Run], _: float) -> None:
-    """The response length with each run's surge; never smoothed, because the surge is called on the raw values."""
+    """Draws the response length and each run's surge, not smoothed, because the surge is called on raw values."""
     head(axis, "Response length", "mean, tokens")
     if plot_curves(axis, runs, "response_length/mean", 0.0):
         called = sum(run.last("schedule/surge_step") is not None for run in runs)
@@ -135,7 +148,7 @@ def plot_length(axis: Axes, runs: Sequence[Run], _: float) -> None:
 
 
 def plot_accuracy(axis: Axes, runs: Sequence[Run], _: float) -> None:
-    """The accuracy on each evaluation dataset; as recorded, not smoothed."""
+    """Draws the accuracy on each evaluation dataset, not smoothed."""
     head(axis, "Evaluation accuracy", "share right")
     keys = sorted({key for run in runs for row in run.rows for key in row if is_accuracy(key)})
     for index, key in enumerate(keys):
@@ -155,7 +168,7 @@ def plot_accuracy(axis: Axes, runs: Sequence[Run], _: float) -> None:
 
 
 def plot_learning_rate(axis: Axes, runs: Sequence[Run], _: float) -> None:
-    """The rate of each update as a step function, with each run's surge and decay periods; not smoothed."""
+    """Draws the rate of each update as a step function, with each run's surge and decay periods, not smoothed."""
     head(axis, "Learning rate", "per update")
     if plot_curves(axis, runs, "schedule/learning_rate", 0.0, drawstyle="steps-mid"):
         axis.set_ylim(bottom=0)
@@ -164,7 +177,7 @@ def plot_learning_rate(axis: Axes, runs: Sequence[Run], _: float) -> None:
 
 
 def _surges(axis: Axes, runs: Sequence[Run], *, labels: bool) -> None:
-    """A dashed line at the step of each run's surge and light ones at the multiples of its decay period after it."""
+    """Draws a dashed line at each run's surge, and light lines at the multiples of its decay period after the surge."""
     for index, run in enumerate(runs):
         surge, period = run.last("schedule/surge_step"), run.last("schedule/decay_period")
         last_step = run.rows[-1]["step"]
@@ -192,7 +205,7 @@ def _surges(axis: Axes, runs: Sequence[Run], *, labels: bool) -> None:
 
 
 def log_axis(axis: Axes, values: np.ndarray) -> None:
-    """A log scale around the positive values; the limits are set here, because autoscaling fails on equal values."""
+    """Sets a log scale around the positive values, with limits, because autoscaling fails on equal values."""
     positive = values[np.isfinite(values) & (values > 0)]
     low, high = positive.min(), positive.max()
     margin = max((high / low) ** 0.05, 1.1)
@@ -213,4 +226,4 @@ PANELS: dict[str, Panel] = {
         "mismatch/log_ppl_abs_diff", "Training-inference mismatch", "log_ppl_abs_diff, nats per token", log=True
     ),
 }
-"""Name -> panel."""
+"""The panels of a report by name."""

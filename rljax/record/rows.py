@@ -1,4 +1,4 @@
-"""The rows of a run: reading ``metrics.jsonl`` back, and single values from it."""
+"""Reads the rows of ``metrics.jsonl`` back, and takes single values from them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ NONFINITE_KEYS = "nonfinite_keys"
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of a ``metrics.jsonl``; a torn last line, as a killed run leaves it, is left out.
+    """Reads the rows of a ``metrics.jsonl``. A last line that is incomplete, because the run was killed, is left out.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      RuntimeError: any other line is not a row.
+      FileNotFoundError: There is no such file.
+      RuntimeError: Another line is not a row.
     """
     return [row for row, _ in read_lines(Path(path))]
 
 
 def read_lines(path: Path) -> list[tuple[Row, bytes]]:
-    """Each row with its line as it stands in the file."""
+    """Reads each row together with the bytes of its line."""
     lines = path.read_bytes().splitlines()
     rows: list[tuple[Row, bytes]] = []
     for number, line in enumerate(lines, 1):
@@ -44,7 +44,7 @@ def read_lines(path: Path) -> list[tuple[Row, bytes]]:
 
 
 def _is_value(key: str, value: Any) -> bool:
-    """Whether a row may have the value: a whole number as step, otherwise what ``Recorder.write`` takes."""
+    """Whether a row may hold the value: a step is a whole number, others are what ``Recorder.write`` takes."""
     if key == "step":
         return type(value) is int and 0 <= value < 2**31
     if key == NONFINITE_KEYS:
@@ -53,7 +53,7 @@ def _is_value(key: str, value: Any) -> bool:
 
 
 def last_value(rows: Sequence[Row], key: str) -> Any:
-    """The last value recorded under the key; None without one."""
+    """Returns the last value recorded under the key; None without one."""
     return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
 
 
@@ -63,12 +63,12 @@ def is_accuracy(key: str) -> bool:
 
 
 def step_seconds(row: Row) -> float:
-    """``time/step_s`` of a row, or every ``time/*`` where there is none."""
+    """Returns the seconds of a row's step: ``time/step_s``, or the sum of all ``time/*`` without it."""
     if row.get("time/step_s") is not None:
         return row["time/step_s"]
     return math.fsum(value for key, value in row.items() if key.startswith("time/") and value is not None)
 
 
 def format_value(form: str, value: Any) -> str:
-    """The value in the form, or - where there is none."""
+    """Formats a value; None becomes ``-``."""
     return "-" if value is None else form.format(value)

@@ -1,4 +1,4 @@
-"""What became of a run, from its rows: summary.json, and the table on the terminal."""
+"""Summarizes a run from its rows, for summary.json and for a table on the terminal."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import numpy as np
 
 from rljax.record.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, last_value, step_seconds
 
-EDGE_STEPS = 10  # steps at either end of a run that its first and last means are taken over
-LENGTH_STEPS = 5  # trailing steps of the mean length whose tripling is reported
-SMOOTH_STEPS = 10  # trailing steps of the means that a collapse is read from
+EDGE_STEPS = 10  # steps at either end of a run that its first and last means cover
+LENGTH_STEPS = 5  # steps of the trailing mean length whose tripling is reported
+SMOOTH_STEPS = 10  # steps of the trailing means that decide whether a run collapsed
 COLLAPSE_SHARE = 0.5  # a run has collapsed when its accuracy falls under this share of its peak and stays there
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """The content of summary.json; None stands for what the rows do not tell. Steps are 1-based, lengths in tokens.
+    """Computes the content of summary.json. Steps are 1-based, lengths are in tokens, and None means unknown.
 
     ``length_tripled_step`` is the first step whose trailing 5-step mean length is at least three times the mean of the
-    first 10 steps. ``wall_seconds`` adds up ``time/step_s``, or every ``time/*`` where there is none.
+    first 10 steps. ``wall_seconds`` adds up ``time/step_s``; a row without it counts the sum of its ``time/*``.
 
     Raises:
-      ValueError: there are no rows.
+      ValueError: There are no rows.
     """
     if not rows:
         raise ValueError("no rows to summarize")
@@ -54,13 +54,13 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def trailing_mean(values: Sequence[float | None], window: int = SMOOTH_STEPS) -> np.ndarray:
-    """Mean of each value and up to ``window`` - 1 before it, float64 [n]; a missing or infinite value counts as 0."""
+    """Computes trailing means over ``window`` values, float64 [n]; missing and infinite values count as 0."""
     series = np.asarray([value if value is not None and np.isfinite(value) else 0.0 for value in values], np.float64)
     return np.array([series[max(stop - window, 0) : stop].mean() for stop in range(1, len(series) + 1)])
 
 
 def collapse_step(accuracy: np.ndarray) -> int | None:
-    """First 1-based step from which every accuracy is under half of the highest one before it; None: there is none."""
+    """Returns the first 1-based step from which every accuracy stays under half of the highest before it, or None."""
     under = accuracy < COLLAPSE_SHARE * np.maximum.accumulate(accuracy)
     stays = np.logical_and.accumulate(under[::-1])[::-1]
     return int(np.argmax(stays)) + 1 if stays.any() else None
@@ -76,7 +76,7 @@ def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """The summary as a table for a terminal."""
+    """Formats the summary as a table for a terminal."""
 
     def say(key: str, form: str = "{}") -> str:
         return format_value(form, summary[key])
@@ -110,7 +110,7 @@ def _at_step(step: int | None) -> str:
 
 
 def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
-    """(step, value) wherever the key has a value."""
+    """Returns (step, value) of each row in which the key has a value."""
     return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
 
@@ -128,14 +128,14 @@ def _tripled_step(lengths: Sequence[tuple[int, float]]) -> int | None:
 
 
 def _evaluations(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Dataset -> last and best accuracy; of equal bests the first step counts."""
-    found: dict[str, dict[str, Any]] = {}
+    """Returns the last and the best accuracy of each dataset; of equal best accuracies the first step counts."""
+    accuracies: dict[str, dict[str, Any]] = {}
     for key in sorted({key for row in rows for key in row if is_accuracy(key)}):
         if series := _series(rows, key):
             best_step, best = max(series, key=lambda item: item[1])
             name = key[len("eval/") : -len("/accuracy")]
-            found[name] = {"last": series[-1][1], "best": best, "best_step": best_step}
-    return found
+            accuracies[name] = {"last": series[-1][1], "best": best, "best_step": best_step}
+    return accuracies
 
 
 def _duration(seconds: float) -> str:

@@ -1,10 +1,10 @@
-"""The exchange format: token ids of a set of sequences with any number of log-probability columns, as one Parquet file.
+"""Token dumps: token ids of sequences with any number of log-probability columns, in one Parquet file.
 
-One row a sequence: ``sequence_id`` string, ``token_ids`` list<int32> (prompt and response), ``response_mask``
-list<bool> and ``logprobs/<column>`` list<float32>, all lists of a row of one length. ``logprobs[t]`` is the
-log-probability **of** ``token_ids[t]`` given everything before it (nats), NaN where there is none. The schema's
-metadata holds under ``rljax.dump`` a JSON object: ``version``, ``columns`` (where each column comes from) and
-``sampling`` (how the tokens were sampled). Nothing in it is executed when it is read.
+Each sequence is a row: ``sequence_id`` string, ``token_ids`` list<int32> (prompt and response), ``response_mask``
+list<bool> and ``logprobs/<column>`` list<float32>. All lists of a row have one length. ``logprobs[t]`` is the
+log-probability **of** ``token_ids[t]`` given everything before it (nats), or NaN if it is unknown. The schema's
+metadata has a JSON object under ``rljax.dump``: ``version``, ``columns`` (the source of each column) and ``sampling``
+(how the tokens were sampled). Reading a dump executes nothing in it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import pyarrow.parquet as pq
 from rljax.errors import parse_json, writing
 
 FORMAT_VERSION = 1
-"""Written into every file; a reader refuses any other."""
+"""The version written into every file; a reader refuses any other."""
 
 ROLES = ("trainer", "rollout")
-"""What a column can be in the formulas of the mismatch: the trainer's forward, or the engine that sampled."""
+"""The roles of a column in the formulas of the mismatch: the trainer's forward, and the engine that sampled."""
 
 _KEY = b"rljax.dump"
 _PREFIX = "logprobs/"
@@ -38,15 +38,16 @@ _SOURCE_TEXTS = ("engine", "dtype", "weights_hash", "role")
 
 @dataclass(frozen=True)
 class ColumnSource:
-    """Where a column of log-probabilities comes from. An empty string or None means: not known.
+    """The source of a column of log-probabilities. An empty string or None means unknown.
 
     Attributes:
-      engine: what computed it: "vllm 0.32.0", "jax", "transformers".
-      dtype: of its weights and activations: float32, bfloat16, float16.
-      weights_hash: of the weights, as ``compare.weights.weights_hash`` gives it ("sha256:..."), or any other name;
-        hashes are compared with hashes and names with names.
-      temperature: of the distribution the numbers are of: 1 for raw ones, the sampling temperature for processed ones.
-      role: "trainer" or "rollout", its place in the formulas of the mismatch.
+      engine: The program that computed the column: "vllm 0.32.0", "jax", "transformers".
+      dtype: The dtype of the weights and activations: float32, bfloat16, float16.
+      weights_hash: The hash of the weights ("sha256:..."), or any other name. Hashes are compared with hashes, and
+        names with names.
+      temperature: The temperature of the distribution: 1 for raw log-probabilities, the sampling temperature for
+        processed ones.
+      role: The column's role in the formulas of the mismatch: "trainer" or "rollout".
     """
 
     engine: str = ""
@@ -66,7 +67,7 @@ class ColumnSource:
 
     @classmethod
     def read(cls, document: Any) -> ColumnSource:
-        """A source as a file has it. Raises ValueError when it is not of that form."""
+        """Reads a source from the JSON object of a file. Raises ValueError if it has another form."""
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(document, dict) or not set(document) <= set(known):
             raise ValueError(f"the source of a column has the keys {', '.join(known)}, got {document!r:.80}")
@@ -75,16 +76,16 @@ class ColumnSource:
 
 @dataclass(frozen=True)
 class TokenDump:
-    """A set of tokenised sequences and what engines think of them.
+    """Tokenised sequences with columns of log-probabilities, one column for each engine that scored them.
 
     Attributes:
-      sequence_ids: n distinct names.
-      token_ids: n int32 vectors [t], prompt and response; at least one token each.
-      response_mask: n bool vectors [t], True on response tokens; holes are allowed.
-      logprobs: column name -> n float32 vectors [t] (nats), NaN where the engine gave none.
-      sources: column name -> where it comes from; every column has one.
-      sampling: JSON values: temperature, top_p, top_k, seed and whatever else fixed the samples; ``column`` names the
-        column that the tokens were sampled with.
+      sequence_ids: The names of the sequences, n distinct strings.
+      token_ids: The token ids of prompt and response, n int32 vectors [t] with at least one token each.
+      response_mask: The marks of response tokens, n bool vectors [t]; holes are allowed.
+      logprobs: The columns by name, each n float32 vectors [t] (nats), NaN if unknown.
+      sources: The source of each column by the column's name.
+      sampling: The settings that fixed the samples, JSON values: temperature, top_p, top_k, seed and others. The entry
+        ``column`` names the column of the engine that sampled.
     """
 
     sequence_ids: tuple[str, ...]
@@ -113,9 +114,9 @@ class TokenDump:
             _check_vectors(f"column {column!r}", vectors, self.sequence_ids, self.token_ids)
 
     def role(self, name: str) -> str:
-        """What column ``name`` is: "trainer", "rollout", or an empty string when nothing says.
+        """Returns the role of a column: "trainer", "rollout", or an empty string if it is unknown.
 
-        Its source says it, or ``sampling`` does, or the name itself is one of the two.
+        The role comes from the column's source, from ``sampling``, or from the name itself.
         """
         if self.sources[name].role:
             return self.sources[name].role
@@ -124,12 +125,12 @@ class TokenDump:
         return name if name in ROLES else ""
 
     def with_roles(self, roles: Mapping[str, str]) -> TokenDump:
-        """This dump with the roles of the columns named in ``roles`` declared."""
+        """Returns this dump with the roles of some columns set; ``roles`` maps column names to roles."""
         declared = {name: dataclasses.replace(self.sources[name], role=role) for name, role in roles.items()}
         return dataclasses.replace(self, sources={**self.sources, **declared})
 
     def with_column(self, name: str, vectors: Sequence[np.ndarray], source: ColumnSource) -> TokenDump:
-        """This dump and one more column, or another in the place of the one of that name."""
+        """Returns this dump with a column added, or replaced if there is one of that name."""
         values = tuple(np.asarray(vector, np.float32) for vector in vectors)
         return dataclasses.replace(
             self, logprobs={**self.logprobs, name: values}, sources={**self.sources, name: source}
@@ -144,10 +145,10 @@ def make_dump(
     sources: Mapping[str, ColumnSource] | None = None,
     sampling: Mapping[str, Any] | None = None,
 ) -> TokenDump:
-    """A dump from plain lists or arrays; None in a column becomes NaN, a column without a source an unknown one.
+    """Makes a dump from plain lists or arrays. None in a column becomes NaN; a missing source becomes an unknown one.
 
     Raises:
-      ValueError: lengths do not match, ids repeat, a token id does not fit int32, or a source is of no column.
+      ValueError: Lengths do not match, ids repeat, a token id does not fit int32, or a source has no column.
     """
     return TokenDump(
         sequence_ids=tuple(map(str, sequence_ids)),
@@ -173,15 +174,15 @@ def dump_of_responses(
     sources: Mapping[str, ColumnSource],
     sampling: Mapping[str, Any],
 ) -> TokenDump:
-    """A dump of sampled responses: a row a response, with nothing known of the prompts' log-probabilities.
+    """Makes a dump of sampled responses, one row each; the log-probabilities of prompt tokens are unknown.
 
     Args:
-      sequence_ids: n distinct names.
-      prompts: n int32 vectors [s].
-      responses: n int32 vectors [r].
-      logprobs: column name -> n float32 vectors [r], of the responses' tokens.
-      sources: column name -> where it comes from.
-      sampling: as in ``TokenDump``.
+      sequence_ids: The names of the sequences, n distinct strings.
+      prompts: The token ids of the prompts, n int32 vectors [s].
+      responses: The token ids of the responses, n int32 vectors [r].
+      logprobs: The log-probabilities of the response tokens by column name, n float32 vectors [r] each.
+      sources: The source of each column by the column's name.
+      sampling: The settings of the sampler, JSON values.
     """
     pairs = list(zip(prompts, responses, strict=True))
     return make_dump(
@@ -195,19 +196,19 @@ def dump_of_responses(
 
 
 def after_prompts(prompts: Sequence[np.ndarray], vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Vectors [r] of responses as columns, float32 [s + r]: NaN at the s tokens of each prompt."""
-    nothing = (np.full(len(prompt), np.nan, np.float32) for prompt in prompts)
-    return [np.concatenate(pair) for pair in zip(nothing, vectors, strict=True)]
+    """Extends vectors [r] of responses to whole sequences, float32 [s + r], with NaN at the prompt tokens."""
+    unknown = (np.full(len(prompt), np.nan, np.float32) for prompt in prompts)
+    return [np.concatenate(pair) for pair in zip(unknown, vectors, strict=True)]
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """How many token ids two vectors share from their beginning on."""
+    """Returns the number of token ids that two vectors share from their beginning."""
     shorter = min(len(a), len(b))
     return int(np.argmin(np.append(a[:shorter] == b[:shorter], False)))
 
 
 def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
-    """Writes a dump; a file of that name is replaced only once the new one is complete."""
+    """Writes a dump; an older file of that name is replaced only when the new one is complete."""
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = (dump.sequence_ids, dump.token_ids, dump.response_mask, *dump.logprobs.values())
@@ -226,11 +227,11 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
 
 
 def read_dump(path: str | os.PathLike[str]) -> TokenDump:
-    """Reads what ``write_dump`` wrote.
+    """Reads a dump that ``write_dump`` wrote.
 
     Raises:
-      OSError: there is no such file.
-      ValueError: it is no dump, is of another version, or its columns are not of the types above.
+      OSError: There is no such file.
+      ValueError: The file is not a dump, has another version, or has columns of other types.
     """
     with Path(path).open("rb") as file:
         try:
@@ -239,7 +240,7 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
             raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
     metadata = table.schema.metadata or {}
     if _KEY not in metadata:
-        raise ValueError(f"{path} is a Parquet file, but no token dump: its metadata has no {_KEY.decode()!r}")
+        raise ValueError(f"{path} is a Parquet file but not a token dump: its metadata has no {_KEY.decode()!r}")
     try:
         note = parse_json(metadata[_KEY])
     except ValueError as error:
@@ -247,7 +248,7 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
     if not isinstance(note, dict) or not isinstance(note.get("columns"), dict) or "sampling" not in note:
         raise ValueError(f"{path}: its metadata must be an object with version, columns and sampling")
     if note.get("version") != FORMAT_VERSION:
-        raise ValueError(f"{path} is of dump version {note.get('version')!r:.60}, expected {FORMAT_VERSION}")
+        raise ValueError(f"{path} has dump version {note.get('version')!r:.60}, expected {FORMAT_VERSION}")
     columns = [name.removeprefix(_PREFIX) for name in table.column_names if name.startswith(_PREFIX)]
     for name, kind in _types(columns).items():
         got = table.schema.field(name).type if name in table.column_names else None
@@ -267,7 +268,7 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
 
 
 def _types(columns: Iterable[str]) -> dict[str, pa.DataType]:
-    """The columns of the table: those of the sequences, and one for each of ``columns``."""
+    """Returns the types of the table's columns, with one for each of ``columns``."""
     plain = {"sequence_id": pa.string(), "token_ids": pa.list_(pa.int32()), "response_mask": pa.list_(pa.bool_())}
     return plain | {_PREFIX + name: pa.list_(pa.float32()) for name in columns}
 
@@ -292,32 +293,32 @@ def _to_int32(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def _to_mask(name: str, mask: Sequence[bool] | np.ndarray) -> np.ndarray:
-    found = _to_array(f"sequence {name!r}: response_mask", mask)
-    if found.size and (found.dtype.kind not in "biuf" or not np.isin(found, (0, 1)).all()):
-        raise ValueError(f"sequence {name!r}: response_mask must be true or false at each token, got {found[:4]}")
-    return found.astype(bool)
+    array = _to_array(f"sequence {name!r}: response_mask", mask)
+    if array.size and (array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all()):
+        raise ValueError(f"sequence {name!r}: response_mask must be true or false at each token, got {array[:4]}")
+    return array.astype(bool)
 
 
 def _to_float32(what: str, values: Sequence[float | None] | np.ndarray) -> np.ndarray:
-    """The values, None as NaN."""
-    found = _to_array(what, values)
-    if found.dtype == object:
-        found = _to_array(what, [math.nan if value is None else value for value in values])
-    if found.size and found.dtype.kind not in "iuf":
-        raise ValueError(f"{what} must be numbers, got {found.dtype} {found[:4]}")
+    """Converts values to float32; None becomes NaN."""
+    array = _to_array(what, values)
+    if array.dtype == object:
+        array = _to_array(what, [math.nan if value is None else value for value in values])
+    if array.size and array.dtype.kind not in "iuf":
+        raise ValueError(f"{what} must be numbers, got {array.dtype} {array[:4]}")
     with np.errstate(over="ignore"):
-        return found.astype(np.float32)
+        return array.astype(np.float32)
 
 
 def _to_array(what: str, values: Any) -> np.ndarray:
-    """A vector. Raises ValueError when the values are none."""
+    """Converts values to a vector. Raises ValueError if they are not a plain list."""
     try:
-        found = np.asarray(values)
-    except (ValueError, OverflowError) as error:  # lists in lists, of several lengths
+        array = np.asarray(values)
+    except (ValueError, OverflowError) as error:  # lists of several lengths in a list
         raise ValueError(f"{what} must be a list, got {values!r:.60}") from error
-    if found.ndim != 1:
+    if array.ndim != 1:
         raise ValueError(f"{what} must be a list, got {values!r:.60}")
-    return found
+    return array
 
 
 def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray, ...]:

@@ -1,4 +1,4 @@
-"""The record of a run: one row a step to metrics.jsonl, TensorBoard and the console."""
+"""Writes the record of a run: one row each step to metrics.jsonl, TensorBoard and the console."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _CONSOLE = (
 
 
 class Recorder:
-    """Writes one row a step.
+    """Writes one row each step.
 
-    ``metrics.jsonl`` holds strict JSON: ``step`` first, then the keys by name; a number that is not finite is written
-    as null and its key listed under ``nonfinite_keys``. TensorBoard groups the same keys by what stands before the
-    ``/``. On a terminal a progress bar shows reward, length, rate and mismatch; elsewhere a plain line is printed every
-    10 steps or 30 seconds, at the first and last step and at every evaluation.
+    ``metrics.jsonl`` has strict JSON: ``step`` first, then the other keys by name. A number that is not finite is
+    written as null, and its key is listed under ``nonfinite_keys``. TensorBoard groups the keys by the part before the
+    ``/``. On a terminal a progress bar shows reward, length, rate and mismatch. Elsewhere a plain line is printed every
+    10 steps or 30 seconds, at the first and the last step, and at every evaluation.
 
     Args:
-      run_dir: made if it is not there.
-      total_steps: the run's last step.
-      first_step: 1-based step of the first row that will be written; an earlier record is cut before it.
-      tensorboard: whether to write ``tb/``.
-      progress: whether to report on stderr.
+      run_dir: The run directory, which is made if it is missing.
+      total_steps: The run's last step.
+      first_step: The 1-based step of the first row to write. Rows of this and later steps on disk are removed.
+      tensorboard: Whether to write ``tb/``.
+      progress: Whether to report on stderr.
 
     Raises:
-      RuntimeError: the record on disk is damaged, or its steps before that are not exactly 1 .. first_step - 1.
+      RuntimeError: The record on disk is damaged, or its earlier steps are not exactly 1 .. first_step - 1.
     """
 
     def __init__(
@@ -73,14 +73,16 @@ class Recorder:
         self._console = _Console(total_steps, first_step) if progress else None
 
     def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
-        """Records the row of the next step; its values are None, strings, bools or numbers (also of numpy and jax).
+        """Records the row of the next step.
 
-        ``histograms``: name -> counts in the bins of ``rljax.mismatch.histogram.bin_edges``, for TensorBoard alone.
+        Args:
+          row: The values by key: None, strings, bools or numbers (also numpy's and jax's scalars).
+          histograms: The counts in the bins of ``rljax.mismatch.histogram.bin_edges`` by name, for TensorBoard alone.
 
         Raises:
           ValueError: ``row["step"]`` is not the next step.
-          TypeError: a value that is none of the above.
-          OSError: the row could not be written; nothing of it is left in the file, and it may be tried again.
+          TypeError: A value has another type.
+          OSError: The row could not be written. The file holds nothing of it, and the caller may try again.
         """
         values = {key: _to_python(key, value) for key, value in row.items()}
         if values.get("step") != self._next_step:
@@ -93,11 +95,11 @@ class Recorder:
             self._console.show(values)
 
     def sync(self) -> None:
-        """Returns when every row is on the disk, so that a checkpoint may count on it."""
+        """Waits until every row is on the disk, so that a checkpoint can rely on it."""
         os.fsync(self._file.fileno())
 
     def _append(self, line: bytes) -> None:
-        """Written at once: a process that is killed leaves at most one incomplete line, the last."""
+        """Writes a line in one call, so that a killed process leaves at most one incomplete line, the last."""
         size = os.fstat(self._file.fileno()).st_size
         try:
             with writing(self._file.name):
@@ -117,9 +119,9 @@ class Recorder:
 
 
 class _TensorBoard:
-    """An event file, which is opened at the first row.
+    """A TensorBoard event file, which is opened at the first row.
 
-    Written without the thread of a SummaryWriter: on a full disk that thread ends, and its queue then blocks the run.
+    It is written without the thread of a SummaryWriter: on a full disk that thread ends, and its queue blocks the run.
     """
 
     def __init__(self, directory: Path, first_step: int) -> None:
@@ -129,7 +131,7 @@ class _TensorBoard:
         self._failed = False
 
     def show(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
-        """Writes the row; after an error, of which a line on stderr tells, nothing is written any more."""
+        """Writes the row. After an error it prints a warning and writes no more."""
         if self._failed:
             return
         try:
@@ -145,9 +147,9 @@ class _TensorBoard:
 
         if self._file is None:
             self._directory.mkdir(exist_ok=True)
-            # Event files are named by the second: without the suffix, a resume within it would overwrite the last.
+            # Event files are named by the second. Without the suffix, a quick resume would overwrite the last file.
             self._file = EventsWriter(str(self._directory / "events"), f".{self._first_step:08d}")
-            start = SessionLog(status=SessionLog.START)  # hides what an earlier process wrote from this step on
+            start = SessionLog(status=SessionLog.START)  # hides rows of an earlier process from this step on
             for event in (Event(file_version="brain.Event:2"), Event(session_log=start)):
                 event.step = self._first_step
                 self._file.write_event(event)
@@ -159,12 +161,12 @@ class _TensorBoard:
 
     def close(self) -> None:
         if self._file is not None and not self._failed:
-            with contextlib.suppress(OSError):  # the error that ends a run on a full disk is said already
+            with contextlib.suppress(OSError):  # the error that ends a run on a full disk is reported already
                 self._file.close()
 
 
 def _import_without_torch() -> None:
-    """tensorboardX takes tensors of torch where it can import it, which takes two seconds; rows are numbers."""
+    """Imports tensorboardX without torch, which it would import for tensors alone, in two seconds."""
     hidden: dict[str, Any] = {} if "torch" in sys.modules else {"torch": None}
     sys.modules.update(hidden)
     try:
@@ -175,7 +177,7 @@ def _import_without_torch() -> None:
 
 
 def _histogram(name: str, counts: np.ndarray) -> dict[str, Any]:
-    """One histogram of log-spaced bins; its moments are those of the bins' middles, because only counts are known."""
+    """Returns a histogram of log-spaced bins. Its moments use the middle of each bin, because only counts are known."""
     edges = bin_edges()
     uppers = np.append(edges, edges[-1] ** 2 / edges[-2])
     middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), edges[-1:]])
@@ -211,7 +213,7 @@ def _to_python(key: str, value: Any) -> Any:
 
 
 def _keep_steps_before(path: Path, first_step: int) -> None:
-    """Cuts the record down to the steps 1 .. first_step - 1, in one rename."""
+    """Cuts the record down to the steps 1 .. first_step - 1, with one rename."""
     lines = read_lines(path) if path.exists() else []
     kept = [(row["step"], line) for row, line in lines if row["step"] < first_step]
     got, expected = [step for step, _ in kept], list(range(1, first_step))
@@ -239,12 +241,12 @@ def _span(steps: Sequence[int]) -> str:
 
 
 class _Console:
-    """A progress bar on a terminal; plain lines elsewhere."""
+    """A progress bar on a terminal, or plain lines elsewhere."""
 
     def __init__(self, total_steps: int, first_step: int) -> None:
         self._total_steps, self._first_step = total_steps, first_step
         self._last_time, self._last_step = time.monotonic(), first_step - 1
-        # disable=None: there is a bar on a terminal only, and elsewhere its methods do nothing.
+        # disable=None: without a terminal there is no bar, and its methods do nothing.
         self._bar = tqdm(
             total=total_steps, initial=first_step - 1, unit="step", file=sys.stderr, dynamic_ncols=True, disable=None
         )

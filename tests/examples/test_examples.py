@@ -68,7 +68,7 @@ def test_the_custom_reward_by_hand(response, truncated, expected):
     assert custom_reward.digits_right({"answer": "130"}, response, truncated) == expected
 
 
-def test_data_reward_names_the_custom_reward_and_a_worker_runs_it(monkeypatch):
+def test_a_worker_runs_the_custom_reward_of_data_reward(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     config = Config(data=DataConfig(reward="examples.custom_reward:digits_right", reward_workers=1))
     with RewardPool(config.data.reward_name, config.data.reward_workers) as pool:

@@ -6,7 +6,7 @@ import bench_host
 import pytest
 
 
-def test_every_part_is_timed_and_its_share_is_of_the_modelled_step(tmp_path):
+def test_each_part_has_its_share_of_the_modelled_step(tmp_path):
     bench_host.main(["--responses", "32", "--tokens", "64", "--rounds", "1", "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
     # 6 x 4,022,468,096 parameters (docs/tutorials/train.md) x 32 x (512 + 64) tokens over 8 x 0.4 x 989.4e12 a second.

@@ -66,7 +66,7 @@ def test_the_program_reads_complete_runs_alone(tmp_path, capsys):
     assert "| done | 0.8" in capsys.readouterr().out
 
 
-def test_each_arm_of_the_study_of_engines_is_a_run_that_its_engine_takes(tmp_path):
+def test_each_arm_of_the_engine_study_is_a_valid_run(tmp_path):
     study = read_study(ROOT / "configs/study/engines.yaml")
     engines = set()
     for arm in study.arms:

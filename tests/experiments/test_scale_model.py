@@ -80,7 +80,7 @@ def test_nodes_are_shared_as_the_model_needs():
     assert list(scale_model.layouts(8, large)) == [(16, 48), (32, 32)]
 
 
-def test_training_reaches_the_share_that_its_authors_count_less_the_unseen_half_of_attention():
+def test_the_share_of_the_peak_counts_causal_attention():
     """33% to 39% with the whole square of attention; here the half under the diagonal."""
     assert 0.33 < scale_model.trained_share() < 0.35
 

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from records import study_run
 from study_claims import change_step, edges, filled, interval, main, signal_row
 from study_outcome import outcome_of
 from study_rows import read_table, write_table
@@ -16,28 +17,8 @@ comparisons: [[triggered, constant]]
 """
 
 
-def rows(last, grad_norm=lambda step: 1.0, steps=100, surge=20):
-    """Accuracy 0.75 up to step 80, then ``last``; the surge is called at step 20."""
-    return [
-        {
-            "step": step,
-            "reward/mean": 0.75 if step <= 80 else last,
-            "response_length/mean": 30.0,
-            "mismatch/log_ppl_abs_diff": 0.01,
-            "mismatch/k3_kl": None,
-            "optimizer/grad_norm": grad_norm(step),
-            "optimizer/skipped_updates": 0,
-            "schedule/learning_rate": 1e-4,
-            "schedule/surge_step": surge if step >= surge else None,
-            "eval/toy/accuracy": 0.5 if step == steps else None,
-            "time/step_s": 1.0,
-        }
-        for step in range(1, steps + 1)
-    ]
-
-
 def test_rows_come_back_as_they_were(tmp_path):
-    runs = {("constant", 0): rows(0.0), ("triggered", 1): rows(0.75)}
+    runs = {("constant", 0): study_run(0.0), ("triggered", 1): study_run(0.75)}
     write_table(tmp_path / "rows.parquet", runs)
     found = read_table(tmp_path / "rows.parquet")
     assert list(found) == list(runs)
@@ -86,14 +67,14 @@ def test_a_step_without_a_measurement_has_the_value_before():
     assert filled([None, 2.0, None, float("inf"), 3.0, None]) == [None, 2.0, 2.0, 2.0, 3.0, 3.0]
 
 
-def test_a_signal_that_is_not_measured_any_more_does_not_change_by_that():
-    found = rows(0.0, lambda step: 1.0 if step < 70 else None)
+def test_a_signal_that_is_no_longer_measured_does_not_change():
+    found = study_run(0.0, lambda step: 1.0 if step < 70 else None)
     assert signal_row("optimizer/grad_norm", [(outcome_of(found), found)])["missed"] == 1
 
 
 def test_leads_misses_and_false_alarms():
     def run(last, grad_norm):
-        found = rows(last, grad_norm)
+        found = study_run(last, grad_norm)
         return outcome_of(found), found
 
     early = run(0.0, lambda step: 1.0 if step < 70 else 3.0)
@@ -112,10 +93,10 @@ def test_the_program_compares_the_arms(tmp_path, capsys):
     write_table(
         table,
         {
-            ("constant", 0): rows(0.0),
-            ("constant", 1): rows(0.4),
-            ("triggered", 0): rows(0.75),
-            ("triggered", 1): rows(0.85),
+            ("constant", 0): study_run(0.0),
+            ("constant", 1): study_run(0.4),
+            ("triggered", 0): study_run(0.75),
+            ("triggered", 1): study_run(0.85),
         },
     )
     assert main([str(study), str(table), "--signals", "constant", "--json", str(out)]) == 0

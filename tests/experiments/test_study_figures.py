@@ -3,9 +3,9 @@
 import pytest
 from matplotlib.figure import Figure
 from pictures import coloured_share
+from records import study_run
 from study_figures import main, plot_finals, plot_metric
 from study_rows import write_table
-from test_study_claims import rows
 
 from rljax.errors import ConfigError
 
@@ -21,13 +21,13 @@ claims:
 def runs():
     """The gradient norm of the first run rises before its collapse."""
     return {
-        ("constant", 0): rows(0.0, lambda step: 1.0 if step < 70 else 3.0),
-        ("constant", 1): rows(0.4, steps=90),
-        ("triggered", 0): rows(0.75),
+        ("constant", 0): study_run(0.0, lambda step: 1.0 if step < 70 else 3.0),
+        ("constant", 1): study_run(0.4, steps=90),
+        ("triggered", 0): study_run(0.75),
     }
 
 
-def test_the_thick_line_is_the_median_of_the_steps_that_all_seeds_have():
+def test_the_thick_line_is_the_median_of_common_steps():
     """Accuracy is 0.75 up to step 80; ten steps later the trailing means are 0.0 and 0.4."""
     axis = Figure().subplots()
     plot_metric(axis, runs(), ["constant"], "reward/mean")

@@ -24,7 +24,7 @@ QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 GPU_STEP = ROOT / "tests/plan/programs/gpu_step.hlo"
 
 
-def test_the_words_of_the_program_are_told_from_those_of_the_configuration():
+def test_options_are_told_from_configuration_keys():
     words = ["C.yaml", "--dry-run", "--compile", "h100:1x8", "--mesh.fsdp", "8", "--json=out.json", "--hlo", "out.hlo"]
     expected = Options(dry_run=True, compile="h100:1x8", json="out.json", hlo="out.hlo")
     assert own_options(words) == (["C.yaml", "--mesh.fsdp", "8"], expected)
@@ -164,7 +164,7 @@ def test_the_mesh_takes_all_devices_unless_told(tmp_path):
 
 
 @pytest.mark.compilers
-def test_with_hybrid_sharding_only_the_gradients_sum_crosses_nodes(tmp_path):
+def test_with_replicas_only_the_gradient_sum_crosses_nodes(tmp_path):
     found = compile_toy(tmp_path, "h100:2x2", "--mesh.replica", "2", "--mesh.fsdp", "2")
     across = {
         part: [one for one in found["collectives"] if one["per"] == part and one["across_nodes"]] for part in PARTS
@@ -196,7 +196,7 @@ def test_the_plan_is_near_the_compiler(remat, tmp_path):
 
 
 @pytest.mark.compilers
-def test_between_products_a_device_of_two_holds_half_of_the_tokens(tmp_path):
+def test_between_products_each_device_holds_half_the_tokens(tmp_path):
     """[tokens, width] of a row is gathered and parted over tp, in 16 bits, and never added up whole."""
     words = ["--mesh.fsdp", "4", "--mesh.tp", "2", "--packing.rows_per_micro_batch", "4"]
     found = compile_three_layers(tmp_path, "h100:1x8", *words)

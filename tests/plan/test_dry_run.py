@@ -28,7 +28,7 @@ def changed(config, **sections):
     return dataclasses.replace(config, **parts)
 
 
-def test_the_known_shapes_have_the_published_numbers_of_parameters():
+def test_known_shapes_have_the_published_parameter_counts():
     config = changed(Config(), mesh={"fsdp": 1})
     expected = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "4B": 4_022_468_096, "8B": 8_190_735_360}
     for size, count in expected.items():
@@ -83,7 +83,7 @@ def test_a_run_on_adapters_is_described(tmp_path):
         check_shapes(changed(config, lora={"targets": ("up_proj",)}), MIXTURE, shape_mesh(MeshConfig(1, 1)))
 
 
-def test_a_device_holds_its_share_and_the_whole_of_what_does_not_divide():
+def test_a_device_holds_its_share_of_what_divides():
     config = changed(Config(), mesh={"fsdp": 16, "tp": 4})
     whole, part = state_bytes(config, TINY, shape_mesh(config.mesh))["masters"]
     # The width is split 16 ways; heads, MLP and vocabulary 4 ways; the 2 kv heads and the norms not.

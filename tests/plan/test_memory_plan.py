@@ -52,7 +52,7 @@ def test_blocks_keep_their_input(dtype, size):
     assert 0 <= kept - 2 * 64 * 16 * size <= 2 * scales
 
 
-def test_with_adapters_only_the_weights_under_them_have_a_gradient():
+def test_with_adapters_only_their_weights_have_a_gradient():
     mesh = make_mesh(MeshConfig(1, 1))
     one = changed(config(), mesh={"fsdp": 1, "tp": 1}, packing={"row_tokens": 64, "rows_per_micro_batch": 1})
     lora = changed(one, lora={"rank": 2, "targets": ("gate_proj",)})

@@ -59,7 +59,7 @@ def test_what_crosses_nodes():
     ]
 
 
-def test_the_time_is_the_longer_of_products_and_memory_and_then_the_links():
+def test_the_time_is_max_of_products_and_memory_plus_links():
     work = Work(memory_bytes=3 * 10**9, collectives=[exchange("all-gather", ROWS)])
     work.flops.update({("bfloat16", "default"): 10**12, ("float32", "default"): 10**12, ("float32", "highest"): 10**11})
     found = times(work, {"bfloat16": 5 * 10**11}, CARD, TWO_NODES)

@@ -52,7 +52,7 @@ def vertical_lines(axis):
         ("Training-inference mismatch", "mismatch/log_ppl_abs_diff"),
     ],
 )
-def test_each_panel_of_the_report_shows_the_values_of_its_metric(title, key):
+def test_each_panel_shows_the_values_of_its_metric(title, key):
     rows = [row | {name: row[name] * (1 + row["step"] / 100) for name in row if name == key} for row in rows_of(12)]
     steps, values = zip(*((row["step"], row[key]) for row in rows if key in row), strict=True)
     line = axis_named(report(run_of(rows)), title).lines[0]
@@ -60,7 +60,7 @@ def test_each_panel_of_the_report_shows_the_values_of_its_metric(title, key):
     np.testing.assert_array_equal(line.get_ydata(), values)
 
 
-def test_the_report_is_written_as_a_picture_with_the_curves_in_it(tmp_path):
+def test_the_report_is_a_picture_with_the_curves_in_it(tmp_path):
     run = write_record(tmp_path / "run", rows_of(12))
     out = plot_report([run], tmp_path / "new" / "report.png")
     assert out == tmp_path / "new" / "report.png"
@@ -86,7 +86,7 @@ def test_a_run_without_schedule_has_no_marks():
     assert vertical_lines(axis_named(report(run_of(rows_of())), "Response length")) == []
 
 
-def test_raw_and_smoothed_curves_leave_gaps_where_a_value_was_not_finite():
+def test_curves_leave_gaps_at_values_that_are_not_finite():
     rows = rows_of()
     rows[4]["optimizer/grad_norm"] = None
     raw, smooth = (line.get_ydata() for line in axis_named(report(run_of(rows)), "Gradient norm").lines)
@@ -125,7 +125,7 @@ def test_missing_keys_leave_a_note_in_their_panel():
     assert len(notes) == 7
 
 
-def test_several_runs_have_a_legend_and_a_missing_key_in_one_is_no_note():
+def test_a_key_missing_in_one_of_several_runs_makes_no_note():
     figure = report(run_of(rows_of()), run_of([{"step": 1, "policy/entropy": 0.5}], "other", "#abcdef"))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a run", "other"]
     assert texts(axis_named(figure, "Reward")) == []

@@ -120,7 +120,7 @@ def test_a_last_row_that_lacks_only_its_newline_is_kept(tmp_path):
         ('{"step": 1}\n[2]\n{"step": 3}\n', r"metrics.jsonl:2: expected an object with a step"),
     ],
 )
-def test_a_record_with_gaps_or_damage_is_refused_and_left_as_it_is(tmp_path, text, message):
+def test_a_damaged_record_is_refused_and_left_unchanged(tmp_path, text, message):
     (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(RuntimeError, match=message):
         record(tmp_path, [], first_step=4)
@@ -173,7 +173,7 @@ def test_tensorboard_gets_the_histogram_of_the_mismatch(tmp_path):
     assert histogram.sum == pytest.approx(0.6015, rel=0.01)
 
 
-def test_tensorboard_gets_every_number_and_a_resume_replaces_the_dropped_steps(tmp_path):
+def test_in_tensorboard_a_resume_replaces_the_dropped_steps(tmp_path):
     recorder = Recorder(tmp_path, 3, progress=False)
     for step in (1, 2, 3):
         recorder.write({"step": step, "reward/mean": 0.5, "a/none": None, "a/text": "x", "a/bad": math.nan})
@@ -218,10 +218,16 @@ def test_a_bar_on_a_terminal(tmp_path, monkeypatch):
     assert "reward 0.250  length -  lr -  mismatch 2.50e-03" in terminal.getvalue()
 
 
-def test_close_twice(tmp_path):
+def test_a_second_close_changes_nothing(tmp_path):
     recorder = Recorder(tmp_path, 2)
+    recorder.write({"step": 1})
     recorder.close()
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     recorder.close()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    with pytest.raises(ValueError, match="closed file"):
+        recorder.write({"step": 2})
 
 
 def test_reading_a_missing_record(tmp_path):
@@ -229,7 +235,7 @@ def test_reading_a_missing_record(tmp_path):
         read_rows(tmp_path / "metrics.jsonl")
 
 
-def test_a_row_that_finds_no_room_leaves_nothing_and_may_be_tried_again(tmp_path):
+def test_a_row_on_a_full_disk_leaves_nothing_in_the_file(tmp_path):
     """A limit of the process in the middle of the second row stands for a full disk."""
     recorder = Recorder(tmp_path, 3, tensorboard=False, progress=False)
     recorder.write({"step": 1})

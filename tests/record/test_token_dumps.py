@@ -80,7 +80,7 @@ def test_another_version_or_damaged_metadata_is_refused(tmp_path, change, messag
 
 def test_foreign_parquet_is_refused(tmp_path):
     pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match="no token dump"):
+    with pytest.raises(ValueError, match="not a token dump"):
         read_tokens(tmp_path / "x.parquet")
 
 

@@ -29,6 +29,26 @@ def record_row(step, factor=1.0, *, surge=None, period=None):
     return row | ({"eval/aime24/accuracy": 0.2} if step % 2 == 0 else {})
 
 
+def study_run(last, grad_norm=lambda step: 1.0, steps=100, surge=20):
+    """Rows of a run whose reward is 0.75 up to step 80, then ``last``; the surge is called at step ``surge``."""
+    return [
+        {
+            "step": step,
+            "reward/mean": 0.75 if step <= 80 else last,
+            "response_length/mean": 30.0,
+            "mismatch/log_ppl_abs_diff": 0.01,
+            "mismatch/k3_kl": None,
+            "optimizer/grad_norm": grad_norm(step),
+            "optimizer/skipped_updates": 0,
+            "schedule/learning_rate": 1e-4,
+            "schedule/surge_step": surge if step >= surge else None,
+            "eval/toy/accuracy": 0.5 if step == steps else None,
+            "time/step_s": 1.0,
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
 def write_record(directory: Path, rows) -> Path:
     """A run directory that holds these rows."""
     directory.mkdir(parents=True)
