@@ -23,8 +23,8 @@ FRAGMENTS = {
 # A docstring opens with a sentence or a noun phrase, not with a clause that belongs to another sentence.
 OPENINGS = {"of", "that", "those", "as", "likewise", "what", "which", "who", "whose", "where", "how", "also", "so"}
 PHRASES = re.compile(
-    r"\blikewise\b|\bas those\b|\bsee there\b|\bas there\b|\bthat of what\b|\bthose of what\b|\bthat which\b"
-    r"|\bwho does not\b|\bwhat is not\b|\bit that\b",
+    r"\blikewise\b|\bas those\b|\bsee there\b|\bas there[.,;)]|\bthat of what\b|\bthose of what\b|\bthat which\b"
+    r"|\bwho does not\b|\bwhat is not\b",
     re.IGNORECASE,
 )
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples|Note|Reference|References):\s*$")
