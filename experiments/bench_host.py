@@ -36,10 +36,10 @@ from rljax.record.writers import Recorder
 from rljax.rollout.servers.vllm.wire import GENERATE, VllmWire
 from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
-from rljax.run.build import make_pack
 from rljax.run.config import Config, RunConfig
 from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import Rollouts, rollout_row, training_sequences
+from rljax.run.training import make_pack
 from rljax.trainer.packing import PackingConfig, TrainSequence, unpack
 
 QWEN3_4B = PolicyConfig(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)

@@ -44,9 +44,7 @@ from rljax.run.build import (
     make_acts,
     make_checkpointer,
     make_run_engine,
-    make_trainer,
     starting_point,
-    starting_state,
 )
 from rljax.run.config import Config, RunConfig
 from rljax.run.config_file import config_to_yaml, load_config
@@ -55,6 +53,7 @@ from rljax.run.follow import Follower
 from rljax.run.logs import log_file, send_output_to
 from rljax.run.loop import train
 from rljax.run.stop import StopRequest
+from rljax.run.training import make_trainer, starting_state
 from rljax.run.uploads import start_from_store, uploading
 from rljax.run.weights import check_offload
 from rljax.sharding import make_mesh

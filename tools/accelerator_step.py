@@ -1,7 +1,7 @@
 """A training step of a model's shapes on the devices that are here. Used by ``check_accelerator.py``.
 
-Weights and rows are random. Everything else is a run's own: the step of ``rljax.run.build.make_step``, the plan of the
-dry run, the floating-point operations of ``--compile``.
+Weights and rows are random. Everything else is a run's own: the step of ``rljax.run.training.make_step``, the plan of
+the dry run, the floating-point operations of ``--compile``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rljax.plan.machines import card_of_kind
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Remat, init_params, param_shardings
 from rljax.rollout.types import RolloutConfig
-from rljax.run.build import batch_shape, make_pack, make_step
 from rljax.run.config import Config
+from rljax.run.training import batch_shape, make_pack, make_step
 from rljax.sharding import make_mesh
 from rljax.trainer.packing import PackedBatch, PackingConfig, TrainSequence
 from rljax.trainer.state import TrainState, create_state, make_optimizer

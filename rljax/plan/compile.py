@@ -26,8 +26,8 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import policy_shape
 from rljax.policy.lora import OFF, LoraConfig, targets_of
 from rljax.policy.model import Params, abstract_params, logical_axes
-from rljax.run.build import batch_shape, make_step, makes_several_updates, of_update
 from rljax.run.config import Config
+from rljax.run.training import batch_shape, has_separate_forward, make_step, responses_per_update
 from rljax.sharding import make_mesh
 from rljax.trainer.packing import Given
 from rljax.trainer.state import make_optimizer
@@ -94,7 +94,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
 def _given(config: Config) -> list[Given]:
     """The optional arrays of the batches that the step gets."""
     given: list[Given] = []
-    if makes_several_updates(config):
+    if has_separate_forward(config):
         given.append("old_logprobs")
     if config.loss.kl != "none":
         given.append("reference_logprobs")
@@ -128,7 +128,7 @@ def report(compiled: CompiledStep) -> Report:
     """
     config, machine, mesh = compiled.config, compiled.machine, compiled.mesh
     policy = policy_shape(config.model.path)
-    shape = batch_shape(config, of_update(config))
+    shape = batch_shape(config, responses_per_update(config))
     program = count_program(parse_module(compiled.text), mesh.size)
     nodes = [node_of(machine, device) for device in mesh.devices.flat]
     segments = full_row(shape[2], config.max_sequence_tokens)
@@ -194,7 +194,7 @@ def _roofline(
     nodes: list[int],
 ) -> Report:
     config, card = compiled.config, compiled.machine.card
-    micro, rows, tokens = batch_shape(config, of_update(config))
+    micro, rows, tokens = batch_shape(config, responses_per_update(config))
 
     def of(work: Work, uses: list[KernelUse]) -> Times:
         flops: dict[str, int] = {}

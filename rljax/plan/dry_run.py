@@ -19,8 +19,8 @@ from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
 from rljax.policy.lora import LoraConfig, abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
-from rljax.run.build import batch_shape, kept_versions, makes_several_updates
 from rljax.run.config import Config
+from rljax.run.training import batch_shape, has_separate_forward, max_version_lag
 from rljax.run.weights import is_offloaded
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
 from rljax.trainer.state import abstract_state, make_optimizer
@@ -80,7 +80,7 @@ def check_routes(config: Config, policy: PolicyConfig) -> None:
         return
     if not policy.num_experts:
         raise ValueError(f"rollout.router_replay = {replay} is for a mixture of experts; this policy is dense")
-    if replay == "r2" and not makes_several_updates(config):
+    if replay == "r2" and not has_separate_forward(config):
         raise ValueError("rollout.router_replay = r2 is for several updates a batch (loss.mini_batches, loss.epochs)")
     if route_bytes(config, policy) > config.rollout.max_route_bytes:
         raise ValueError(
@@ -122,7 +122,7 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
         reference = merged if config.lora.adapter else {}
     if config.loss.kl != "none":
         trees["reference policy"] = reference
-    if versions := kept_versions(config) if config.diagnosis.behaviour_responses else 0:
+    if versions := max_version_lag(config) if config.diagnosis.behaviour_responses else 0:
         copy = state.params if config.lora.rank else weights(logical_axes(policy))
         trees[f"policies of {versions + 1} versions"] = [copy] * (versions + 1)
     return {name: _bytes(tree) for name, tree in trees.items()}

@@ -24,8 +24,8 @@ from rljax.policy.experts import round_size
 from rljax.policy.head import vocabulary_chunks
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.policy.trained import Trained, find_trained
-from rljax.run.build import batch_shape, of_update
 from rljax.run.config import Config
+from rljax.run.training import batch_shape, responses_per_update
 from rljax.sharding import named_sharding
 
 _BATCH_BYTES = 38
@@ -38,7 +38,7 @@ _LAYERS = 1009  # a size that no other dimension has; nothing of it is allocated
 
 def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, int]:
     """Bytes on one device by what they are for; ``mesh`` may have no devices."""
-    micro, rows, tokens = batch_shape(config, of_update(config))
+    micro, rows, tokens = batch_shape(config, responses_per_update(config))
     (local_rows,) = named_sharding(mesh, ("rows",), (rows,)).shard_shape((rows,))
     part = local_policy(policy, mesh)
     itemsize = jnp.dtype(config.precision.compute_dtype).itemsize

@@ -15,10 +15,10 @@ from rljax.plan.dry_run import dry_run
 from rljax.policy.config import PolicyConfig, toy_config
 from rljax.policy.hf_config import config_to_hf
 from rljax.policy.model import init_params
-from rljax.run.build import make_update
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.run.rate import make_rate_controller
+from rljax.run.training import make_update
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.state import abstract_state, create_state, make_optimizer

@@ -24,7 +24,7 @@ from rljax.policy.config import toy_config
 from rljax.policy.hf import load_params, save_params
 from rljax.record.token_dumps import read_dump
 from rljax.rollout.types import RolloutConfig
-from rljax.run.build import build, make_update, starting_point
+from rljax.run.build import build, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.loop import train
@@ -32,6 +32,7 @@ from rljax.run.progress import Progress, check_fingerprints
 from rljax.run.rate import ScheduleConfig
 from rljax.run.sampling import step_seed
 from rljax.run.stop import StopRequest, remaining_s
+from rljax.run.training import make_update
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
 from rljax.trainer.state import OptimizerConfig, make_optimizer

@@ -18,8 +18,8 @@ from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.types import RolloutConfig
-from rljax.run.build import make_update
 from rljax.run.config import Config, ModelConfig
+from rljax.run.training import make_update
 from rljax.run.weights import load_reference
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh

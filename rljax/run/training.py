@@ -1,0 +1,288 @@
+"""Builds what trains in a run: the starting state, the updates, and the shape of their batches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from rljax.errors import caller_errors
+from rljax.policy.config import PolicyConfig
+from rljax.policy.lora import MergedPolicy
+from rljax.policy.model import Params
+from rljax.run.checkpoint import Checkpointer
+from rljax.run.config import Config
+from rljax.run.fingerprint import array_checksums, json_checksum
+from rljax.run.weights import initial_params, is_offloaded, load_merged, load_reference
+from rljax.sharding import on_host
+from rljax.trainer.behaviour import SplitUpdate, copy_of
+from rljax.trainer.exact import ExactPass, ExactUpdate
+from rljax.trainer.objective import Objective
+from rljax.trainer.offload import OffloadedUpdate
+from rljax.trainer.packing import PackedBatch, max_micro_batches, pack
+from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
+from rljax.trainer.step import TrainStep
+from rljax.trainer.update import Forward, MultipleUpdates, Pack, SingleUpdate, Update, reference_logprobs
+
+
+class Trainer(NamedTuple):
+    """The part of a run that trains.
+
+    Attributes:
+      update: The function that makes the updates of a step.
+      weights: A function from the state's parameters to the policy that engines sample from.
+      fingerprints: The checksums of the frozen weights: "reference" (of a KL penalty) and "base" (of adapters).
+    """
+
+    update: Update
+    weights: Callable[[Params], Params]
+    fingerprints: dict[str, str]
+
+
+def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
+    """Builds the part of a run that trains; every process calls it.
+
+    Raises:
+      OSError: The frozen weights cannot be read.
+      ValueError: The frozen weights are not those of a policy of this shape.
+    """
+    merged = load_merged(config, policy, mesh)
+    reference = load_reference(config, policy, mesh, merged)
+    update = make_update(config, policy, make_optimizer(config.optimizer), mesh, reference, merged)
+    frozen = {"reference": reference, "base": None if merged is None else merged.base}
+    prints = {name: json_checksum(array_checksums(tree)) for name, tree in frozen.items() if tree is not None}
+    if is_offloaded(config):
+        update = OffloadedUpdate(update)
+    return Trainer(update, (lambda params: params) if merged is None else merged, prints)
+
+
+def starting_state(
+    config: Config,
+    policy: PolicyConfig,
+    mesh: Mesh,
+    checkpointer: Checkpointer,
+    load_host: Callable[[dict[str, Any]], object] = lambda host: None,
+) -> tuple[TrainState, dict[str, Any]]:
+    """Reads the newest whole checkpoint, or else the model; every process calls it.
+
+    Args:
+      config: The configuration of the run.
+      policy: The shape of the policy.
+      mesh: The mesh on which the state is placed.
+      checkpointer: The checkpoints of the run.
+      load_host: A function that is called with the checkpoint's JSON part before its arrays are read.
+
+    Returns:
+      The device state at which the run starts, and the JSON part of its checkpoint, {} without a checkpoint.
+
+    Raises:
+      ConfigError: The model or the checkpoint cannot be used.
+      StartAgainError: One of several processes found the newest checkpoint damaged, and moved it away.
+    """
+    tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
+    with caller_errors(RuntimeError):
+        wanted = abstract_state(policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora)
+        restored = checkpointer.restore_newest(wanted, load_host)
+    if restored:
+        state, host = restored
+    else:
+        with caller_errors():
+            params = initial_params(config, policy, mesh)
+        state, host = create_state(params, policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora), {}
+    return (on_host(state) if is_offloaded(config) else state), host
+
+
+# ---- the shape of a batch ---------------------------------------------------------------------------------------
+
+
+def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:
+    """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` responses.
+
+    Args:
+      config: The configuration of the run.
+      num_sequences: The number of responses. None: the responses of a step.
+    """
+    tokens = config.packing.resolve_row_tokens(config.max_sequence_tokens)
+    rows = micro_batch_rows(config, tokens)
+    count = num_sequences or config.num_sequences
+    return max_micro_batches(count, config.max_sequence_tokens, tokens, rows), rows, tokens
+
+
+def micro_batch_rows(config: Config, row_tokens: int) -> int:
+    """Returns the number of rows, of ``row_tokens`` tokens each, in a micro-batch on the run's mesh."""
+    *by_rows, _ = config.mesh.shape(jax.device_count())
+    return config.packing.resolve_rows(row_tokens, math.prod(by_rows))
+
+
+def make_pack(config: Config, num_sequences: int) -> Pack:
+    """Returns a function that packs ``num_sequences`` responses into rows of the run's shape."""
+    micro, rows, tokens = batch_shape(config, num_sequences)
+    return functools.partial(pack, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro)
+
+
+def responses_per_update(config: Config) -> int:
+    """Returns the number of responses in one update."""
+    return config.num_sequences // config.loss.mini_batches
+
+
+# ---- the updates ------------------------------------------------------------------------------------------------
+
+
+def make_update(
+    config: Config,
+    policy: PolicyConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    reference: Params | None,
+    merged: MergedPolicy | None = None,
+) -> Update:
+    """Builds the updates of a step: one fused update, several of them, or one through the exact engine's executable.
+
+    Args:
+      config: The configuration of the run.
+      policy: The shape of the policy.
+      tx: The optimizer.
+      mesh: The mesh of the state.
+      reference: The frozen policy of the KL penalty, from ``load_reference``. None: no penalty.
+      merged: The policy that adapters make, from ``load_merged``. None: the state holds the policy itself.
+    """
+    if config.rollout.engine == "exact":
+        return _exact_update(config, policy, tx, mesh, reference, merged)
+    step = make_step(config, policy, tx, mesh, merged)
+    forward = functools.partial(step.forward, num_sequences=config.num_sequences, diagnosis=config.diagnosis)
+    score = None if reference is None else functools.partial(reference_logprobs, forward, reference)
+
+    def forward_of_state(params: Params, batch: PackedBatch, **options: Any) -> Any:
+        return forward(params if merged is None else merged(params), batch, **options)
+
+    pack_all = make_pack(config, config.num_sequences)
+    update: Update
+    if not has_separate_forward(config):
+        update = SingleUpdate(step, forward_of_state, pack_all, score)
+    else:
+        update = MultipleUpdates(
+            step,
+            forward_of_state,
+            pack_all,
+            make_pack(config, responses_per_update(config)),
+            mini_batches=config.loss.mini_batches,
+            epochs=config.loss.epochs,
+            group_size=config.rollout.group_size,
+            reference=score,
+            replays_own=config.rollout.router_replay == "r2",
+        )
+    return _with_split_mismatch(config, update, forward_of_state)
+
+
+def _exact_update(
+    config: Config,
+    policy: PolicyConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    reference: Params | None,
+    merged: MergedPolicy | None,
+) -> Update:
+    """Builds the update that runs the executable of the exact engine."""
+    return ExactUpdate(
+        make_exact_pass(config, policy, mesh),
+        policy,
+        tx,
+        precision=config.precision,
+        temperature=config.rollout.temperature,
+        diagnosis=config.diagnosis,
+        reference=reference,
+        lora=config.lora,
+        merged=merged,
+    )
+
+
+def _with_split_mismatch(config: Config, update: Update, forward: Forward) -> Update:
+    """Returns ``update``, which also splits the mismatch of stale rollouts into parts if there may be any."""
+    for_correction = config.correction.part != "whole"
+    count = min(config.diagnosis.behaviour_responses, config.num_sequences)
+    if not max_version_lag(config) or not (count or for_correction):
+        return update
+    # Adapters are merged in float32.
+    dtype = jnp.float32 if config.lora.rank else config.precision.compute_dtype
+    return SplitUpdate(
+        update,
+        forward,
+        make_pack(config, count or config.num_sequences),
+        copy=copy_of(dtype),
+        versions=max_version_lag(config),
+        sample=count,
+        is_threshold=config.diagnosis.is_threshold,
+        for_correction=for_correction,
+    )
+
+
+def max_version_lag(config: Config) -> int:
+    """Returns the most policy versions from the one that samples a batch to the one that is trained on it."""
+    return config.rollout.max_staleness + config.rollout.inject.staleness
+
+
+def make_step(
+    config: Config,
+    policy: PolicyConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    merged: MergedPolicy | None = None,
+) -> TrainStep:
+    """Builds the compiled step of one update.
+
+    The exact engine's update has no such step.
+
+    Args:
+      config: The configuration of the run.
+      policy: The shape of the policy.
+      tx: The optimizer.
+      mesh: The mesh of the state.
+      merged: The policy that adapters make. None: the state holds the policy itself.
+    """
+    count = responses_per_update(config)
+    return TrainStep(
+        policy,
+        tx,
+        mesh,
+        precision=config.precision,
+        objective=make_objective(config, count),
+        batch_shape=batch_shape(config, count),
+        temperature=config.rollout.temperature,
+        diagnosis=None if has_separate_forward(config) else config.diagnosis,
+        keep_gathered=config.mesh.keep_gathered,
+        options=config.policy,
+        lora=config.lora,
+        merged=merged,
+    )
+
+
+def has_separate_forward(config: Config) -> bool:
+    """Returns whether a forward of its own gives a batch's old log-probabilities, before the updates."""
+    several = config.loss.mini_batches * config.loss.epochs > 1
+    return several or make_objective(config, responses_per_update(config)).needs_old_logprobs
+
+
+@functools.lru_cache(maxsize=1)
+def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPass:
+    """Builds the executable of ``rollout.engine: exact``, which the engine and the update share."""
+    row_tokens = config.packing.resolve_row_tokens(config.max_engine_tokens)
+    return ExactPass(
+        policy,
+        mesh,
+        precision=config.precision,
+        objective=make_objective(config, config.num_sequences),
+        rows=micro_batch_rows(config, row_tokens),
+        row_tokens=row_tokens,
+        options=config.policy,
+    )
+
+
+def make_objective(config: Config, num_sequences: int) -> Objective:
+    """Builds the objective that an update of ``num_sequences`` responses minimises."""
+    return Objective(config.loss, config.correction.resolved(), num_sequences, config.rollout.max_response_tokens)
