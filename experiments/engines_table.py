@@ -2,7 +2,7 @@
 
     python experiments/engines_table.py runs/engines-table --json benchmarks/engines_table.json
 
-Samples responses to toy prompts, scores them with ``tools/compare_mismatch.py`` by each scorer, and by one server after
+Samples responses to toy prompts, scores them with ``rljax compare`` by each scorer, and by one server after
 another, which this program starts (launch/install_vllm.sh, launch/install_sglang.sh). What is in the directory already
 is not scored again. Prints a Markdown table of the mean absolute difference (nats a token), with each column's
 difference from its own second run, its noise floor, on the diagonal.
@@ -37,7 +37,7 @@ METRIC = "logprob_abs_diff_mean"
 
 def compare(out: Path, *words: str) -> None:
     """Runs the tool on the tokens of ``out``. Raises RuntimeError when it fails for another reason than a verdict."""
-    command = [sys.executable, str(ROOT / "tools/compare_mismatch.py"), *words, "--batch-size", "64", "--out", str(out)]
+    command = [sys.executable, "-m", "rljax.cli", "compare", *words, "--batch-size", "64", "--out", str(out)]
     status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
     if status not in (0, 1):
         raise RuntimeError(f"{shlex.join(command)} ended with {status}")

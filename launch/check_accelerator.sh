@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks rljax on the accelerator of this machine and writes one JSON file to send (docs/check_accelerator.md).
 #
-#   bash launch/check_accelerator.sh [--tpu] [options of tools/check_accelerator.py]
+#   bash launch/check_accelerator.sh [--tpu] [options of rljax check]
 #   bash launch/check_accelerator.sh --models 0.6B 1.7B 4B
 #   bash launch/check_accelerator.sh --tiny          tries the program itself, on a CPU too
 #
@@ -25,4 +25,4 @@ case "${1:-}" in
     ;;
   *) prepare_trainer_environment ;;
 esac
-exec "$RLJAX_BIN/python" tools/check_accelerator.py "$@"
+exec "$RLJAX_BIN/python" -m rljax.cli check "$@"

@@ -2,7 +2,7 @@
 # Compares two engines on the same tokens, without a server: the embedded engine samples in bfloat16 through its
 # key-value cache, and the trainer's forward scores the responses in bfloat16 and in float32.
 #
-#   bash launch/compare.sh [options of tools/compare_mismatch.py]
+#   bash launch/compare.sh [options of rljax compare]
 #   bash launch/compare.sh --model DIR                # a Hugging Face directory of your own, on the toy's prompts
 #   bash launch/compare.sh --scorer hf:bfloat16       # transformers as well; needs torch in the environment
 #
@@ -20,6 +20,6 @@ esac
 
 source launch/environment.sh
 prepare_environment train
-exec "$RLJAX_BIN/python" tools/compare_mismatch.py --toy-prompts 64 --max-response-tokens 36 \
+exec "$RLJAX_BIN/python" -m rljax.cli compare --toy-prompts 64 --max-response-tokens 36 \
   --model configs/toy-base --sample jax-decode:bfloat16 --scorer jax:bfloat16 --scorer jax:float32 \
   --out runs/comparison "$@"

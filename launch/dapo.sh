@@ -31,11 +31,11 @@ prepare_trainer_environment
 if ! $dry_run; then
   bash launch/install_vllm.sh
   if [ ! -e runs/data/dapo.parquet ]; then
-    "$RLJAX_BIN/python" tools/prepare_data.py BytedTsinghua-SIA/DAPO-Math-17k runs/data/dapo.parquet \
+    "$RLJAX_BIN/python" -m rljax.cli prepare BytedTsinghua-SIA/DAPO-Math-17k runs/data/dapo.parquet \
       --model "$model" --max-prompt-tokens 1024
   fi
   if [ ! -e runs/data/aime-24.parquet ]; then
-    "$RLJAX_BIN/python" tools/prepare_data.py BytedTsinghua-SIA/AIME-2024 runs/data/aime-24.parquet
+    "$RLJAX_BIN/python" -m rljax.cli prepare BytedTsinghua-SIA/AIME-2024 runs/data/aime-24.parquet
   fi
 fi
 exec bash launch/single_node.sh "$config" --trainer-gpus 0-3 --server-gpus 4-7 "$@"

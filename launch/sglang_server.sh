@@ -17,4 +17,4 @@ if [[ ! -x "$venv/bin/python" ]]; then
   echo "sglang_server: no SGLang environment at $venv; run: bash launch/install_sglang.sh" >&2
   exit 2
 fi
-exec "$venv/bin/python" "$repo/tools/serve_sglang.py" "$@"
+exec "$venv/bin/python" -m rljax.cli serve sglang "$@"

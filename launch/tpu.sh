@@ -3,7 +3,7 @@
 #
 #   bash launch/tpu.sh install trainer|server --tpu NAME --zone ZONE [--nfs HOST:/SHARE] [--api-key-file FILE]
 #   bash launch/tpu.sh train CONFIG --tpu NAME --zone ZONE [-- options of rljax.train]
-#   bash launch/tpu.sh serve MODEL  --tpu NAME --zone ZONE [-- options of tools/serve_vllm.py]
+#   bash launch/tpu.sh serve MODEL  --tpu NAME --zone ZONE [-- options of rljax serve vllm]
 #   bash launch/tpu.sh logs|stop    --tpu NAME --zone ZONE
 #   bash launch/tpu.sh xpk CONFIG   --cluster NAME --tpu-type TYPE --image IMAGE [-- options of rljax.train]
 #
@@ -141,7 +141,7 @@ case "$action" in
       hosts="$(gcloud compute tpus tpu-vm describe "$tpu" "${place[@]}" --format='value(networkEndpoints.len())')"
       [[ "$hosts" == 1 ]] || die "$tpu has $hosts hosts; a server has one, see vllm-project/tpu-inference#3573"
     fi
-    unit rljax-server ".venv-vllm/bin/python tools/serve_vllm.py $what --host=\$(hostname -I | cut -d' ' -f1) --port=8000 --timeout=3600 $*"
+    unit rljax-server ".venv-vllm/bin/python -m rljax.cli serve vllm $what --host=\$(hostname -I | cut -d' ' -f1) --port=8000 --timeout=3600 $*"
     ;;
   logs) everywhere "journalctl --no-pager --lines=50 --unit=rljax-train --unit=rljax-server" ;;
   # Disabled, or it would start again with the host; no unit of one of the names is no mistake.

@@ -17,4 +17,4 @@ if [[ ! -x "$venv/bin/python" ]]; then
   echo "vllm_server: no vLLM environment at $venv; run: bash launch/install_vllm.sh" >&2
   exit 2
 fi
-exec "$venv/bin/python" "$repo/tools/serve_vllm.py" "$@"
+exec "$venv/bin/python" -m rljax.cli serve vllm "$@"

@@ -228,7 +228,7 @@ def response_limit(wanted: int | None, policy: PolicyConfig, prompt_tokens: int)
 
 def main(argv: Sequence[str]) -> int:
     """Evaluates and prints one JSON object; returns the exit status."""
-    arguments = load_config(Arguments, argv, prog="python -m rljax.evaluate", description=__doc__ or "")
+    arguments = load_config(Arguments, argv, prog="rljax evaluate", description=__doc__ or "")
     with caller_errors():
         policy = find_policy(arguments.path, step=arguments.step, best=arguments.best)
         tokenizer = load_tokenizer(policy.hf_path)

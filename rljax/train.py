@@ -59,7 +59,7 @@ from rljax.run.weights import check_offload
 from rljax.sharding import make_mesh
 
 BEGIN = "begin"
-PROG = "python -m rljax.train"
+PROG = "rljax train"
 DRY_RUN = "--dry-run"
 GUARD_STATUS = 3
 

@@ -38,11 +38,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import compare_mismatch
 import hypothesis
-import plot_run
-import prepare_data
-import replay_surge
 import sound_run
 from hypothesis import HealthCheck, Phase
 from malformed_inputs import KINDS, Case, Special
@@ -50,6 +46,7 @@ from sound_models import LORA, POLICIES
 from tqdm import tqdm
 
 from rljax import train
+from rljax.commands import compare, plot, prepare, replay
 from rljax.errors import caller_errors, run_cli
 from rljax.evaluate import find_policy
 from rljax.policy.peft import load_adapters
@@ -114,12 +111,12 @@ class Command:
 COMMANDS = {
     "dry run": Command(train.main),
     "train": Command(train.main, ("held",), (), "run.resume = never; give another run.dir"),
-    "prepare": Command(prepare_data.main, ("out",)),
+    "prepare": Command(prepare.main, ("out",)),
     "load": Command(load),
     "adapters": Command(load_tiny_adapters),
-    "compare": Command(compare_mismatch.main, ("out",), (0, 1)),
-    "replay": Command(replay_surge.main, ("out",)),
-    "plot": Command(plot_run.main, ("run",)),
+    "compare": Command(compare.main, ("out",), (0, 1)),
+    "replay": Command(replay.main, ("out",)),
+    "plot": Command(plot.main, ("run",)),
     "go on": Command(sound_run.go_on, ("run",)),
 }
 

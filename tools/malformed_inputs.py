@@ -488,7 +488,7 @@ def problem_files(draw: st.DrawFn) -> tuple[str, Content]:
 
 @st.composite
 def problem_cases(draw: st.DrawFn) -> Case:
-    """A damaged file of problems, for training up to the run directory or for ``tools/prepare_data.py``."""
+    """A damaged file of problems, for training up to the run directory or for ``rljax prepare``."""
     ending, content = draw(problem_files())
     name = f"problems{ending}"
     model = draw(st.sampled_from([(), ("--model", str(MODEL)), ("--model", str(MODEL), "--max-prompt-tokens", "6")]))
@@ -735,7 +735,7 @@ def dump_columns() -> dict[str, list[pa.Array]]:
 
 @st.composite
 def token_cases(draw: st.DrawFn) -> Case:
-    """A damaged dump, JSONL or export of tokens for ``tools/compare_mismatch.py``."""
+    """A damaged dump, JSONL or export of tokens for ``rljax compare``."""
     form = draw(st.sampled_from(["jsonl", "jsonl", "prime", "dump", "dump", "dump"]))
     name, content = f"tokens.{'parquet' if form == 'dump' else 'jsonl'}", b""
     if form == "dump":
@@ -806,7 +806,7 @@ def as_csv(rows: Any) -> bytes:
 
 @st.composite
 def log_cases(draw: st.DrawFn) -> Case:
-    """A damaged log for ``tools/replay_surge.py``."""
+    """A damaged log for ``rljax replay``."""
     rows = draw(mutated(LOG)) if draw(st.integers(1, 4)) > 1 else LOG
     forms: list[tuple[str, bytes]] = [
         ("log.jsonl", as_lines(rows)),
@@ -853,7 +853,7 @@ def records(draw: st.DrawFn) -> Content:
 
 @st.composite
 def record_cases(draw: st.DrawFn) -> Case:
-    """A damaged record of a run for ``tools/plot_run.py``."""
+    """A damaged record of a run for ``rljax plot``."""
     files: dict[str, Content] = {"run/metrics.jsonl": draw(records())}
     figure = draw(st.sampled_from([(), (), (), ("--figure", "6"), ("--figure", "7"), ("--figure", "ratio-by-length")]))
     if "ratio-by-length" in figure:

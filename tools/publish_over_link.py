@@ -146,7 +146,7 @@ def serve(directory: Path) -> Iterator[Server]:
     key, url, printed = directory / "key", directory / "url", directory / "server.out"
     key.write_text(secrets.token_hex(32))
     key.chmod(0o600)
-    words = [str(vllm_python()), str(TOOLS / "serve_vllm.py"), str(directory / "model"), "--dtype", "bfloat16"]
+    words = [str(vllm_python()), "-m", "rljax.cli", "serve", "vllm", str(directory / "model"), "--dtype", "bfloat16"]
     words += ["--host", SERVER.address, "--port", str(PORT), "--max-model-len", str(MAX_TOKENS)]
     words += ["--api-key-file", str(key), "--url-file", str(url), "--log", str(directory / "server.log")]
     with printed.open("wb") as out:

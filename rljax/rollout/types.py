@@ -236,7 +236,7 @@ class RolloutConfig:
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     """How the use of published weights is verified on each server."""
     dump_every: int = 0
-    """Steps between token dumps (``rollouts/step_*.parquet``, which tools/compare_mismatch.py reads). 0: no dumps."""
+    """Steps between token dumps (``rollouts/step_*.parquet``, which rljax compare reads). 0: no dumps."""
     transcript_every: int = 0
     """Steps between readable transcripts (``rollouts/step_*.jsonl``). 0: no transcripts."""
     inject: InjectConfig = field(default_factory=InjectConfig)

@@ -4,7 +4,6 @@
 """
 
 import re
-import runpy
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from pages import code_block, run_block
 
+from rljax.commands import compare
 from rljax.compare.importers import read_tokens
 from rljax.compare.sampling import split_sampler
 from rljax.compare.scorers import split_spec
@@ -143,12 +143,11 @@ def test_the_jsonl_and_the_dump_of_the_page(tmp_path, monkeypatch):
 
 def test_every_command_of_the_page_is_understood():
     """A server's URL stands in a file that the page's own commands write."""
-    tool = runpy.run_path(str(ROOT / "tools" / "compare_mismatch.py"))
     joined = PAGE.replace("\\\n", " ")
-    commands = re.findall(r"^python tools/compare_mismatch\.py (.*)$", joined, re.MULTILINE)
+    commands = re.findall(r"^rljax compare (.*)$", joined, re.MULTILINE)
     assert len(commands) == 5
     for command in commands:
-        options = tool["parse"](
+        options = compare.parse(
             shlex.split(re.sub(r"\$\(cat [\w/.]+\.url\)", "http://127.0.0.1:1", command), comments=True)
         )
         assert (options.tokens is None) != (options.toy_prompts is None)
@@ -157,7 +156,7 @@ def test_every_command_of_the_page_is_understood():
         if options.sample is not None:
             split_sampler(options.sample)
     head = [line for line in PAGE.split("```")[1].replace("\\\n", " ").splitlines()[1:] if line]
-    assert [line.split()[1].split("/")[-1] for line in head] == [
-        "vllm_server.sh",
-        "compare_mismatch.py",
+    assert [" ".join(line.split()[:2]) for line in head] == [
+        "bash launch/vllm_server.sh",
+        "rljax compare",
     ]

@@ -2,14 +2,13 @@
 
 import itertools
 import json
-import runpy
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from rljax.commands import compare
 from rljax.compare.report import compare_columns, to_json, to_markdown, to_text
 from rljax.compare.scorers import score_column
 from rljax.errors import run_cli
@@ -20,7 +19,6 @@ from rljax.policy.hf_config import read_config
 from rljax.policy.model import init_params
 from rljax.record.token_dumps import ColumnSource, make_dump, read_dump, write_dump
 
-TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
 SOURCE = ColumnSource("jax", "bfloat16", "sha256:aa", 1.0)
 
 
@@ -131,11 +129,6 @@ def test_a_missing_sequence_or_column_is_named(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tool():
-    return runpy.run_path(str(TOOL))
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory):
     config = PolicyConfig(16, 16, 32, 2, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)
     path = tmp_path_factory.mktemp("model")
@@ -143,12 +136,12 @@ def model(tmp_path_factory):
     return path
 
 
-def test_the_program_scores_reports_and_draws(tool, model, tmp_path, capsys):
+def test_the_program_scores_reports_and_draws(model, tmp_path, capsys):
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 16, (4, 20))
     write_dump(tmp_path / "t", make_dump(list("abcd"), ids, np.arange(20)[None] >= np.full((4, 1), 5), {}))
     arguments = [str(tmp_path / "t"), "--model", str(model), "--batch-size", "4", "--out", str(tmp_path / "out")]
-    status = run_cli(tool["main"], [*arguments, "--scorer", "jax:float32", "--scorer", "hf:float32"])
+    status = run_cli(compare.main, [*arguments, "--scorer", "jax:float32", "--scorer", "hf:float32"])
     assert status == 0, capsys.readouterr()
     assert "jax:float32 / hf:float32" in capsys.readouterr().out
     kept = read_dump(tmp_path / "out" / "tokens.parquet")
@@ -159,7 +152,7 @@ def test_the_program_scores_reports_and_draws(tool, model, tmp_path, capsys):
     assert (tmp_path / "out" / "report.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_conversion_alone_is_judged_by_numbers_and_by_whole_distributions(tool, model, tmp_path, capsys):
+def test_a_conversion_alone_is_judged_by_numbers_and_by_whole_distributions(model, tmp_path, capsys):
     """The same prompts by the directory before and after; a tensor that was lost on the way is found."""
     config = read_config(model)
     params = load_params(model, config)
@@ -173,7 +166,7 @@ def test_a_conversion_alone_is_judged_by_numbers_and_by_whole_distributions(tool
     for name, options in (("kept", []), ("kept", ["--same-weights"]), ("lost", ["--same-weights"])):
         words = ["--scorer", "jax:float32", "--scorer", f"jax:float32@{tmp_path / name}", "--distributions", *options]
         out = tmp_path / f"{name}{len(options)}"
-        status = run_cli(tool["main"], [str(path), "--model", str(model), "--no-second-run", "--out", str(out), *words])
+        status = run_cli(compare.main, [str(path), "--model", str(model), "--no-second-run", "--out", str(out), *words])
         assert status == (0 if (name, len(options)) == ("kept", 1) else 1), capsys.readouterr()
         plain = json.loads((out / "report.json").read_text())
         found[name, len(options)] = plain["pairs"][0]["verdict"]["cause"], plain["distributions"][0]["metrics"]["kl"]
@@ -203,18 +196,18 @@ def test_only_pairs_with_the_sampling_column_are_refused_for_a_cut(sampling, ref
     assert cut == [pair for pair in itertools.combinations(["a", "b", "rollout"], 2) if set(refused) & set(pair)]
 
 
-def test_an_interrupt_keeps_what_was_scored(tool, model, tmp_path, monkeypatch, capsys):
+def test_an_interrupt_keeps_what_was_scored(model, tmp_path, monkeypatch, capsys):
     path = write_dump(tmp_path / "t", noisy_dump())
-    real = tool["score_column"]
+    real = compare.score_column
 
     def interrupted(spec, *rest, **options):
         if spec.startswith("jax:bfloat16"):
             raise KeyboardInterrupt
         return real(spec, *rest, **options)
 
-    monkeypatch.setitem(tool["main"].__globals__, "score_column", interrupted)
+    monkeypatch.setitem(vars(compare), "score_column", interrupted)
     arguments = [str(path), "--columns", "a", "--model", str(model), "--out", str(tmp_path / "out")]
-    assert run_cli(tool["main"], [*arguments, "--scorer", "jax:float32", "--scorer", "jax:bfloat16"]) == 130
+    assert run_cli(compare.main, [*arguments, "--scorer", "jax:float32", "--scorer", "jax:bfloat16"]) == 130
     assert "a / jax:float32" in capsys.readouterr().out
     assert "jax:float32" in read_dump(tmp_path / "out" / "tokens.parquet").logprobs
 
@@ -228,10 +221,10 @@ def test_an_interrupt_keeps_what_was_scored(tool, model, tmp_path, monkeypatch, 
         (["{dump}", "--columns", "a"], "error: a comparison needs at least two"),
     ],
 )
-def test_a_mistake_is_said_in_one_line(tool, tmp_path, capsys, arguments, message):
+def test_a_mistake_is_said_in_one_line(tmp_path, capsys, arguments, message):
     path = write_dump(tmp_path / "t", noisy_dump())
     filled = [argument.format(dump=path) for argument in arguments]
-    assert run_cli(tool["main"], [*filled, "--out", str(tmp_path / "out")]) == 2
+    assert run_cli(compare.main, [*filled, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -289,24 +282,24 @@ def test_columns_of_one_role_are_listed_together():
     assert "the rollout engine's: b, r." in to_text(comparison)
 
 
-def test_a_role_is_named_on_the_command_line(tool, tmp_path, capsys):
+def test_a_role_is_named_on_the_command_line(tmp_path, capsys):
     path = write_dump(tmp_path / "t", two_tokens("pq"))
     arguments = [str(path), "--out", str(tmp_path / "out")]
-    assert run_cli(tool["main"], [*arguments, "--trainer", "q"]) == 1
+    assert run_cli(compare.main, [*arguments, "--trainer", "q"]) == 1
     (pair,) = json.loads((tmp_path / "out" / "report.json").read_text())["pairs"]
     assert (pair["trainer"], pair["metrics"]["kl"], pair["roles_known"]) == ("q", BACKWARD[0], True)
-    assert run_cli(tool["main"], [*arguments, "--engine", "p"]) == 1
+    assert run_cli(compare.main, [*arguments, "--engine", "p"]) == 1
     assert json.loads((tmp_path / "out" / "report.json").read_text())["pairs"] == [pair]
     assert "Nothing says" not in capsys.readouterr().out
-    assert run_cli(tool["main"], arguments) == 1
+    assert run_cli(compare.main, arguments) == 1
     assert "Nothing says" in capsys.readouterr().out
-    assert run_cli(tool["main"], [*arguments, "--trainer", "p", "--rollout", "p"]) == 2
+    assert run_cli(compare.main, [*arguments, "--trainer", "p", "--rollout", "p"]) == 2
     assert "cannot be both" in capsys.readouterr().err
-    assert run_cli(tool["main"], [*arguments, "--trainer", "z"]) == 2
+    assert run_cli(compare.main, [*arguments, "--trainer", "z"]) == 2
     assert "no column 'z', but p, q" in capsys.readouterr().err
 
 
-def test_many_pairs_are_drawn_by_dtype_and_failures_by_name(tool, tmp_path, monkeypatch):
+def test_many_pairs_are_drawn_by_dtype_and_failures_by_name(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     dump = noisy_dump()
     for i in range(5):
@@ -315,24 +308,24 @@ def test_many_pairs_are_drawn_by_dtype_and_failures_by_name(tool, tmp_path, monk
     far = [row - 3.0 * (np.arange(len(row)) % 2) for row in dump.logprobs["a"]]
     comparison = compare_columns(dump.with_column("far", far, SOURCE))
     drawn = []
-    figure = tool["Figure"]
+    figure = compare.Figure
 
     class Kept(figure):
         def savefig(self, *args, **options):
             drawn.append([text.get_text() for text in self.legends[0].get_texts()])
             super().savefig(*args, **options)
 
-    monkeypatch.setitem(tool["plot_comparison"].__globals__, "Figure", Kept)
-    tool["plot_comparison"](comparison, tmp_path / "r.png")
+    monkeypatch.setitem(vars(compare), "Figure", Kept)
+    compare.plot_comparison(comparison, tmp_path / "r.png")
     assert len(comparison.pairs) == 36
     failed = {f"{p.trainer} / {p.rollout}: {p.verdict.status}" for p in comparison.pairs if p.verdict.status != "pass"}
     assert len(failed) == 8
     assert sorted(drawn[0]) == sorted({"coarser dtype: bfloat16", *failed})
 
 
-def test_a_pair_that_fails_gives_status_1(tool, tmp_path):
+def test_a_pair_that_fails_gives_status_1(tmp_path):
     path = write_dump(tmp_path / "t", noisy_dump(scale=1.0))
-    assert run_cli(tool["main"], [str(path), "--out", str(tmp_path / "out")]) == 1
+    assert run_cli(compare.main, [str(path), "--out", str(tmp_path / "out")]) == 1
 
 
 def test_without_torch_only_the_hf_scorer_is_missing(model, monkeypatch):

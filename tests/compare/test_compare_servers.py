@@ -1,13 +1,12 @@
 """The comparison's talk with a server, against a stand-in: what is asked, what is refused, and in which words."""
 
 import json
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
 from vllm_fake import FakeVllm
 
+from rljax.commands import compare
 from rljax.compare.distributions import compare_distributions
 from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses
@@ -19,7 +18,6 @@ from rljax.policy.model import init_params
 from rljax.record.token_dumps import make_dump, read_dump, write_dump
 from rljax.weights.hash import weights_hash
 
-TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
 DUMP = make_dump(["x", "y"], [[7, 8, 9], [4, 5]], [[False, True, True], [False, True]], {})
 
 
@@ -180,7 +178,7 @@ def test_a_server_that_dies_leaves_one_line_and_what_was_scored(fake, model, tmp
     fake.answer = dying
     arguments = [str(path), "--model", str(model), "--scorer", "jax:float32", "--scorer", f"vllm:{fake.url}"]
     out = tmp_path / "out"
-    assert run_cli(runpy.run_path(str(TOOL))["main"], [*arguments, "--batch-size", "2", "--out", str(out)]) == 2
+    assert run_cli(compare.main, [*arguments, "--batch-size", "2", "--out", str(out)]) == 2
     said = capsys.readouterr()
     assert said.err.splitlines()[-1].startswith(f"error: no answer from {fake.url}/")
     assert "jax:float32 / vllm:float32" in said.out
@@ -191,6 +189,6 @@ def test_a_server_that_is_not_there_is_said_before_anything_is_scored(fake, mode
     path, url = write_dump(tmp_path / "t", DUMP), fake.url
     fake.stop()
     arguments = [str(path), "--model", str(model), "--scorer", "jax:float32", "--scorer", f"vllm:{url}"]
-    assert run_cli(runpy.run_path(str(TOOL))["main"], [*arguments, "--out", str(tmp_path / "out")]) == 2
+    assert run_cli(compare.main, [*arguments, "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith("error: no answer from")
     assert not (tmp_path / "out").exists()

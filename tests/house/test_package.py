@@ -74,5 +74,5 @@ def test_the_wheel_installs_and_its_commands_load(built, tmp_path):
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     clean = {"PATH": str(place / "bin"), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
     found = json.loads(run(python, "-c", LOADED, cwd=tmp_path, env=clean).splitlines()[0])
-    assert found == [str(packages / "rljax"), True, ["rljax-evaluate", "rljax-train"]]
+    assert found == [str(packages / "rljax"), True, ["rljax"]]
     assert all((place / "bin" / name).is_file() for name in found[2])

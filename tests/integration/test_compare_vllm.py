@@ -3,13 +3,12 @@
 import contextlib
 import dataclasses
 import json
-import runpy
 import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rljax.commands import compare
 from rljax.compare.distributions import compare_distributions
 from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses
@@ -20,7 +19,6 @@ from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.vllm.backend import VllmBackend
 
 pytestmark = pytest.mark.vllm
-TOOL = Path(__file__).parents[2] / "tools" / "compare_mismatch.py"
 SOUND = {}
 DTYPES = pytest.mark.parametrize("served", ["bfloat16", "float32"], indirect=True)
 
@@ -161,7 +159,7 @@ def test_the_program_draws_scores_and_reports(float32, prompts, tmp_path):
         "--scorer",
         "jax:float32",
     ]
-    assert run_cli(runpy.run_path(str(TOOL))["main"], [*arguments, "--out", str(tmp_path / "out")]) == 0
+    assert run_cli(compare.main, [*arguments, "--out", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     roles = {name: column["role"] for name, column in report["columns"].items()}
     assert roles == {"jax:float32": "", "vllm:float32": "rollout", "vllm-decode:float32": "rollout"}

@@ -2,7 +2,6 @@
 
 import json
 
-import convert_checkpoint
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ from flax.traverse_util import flatten_dict
 from toy_runs import ROOT, command, comparable, complete, outcome, start, tiny, wait_for_rows
 
 from rljax import evaluate
+from rljax.commands.export import main as export_main
 from rljax.policy.hf import load_params, save_params
 from rljax.policy.hf_config import read_config
 from rljax.policy.lora import LoraConfig, abstract_adapters, merge_adapters, targets_of, with_targets
@@ -40,7 +40,7 @@ def whole(toy_base, tmp_path_factory):
 
 
 def export(run_dir, out, *options):
-    code, _, err = outcome(convert_checkpoint.main, [run_dir, out, *options])
+    code, _, err = outcome(export_main, [run_dir, out, *options])
     assert code == 0, err
 
 
@@ -137,7 +137,7 @@ def test_a_run_starts_from_adapters_of_peft_s_layout(whole, toy_base, tmp_path):
 def test_a_dense_run_has_no_adapters_to_export(toy_base, tmp_path):
     code, output = complete(tiny(toy_base, tmp_path / "run", 1))
     assert code == 0, output
-    code, _, err = outcome(convert_checkpoint.main, [tmp_path / "run", tmp_path / "x", "--adapter"])
+    code, _, err = outcome(export_main, [tmp_path / "run", tmp_path / "x", "--adapter"])
     assert (code, err) == (2, f"error: {tmp_path}/run trained all weights: it has no adapters\n")
 
 

@@ -4,12 +4,12 @@ import json
 import math
 
 import check_quickstart
-import convert_checkpoint
 import numpy as np
 import pytest
 from toy_runs import TOY_BASE, command, outcome, start
 
 from rljax import evaluate
+from rljax.commands import export
 from rljax.data.toy import addition_problems, addition_reward
 from rljax.record.rows import read_rows
 from rljax.schedule import decay_period_from_surge
@@ -91,7 +91,7 @@ def test_mismatch_is_there_in_every_row_and_finite(rows):
 def test_exported_policy_answers_as_the_evaluation_says(finished, rows, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    assert outcome(convert_checkpoint.main, [finished, tmp_path])[0] == 0
+    assert outcome(export.main, [finished, tmp_path])[0] == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     problems = addition_problems("eval")

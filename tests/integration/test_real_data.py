@@ -3,11 +3,11 @@
 import json
 
 import numpy as np
-import prepare_data
 import pytest
 from toy_runs import ROOT, command, comparable, complete, outcome
 
 from rljax import evaluate
+from rljax.commands import prepare
 from rljax.data.files import read_problems, read_provenance
 from rljax.data.tokenizer import load_tokenizer
 from rljax.run.config import Config
@@ -39,7 +39,7 @@ def prepared(toy_base, tmp_path_factory):
     out = tmp_path_factory.mktemp("data") / "additions.parquet"
     words = [DATA / "additions_chat.parquet", out, "--model", toy_base]
     words += ["--max-prompt-tokens", "8", "--chat-template", "false", "--hold-out", "4"]
-    assert "wrote 20 problems" in printed(prepare_data.main, words)
+    assert "wrote 20 problems" in printed(prepare.main, words)
     return out
 
 
@@ -126,7 +126,7 @@ def test_long_prompts_are_counted_with_the_command_that_drops_them(toy_base, cap
     def check(*more):
         load_problems(load_config(Config, [*words, *more], prog="", description=""), load_tokenizer(toy_base))
 
-    with pytest.raises(ValueError, match=r"and 12 of 12 are longer in .*; raise it, or: python tools/prepare_data\.py"):
+    with pytest.raises(ValueError, match=r"and 12 of 12 are longer in .*; raise it, or: rljax prepare"):
         check("--data.max-prompt-tokens", "30")
     check()
     assert "warning: nothing is evaluated: eval.datasets is empty" in capsys.readouterr().err

@@ -5,7 +5,6 @@ import shutil
 import signal
 import time
 
-import convert_checkpoint
 import jax
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from pictures import coloured_share
 from toy_runs import ROOT, TIMEOUT, command, comparable, complete, outcome, start, tiny, wait_for_rows
 
 from rljax import evaluate
+from rljax.commands import export
 from rljax.policy.config import toy_config
 from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config
@@ -248,7 +248,7 @@ def test_a_misspelt_metric_ends_the_run_at_its_second_step(toy_base, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_exported_checkpoint_is_the_trained_policy(dtype, uninterrupted, toy_base, tmp_path):
-    code, out, err = outcome(convert_checkpoint.main, [uninterrupted, tmp_path, "--dtype", dtype])
+    code, out, err = outcome(export.main, [uninterrupted, tmp_path, "--dtype", dtype])
     assert code == 0, err
     assert f"wrote step {STEPS}" in out
     policy = read_config(tmp_path)
@@ -266,18 +266,18 @@ def test_exported_checkpoint_is_the_trained_policy(dtype, uninterrupted, toy_bas
 
 
 def test_missing_checkpoint_is_named(uninterrupted, tmp_path):
-    code, _, err = outcome(convert_checkpoint.main, [uninterrupted, tmp_path / "x", "--step", "77"])
+    code, _, err = outcome(export.main, [uninterrupted, tmp_path / "x", "--step", "77"])
     assert code == 2
     assert err.startswith("error: no checkpoint of step 77")
 
 
-@pytest.mark.parametrize("main", [convert_checkpoint.main, evaluate.main])
+@pytest.mark.parametrize("main", [export.main, evaluate.main])
 def test_a_damaged_checkpoint_is_one_line(main, uninterrupted, tmp_path):
     run = shutil.copytree(uninterrupted, tmp_path / "run")
     newest = run / "checkpoints" / str(STEPS)
     largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:1000])
-    words = [run, tmp_path / "out"] if main is convert_checkpoint.main else ["--path", newest]
+    words = [run, tmp_path / "out"] if main is export.main else ["--path", newest]
     code, out, err = outcome(main, words)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: checkpoint {STEPS} in {run}/checkpoints is damaged: ")

@@ -96,7 +96,7 @@ def test_an_image_holds_the_checkout_where_the_pods_look_for_it(image):
 def test_a_server_is_started_with_options_that_there_are():
     deployment = yaml.safe_load((FOLDER / "server/deployment.yaml").read_text(encoding="utf-8"))
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    assert container["command"] == ["python3", f"{IN_IMAGE}/tools/serve_vllm.py"]
+    assert container["command"] == ["python3", "-m", "rljax.cli", "serve", "vllm"]
     words = [word.replace("$(DTYPE)", "bfloat16").replace("$(MAX_MODEL_LEN)", "9216") for word in container["args"]]
     options = parse("vLLM", words)
     assert (options["model"], options["port"], options["host"]) == ("$(MODEL)", 8000, "$(POD_IP)")

@@ -1,13 +1,13 @@
 """The exporter of docs/compare.md in TRL's own GRPO trainer: the columns are those that another engine computes."""
 
 import json
-import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 from pages import run_block
 
+from rljax.commands import compare
 from rljax.compare.importers import read_tokens
 from rljax.errors import run_cli
 
@@ -99,7 +99,7 @@ def compared(run, model, step, out):
     out.mkdir()
     (out / "tokens.jsonl").write_text("\n".join([head, *chosen]) + "\n")
     words = [str(out / "tokens.jsonl"), "--model", str(model), "--scorer", "jax:float32", "--scorer", "hf:float32"]
-    status = run_cli(runpy.run_path(str(ROOT / "tools" / "compare_mismatch.py"))["main"], [*words, "--out", str(out)])
+    status = run_cli(compare.main, [*words, "--out", str(out)])
     return status, json.loads((out / "report.json").read_text())
 
 

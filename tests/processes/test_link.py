@@ -12,7 +12,7 @@ import time
 import pytest
 from network_link import Side, linked
 from process_runs import FLOAT32, Run
-from toy_runs import ROOT, comparable, tiny
+from toy_runs import comparable, tiny
 
 from rljax.rollout.servers.vllm.server import vllm_python
 
@@ -38,7 +38,7 @@ def served(link, toy_base, tmp_path):
     key.chmod(0o600)
     options = ["--dtype", "float32", "--host", SERVERS.address, "--port", str(PORT), "--max-model-len", "512"]
     files = ["--api-key-file", str(key), "--url-file", str(url), "--log", str(tmp_path / "server.log")]
-    words = [str(vllm_python()), str(ROOT / "tools/serve_vllm.py"), str(toy_base), *options, *files]
+    words = [str(vllm_python()), "-m", "rljax.cli", "serve", "vllm", str(toy_base), *options, *files]
     with (tmp_path / "server.out").open("wb") as out:
         process = subprocess.Popen([*SERVERS.inside, *words], stdout=out, stderr=out)
     try:

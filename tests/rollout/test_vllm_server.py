@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import serve_vllm
 
 from rljax.errors import ServerFailedError
 from rljax.rollout.servers.foreground import parse
@@ -18,7 +17,7 @@ from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, command,
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = serve_vllm.__file__
+PROGRAM = ("-m", "rljax.cli", "serve", "vllm")
 HEALTHY = """
     import http.server, subprocess, sys
     port = int(sys.argv[sys.argv.index("--port") + 1])
@@ -100,7 +99,7 @@ def test_a_server_whose_engine_died_is_ended(script, tmp_path):
     text = HEALTHY.replace("send_response(200)", f"send_response({status})")
     arguments = ["m", "--python", script(text), "--log", str(log), "--timeout", "30"]
     caller = subprocess.Popen(
-        [sys.executable, PROGRAM, *arguments],
+        [sys.executable, *PROGRAM, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -128,7 +127,7 @@ def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
         for number in numbers:
             log = tmp_path / number.name
             arguments = ["m", "--python", script(HEALTHY), "--log", str(log), "--timeout", "30"]
-            caller = subprocess.Popen([sys.executable, PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
+            caller = subprocess.Popen([sys.executable, *PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
             stack.callback(caller.kill)
             assert caller.stdout.readline().startswith("http://127.0.0.1:")
             callers[number], helpers[number] = caller, helper_of(log)

@@ -98,7 +98,7 @@ def _ports(pod: Pod) -> Iterator[str]:
             port = container.get(probe, {}).get("httpGet", {}).get("port")
             if isinstance(port, str) and port not in named:
                 yield f"{probe}: no port {port}"
-        serves = any("serve_vllm.py" in word for word in container.get("command", []))
+        serves = is_served(container)
         numbers = [str(port["containerPort"]) for port in container.get("ports", [])]
         if serves and [f"--port={number}" for number in numbers] != [
             w for w in container["args"] if w.startswith("--port=")
@@ -226,9 +226,14 @@ def action_after(jobset: Object, end: int | str) -> str | None:
     return "RestartJobSet"
 
 
+def is_served(container: Object) -> bool:
+    """Whether a container runs ``rljax serve``."""
+    return container.get("command", [])[1:4] == ["-m", "rljax.cli", "serve"]
+
+
 def _answers(pod: Pod) -> bool:
     """Whether it is a server that answers requests; a server's further hosts do not."""
-    return any("serve_vllm.py" in word for container in pod.containers for word in container.get("command", []))
+    return any(is_served(container) for container in pod.containers)
 
 
 def server_names(objects: list[Object]) -> set[str]:

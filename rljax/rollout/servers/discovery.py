@@ -20,7 +20,7 @@ def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
 
     Args:
       where: a file with one URL in a line (what follows a # is a comment); a directory, whose files ``*.url`` have one
-        each, as ``tools/serve_vllm.py --url-file`` writes them; or ``dns://HOST:PORT``, a server at each address that
+        each, as ``rljax serve vllm --url-file`` writes them; or ``dns://HOST:PORT``, a server at each address that
         HOST has, such as those of a headless Service of Kubernetes.
 
     Raises:

@@ -1,7 +1,7 @@
 """Starts an SGLang server: its command line and environment. What any kind of server needs is in ``served.process``.
 
 Standard library only. To serve in the foreground there is ``launch/sglang_server.sh MODEL``, which runs
-``tools/serve_sglang.py``.
+``rljax serve sglang``.
 """
 
 from __future__ import annotations

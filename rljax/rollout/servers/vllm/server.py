@@ -1,7 +1,7 @@
 """Starts a vLLM server: its command line and environment. What any kind of server needs is in ``served.process``.
 
 Standard library only, so that it runs under the trainer's interpreter and under vLLM's alike. To serve in the
-foreground there is ``launch/vllm_server.sh MODEL``, which runs ``tools/serve_vllm.py``.
+foreground there is ``launch/vllm_server.sh MODEL``, which runs ``rljax serve vllm``.
 """
 
 from __future__ import annotations

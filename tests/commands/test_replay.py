@@ -1,19 +1,18 @@
-"""tools/replay_surge.py on every kind of log it reads, and on logs it cannot read."""
+"""rljax replay on every kind of log it reads, and on logs it cannot read."""
 
 import csv
 import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from rljax.commands import replay
 from rljax.errors import ConfigError
 
 SummaryWriter = pytest.importorskip("tensorboardX").SummaryWriter
 
-TOOL = Path(__file__).parents[2] / "tools" / "replay_surge.py"
 # The level triples at step 80: the median of five and six lengths in a row have it at step 85.
 LENGTHS = [1000.0] * 79 + [3500.0] * 221
 CALL = "surge called at step 85 (crossing since step 82), decay period 153"
@@ -21,12 +20,7 @@ CALL = "surge called at step 85 (crossing since step 82), decay period 153"
 
 @pytest.fixture(scope="module")
 def tool():
-    sys.path.insert(0, str(TOOL.parent))
-    try:
-        import replay_surge
-    finally:
-        sys.path.pop(0)
-    return replay_surge
+    return replay
 
 
 def run(tool, capsys, tmp_path, log, *arguments):
@@ -180,7 +174,9 @@ def test_a_log_that_is_not_there(tool, tmp_path):
 
 
 def test_the_program_exits_with_one_line_on_stderr(tmp_path):
-    done = subprocess.run([sys.executable, str(TOOL), str(tmp_path / "no.csv")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "rljax.cli", "replay", str(tmp_path / "no.csv")], capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1

@@ -1,6 +1,6 @@
 """Replays a training log through the surge tracker and prints what the length-triggered schedule would have done.
 
-    python tools/replay_surge.py runs/my_run/metrics.jsonl --png surge.png --sweep
+    rljax replay runs/my_run/metrics.jsonl --png surge.png --sweep
 
 It prints the step at which the tracker reports the surge of the response length, the decay period that follows from it,
 and every change of the learning rate. LOG is a JSONL file, a CSV file or a TensorBoard event file, or a directory that
@@ -14,16 +14,16 @@ import csv
 import dataclasses
 import math
 import struct
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 from matplotlib.figure import Figure
 from tensorboardX.proto import event_pb2
 
-from rljax.errors import ConfigError, caller_errors, parse_json, run_cli
+from rljax.commands.parser import Parser
+from rljax.errors import ConfigError, caller_errors, parse_json
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 
 # Name of the mean response length, and names of the share of truncated responses in the same log. A column matches
@@ -286,15 +286,8 @@ def plot(result: Replay, column: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-class Parser(argparse.ArgumentParser):
-    """Leaves mistakes to ``run_cli``, which prints them in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ConfigError."""
-        raise ConfigError(message)
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options. Raises ConfigError for words that are none."""
     """Reads the command line. Every field of SurgeConfig is an option."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", metavar="LOG", type=Path, help="log file of a run, or the directory that contains it")
@@ -326,6 +319,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Replays, prints the report, plots; returns the exit status."""
     args = parse(argv)
     rate = {
         "init_value": args.learning_rate,
@@ -346,7 +340,3 @@ def main(argv: Sequence[str]) -> int:
         plot(result, column, args.png)
     print(f"figure: {args.png}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))

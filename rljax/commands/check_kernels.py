@@ -1,10 +1,11 @@
-"""Attention and the head on the device that is here: errors, leaks, times, memory. Used by ``check_accelerator.py``.
+"""Attention and the head on the device that is here: errors, leaks, times, memory. Used by ``rljax check``.
 
 Each function returns plain values for JSON, with what is wrong under ``problems``.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ MOST_UNITS = 2.0
 MOST_LOGPROB_ERROR = 1e-3
 _CALLS = 4
 # Without Triton's products: under the first option XLA chooses none of their tilings.
-_FIXED_SUMS: dict[str, bool | int | str] = {
+_FIXED_SUMS: dict[str, bool | str] = {
     "xla_gpu_exclude_nondeterministic_ops": True,
     "xla_gpu_enable_triton_gemm": False,
 }
@@ -238,7 +239,7 @@ def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_
             "largest_entropy_error": entropy,
             "relative_error_of_d_hidden": of_hidden,
             "relative_error_of_d_table": of_table,
-            "forward_and_backward_ms": median_ms(lambda compiled=compiled: compiled(*given), repeats),
+            "forward_and_backward_ms": median_ms(functools.partial(compiled, *given), repeats),
             "temporary_bytes": _temporaries(compiled),
         }
     of_chunks, most = found["chunks"], MOST_UNITS * _UNIT[dtype]

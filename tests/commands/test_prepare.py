@@ -1,4 +1,4 @@
-"""tools/prepare_data.py: what is dropped, counted and noted, and that scoring goes on where it was interrupted."""
+"""rljax prepare: what is dropped, counted and noted, and that scoring goes on where it was interrupted."""
 
 import hashlib
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rljax.commands.prepare import main
 from rljax.data.files import read_problems, read_provenance, read_rows
 from rljax.data.toy import build_tokenizer
 from rljax.errors import run_cli
@@ -15,9 +16,6 @@ from rljax.policy.hf_config import config_to_hf
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests/data"
-sys.path.insert(0, str(ROOT / "tools"))
-
-from prepare_data import main  # noqa: E402
 
 # Solves the first problem["extra_info"]["solved"] of each problem's responses; interrupts as told.
 REWARD = """
@@ -82,7 +80,7 @@ def test_repeats_and_long_prompts_are_dropped_and_counted(tmp_path, model, capsy
     ]
     assert noted["source"] == str(source)
     assert noted["source_sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
-    assert noted["command"].startswith("python tools/prepare_data.py ")
+    assert noted["command"].startswith("rljax prepare ")
     assert noted["command"].endswith("--max-prompt-tokens 8")
     assert "repeats: 2 dropped, 3 kept, read 5, repeats with another answer 1" in capsys.readouterr().out
 

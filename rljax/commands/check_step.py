@@ -1,4 +1,4 @@
-"""A training step of a model's shapes on the devices that are here. Used by ``check_accelerator.py``.
+"""A training step of a model's shapes on the devices that are here. Used by ``rljax check``.
 
 Weights and rows are random. Everything else is a run's own: the step of ``rljax.run.training.make_step``, the plan of
 the dry run, the floating-point operations of ``--compile``.
@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from accelerator_kernels import memory_analysis
 from jax.sharding import Mesh
 
+from rljax.commands.check_kernels import memory_analysis
 from rljax.data.prompts import DataConfig
 from rljax.plan.compile import memory_by_kind, model_flops
 from rljax.plan.dry_run import planned_bytes
@@ -165,7 +165,8 @@ def run_steps(
     step: TrainStep, state: TrainState, batch: PackedBatch, config: Config, steps: int
 ) -> tuple[list[float], dict[str, float]]:
     """Seconds of each step after the warm-up, and some numbers of the last one's row."""
-    seconds, row = [], {}
+    seconds: list[float] = []
+    row: dict[str, Any] = {}
     for _ in range(WARM_UP + steps):
         start = time.perf_counter()
         state, row, logprobs = step(state, batch, config.optimizer.learning_rate, True)

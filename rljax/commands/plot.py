@@ -1,4 +1,4 @@
-"""Plots one run, or several in the same panels: ``python tools/plot_run.py RUN [RUN...] [--out FILE]``.
+"""Plots one run, or several in the same panels: ``rljax plot RUN [RUN...] [--out FILE]``.
 
 One run is plotted into its own directory unless ``--out`` says otherwise, several into ``report.png`` here.
 ``--figure`` plots the panels of a figure of the papers instead, into ``figure_NAME.png``.
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from matplotlib.figure import Figure
-from paper_panels import ALL_PANELS
 
-from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.commands.paper_panels import ALL_PANELS
+from rljax.commands.parser import Parser
+from rljax.errors import ConfigError, caller_errors
 from rljax.record.figure import PanelGrid, plot_grid, plot_report, read_runs, save_figure
 from rljax.record.panels import Run
 from rljax.record.summary import collapse_step, trailing_mean
@@ -97,8 +96,9 @@ def plot_figure(name: str, runs: Sequence[Run], smooth: float) -> Figure:
     figure = plot_grid(paper.panels, runs, smooth, title=title, panels=ALL_PANELS)
     steps = [paper.line(run) for run in runs] if paper.line else []
     for run, step in zip(runs, steps, strict=False):
-        for axis in figure.axes if step is not None else ():
-            axis.axvline(step, color=run.color, linestyle=":")
+        if step is not None:
+            for axis in figure.axes:
+                axis.axvline(step, color=run.color, linestyle=":")
     return figure
 
 
@@ -119,17 +119,10 @@ def figures_table(width: int = 100) -> str:
     return "\n".join(lines)
 
 
-class Parser(argparse.ArgumentParser):
-    """Leaves mistakes to ``run_cli``, which prints them in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ConfigError."""
-        raise ConfigError(message)
-
-
 def main(argv: Sequence[str]) -> int:
+    """Plots; returns the exit status."""
     parser = Parser(
-        prog="python tools/plot_run.py",
+        prog="rljax plot",
         description=__doc__,
         epilog=f"figures, the runs to give (arms of docs/paper.md), the metrics each must have:\n\n{figures_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -159,7 +152,3 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(error) from error
     print(out)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))

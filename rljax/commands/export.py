@@ -1,7 +1,7 @@
 """Exports a run's checkpoint as an ordinary HF directory.
 
-    python tools/convert_checkpoint.py runs/quickstart runs/quickstart-hf [--step 120] [--dtype bfloat16]
-    python tools/convert_checkpoint.py runs/lora runs/lora-adapter --adapter
+    rljax export runs/quickstart runs/quickstart-hf [--step 120] [--dtype bfloat16]
+    rljax export runs/lora runs/lora-adapter --adapter
 
 The directory holds config.json, safetensors in the dtype asked for and the tokenizer of the model the run started
 from; transformers and vLLM load it. Of a run with ``lora`` the weights are the merged ones; with ``--adapter`` the
@@ -10,7 +10,6 @@ directory holds the adapters alone, in the layout of PEFT.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Annotated, Literal
 import jax.numpy as jnp
 import tyro
 
-from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.errors import ConfigError, caller_errors
 from rljax.evaluate import find_policy
 from rljax.policy.hf import save_params
 from rljax.policy.peft import save_adapters
@@ -64,7 +63,3 @@ def main(argv: Sequence[str]) -> int:
     save_params(arguments.out, params, policy.config, jnp.dtype(arguments.dtype), side_files_from=policy.hf_path)
     print(f"wrote step {policy.step} of {policy.run} to {arguments.out} in {arguments.dtype}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))

@@ -1,8 +1,8 @@
 r"""Makes a training file: reads problems, drops repeated and unsuitable ones, writes Parquet with its provenance.
 
-    python tools/prepare_data.py dapo-math-17k.parquet runs/data/dapo.parquet --model MODEL --max-prompt-tokens 1024
-    python tools/prepare_data.py BytedTsinghua-SIA/AIME-2024 runs/data/aime-24.parquet
-    python tools/prepare_data.py runs/data/dapo.parquet runs/data/perfectible.parquet --model MODEL \
+    rljax prepare dapo-math-17k.parquet runs/data/dapo.parquet --model MODEL --max-prompt-tokens 1024
+    rljax prepare BytedTsinghua-SIA/AIME-2024 runs/data/aime-24.parquet
+    rljax prepare runs/data/dapo.parquet runs/data/perfectible.parquet --model MODEL \
         --urls http://127.0.0.1:8000 --samples 16 --min-pass-rate 0.2 --max-pass-rate 0.8
 
 SOURCE is a Parquet file in verl's form, JSONL with prompt and answer, or the id of a data set on the Hugging Face hub
@@ -31,7 +31,7 @@ from tqdm import tqdm
 from rljax.data.files import PASS_RATE, Problem, Row, parse_row, prompt_text, read_provenance, read_rows, write_rows
 from rljax.data.prompts import FILE_REWARD, render_prompt
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
-from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.errors import ConfigError, caller_errors
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import RolloutConfig, SamplingParams
@@ -334,7 +334,7 @@ def main(argv: Sequence[str]) -> int:
     provenance = {
         "source": arguments.source,
         "source_sha256": digest(source),
-        "command": shlex.join(["python", "tools/prepare_data.py", *argv]),
+        "command": shlex.join(["rljax", "prepare", *argv]),
         "steps": selection.steps,
         "source_provenance": read_provenance(source) if source.suffix == ".parquet" else None,
     }
@@ -349,7 +349,3 @@ def outputs(out: Path, rows: list[Row], eval_rows: list[Row]) -> Iterator[tuple[
     yield out, rows
     if eval_rows:
         yield out.with_name(f"{out.stem}-held.parquet"), eval_rows
-
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))

@@ -9,16 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from paper_panels import ALL_PANELS
 from records import record_row, small_dump, write_record
 
+from rljax.commands.paper_panels import ALL_PANELS
+from rljax.commands.plot import FIGURES, figures_table, main, plot_figure
 from rljax.errors import run_cli
 from rljax.record.figure import read_runs
 from rljax.record.token_dumps import write_dump
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-from plot_run import FIGURES, figures_table, main, plot_figure  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -113,7 +112,7 @@ def test_the_table_names_arms_of_the_page_and_fits_a_terminal():
 
 
 def plot(*arguments, cwd):
-    command = [sys.executable, str(ROOT / "tools" / "plot_run.py"), *map(str, arguments)]
+    command = [sys.executable, "-m", "rljax.cli", "plot", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 

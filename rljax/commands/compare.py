@@ -1,6 +1,6 @@
 """Compares log-probabilities of the same tokens across engines and precisions, pair by pair.
 
-    python tools/compare_mismatch.py TOKENS --model DIR --scorer jax:bfloat16 --scorer hf:bfloat16 --out comparison
+    rljax compare TOKENS --model DIR --scorer jax:bfloat16 --scorer hf:bfloat16 --out comparison
 
 TOKENS is a token dump, a JSONL file, or prime-rl's token export (docs/compare.md). The columns of log-probabilities in
 it are compared as well. The program writes tokens.parquet (with the new columns), report.md, report.json and report.png
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from matplotlib import colormaps
@@ -25,12 +23,13 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from rljax.commands.parser import Parser
 from rljax.compare.distributions import DistributionPair, compare_distributions, with_distributions
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import SECOND_RUN, Comparison, compare_columns, to_json, to_markdown, to_text
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import name_columns, score_column, split_spec
-from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.errors import ConfigError, caller_errors
 from rljax.record.token_dumps import TokenDump, write_dump
 
 METRIC = "logprob_abs_diff_mean"
@@ -38,17 +37,10 @@ MOST_NAMED = 24  # with more pairs than this, the legend groups those that pass
 COARSENESS = {"bfloat16": "tab:red", "float16": "tab:blue", "float32": "tab:green"}
 
 
-class Parser(argparse.ArgumentParser):
-    """Leaves mistakes to ``run_cli``, which prints them in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ConfigError."""
-        raise ConfigError(message)
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options. Raises ConfigError for words that are none."""
     parser = Parser(
-        prog="python tools/compare_mismatch.py",
+        prog="rljax compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -280,6 +272,7 @@ def plot_matrix(axes: Axes, comparison: Comparison) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Compares, writes the report; returns the exit status."""
     options = parse(argv)
     stopped: KeyboardInterrupt | ConfigError | None = None
     with caller_errors():
@@ -318,7 +311,3 @@ def main(argv: Sequence[str]) -> int:
     if stopped is not None:
         raise stopped
     return 0 if comparison.passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))

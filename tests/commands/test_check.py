@@ -2,9 +2,6 @@
 
 import json
 
-import accelerator_kernels as kernels
-import accelerator_step as training
-import check_accelerator
 import jax
 import numpy as np
 import pytest
@@ -12,6 +9,9 @@ from packed_rows import reference as float64_reference
 from packed_rows import row
 from toy_runs import outcome
 
+from rljax.commands import check
+from rljax.commands import check_kernels as kernels
+from rljax.commands import check_step as training
 from rljax.policy.attention import attend, packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.run.config import Config
@@ -36,7 +36,7 @@ def checked(tmp_path_factory):
     """(exit status, what was printed, the JSON) of one check."""
     output = tmp_path_factory.mktemp("check") / "found.json"
     words = ["--tiny", "--no-separate", "--dtypes", "bfloat16", "--steps", "2", "--output", output]
-    status, out, _ = outcome(check_accelerator.main, words)
+    status, out, _ = outcome(check.main, words)
     return status, out, json.loads(output.read_text())
 
 
@@ -44,7 +44,7 @@ def test_everything_is_as_it_should_be_on_a_cpu(checked):
     status, out, document = checked
     assert status == 0
     assert document["failed"] == []
-    assert document["command"].startswith("python tools/check_accelerator.py --tiny --no-separate")
+    assert document["command"].startswith("rljax check --tiny --no-separate")
     parts = document["parts"]
     assert [line.split("  ")[0] for line in out.splitlines()[:-1]] == list(parts)
     assert parts["device"]["platform"] == "cpu"
@@ -130,9 +130,9 @@ def test_no_more_is_recomputed_than_the_memory_asks_for():
     mesh = make_mesh(Config().mesh)
 
     def chosen(limit):
-        return training.choose_remat(training.TINY, "bfloat16", check_accelerator.TINY, mesh, limit).precision.remat
+        return training.choose_remat(training.TINY, "bfloat16", check.TINY, mesh, limit).precision.remat
 
-    most = training.plan(training.step_config(training.TINY, "bfloat16", "none"), check_accelerator.TINY, mesh)
+    most = training.plan(training.step_config(training.TINY, "bfloat16", "none"), check.TINY, mesh)
     assert chosen(None) == chosen(most / training.FULL + 1) == "none"
     assert chosen(most / training.FULL - 1) == "dots"
     assert chosen(1) == "blocks"
@@ -143,7 +143,7 @@ def test_a_part_that_raises_is_recorded_and_the_others_run(monkeypatch, tmp_path
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand more")
 
     parts = {
-        "device": check_accelerator.describe_device,
+        "device": check.describe_device,
         "step 0.6B bfloat16": breaks,
         "leak xla": lambda: {
             "implementation": "xla",
@@ -153,9 +153,9 @@ def test_a_part_that_raises_is_recorded_and_the_others_run(monkeypatch, tmp_path
         },
         "leak auto": lambda: {"skipped": "auto is xla here"},
     }
-    monkeypatch.setattr(check_accelerator, "make_parts", lambda arguments: parts)
+    monkeypatch.setattr(check, "make_parts", lambda arguments: parts)
     output = tmp_path / "found.json"
-    status, out, _ = outcome(check_accelerator.main, ["--tiny", "--no-separate", "--output", output])
+    status, out, _ = outcome(check.main, ["--tiny", "--no-separate", "--output", output])
     document = json.loads(output.read_text())
     assert status == 1
     assert document["failed"] == ["step 0.6B bfloat16", "leak xla"]
@@ -173,7 +173,7 @@ def test_a_part_that_raises_is_recorded_and_the_others_run(monkeypatch, tmp_path
 def test_a_process_that_does_not_end_loses_its_parts_alone(tmp_path):
     output = tmp_path / "found.json"
     words = ["--tiny", "--limit-s", "0.1", "--only", "head", "--output", output]
-    status, _, _ = outcome(check_accelerator.main, words)
+    status, _, _ = outcome(check.main, words)
     parts = json.loads(output.read_text())["parts"]
     assert status == 1
     assert list(parts) == ["device", "head bfloat16", "head float16"]
@@ -184,7 +184,7 @@ def test_a_process_that_does_not_end_loses_its_parts_alone(tmp_path):
 def test_processes_of_their_own_find_the_same(tmp_path):
     output = tmp_path / "found.json"
     words = ["--tiny", "--dtypes", "float16", "--only", "head", "--output", output]
-    status, out, err = outcome(check_accelerator.main, words)
+    status, out, err = outcome(check.main, words)
     assert status == 0, out
     parts = json.loads(output.read_text())["parts"]
     assert list(parts) == ["device", "head float16"]
@@ -193,12 +193,12 @@ def test_processes_of_their_own_find_the_same(tmp_path):
 
 
 def test_without_an_accelerator_only_tiny_shapes_are_checked(capsys):
-    status, _, err = outcome(check_accelerator.main, ["--no-separate"])
+    status, _, err = outcome(check.main, ["--no-separate"])
     assert status == 2
     assert "error: JAX finds no accelerator here; --tiny tries the program on a CPU" in err
 
 
 def test_names_of_parts_and_files():
-    assert check_accelerator.wanted("step 0.6B bfloat16", ["head", "step 0.6B"])
-    assert not check_accelerator.wanted("leak xla 2048 bfloat16", ["attention"])
-    assert check_accelerator.slug("NVIDIA H100 80GB HBM3") == "nvidia_h100_80gb_hbm3"
+    assert check.wanted("step 0.6B bfloat16", ["head", "step 0.6B"])
+    assert not check.wanted("leak xla 2048 bfloat16", ["attention"])
+    assert check.slug("NVIDIA H100 80GB HBM3") == "nvidia_h100_80gb_hbm3"

@@ -1,8 +1,8 @@
 """Checks rljax on the accelerator that is here, in about ten minutes, and writes one JSON file to send.
 
-    python tools/check_accelerator.py                              # Qwen3-0.6B's shapes
-    python tools/check_accelerator.py --models 0.6B 1.7B 4B
-    python tools/check_accelerator.py --tiny --output tiny.json    # tries the program itself, on a CPU too
+    rljax check                              # Qwen3-0.6B's shapes
+    rljax check --models 0.6B 1.7B 4B
+    rljax check --tiny --output tiny.json    # tries the program itself, on a CPU too
 
 Attention and the head are compared with float32, nothing of a packed sequence may reach another, and a training step is
 compiled, timed and weighed against its plan. Weights and tokens are random; nothing is downloaded. A part that fails is
@@ -30,20 +30,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import accelerator_kernels as kernels
-import accelerator_step as training
 import jax
 import tyro
 from tqdm import tqdm
 
-from rljax.errors import ConfigError, run_cli
+from rljax.commands import check_kernels as kernels
+from rljax.commands import check_step as training
+from rljax.errors import ConfigError
 from rljax.plan.dry_run import in_units
 from rljax.policy.attention import choose_attention, find_implementation
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.policy.options import AttentionName
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Found = dict[str, Any]
 Parts = dict[str, Callable[[], Found]]
 TINY = PolicyConfig(
@@ -74,7 +74,7 @@ class Arguments:
     remat: Literal["auto", "none", "dots", "blocks", "offload"] = "auto"
     """As precision.remat. auto: the first of none, dots and blocks whose plan fits the memory."""
     output: Path | None = None
-    """JSON file for the result. None: benchmarks/accelerator_NAME.json, NAME the kind of device; with --tiny, none."""
+    """JSON file for the result. None: accelerator_NAME.json here, NAME being the kind of device; with --tiny, none."""
     only: tuple[str, ...] = ()
     """Names of parts, or beginnings of them, such as attention or "step 0.6B". Empty: all."""
     tiny: bool = False
@@ -112,8 +112,8 @@ def make_parts(arguments: Arguments) -> Parts:
     remat = None if arguments.remat == "auto" else arguments.remat
     for model, policy in policies.items():
         for dtype in arguments.dtypes:
-            given = (model, policy, dtype, arguments.steps, size, remat)
-            parts[f"step {model} {dtype}"] = functools.partial(training.check_step, *given)
+            words = f"step {model} {dtype}"
+            parts[words] = functools.partial(training.check_step, model, policy, dtype, arguments.steps, size, remat)
     return parts
 
 
@@ -231,7 +231,11 @@ def run_process(
     log, end = output.with_suffix(".log"), time.monotonic() + limit_s
     with log.open("wb") as sink:
         child = subprocess.Popen(
-            [sys.executable, __file__, *words], env=environment, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL
+            [sys.executable, "-m", "rljax.cli", "check", *words],
+            env=environment,
+            stdout=sink,
+            stderr=sink,
+            stdin=subprocess.DEVNULL,
         )
         try:
             while child.poll() is None and time.monotonic() < end:
@@ -330,7 +334,7 @@ def main(argv: Sequence[str]) -> int:
     parts = make_parts(arguments)
     parts = {name: part for name, part in parts.items() if name == DEVICE or wanted(name, arguments.only)}
     found: dict[str, Found] = {}
-    document = {"command": shlex.join(["python", "tools/check_accelerator.py", *argv]), "parts": found}
+    document = {"command": shlex.join(["rljax", "check", *argv]), "parts": found}
 
     def write() -> None:
         if arguments.output:
@@ -343,7 +347,7 @@ def main(argv: Sequence[str]) -> int:
     document["failed"] = [name for name, one in found.items() if failed(one)]
     output = arguments.output
     if output is None and not arguments.tiny:
-        output = ROOT / "benchmarks" / f"accelerator_{slug(found[DEVICE].get('kind', 'unknown'))}.json"
+        output = Path(f"accelerator_{slug(found[DEVICE].get('kind', 'unknown'))}.json")
     if output is not None:
         write_json(output, document)
     width = max(map(len, found))
@@ -361,7 +365,3 @@ def wanted(name: str, only: Sequence[str]) -> bool:
 def slug(kind: str) -> str:
     """A kind of device in a file's name: NVIDIA H200 is nvidia_h200."""
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()).strip("_")
-
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))

@@ -1,0 +1,96 @@
+"""The command ``rljax``: it finds the program that its first word names, and runs it on the other words.
+
+This module needs nothing beside the standard library, and a program is imported only when it is called. So the
+command starts at once, and ``rljax serve`` works in a server's environment, where there is no JAX.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rljax.errors import ConfigError, run_cli
+
+
+class Command(NamedTuple):
+    """A program of the package.
+
+    Attributes:
+      module: The module whose ``main`` takes the other words and returns the exit status.
+      summary: One line for ``rljax --help``.
+    """
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("rljax.train", "Trains a policy: rljax train CONFIG.yaml [--a.b value ...]"),
+    "evaluate": Command("rljax.evaluate", "Measures the accuracy of a model or of a run on one dataset."),
+    "compare": Command("rljax.commands.compare", "Compares log-probabilities of the same tokens between engines."),
+    "replay": Command("rljax.commands.replay", "Shows what the length-triggered schedule would do on a training log."),
+    "plot": Command("rljax.commands.plot", "Plots one run, or several runs in the same panels."),
+    "prepare": Command("rljax.commands.prepare", "Makes a training file from problems: filters, counts, scores."),
+    "export": Command("rljax.commands.export", "Writes a checkpoint as a Hugging Face directory."),
+    "serve": Command("rljax.commands.serve", "Serves a model with vLLM or SGLang, ready for weight updates."),
+    "config": Command("rljax.commands.config", "Prints the settings that a run would use."),
+    "check": Command("rljax.commands.check", "Checks kernels and the training step on the accelerator that is here."),
+}
+USAGE = "usage: rljax COMMAND [words of the command]"
+
+
+def help_text() -> str:
+    """Returns the text of ``rljax --help``."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    title = "RL fine-tuning of language models in JAX, with the training-inference mismatch measured."
+    end = "rljax COMMAND --help explains a command; rljax --version prints the version."
+    return "\n".join([USAGE, "", title, "", *lines, "", end])
+
+
+def find(name: str) -> Command:
+    """Returns the command of this name. Raises ConfigError, with a suggestion, when there is none."""
+    if name in COMMANDS:
+        return COMMANDS[name]
+    similar = difflib.get_close_matches(name, COMMANDS, n=1)
+    advice = f"did you mean {similar[0]}?" if similar else f"commands: {', '.join(COMMANDS)}"
+    raise ConfigError(f"unknown command {name}; {advice}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command; returns its exit status.
+
+    Raises:
+      ConfigError: There is no such command, or a package that it needs is not installed.
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(importlib.metadata.version("rljax"))
+        return 0
+    command = find(argv[0])
+    try:
+        module = importlib.import_module(command.module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "rljax"):
+            raise
+        raise ConfigError(
+            f"rljax {argv[0]} needs the package {missing}, which is not installed: pip install 'rljax[train]'"
+        ) from error
+    status: int = module.main(argv[1:])
+    return status
+
+
+def cli() -> int:
+    """Runs ``main`` on the words of the command line; returns the exit status."""
+    return run_cli(main)
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

@@ -1,0 +1,62 @@
+"""The command ``rljax``: it is light, explains each of its commands, and says a mistake in one line."""
+
+import subprocess
+import sys
+
+import pytest
+from toy_runs import outcome
+
+from rljax import cli
+
+LIGHT = """
+import sys
+import rljax.cli
+tops = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+print(sorted(name for name in tops if not name.startswith(("_", "a1_", "distutils"))))
+"""
+
+
+def test_the_command_itself_needs_the_standard_library_alone():
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == "['rljax']"
+
+
+def test_the_help_explains_each_command_in_a_line():
+    status, out, err = outcome(cli.main, ["--help"])
+    assert (status, err) == (0, "")
+    for name, command in cli.COMMANDS.items():
+        (line,) = [line for line in out.splitlines() if line.startswith(f"  {name} ")]
+        assert line.endswith(command.summary)
+        assert len(line) <= 100
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_has_a_program_that_explains_itself(name):
+    words = [sys.executable, "-m", "rljax.cli", name, "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"rljax {name}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evalute"], "error: unknown command evalute; did you mean evaluate?"),
+        (["--dry-run"], "error: unknown command --dry-run; commands: train, evaluate, "),
+        (["replay", "nowhere.csv"], "error: nowhere.csv: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line(words, message):
+    status, out, err = outcome(cli.main, words)
+    assert (status, out) == (2, "")
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.delitem(sys.modules, "rljax.commands.compare", raising=False)
+    status, _, err = outcome(cli.main, ["compare", "--help"])
+    assert status == 2
+    assert err == "error: rljax compare needs the package tqdm, which is not installed: pip install 'rljax[train]'\n"
