@@ -34,6 +34,7 @@ import numpy as np
 from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import load_tokenizer
 from rljax.policy.hf_config import read_config
+from rljax.rollout.engine import Samples
 from rljax.rollout.types import InFlight, Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.run.build import build, load_problems, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
@@ -70,10 +71,11 @@ class SleepingEngine:
         self._prepared = -1
         self._loads = threading.Lock()
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
-    ) -> Iterator[Response]:
-        """See RolloutEngine: three random tokens a response, spread over the time."""
+    def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples three random tokens a response, spread over the time."""
+        return Samples(self._responses(prompts, n, seed))
+
+    def _responses(self, prompts: Sequence[np.ndarray], n: int, seed: int) -> Iterator[Response]:
         rng = np.random.default_rng(seed)
         count = len(prompts) * n
         for place in range(count):
@@ -89,16 +91,13 @@ class SleepingEngine:
         time.sleep(self._times.write)
         self._prepared = policy_version
 
-    def publish(self, params: Any, policy_version: int) -> None:
+    def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """See RolloutEngine."""
         if self._prepared != policy_version:
             self.prepare(params, policy_version)
         with self._loads:
             time.sleep(self._times.load)
             self._version = policy_version
-
-    def pop_metrics(self) -> dict[str, float]:
-        """See RolloutEngine."""
         return {}
 
     def close(self) -> None:

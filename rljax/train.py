@@ -221,7 +221,7 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
             last_row = next(reversed(recorded_rows(run_dir)), None)
             stop.begin_step(last_row["time/step_s"] if last_row else None, checkpointer.last_save_s)
             try:
-                train(components, state, progress, record, stop.requested, last_row, sync)
+                train(components, state, progress, record, stop.is_requested, last_row, sync)
             except OwnedError as error:
                 raise ConfigError(error) from error
     with full_disk_errors(), writing(run_dir):

@@ -48,8 +48,7 @@ def main(argv: Sequence[str]) -> int:
         params = load_params(model, policy)
         for number, line in enumerate(sys.stdin):
             params = changed(params, float(line), number)
-            engine.publish(params, number)
-            print(json.dumps(engine.pop_metrics()), flush=True)
+            print(json.dumps(engine.publish(params, number)), flush=True)
     finally:
         engine.close()
     return 0

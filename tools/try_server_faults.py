@@ -36,7 +36,7 @@ from rljax.errors import ServerError
 from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config
 from rljax.rollout.build import make_engine
-from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.engine import Samples
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.vllm.backend import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
@@ -207,7 +207,7 @@ def limits_of(stall_s: float) -> ClientLimits:
     return ClientLimits(request_timeout_s=stall_s / 2, max_attempts=4, backoff_s=0.05, max_backoff_s=0.5)
 
 
-MakeEngine = Callable[[str], RolloutEngine]
+MakeEngine = Callable[[str], ServedEngine]
 
 
 @contextlib.contextmanager
@@ -218,7 +218,7 @@ def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
 
     fake = vllm_fake.FakeVllm()
 
-    def make(url: str) -> RolloutEngine:
+    def make(url: str) -> ServedEngine:
         engine = ServedEngine(
             config_of(url, "float32", stall_s),
             VllmBackend(),
@@ -242,9 +242,10 @@ def real_server(url: str | None, model: Path, dtype: Any, stall_s: float) -> Ite
     params = load_params(model, policy)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
 
-    def make(proxied: str) -> RolloutEngine:
+    def make(proxied: str) -> ServedEngine:
         config = config_of(proxied, dtype, stall_s)
         engine = make_engine(config, policy, mesh, max_prompt_tokens=16, max_tokens=64)
+        assert isinstance(engine, ServedEngine)
         engine.publish(params, VERSION)
         return engine
 
@@ -263,19 +264,20 @@ def config_of(url: str, dtype: Any, stall_s: float) -> RolloutConfig:
 def rollout(make: MakeEngine, proxy: Proxy, fault: str, times: int, prompts: int, n: int, vocab: int) -> dict[str, Any]:
     """One rollout of ``prompts * n`` responses with the fault planted ``times`` times."""
     engine = make(proxy.url)
-    engine.pop_metrics()
     responses: list[Response] = []
+    samples = Samples(iter(()))
     ended = ""
     try:
         proxy.arm(fault, times)
         asked = [np.arange(1, 4 + i, dtype=np.int32) for i in range(prompts)]
-        responses.extend(engine.generate(asked, n, SamplingParams(TOKENS), seed=0))
+        samples = engine.generate(asked, n, SamplingParams(TOKENS), seed=0)
+        responses.extend(samples)
     except (ServerError, RuntimeError) as error:
         ended = str(error)
     finally:
         planted = proxy.planted
         proxy.arm("", 0)
-        counts = engine.pop_metrics()
+        counts = engine.report() | samples.metrics
         engine.close()
     places = [(response.prompt_index, response.sample_index) for response in responses]
     expected = [(i, j) for i in range(prompts) for j in range(n)]

@@ -18,7 +18,7 @@ from rljax.policy.hf import hf_checksums, hf_parts, hf_tensors, load_params
 from rljax.policy.hf_config import config_to_hf, read_config
 from rljax.policy.score import make_scorer
 from rljax.rollout.embedded import JaxEngine
-from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.engine import RolloutEngine, Stopping
 from rljax.rollout.exact import ExactEngine, Executable
 from rljax.rollout.injected import InjectedEngine
 from rljax.rollout.servers.backend import Backend
@@ -130,8 +130,7 @@ def make_engine(
     make_executable: Callable[[], Executable] | None = None,
     functions: PolicyFunctions | None = None,
     publish: PublishConfig | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    gives_up: Callable[[], bool] = lambda: False,
+    stop: Stopping | None = None,
 ) -> RolloutEngine:
     """The engine that ``config.engine`` names; it is given parameters of ``policy`` by ``publish``.
 
@@ -146,8 +145,7 @@ def make_engine(
       make_executable: the trainer's executable; engine exact alone needs and makes it.
       functions: for HTTP servers; None: ``policy_functions``.
       publish: how weights come to HTTP servers; None: as ``PublishConfig()`` says.
-      should_stop: asked while no server answers; true ends the wait.
-      gives_up: asked while responses are sampled, at least four times a second; true ends it.
+      stop: Whether to stop waiting for servers, and to give up what is sampled. None: neither.
 
     Raises:
       ConfigError: no server answers in time, or weights cannot be written.
@@ -170,8 +168,7 @@ def make_engine(
                 publish=publish,
                 writer=functions.writer,
                 head_dtype=config.dtype if lm_head_dtype == "compute" else lm_head_dtype,
-                should_stop=should_stop,
-                gives_up=gives_up,
+                stop=stop,
             )
         except RuntimeError as error:
             raise ConfigError(error) from error

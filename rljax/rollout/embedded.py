@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -36,6 +35,7 @@ from rljax.policy.model import (
     param_shardings,
     run_blocks,
 )
+from rljax.rollout.engine import Samples
 from rljax.rollout.quantization import CACHES, quantize, restore, to_cache
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
 from rljax.sharding import constrain, replicated
@@ -278,7 +278,6 @@ class JaxEngine:
         )
         self._params: Params | None = None
         self._version = 0
-        self._metrics: defaultdict[str, float] = defaultdict(float)
 
     @property
     def compilations(self) -> int:
@@ -291,8 +290,8 @@ class JaxEngine:
     def prepare(self, params: Params, policy_version: int) -> None:
         """See RolloutEngine: nothing."""
 
-    def publish(self, params: Params, policy_version: int) -> None:
-        """See RolloutEngine."""
+    def publish(self, params: Params, policy_version: int) -> dict[str, float]:
+        """Casts ``params`` to the rollout dtype, rounds them to 8 bits where the engine does, and keeps them."""
         start = time.perf_counter()
         with jax.set_mesh(self._mesh):
             weights = self._programs.cast(params)
@@ -300,15 +299,13 @@ class JaxEngine:
                 weights = self._programs.restore(self._programs.quantize(weights))
             self._params = jax.block_until_ready(weights)
         self._version = policy_version
-        self._metrics["time/publish_s"] += time.perf_counter() - start
+        return {"time/publish_s": time.perf_counter() - start}
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
-    ) -> Iterator[Response]:
-        """See RolloutEngine. All responses complete together."""
+    def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples all responses in one compiled loop, before it returns."""
         start = time.perf_counter()
         tokens, logprobs, counts, done, *routes = self._run(prompts, n, sampling, seed, with_routes=self._with_routes)
-        self._metrics["time/generate_s"] += time.perf_counter() - start
+        metrics = {"time/generate_s": time.perf_counter() - start}
         responses = []
         for row, length in enumerate(counts.tolist()):
             versions = (VersionSpan(self._version, 0, length),)
@@ -318,7 +315,7 @@ class JaxEngine:
                 of_prompt, of_response = routes[0][row // n], routes[1][row]
                 of_row = np.concatenate([of_prompt[-len(prompts[row // n]) :], of_response[: length - 1]])
             responses.append(Response(*divmod(row, n), *kept, not done[row], versions, of_row))
-        return iter(responses)
+        return Samples(iter(responses), metrics)
 
     def score(
         self,
@@ -345,11 +342,6 @@ class JaxEngine:
             row[: len(response)] = response
         logprobs = self._run(prompts, 1, SamplingParams(limit, temperature), 0, forced)[1]
         return [row[: len(response)] for row, response in zip(logprobs, responses, strict=True)]
-
-    def pop_metrics(self) -> dict[str, float]:
-        """See RolloutEngine."""
-        metrics, self._metrics = self._metrics, defaultdict(float)
-        return dict(metrics)
 
     def close(self) -> None:
         """See RolloutEngine."""

@@ -1,54 +1,114 @@
-"""The one protocol between the training loop and whatever samples for it.
+"""The protocol between the training loop and whatever samples for it.
 
-The loop knows nothing else of an engine: no URL, no cache, no dtype. A new engine is a class with these five methods.
+The loop knows nothing else of an engine: no URL, no cache, no dtype. A new engine is a class with the four methods of
+:class:`RolloutEngine`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from rljax.errors import StoppedWaitingError
 from rljax.rollout.types import Response, SamplingParams
 
 
-class RolloutEngine(Protocol):
-    """Samples responses with the last published policy."""
+@dataclass(frozen=True)
+class Samples:
+    """The responses to one request, and what sampling them took. Iterating over it yields the responses.
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
-    ) -> Iterator[Response]:
-        """Yields the ``len(prompts) * n`` responses **as they complete**, in any order.
+    Attributes:
+      responses: The responses as they complete, in any order. The iterator can be used once.
+      metrics: The counts and seconds of this request (``rollout/*``, ``time/*_s``) for the row of a step. The mapping
+        is complete once ``responses`` has ended, whatever ended it.
+    """
+
+    responses: Iterator[Response]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Response]:
+        return self.responses
+
+
+class RolloutEngine(Protocol):
+    """An engine that samples responses with the last published policy."""
+
+    def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples ``n`` responses to each prompt.
 
         Args:
-          prompts: int32 vectors of token ids.
-          n: responses per prompt (``group_size``).
-          sampling: how to sample them.
-          seed: fixes the samples as far as the engine can; the same seed, weights and prompts give the same responses
-            on the embedded engine.
+          prompts: The token ids of each prompt, int32 [s].
+          n: The number of responses to each prompt (``group_size``).
+          sampling: The temperature, the length limit and the stop tokens.
+          seed: The seed of the sampling, which fixes the samples as far as the engine can. On the embedded engine the
+            same seed, weights and prompts give the same responses.
+
+        Returns:
+          The ``len(prompts) * n`` responses, and their metrics. Errors come from this call or from the iteration.
 
         Raises:
-          ValueError: a prompt, or the number of prompts, that this engine cannot take.
-          RuntimeError: the engine is broken or gone for good.
-          StoppedWaitingError: the run was asked to stop and the engine would have to wait for servers or responses.
+          ValueError: The engine cannot take a prompt, or this number of prompts.
+          RuntimeError: The engine is broken or gone for good.
+          StoppedWaitingError: The run was asked to stop, and the engine would have to wait for servers or responses.
         """
 
     def prepare(self, params: Any, policy_version: int) -> None:
-        """Does what a ``publish`` of the same arguments, which follows, can do while responses are still sampled.
+        """Does the part of the next ``publish`` that can be done while responses are still sampled.
 
-        Raises RuntimeError where the weights cannot be published.
+        Args:
+          params: The parameters that ``publish`` is called with next.
+          policy_version: The policy version that ``publish`` is called with next.
+
+        Raises:
+          RuntimeError: The weights cannot be published.
         """
 
-    def publish(self, params: Any, policy_version: int) -> None:
-        """Makes ``params`` (the policy's pytree: float32 masters, or merged adapters) the policy of all later samples.
+    def publish(self, params: Any, policy_version: int) -> dict[str, float]:
+        """Makes ``params`` the policy of all later samples, and returns once the engine is proven to use them.
 
-        Returns only when the engine is proven to sample from them. Raises RuntimeError when it does not, and
-        StoppedWaitingError as ``generate`` does.
+        Args:
+          params: The policy's pytree: float32 masters, or merged adapters.
+          policy_version: The number of the policy version.
+
+        Returns:
+          What happened outside of sampling since the publish before (``time/*_s``, ``publish/*``, ``rollout/*``), for
+          the row of a step. No key of it is among those of :class:`Samples`.
+
+        Raises:
+          RuntimeError: The engine does not sample from ``params``.
+          StoppedWaitingError: The run was asked to stop, and the engine would have to wait for servers.
         """
-
-    def pop_metrics(self) -> dict[str, float]:
-        """What happened since the last call (``time/*_s``, ``publish/*``, ``rollout/*``), for the step's row."""
 
     def close(self) -> None:
-        """Releases its resources; may be called twice."""
+        """Releases the engine's resources. It may be called twice."""
+
+
+class Stopping(Protocol):
+    """The answers that whoever waits needs about the end of a run. Both methods may be called from any thread."""
+
+    def is_requested(self) -> bool:
+        """Returns whether the run was asked to stop, so that nothing new is waited for."""
+
+    def gives_up(self) -> bool:
+        """Returns whether what is under way is given up now, such as the responses that are being sampled."""
+
+
+class NeverStopping:
+    """The :class:`Stopping` of a program that nobody asks to stop."""
+
+    def is_requested(self) -> bool:
+        """Returns False."""
+        return False
+
+    def gives_up(self) -> bool:
+        """Returns False."""
+        return False
+
+
+def check_wanted(stop: Stopping) -> None:
+    """Raises StoppedWaitingError if what is sampled is given up."""
+    if stop.gives_up():
+        raise StoppedWaitingError("asked to stop while responses were sampled")

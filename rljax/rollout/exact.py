@@ -8,7 +8,6 @@ again. Sequence i of a request stands in row i % b, as it does when it is traine
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.model import Params
+from rljax.rollout.engine import Samples
 from rljax.rollout.types import InjectConfig, Response, SamplingParams, VersionSpan
 from rljax.sharding import replicated
 
@@ -88,19 +88,17 @@ class ExactEngine:
         self._sample = jax.jit(sample, static_argnames="greedy", out_shardings=replicated(executable.mesh))
         self._params: Params | None = None
         self._version = 0
-        self._metrics: defaultdict[str, float] = defaultdict(float)
 
     def prepare(self, params: Params, policy_version: int) -> None:
         """See RolloutEngine: nothing."""
 
-    def publish(self, params: Params, policy_version: int) -> None:
-        """See RolloutEngine. The masters are kept as they are: publish again once a training step took them over."""
+    def publish(self, params: Params, policy_version: int) -> dict[str, float]:
+        """Keeps the masters themselves: publish again once a training step has taken their buffers over."""
         self._params, self._version = params, policy_version
+        return {}
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
-    ) -> Iterator[Response]:
-        """See RolloutEngine. Responses complete b at a time, where the executable has b rows."""
+    def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples b responses at a time, where the executable has b rows."""
         if self._params is None:
             raise RuntimeError("no policy was published to the exact engine yet")
         room = self._executable.row_tokens - sampling.max_response_tokens
@@ -110,10 +108,17 @@ class ExactEngine:
                     f"a prompt has {len(prompt)} tokens, expected 1 to {room}: rows of {self._executable.row_tokens} "
                     f"tokens less max_response_tokens = {sampling.max_response_tokens}"
                 )
-        return self._responses(self._params, prompts, n, sampling, seed)
+        metrics = {"rollout/executable_runs": 0.0, "time/generate_s": 0.0}
+        return Samples(self._responses(self._params, prompts, n, sampling, seed, metrics), metrics)
 
     def _responses(
-        self, params: Params, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int
+        self,
+        params: Params,
+        prompts: Sequence[np.ndarray],
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        metrics: dict[str, float],
     ) -> Iterator[Response]:
         """Batch by batch; each runs the executable once for each token of its longest response."""
         executable, greedy = self._executable, sampling.temperature == 0.0
@@ -132,7 +137,7 @@ class ExactEngine:
             unfinished = np.arange(executable.rows) < len(batch)
             for position in range(sampling.max_response_tokens):
                 log_softmax = executable.log_softmax(params, tokens, lengths, temperature)
-                self._metrics["rollout/executable_runs"] += 1
+                metrics["rollout/executable_runs"] += 1
                 with jax.set_mesh(executable.mesh):
                     sampled = self._sample(
                         log_softmax,
@@ -151,16 +156,11 @@ class ExactEngine:
                 unfinished &= ~np.isin(token, sampling.stop_token_ids)
                 if not unfinished.any():
                     break
-            self._metrics["time/generate_s"] += time.perf_counter() - start
+            metrics["time/generate_s"] += time.perf_counter() - start
             for row, (i, j) in enumerate(batch):
                 new = slice(starts[row], lengths[row])
                 versions = (VersionSpan(self._version, 0, int(lengths[row] - starts[row])),)
                 yield Response(i, j, tokens[row, new], logprobs[row, new], bool(unfinished[row]), versions)
-
-    def pop_metrics(self) -> dict[str, float]:
-        """See RolloutEngine."""
-        metrics, self._metrics = self._metrics, defaultdict(float)
-        return dict(metrics)
 
     def close(self) -> None:
         """See RolloutEngine."""

@@ -7,7 +7,7 @@ alone; with another engine it comes on top of that engine's own mismatch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from jaxtyping import Array
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params, logical_axes, param_shardings
-from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.quantization import quantize, restore
-from rljax.rollout.types import InjectConfig, Response, SamplingParams
+from rljax.rollout.types import InjectConfig, SamplingParams
 
 
 def add_noise(params: Params, logical: Params, size: Array, seed: Array, version: Array) -> Params:
@@ -65,8 +65,8 @@ class InjectedEngine:
     def prepare(self, params: Params, policy_version: int) -> None:
         """See RolloutEngine: nothing."""
 
-    def publish(self, params: Params, policy_version: int) -> None:
-        """See RolloutEngine."""
+    def publish(self, params: Params, policy_version: int) -> dict[str, float]:
+        """Changes the weights as the configuration says, and publishes them to the engine inside."""
         inject = self._inject
         with jax.set_mesh(self._mesh):
             if inject.staleness:
@@ -80,17 +80,11 @@ class InjectedEngine:
                 params = self._restore(self._cast(params))
             if inject.quantize != "none":
                 params = self._restore(self._quantize(params))
-        self._engine.publish(params, policy_version)
+        return self._engine.publish(params, policy_version)
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
-    ) -> Iterator[Response]:
-        """See RolloutEngine."""
+    def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples with the engine inside."""
         return self._engine.generate(prompts, n, sampling, seed=seed)
-
-    def pop_metrics(self) -> dict[str, float]:
-        """See RolloutEngine."""
-        return self._engine.pop_metrics()
 
     def close(self) -> None:
         """See RolloutEngine."""

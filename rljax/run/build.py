@@ -16,7 +16,6 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.distributed.processes import ALONE, Processes
 from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
-from rljax.record.rows import Row
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import PolicyFunctions, make_engine, policy_functions
 from rljax.rollout.engine import RolloutEngine
@@ -103,8 +102,7 @@ def make_run_engine(
         make_executable=functools.partial(make_exact_pass, config, policy, mesh),
         functions=functions,
         publish=config.publish,
-        should_stop=stop.requested,
-        gives_up=stop.gives_up,
+        stop=stop,
     )
     return LedEngine(engine, processes) if several and not is_served else engine
 
@@ -223,11 +221,7 @@ def make_batches(
     )
     if not rollout.max_staleness:
         return InTurn(stream, sample, rewards.pop_metrics)
-
-    def pop_metrics() -> Row:
-        return rewards.pop_metrics() | engine.pop_metrics()
-
-    return Ahead(stream, sample, pop_metrics, steps=config.run.steps, max_staleness=rollout.max_staleness)
+    return Ahead(stream, sample, rewards.pop_metrics, steps=config.run.steps, max_staleness=rollout.max_staleness)
 
 
 def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:

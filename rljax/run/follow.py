@@ -31,7 +31,6 @@ def engine_acts(engine: RolloutEngine) -> dict[str, OfParams]:
         prompts = vectors_of("prompts", act.arrays)
         for _ in engine.generate(prompts, act.fields["n"], SamplingParams(**sampling), seed=act.fields["seed"]):
             pass
-        engine.pop_metrics()
 
     return {"publish": lambda act, params: engine.publish(params, act.fields["version"]), "generate": generate}
 

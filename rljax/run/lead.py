@@ -17,7 +17,7 @@ import numpy as np
 
 from rljax.distributed.processes import UPDATE, Processes
 from rljax.rollout.build import PolicyFunctions
-from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.servers.parts import PartFiles
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.checkpoint import Checkpointer
@@ -40,22 +40,23 @@ class LedEngine:
     def prepare(self, params: Any, policy_version: int) -> None:
         """See RolloutEngine: nothing."""
 
-    def publish(self, params: Any, policy_version: int) -> None:
+    def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """See RolloutEngine."""
         with self._processes.together("publish", {"version": policy_version}):
-            self._engine.publish(params, policy_version)
+            return self._engine.publish(params, policy_version)
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
-    ) -> Iterator[Response]:
+    def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """See RolloutEngine. Who does not want the rest waits for it all the same: the others sample it, too."""
-        fields = {"n": n, "sampling": vars(sampling), "seed": seed}
-        with self._processes.together("generate", fields, ragged("prompts", prompts)):
-            yield from to_the_end(self._engine.generate(prompts, n, sampling, seed=seed))
+        metrics: dict[str, float] = {}
 
-    def pop_metrics(self) -> dict[str, float]:
-        """See RolloutEngine."""
-        return self._engine.pop_metrics()
+        def responses() -> Iterator[Response]:
+            fields = {"n": n, "sampling": vars(sampling), "seed": seed}
+            with self._processes.together("generate", fields, ragged("prompts", prompts)):
+                samples = self._engine.generate(prompts, n, sampling, seed=seed)
+                yield from to_the_end(samples.responses)
+                metrics.update(samples.metrics)
+
+        return Samples(responses(), metrics)
 
     def close(self) -> None:
         """See RolloutEngine."""

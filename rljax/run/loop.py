@@ -174,7 +174,7 @@ def one_step(run: Components, at: Standing) -> None:
 
     with timers.phase(run.batches.phase):
         rollouts, of_sampling = run.batches.take(lambda: run.enter_phase(run.batches.phase))
-    row |= rollout_row(rollouts, version) | of_sampling
+    row |= rollout_row(rollouts, version) | rollouts.metrics | of_sampling
     if config.rollout.update != "wait":
         row["rollout/mixed_fraction"] = mixed_fraction(rollouts)
 
@@ -207,13 +207,11 @@ def one_step(run: Components, at: Standing) -> None:
             with timers.phase("drain") if config.rollout.max_staleness else contextlib.nullcontext():
                 drains = config.rollout.update == "wait" or is_evaluated(config, step)
                 pause.enter_context(run.batches.paused(lambda: run.enter_phase("drain"), drains=drains))
-            try:
-                with timers.phase("publish"):
-                    is_published = publish(run, params, progress.policy_version)
-            finally:
-                row |= added_up(of_sampling, run.engine.pop_metrics())
+            with timers.phase("publish"):
+                published = publish(run, params, progress.policy_version)
+            row |= published or {}
             write_rollouts(config, step, version, rollouts, sequences, updated.trainer_logprobs, run.tokenizer)
-            if is_published and is_evaluated(config, step):
+            if published is not None and is_evaluated(config, step):
                 try:
                     row |= evaluate(run, timers, "eval")
                 except StoppedWaitingError as error:
@@ -222,12 +220,6 @@ def one_step(run: Components, at: Standing) -> None:
         row |= timers.row | {"time/step_s": time.perf_counter() - start}
         response_tokens = sum(response.length for response in rollouts.all())
         row["perf/response_tokens_per_s"] = response_tokens / row["time/rollout_s"]
-
-
-def added_up(of_sampling: Row, now: Row) -> Row:
-    """What the engine counted while it sampled the batch, and since: counts are added up, the newest gauge stays."""
-    both = (of_sampling.keys() & now.keys()) - {"rollout/servers"}
-    return now | {name: of_sampling[name] + now[name] for name in both}
 
 
 def is_evaluated(config: Config, step: int) -> bool:
@@ -239,21 +231,16 @@ def evaluate(run: Components, timers: Timers, phase: str) -> Row:
     """``eval/<dataset>/...`` of the published policy; {} when nothing is evaluated on."""
     if run.evaluate is None:
         return {}
-    try:
-        with timers.phase(phase):
-            return run.evaluate()
-    finally:
-        # What the engine spent on it is in time/<phase>_s; the engine's own figures are of the rollouts.
-        run.engine.pop_metrics()
+    with timers.phase(phase):
+        return run.evaluate()
 
 
-def publish(run: Components, params: Params, version: int) -> bool:
-    """Publishes; False when the run was asked to stop and no server is there to take it."""
+def publish(run: Components, params: Params, version: int) -> Row | None:
+    """The metrics of a publish; None when the run was asked to stop and no server is there to take it."""
     try:
-        run.engine.publish(params, version)
+        return run.engine.publish(params, version)
     except StoppedWaitingError:
-        return False
-    return True
+        return None
 
 
 def is_due(every: int, step: int) -> bool:
@@ -357,9 +344,8 @@ def train(
     config, checkpointer = run.config, run.checkpointer
     at, is_save_due = Standing(state, progress, run.state_dict(progress), last_row or {}), False
     run.skipped.start(int(state.skipped_updates), int(state.loss_scale.overflows))
-    if not publish(run, run.weights(state.params), progress.policy_version):
+    if publish(run, run.weights(state.params), progress.policy_version) is None:
         return state
-    run.engine.pop_metrics()
     run.batches.start(progress.step, should_stop)
     try:
         with StepProfiler(config.run.profile_steps, Path(config.run.dir) / "profile") as profiler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,7 @@ class Rollouts:
     prompts: list[np.ndarray]  # int32 [p] each
     responses: list[list[Response]]
     rewards: np.ndarray  # float32 [b, g]
+    metrics: dict[str, float] = field(default_factory=dict)  # of sampling them (``Samples.metrics``)
 
     def all(self) -> list[Response]:
         """Row by row."""
@@ -66,6 +67,7 @@ def score_responses(
     n: int = 1,
     seed: int = 0,
     gives_up: Callable[[], bool] = lambda: False,
+    metrics: dict[str, float] | None = None,
 ) -> Iterator[Scored]:
     """Samples ``n`` responses to each problem and yields them scored; each goes to the pool as soon as it arrives.
 
@@ -78,6 +80,7 @@ def score_responses(
       n: responses to each problem.
       seed: of the sampling.
       gives_up: asked with every response, and while rewards are waited for; true ends it.
+      metrics: gets what the engine counted (``Samples.metrics``) once the last response is there.
 
     Raises:
       StoppedWaitingError: ``gives_up`` said so, or the engine.
@@ -91,12 +94,15 @@ def score_responses(
             stop_sampling(gives_up)
         return Scored(prompts[response.prompt_index], response, text, reward.result())
 
-    for response in engine.generate(prompts, n, sampling, seed=seed):
+    samples = engine.generate(prompts, n, sampling, seed=seed)
+    for response in samples:
         stop_sampling(gives_up)
         text = tokenizer.decode(response.token_ids)
         waiting.append((response, text, rewards.submit(problems[response.prompt_index], text, response.truncated)))
         while waiting and waiting[0][2].done():
             yield first_scored()
+    if metrics is not None:
+        metrics.update(samples.metrics)
     while waiting:
         yield first_scored()
 
@@ -138,15 +144,17 @@ def sample_batch(
     def ends() -> bool:
         return is_unwanted() or gives_up()
 
+    metrics: dict[str, float] = {}
+
     def counted() -> Iterator[Scored]:
         seed = step_seed(run_seed, step)
         for one in score_responses(
-            engine, tokenizer, problems, rewards, sampling, n=group_size, seed=seed, gives_up=ends
+            engine, tokenizer, problems, rewards, sampling, n=group_size, seed=seed, gives_up=ends, metrics=metrics
         ):
             progressed()
             yield one
 
-    return collect_rollouts(counted(), len(problems), group_size)
+    return replace(collect_rollouts(counted(), len(problems), group_size), metrics=metrics)
 
 
 def collect_rollouts(scored: Iterable[Scored], count: int, group_size: int) -> Rollouts:

@@ -31,7 +31,7 @@ class StopRequest:
         self.is_unwanted: Callable[[], bool] = lambda: False
         """Whether what the calling thread samples will not be trained on."""
 
-    def requested(self) -> bool:
+    def is_requested(self) -> bool:
         """True once a signal came."""
         if self.signal is None and (number := self._elsewhere()) is not None:
             self.request(number)
@@ -46,13 +46,13 @@ class StopRequest:
         done, and saved, in what is left of the grace."""
         if self.is_unwanted():
             return True
-        if not self.requested():
+        if not self.is_requested():
             return False
         return remaining_s(self._step_s, time.monotonic() - self._began, self._save_s()) > self.left_s()
 
     def left_s(self) -> float:
         """What is left of the grace (seconds); infinite while nobody asked."""
-        return self._asked_at + self._grace_s - time.monotonic() if self.requested() else math.inf
+        return self._asked_at + self._grace_s - time.monotonic() if self.is_requested() else math.inf
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame

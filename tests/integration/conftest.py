@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from stopping import StopWhen
 from vllm_processes import ONE_THREAD
 
 from rljax.policy.config import PolicyConfig
@@ -123,7 +124,7 @@ class Served:
             score=self.score,
             publish=publish,
             head_dtype=head_dtype,
-            should_stop=lambda: not self.server.alive(),
+            stop=StopWhen(lambda: not self.server.alive()),
         )
 
 

@@ -37,10 +37,9 @@ def test_it_sleeps_after_sampling_and_wakes_with_the_current_weights(bfloat16, c
     assert sampled_versions(colocated) == {0}
     assert is_asleep(colocated)
     assert sampled_versions(colocated) == {0}  # an evaluation: woken for the same version
-    colocated.publish(bfloat16.model.moved(1), 1)
+    metrics = colocated.publish(bfloat16.model.moved(1), 1)
     assert not is_asleep(colocated)
     assert sampled_versions(colocated) == {1}
-    metrics = colocated.pop_metrics()
     assert metrics["time/wake_s"] > 0
     assert metrics["time/sleep_s"] > 0
     assert metrics["rollout/server_losses"] == 0

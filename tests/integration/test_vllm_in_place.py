@@ -33,8 +33,7 @@ def publishing():
         def build(served):
             engine = served.engine(publish=PublishConfig(store="http", in_place=True))
             stack.callback(engine.close)
-            engine.publish(served.model.params, 0)
-            assert engine.pop_metrics()["publish/servers_in_place"] == 0
+            assert engine.publish(served.model.params, 0)["publish/servers_in_place"] == 0
             return engine
 
         yield build
@@ -51,8 +50,7 @@ def turned(params, seed):
 
 def written(engine, params, version):
     """Publishes, and returns how many servers wrote in place; every tensor is proven whichever way."""
-    engine.publish(params, version)
-    metrics = engine.pop_metrics()
+    metrics = engine.publish(params, version)
     assert metrics["publish/verified_tensors"] == 24
     assert metrics["publish/verify_abs_diff_mean"] < metrics["publish/verify_band"]
     return metrics["publish/servers_in_place"]
@@ -80,7 +78,7 @@ def test_a_tensor_that_is_not_written_is_named_and_comes_with_the_next_version(u
             engine.publish(adamw_step(params, seed=1), 1)
     finally:
         rpc(unpacked, "sabotage_patches", "off", "")
-    engine.pop_metrics()
+    engine.report()
     params = adamw_step(params, seed=2)
     assert written(engine, params, 2) == 0
     assert written(engine, adamw_step(params, seed=3), 3) == 1
@@ -112,7 +110,7 @@ def test_weights_that_others_changed_are_not_written_into(unpacked, publishing):
     rpc(unpacked, "sabotage_scale", DOWN)
     with pytest.raises(VerificationError, match=OTHER_BITS):
         engine.publish(params, 1)
-    engine.pop_metrics()
+    engine.report()
     assert written(engine, adamw_step(params, seed=2), 2) == 0
 
 
@@ -123,7 +121,7 @@ def test_an_update_that_ends_in_an_error_does_not_keep_the_next_from_coming(unpa
     rpc(unpacked, "sabotage_finish", "next")
     with pytest.raises(ServerRefusedError, match="planted"):
         engine.publish(adamw_step(params, seed=1), 1)
-    engine.pop_metrics()
+    engine.report()
     assert written(engine, adamw_step(params, seed=2), 2) == 0
 
 

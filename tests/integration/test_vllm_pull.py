@@ -32,7 +32,7 @@ def pulling(request):
         def build(served, store="http", **config):
             engine = served.engine(publish=PublishConfig(store=store, anchor_every=3), **config)
             stack.callback(engine.close)
-            engine.publish(served.model.params, 0)
+            build.first = engine.publish(served.model.params, 0)
             return engine
 
         yield build
@@ -96,15 +96,14 @@ def flip(mirror, name) -> None:
 @pytest.mark.parametrize("store", ["http", pytest.param("directory", marks=pytest.mark.harness)])
 def test_steps_at_the_papers_rate_arrive_as_deltas(bfloat16, pulling, store, tmp_path):
     engine = pulling(bfloat16, store, transfer_dir=str(tmp_path))
-    first = engine.pop_metrics()
+    first = pulling.first
     assert first["publish/pulled_bytes"] == first["publish/bytes"]
     assert 0 < first["publish/fetch_s"] < first["publish/pull_s"]
     assert 0 < first["publish/check_s"] < first["publish/pull_s"] - first["publish/fetch_s"]
     params = bfloat16.model.params
     for version in range(1, 6):
         before, params = params, adamw_step(params, seed=version)
-        engine.publish(params, version)
-        metrics = engine.pop_metrics()
+        metrics = engine.publish(params, version)
         assert metrics["publish/verified_tensors"] == 24
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(params), strict=True)
         counts = [(int((a.astype(jnp.bfloat16) != b.astype(jnp.bfloat16)).sum()), a.size) for a, b in pairs]
@@ -115,7 +114,7 @@ def test_steps_at_the_papers_rate_arrive_as_deltas(bfloat16, pulling, store, tmp
         assert metrics["publish/stall_s"] < metrics["publish/seconds"]
         assert {"publish/encode_s", "publish/pull_s", "publish/load_s"} <= metrics.keys()
     assert_bits(engine, bfloat16, params)
-    response = next(engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(4), seed=0))
+    response = next(iter(engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(4), seed=0)))
     assert response.oldest_version == 5
 
 
@@ -123,8 +122,7 @@ def test_a_bit_that_flips_in_the_mirror_is_repaired_from_an_anchor(bfloat16, pul
     engine = pulling(bfloat16)
     flip(mirror_of(engine), "model.norm.weight")
     params = adamw_step(bfloat16.model.params, seed=1)
-    engine.publish(params, 1)
-    assert engine.pop_metrics()["publish/mirrors_repaired"] == 1
+    assert engine.publish(params, 1)["publish/mirrors_repaired"] == 1
     assert "1 tensor is not as it came: model.norm.weight" in caplog.text
     assert_bits(engine, bfloat16, params)
 
@@ -147,8 +145,7 @@ def test_a_bit_that_no_record_shows_is_seen_in_what_the_workers_loaded(bfloat16,
         engine.publish(bfloat16.model.params, 1)
     # The one that was sound before is taken once the mirror is made anew.
     mirror_of(engine).clear()
-    engine.publish(adamw_step(bfloat16.model.params, seed=1), 2)
-    assert engine.pop_metrics()["publish/verified_tensors"] == 24
+    assert engine.publish(adamw_step(bfloat16.model.params, seed=1), 2)["publish/verified_tensors"] == 24
 
 
 def test_a_delta_to_weights_that_the_trainer_does_not_have_is_not_loaded(bfloat16, pulling):
@@ -181,14 +178,13 @@ def test_a_server_that_joins_late_or_missed_versions_is_brought_to_the_newest(bf
     for version in (1, 2):
         params = adamw_step(params, seed=version)
         engine.publish(params, version)
-    engine.pop_metrics()
     mirror_of(engine).clear()
     engine._client.mark_down(bfloat16.url, "planted")
     engine._client.call(bfloat16.url, "POST", "/start_weight_update")
     engine._client.call(bfloat16.url, "POST", "/finish_weight_update", json={"weight_version": "another"})
     responses = list(engine.generate([np.array([1, 2], np.int32)], 2, SamplingParams(4), seed=0))
     assert [response.oldest_version for response in responses] == [2, 2]
-    metrics = engine.pop_metrics()
+    metrics = engine.report()
     assert metrics["rollout/servers_brought_back"] == 1
     assert metrics["publish/pulled_bytes"] > engine._files._chain[0].num_bytes(engine._files._chain[0].dense)
     assert_bits(engine, bfloat16, params)
@@ -222,7 +218,7 @@ def test_the_mirror_goes_with_its_users(bfloat16, pulling):
     """Another run's first publish: the server leaves the mirror of the run before, which nobody else uses."""
     engine = pulling(bfloat16)
     before = mirror_of(engine).root
-    assert not math.isnan(engine.pop_metrics()["publish/seconds"])
+    assert not math.isnan(pulling.first["publish/seconds"])
     engine.close()
     pulling(bfloat16)
     assert not before.exists()

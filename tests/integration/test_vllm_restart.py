@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from stopping import StopWhen
 from vllm_processes import kill_worker
 
 from rljax.errors import StoppedWaitingError
@@ -30,7 +31,7 @@ def test_weights_changed_behind_our_back(float32, prompts):
         engine.publish(params, 3)
         engine._client.call(float32.url, "POST", "/update_weight_version", json={"new_version": "default"})
         responses = list(engine.generate(prompts, 2, SamplingParams(8), seed=0))
-        metrics = engine.pop_metrics()
+        metrics = engine.report()
     finally:
         engine.close()
     assert all(r.versions == (VersionSpan(3, 0, 8),) for r in responses)
@@ -51,18 +52,18 @@ def test_killed_in_mid_rollout_and_restarted(servers, mortal, prompts):
         tensors=model.tensors("float32"),
         checksums=model.checksums("float32"),
         score=mortal.score,
-        should_stop=lambda: not thread.is_alive() and not servers.alive(),
+        stop=StopWhen(lambda: not thread.is_alive() and not servers.alive()),
     )
     params = model.moved(9)
     try:
         engine.publish(model.params, 0)
         engine.publish(params, 1)
         # More than the server runs at once: when the first land, others have yet to begin.
-        stream = engine.generate(prompts, 24, SamplingParams(160), seed=0)
+        stream = iter(samples := engine.generate(prompts, 24, SamplingParams(160), seed=0))
         responses = [next(stream)]
         thread.start()
         responses += stream
-        metrics = engine.pop_metrics()
+        metrics = engine.report() | samples.metrics
     finally:
         thread.join()
         engine.close()
@@ -78,7 +79,7 @@ def test_the_death_of_a_server_of_ours_ends_the_wait(mortal, prompts):
     engine = mortal.engine()
     try:
         engine.publish(mortal.model.params, 0)
-        stream = engine.generate(prompts, 24, SamplingParams(160), seed=0)
+        stream = iter(engine.generate(prompts, 24, SamplingParams(160), seed=0))
         next(stream)
         kill_worker(mortal.server.pid)
         began = time.monotonic()

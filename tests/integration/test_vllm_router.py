@@ -56,7 +56,7 @@ def test_one_of_two_is_killed_in_mid_rollout_and_comes_back(servers, make_model,
             if count == 10:
                 servers[1].kill()
         assert engine._client.opened() == [urls[0]]
-        metrics = engine.pop_metrics()
+        metrics = engine.report()
         assert metrics["rollout/server_losses"] >= 1
         again = VllmServer(dataclasses.replace(servers[1].config, port=servers[1].port, log_path=tmp_path / "2.log"))
         stack.callback(again.stop)
@@ -64,4 +64,4 @@ def test_one_of_two_is_killed_in_mid_rollout_and_comes_back(servers, make_model,
         engine.publish(model.moved(1), 1)
         assert set(engine._client.opened()) == set(urls)
         assert {span.version for response in sampled(engine) for span in response.versions} == {1}
-        assert engine.pop_metrics()["rollout/server_losses"] == 0
+        assert engine.report()["rollout/server_losses"] == 0

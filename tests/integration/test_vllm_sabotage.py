@@ -99,8 +99,7 @@ def test_one_step_at_the_papers_rate_that_goes_wrong_in_the_worker(bfloat16, cal
     with pytest.raises(RuntimeError, match="hold no verified policy"):
         engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(1), seed=0)
     VllmBackend().push(engine._client, bfloat16.url, engine._version)  # no probe is sent to what memory held
-    engine.publish(stepped, 2)
-    metrics = engine.pop_metrics()
+    metrics = engine.publish(stepped, 2)
     assert metrics["publish/verified_tensors"] == 24
     assert metrics["time/server_checksums_s"] > 0
 
@@ -208,7 +207,7 @@ def test_no_rollout_after_a_failed_verification(float32, calibrated):
     with pytest.raises(VerificationError):
         engine.publish(float32.model.moved(7), 1)
     with pytest.raises(RuntimeError, match="hold no verified policy"):
-        next(engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(1), seed=0))
+        next(iter(engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(1), seed=0)))
 
 
 def test_nan_weights_do_not_reach_the_server(float32, calibrated):

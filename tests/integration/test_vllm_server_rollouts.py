@@ -27,17 +27,17 @@ def test_engines_agree_after_each_publish(served, prompts):
     try:
         for version in range(4):
             params = served.model.params if version == 0 else served.model.moved(version)
-            engine.publish(params, version)
-            responses = list(engine.generate(prompts, 4, SamplingParams(24), seed=version))
+            metrics = engine.publish(params, version)
+            samples = engine.generate(prompts, 4, SamplingParams(24), seed=version)
+            responses = list(samples)
             assert len(responses) == 20
             assert {(r.prompt_index, r.sample_index) for r in responses} == {(i, j) for i in range(5) for j in range(4)}
             assert all(r.versions == (VersionSpan(version, 0, 24),) and r.truncated for r in responses)
             measured.append(gaps(served, params, prompts, responses))
-            metrics = engine.pop_metrics()
             assert metrics["publish/seconds"] >= metrics["publish/stall_s"] > 0
             assert metrics["publish/bytes"] > 0
-            assert metrics["rollout/requests"] == 20
-            assert metrics["rollout/retries"] == 0
+            assert samples.metrics["rollout/requests"] == 20
+            assert samples.metrics["rollout/retries"] == 0
             assert ("publish/changed_fraction" in metrics) == (version > 0)
     finally:
         engine.close()
@@ -56,10 +56,9 @@ def test_changed_fraction_counts_what_the_dtype_keeps(served):
     engine = served.engine()
     try:
         engine.publish(served.model.params, 0)
-        engine.publish(served.model.params, 1)
-        assert engine.pop_metrics()["publish/changed_fraction"] == 0.0
-        engine.publish(jax.tree.map(lambda p: p * (1 + 1e-4), served.model.params), 2)
-        share = engine.pop_metrics()["publish/changed_fraction"]
+        assert engine.publish(served.model.params, 1)["publish/changed_fraction"] == 0.0
+        moved = jax.tree.map(lambda p: p * (1 + 1e-4), served.model.params)
+        share = engine.publish(moved, 2)["publish/changed_fraction"]
     finally:
         engine.close()
     assert (share > 0.95) if served.dtype == "float32" else (0.0 < share < 0.6)
@@ -138,12 +137,12 @@ def test_giving_up_early_leaves_the_engine_usable(bfloat16, prompts):
     engine = bfloat16.engine()
     try:
         engine.publish(bfloat16.model.params, 0)
-        stream = engine.generate(prompts, 40, SamplingParams(400), seed=0)
+        stream = iter(engine.generate(prompts, 40, SamplingParams(400), seed=0))
         next(stream)
         stream.close()
-        engine.publish(bfloat16.model.moved(1), 1)
+        metrics = engine.publish(bfloat16.model.moved(1), 1)
         assert len(list(engine.generate(prompts, 1, SamplingParams(4), seed=0))) == 5
-        assert engine.pop_metrics()["publish/stall_s"] < 20
+        assert metrics["publish/stall_s"] < 20
     finally:
         engine.close()
 

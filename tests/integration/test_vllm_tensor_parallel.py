@@ -28,8 +28,7 @@ def test_the_parts_of_two_workers_add_up_and_a_stale_one_is_caught(two_workers, 
         params = two_workers.model.params
         for version in range(2):
             params = adamw_step(params, seed=version)
-            engine.publish(params, version)
-            metrics = engine.pop_metrics()
+            metrics = engine.publish(params, version)
             assert metrics["publish/verified_tensors"] == 25
             assert "rollout/servers_brought_back" not in metrics
         responses = list(engine.generate([np.array([1, 2], np.int32)], 2, SamplingParams(4), seed=0))
@@ -41,8 +40,7 @@ def test_the_parts_of_two_workers_add_up_and_a_stale_one_is_caught(two_workers, 
         with pytest.raises(VerificationError, match=OTHER_BITS):
             engine.publish(params, 2)
         rpc(two_workers, "sabotage_load", "off", "")
-        engine.publish(params, 3)
-        assert engine.pop_metrics()["publish/verified_tensors"] == 25
+        assert engine.publish(params, 3)["publish/verified_tensors"] == 25
     finally:
         rpc(two_workers, "sabotage_load", "off", "")
         engine.close()

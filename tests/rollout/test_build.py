@@ -109,9 +109,9 @@ def test_every_setting_of_the_served_engine_is_read_and_reaches_it(fake, tmp_pat
     try:
         # The stand-in's log-probabilities are its own, so the policy that it should hold is not asked.
         engine._verifier._score = lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences]
-        engine.publish(init_params(CONFIG, 0), 0)
+        metrics = engine.publish(init_params(CONFIG, 0), 0)
         assert (tmp_path / "w") in engine._files.root.parents
-        assert engine.pop_metrics()["publish/verify_band"] == 1e-4
+        assert metrics["publish/verify_band"] == 1e-4
         fake.answer = record
         list(engine.generate([np.array([3], np.int32)], 2, SamplingParams(1), seed=0))
         assert seeds == [None, None]

@@ -80,14 +80,14 @@ def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
     engine = make(fake.url, update="keep", max_staleness=1)
     try:
         engine.publish(PARAMS, 0)
-        engine.pop_metrics()
         fake.token_s = 0.02
-        sampling = elsewhere.submit(lambda: list(engine.generate(PROMPTS, 2, SamplingParams(60), seed=0)))
+        samples = engine.generate(PROMPTS, 2, SamplingParams(60), seed=0)
+        sampling = elsewhere.submit(list, samples)
         until(lambda: fake.running == 4)
         fake.after_load_s = 2.0  # before which the probes are not answered
         engine.publish(PARAMS, 1)
         responses = sampling.result(timeout=30)
-        metrics = engine.pop_metrics()
+        metrics = engine.report() | samples.metrics
     finally:
         engine.close()
     assert all(set(versions_of(response)) == {0, 1} for response in responses)

@@ -92,7 +92,7 @@ def test_a_server_that_is_lost_is_found_and_its_responses_sampled_again(router, 
                 else:
                     other.version = "another"
         assert sorted(places) == [(i, j) for i in range(2) for j in range(150)]
-        metrics = engine.pop_metrics()
+        metrics = engine.report()
         assert metrics["rollout/server_losses"] >= 1
         if how != "ends":
             assert metrics["rollout/servers_brought_back"] == 1

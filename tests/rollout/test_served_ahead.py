@@ -54,7 +54,7 @@ def test_without_any_server_the_sampling_ends_at_once_and_the_publisher_recovers
             elsewhere.submit(sample, engine).result(timeout=30)
         # On the thread that published, with the weights at hand, it is recovered as ever.
         assert len(sample(engine)) == 6
-        np.testing.assert_equal(engine.pop_metrics()["rollout/servers_brought_back"], 1)
+        np.testing.assert_equal(engine.report()["rollout/servers_brought_back"], 1)
     finally:
         engine.close()
         if again is not None:

@@ -115,7 +115,6 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
     engine = make(discovery=str(file), limits=limits)
     try:
         engine.publish(PARAMS, 0)
-        engine.pop_metrics()
         first.delay_s = second.delay_s = 0.02
         places, of_first = [], 0
         for response in engine.generate(PROMPTS, 400, SamplingParams(2), seed=0):
@@ -130,7 +129,7 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
         assert 0 < of_first <= first.seen[GENERATE] < of_first + 60
         assert second.version == engine._files.tag(0)
         assert engine._client.opened() == [second.url]
-        metrics = engine.pop_metrics()
+        metrics = engine.report()
         assert (metrics["rollout/servers_joined"], metrics["rollout/servers_left"]) == (1, 1)
         assert (metrics["rollout/servers"], metrics["rollout/server_losses"]) == (1, 0)
         engine.publish(PARAMS, 1)
@@ -320,7 +319,7 @@ def test_one_that_fails_the_proof_is_named_whatever_the_others_do(fakes):
             each.not_loaded = {"a"}
         with pytest.raises(VerificationError, match=r"1 tensor differs: a \(not loaded"):
             engine.publish(PARAMS, 1)
-        assert engine.pop_metrics()["rollout/servers_rejected"] == 3
+        assert engine.report()["rollout/servers_rejected"] == 3
         for each in servers[1:]:
             each.not_loaded = set()
         engine.publish(PARAMS, 2)

@@ -30,8 +30,8 @@ def client(fake):
     made.close()
 
 
-def sampled(client, requests):
-    return [item for item in client.stream(requests) if item is not None]
+def sampled(client, requests, metrics=None):
+    return [item for item in client.stream(requests, metrics=metrics) if item is not None]
 
 
 @pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
@@ -148,10 +148,10 @@ def test_no_python_runs_for_each_token_of_a_reply(route):
 
 
 def test_server_errors_are_retried_and_counted(fake, client):
-    fake.fail_next = [500, 429, 500]
-    assert len(sampled(client, [Request(PROMPT, SamplingParams(1))])) == 1
-    assert client.pop_counts() == {"requests": 4, "retries": 3, "server_losses": 0}
-    assert client.pop_counts() == {"requests": 0, "retries": 0, "server_losses": 0}
+    fake.fail_next, metrics = [500, 429, 500], {}
+    assert len(sampled(client, [Request(PROMPT, SamplingParams(1))], metrics)) == 1
+    assert metrics == {"rollout/requests": 4, "rollout/retries": 3}
+    assert client.losses == 0
 
 
 def test_retries_are_bounded(fake, client):
@@ -161,10 +161,10 @@ def test_retries_are_bounded(fake, client):
 
 
 def test_a_refusal_is_not_retried(fake, client):
-    fake.fail_next = [400]
+    fake.fail_next, metrics = [400], {}
     with pytest.raises(ServerRefusedError, match="answered 400"):
-        sampled(client, [Request(PROMPT, SamplingParams(1))])
-    assert client.pop_counts()["requests"] == 1
+        sampled(client, [Request(PROMPT, SamplingParams(1))], metrics)
+    assert metrics["rollout/requests"] == 1
 
 
 def test_aborted_responses_are_sampled_again(fake, client):

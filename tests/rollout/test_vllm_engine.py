@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from glossary import glossary
 from small_disk import fill, small_disk
+from stopping import StopWhen
 from vllm_fake import SHAPE, FakeVllm
 
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
@@ -40,8 +41,7 @@ def make(
     tensors=dict.items,
     dtype="float32",
     head_dtype=None,
-    should_stop=lambda: False,
-    gives_up=lambda: False,
+    stop=None,
     publish=None,
     **config,
 ):
@@ -59,8 +59,7 @@ def make(
         score=score,
         publish=publish,
         head_dtype=head_dtype,
-        should_stop=should_stop,
-        gives_up=gives_up,
+        stop=stop,
     )
 
 
@@ -115,7 +114,7 @@ def test_a_server_restarted_between_rollouts_is_recovered_first(fake, caplog):
         fake.stop()
         again = FakeVllm(port)
         responses = list(engine.generate(PROMPTS, 2, SamplingParams(3), seed=0))
-        metrics = engine.pop_metrics()
+        metrics = engine.report()
     finally:
         engine.close()
         again.stop()
@@ -155,7 +154,7 @@ def test_a_server_gone_at_publish_is_waited_for(fake, caplog):
 )
 def test_a_request_to_stop_ends_the_wait(fake, act):
     asked = threading.Event()
-    engine = make(fake.url, server_wait_s=60.0, should_stop=asked.is_set)
+    engine = make(fake.url, server_wait_s=60.0, stop=StopWhen(is_requested=asked.is_set))
     try:
         engine.publish(PARAMS, 0)
         fake.stop()
@@ -172,7 +171,7 @@ def test_a_request_to_stop_ends_the_wait(fake, act):
 
 def test_responses_are_given_up_while_the_servers_sample(fake):
     asked = threading.Event()
-    engine = make(fake.url, gives_up=asked.is_set, limits=ClientLimits(max_outstanding=1))
+    engine = make(fake.url, stop=StopWhen(gives_up=asked.is_set), limits=ClientLimits(max_outstanding=1))
     try:
         engine.publish(PARAMS, 0)
         probes = fake.seen.total()
@@ -254,18 +253,17 @@ def test_a_publish_goes_on_with_the_others_and_recovers_the_one_that_was_gone(fa
         port = other.port
         other.stop()
         began = time.monotonic()
-        engine.publish(PARAMS, 1)
+        lost = engine.publish(PARAMS, 1)["rollout/server_losses"]
         assert time.monotonic() - began < 30
         assert engine._client.opened() == [fake.url]
         again = FakeVllm(port)
-        engine.publish(PARAMS, 2)
+        metrics = engine.publish(PARAMS, 2)
         assert fake.version == again.version == engine._files.tag(2)
         assert sorted(engine._client.opened()) == sorted([fake.url, again.url])
-        metrics = engine.pop_metrics()
     finally:
         engine.close()
         again.stop()
-    assert metrics["rollout/server_losses"] == metrics["rollout/servers_brought_back"] == 1
+    assert lost == metrics["rollout/servers_brought_back"] == 1
 
 
 @pytest.mark.slow
@@ -310,7 +308,7 @@ def test_replies_of_another_version_of_this_run_are_refused(fake):
         assert len(responses) == 6
         assert not wrong
         assert all(r.versions == (VersionSpan(10, 0, 5),) for r in responses)
-        assert engine.pop_metrics()["rollout/server_losses"] >= 1
+        assert engine.report()["rollout/server_losses"] >= 1
     finally:
         engine.close()
 
@@ -320,12 +318,13 @@ def test_replies_of_the_fallback_name_no_version_and_are_counted(fake, caplog):
     engine = make(fake.url)
     try:
         engine.publish(PARAMS, 6)
-        responses = list(engine.generate(PROMPTS, 3, SamplingParams(2), seed=0))
+        samples = engine.generate(PROMPTS, 3, SamplingParams(2), seed=0)
+        responses = list(samples)
         assert fake.seen[COMPLETIONS] > 0
         assert all(r.versions == (VersionSpan(6, 0, 2),) for r in responses)
-        assert engine.pop_metrics()["rollout/responses_without_version"] == 6
-        list(engine.generate(PROMPTS, 1, SamplingParams(2), seed=0))
-        assert engine.pop_metrics()["rollout/responses_without_version"] == 2
+        assert samples.metrics["rollout/responses_without_version"] == 6
+        again = engine.generate(PROMPTS, 1, SamplingParams(2), seed=0)
+        assert len(list(again)) == again.metrics["rollout/responses_without_version"] == 2
     finally:
         engine.close()
     assert caplog.text.count("do not name the weights that sampled them; they are taken for version 6") == 1
@@ -365,11 +364,10 @@ def test_colocated_servers_sleep_after_sampling_and_are_proven_whenever_they_wak
             assert fake.asleep
             assert fake.events[-5:] == ["sample"] * 4 + ["/sleep"]
             fake.events.clear()
-            engine.publish(PARAMS, version)
+            metrics = engine.publish(PARAMS, version)
             order = [event for i, event in enumerate(fake.events) if i == 0 or event != fake.events[i - 1]]
             update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
             assert order == ["/wake_up", "/pause", *update, "/reset_prefix_cache", "/resume", "sample"]
-        metrics = engine.pop_metrics()
         assert {"time/sleep_s", "time/wake_s"} <= metrics.keys()
         assert (metrics["rollout/server_losses"], metrics["rollout/servers"]) == (0, 1)
     finally:
@@ -422,8 +420,7 @@ def test_bits_that_differ_stop_the_run_and_are_named(fake):
     engine = make(fake.url, tensors=lambda params: [(name, sent.get(name, array)) for name, array in params.items()])
     sent = {}
     try:
-        engine.publish(PARAMS, 0)
-        metrics = engine.pop_metrics()
+        metrics = engine.publish(PARAMS, 0)
         assert (metrics["publish/verified_tensors"], metrics["time/server_checksums_s"]) == (2, 0.25)
         fake.not_loaded = {"b"}
         with pytest.raises(
@@ -448,14 +445,13 @@ def test_a_server_that_fails_the_proof_is_left_out_until_the_next_version(fake, 
     engine = make(fake.url, other.url)
     try:
         engine.publish(PARAMS, 0)
-        engine.pop_metrics()
         other.not_loaded = {"b"}
-        engine.publish(PARAMS, 1)
+        metrics = engine.publish(PARAMS, 1)
         assert f"{other.url} does not hold the trainer's weights: 1 tensor differs: b (not loaded" in caplog.text
         asked = other.events.count("sample")
         assert len(list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=0))) == 8
         assert other.events.count("sample") == asked
-        assert engine.pop_metrics()["rollout/servers_rejected"] == 1
+        assert metrics["rollout/servers_rejected"] == 1
         other.not_loaded = set()
         seen = len(other.events)
         engine.publish(PARAMS, 2)
@@ -552,12 +548,14 @@ def test_the_metrics_are_those_that_the_glossary_explains(fake):
     engine, again = make(fake.url), None
     try:
         engine.publish(PARAMS, 0)
-        engine.publish(PARAMS, 1)
+        metrics = engine.publish(PARAMS, 1)
         port = fake.port
         fake.stop()
         again = FakeVllm(port)
-        list(engine.generate(PROMPTS, 2, SamplingParams(3), seed=0))
-        metrics = engine.pop_metrics()
+        samples = engine.generate(PROMPTS, 2, SamplingParams(3), seed=0)
+        assert len(list(samples)) == 4
+        assert not metrics.keys() & samples.metrics.keys()
+        metrics |= samples.metrics | engine.report()
     finally:
         engine.close()
         again.stop()

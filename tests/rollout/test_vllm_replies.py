@@ -35,8 +35,8 @@ def opened(*urls, limits=FAST, version="default"):
         client.close()
 
 
-def sampled(client, requests, vocab_size=64):
-    return [item for item in client.stream(requests, vocab_size) if item is not None]
+def sampled(client, requests, vocab_size=64, metrics=None):
+    return [item for item in client.stream(requests, vocab_size, metrics=metrics) if item is not None]
 
 
 def logprob(value):
@@ -101,9 +101,10 @@ def test_a_bad_reply_is_sampled_again_and_then_ends_in_one_line(fake, change, sa
 
     fake.answer = answer
     with opened(fake.url) as client:
-        ((_, reply),) = sampled(client, [REQUEST])
+        metrics = {}
+        ((_, reply),) = sampled(client, [REQUEST], metrics=metrics)
         assert reply.token_ids.tolist() == [5, 6, 7]
-        assert client.pop_counts() == {"requests": 3, "retries": 2, "server_losses": 0}
+        assert (metrics, client.losses) == ({"rollout/requests": 3, "rollout/retries": 2}, 0)
         bad[0] = 99
         with pytest.raises(ServerError) as ended:
             sampled(client, [REQUEST])

@@ -35,13 +35,14 @@ def test_responses_of_all_servers_come_back_to_their_prompts(fakes, old):
             fake.routes.discard("/inference/v1/generate")
     model = ServedModel([fake.url for fake in fakes], VllmBackend(), limits=FAST)
     assert (model.info.root, model.info.max_model_len) == ("org/name", 128)
-    responses = drawn(model)
+    samples = model.generate(PROMPTS, 3, SamplingParams(2, 0.7), seed=1)
+    responses = list(samples)
     assert sorted((r.prompt_index, r.sample_index) for r in responses) == [(i, j) for i in range(2) for j in range(3)]
     for response in responses:
         assert response.token_ids.tolist() == ([5, 6] if response.prompt_index == 0 else [9, 10])
         assert response.truncated
     assert all("sample" in fake.events for fake in fakes)
-    assert model.pop_metrics()["rollout/requests"] == 6
+    assert samples.metrics["rollout/requests"] == 6
     with pytest.raises(RuntimeError, match="weights cannot be published to a served model"):
         model.publish({}, 1)
     model.close()

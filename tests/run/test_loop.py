@@ -147,7 +147,7 @@ def go(update, tmp_path):
                     state,
                     progress,
                     record_and_time,
-                    lambda: stop.requested() or engine.is_gone or len(rows) == stop_after,
+                    lambda: stop.is_requested() or engine.is_gone or len(rows) == stop_after,
                     last_row,
                 )
             saved = checkpointer.all_steps()
@@ -429,8 +429,8 @@ class Failing(ScriptedEngine):
         super().__init__(TOKENIZER, half_right)
         self.error, self.version, self.call, self.answers = error, version, call, answers
 
-    def generate(self, prompts, n, sampling, *, seed):
-        for count, response in enumerate(super().generate(prompts, n, sampling, seed=seed)):
+    def respond(self, prompts, n, sampling, seed, metrics):
+        for count, response in enumerate(super().respond(prompts, n, sampling, seed, metrics)):
             if len(self.asked) == self.call and count == self.answers:
                 raise self.error
             yield response
@@ -438,7 +438,7 @@ class Failing(ScriptedEngine):
     def publish(self, params, policy_version):
         if policy_version == self.version:
             raise self.error
-        super().publish(params, policy_version)
+        return super().publish(params, policy_version)
 
 
 def resumed_rows(go, rows):
@@ -691,11 +691,11 @@ class Watched(ScriptedEngine):
 
     users = most = 0
 
-    def generate(self, prompts, n, sampling, *, seed):
+    def respond(self, prompts, n, sampling, seed, metrics):
         self.users += 1
         self.most = max(self.most, self.users)
         try:
-            for response in super().generate(prompts, n, sampling, seed=seed):
+            for response in super().respond(prompts, n, sampling, seed, metrics):
                 time.sleep(0.005)
                 yield response
         finally:
@@ -719,8 +719,8 @@ class Breaking(Watched):
         super().__init__(*args)
         self.where, self.has_failed = where, threading.Event()
 
-    def generate(self, prompts, n, sampling, *, seed):
-        for response in super().generate(prompts, n, sampling, seed=seed):
+    def respond(self, prompts, n, sampling, seed, metrics):
+        for response in super().respond(prompts, n, sampling, seed, metrics):
             if seed == step_seed(0, 3):
                 self.has_failed.wait(30)
             yield response
@@ -730,7 +730,7 @@ class Breaking(Watched):
 
     def publish(self, params, policy_version):
         self.may_fail("publish", policy_version)
-        super().publish(params, policy_version)
+        return super().publish(params, policy_version)
 
     def may_fail(self, where, version):
         if (where, version) == (self.where, 2):

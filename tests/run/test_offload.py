@@ -82,16 +82,17 @@ class Watching(ScriptedEngine):
         self.before, self.seen, self.results = on_the_devices(), [], []
 
     def publish(self, params, policy_version):
-        super().publish(params, policy_version)
+        row = super().publish(params, policy_version)
         tensors = {name: array.tobytes() for name, array in self.functions.tensors(params)}
         parts = [(part.tensor, part.region, part.array.tobytes()) for part in self.functions.parts(params)]
         sums = dict(self.functions.checksums(params))
         scores = [vector.tobytes() for vector in self.functions.score(params, PROBES)]
         self.results.append((tensors, parts, sums, scores))
+        return row
 
-    def generate(self, *arguments, **options):
+    def respond(self, *arguments):
         self.seen.append(on_the_devices() - self.before)
-        yield from super().generate(*arguments, **options)
+        yield from super().respond(*arguments)
 
 
 @pytest.fixture

@@ -56,8 +56,7 @@ def test_in_float16_what_is_sampled_is_within_its_rounding(started):
     engine = policy.engine(started.url)
     try:
         engine.publish(policy.params, 0)
-        engine.publish(policy.moved(1), 1)
-        metrics = engine.pop_metrics()
+        metrics = engine.publish(policy.moved(1), 1)
         responses = list(engine.generate(PROMPTS, 32, SamplingParams(64), seed=0))
     finally:
         engine.close()
@@ -76,8 +75,7 @@ def test_the_parts_of_two_workers_add_up_and_a_stale_one_is_caught(started):
     engine = policy.engine(started.url, publish=PublishConfig(store="http"))
     try:
         engine.publish(policy.params, 0)
-        engine.publish(policy.moved(1), 1)
-        assert engine.pop_metrics()["publish/verified_tensors"] == 24
+        assert engine.publish(policy.moved(1), 1)["publish/verified_tensors"] == 24
         responses = list(engine.generate(PROMPTS, 8, SamplingParams(64), seed=0))
         assert {response.versions for response in responses} == {(VersionSpan(1, 0, 64),)}
         assert gaps(policy, policy.moved(1), responses).max() < 2e-5

@@ -70,7 +70,7 @@ def engine_of(pair):
 
     def build(*urls, **options):
         engines.append(pair.policy.engine(*urls, **{"api_key_file": str(pair.key)} | options))
-        engines[-1].publish(pair.policy.params, 0)
+        build.first = engines[-1].publish(pair.policy.params, 0)
         return engines[-1]
 
     yield build
@@ -111,13 +111,12 @@ def test_every_route_but_health_wants_the_key(pair, engine_of, tmp_path, monkeyp
 def test_both_servers_pull_what_changed_over_http(pair, engine_of):
     """A version in which one tensor moved is a delta of that tensor; both servers prove that they hold it."""
     engine = engine_of(*pair.urls, publish=PublishConfig(store="http", anchor_every=3))
-    whole = engine.pop_metrics()
+    whole = engine_of.first
     assert whole["publish/pulled_bytes"] == whole["publish/bytes"] > 0
     params = pair.policy.params
     for version in range(1, 6):
         params = params | {"final_norm": {"scale": params["final_norm"]["scale"] * (1 + 0.2 * version)}}
-        engine.publish(params, version)
-        metrics = engine.pop_metrics()
+        metrics = engine.publish(params, version)
         assert metrics["rollout/servers"] == 2
         assert metrics["publish/verified_tensors"] == 24
         assert metrics["publish/pulled_bytes"] == metrics["publish/bytes"] < whole["publish/bytes"] / 5
@@ -133,7 +132,6 @@ def test_servers_join_and_leave_while_responses_are_sampled(pair, engine_of, tmp
     assert engine._client.opened() == pair.urls[:1]
     params = pair.policy.moved(3)
     engine.publish(params, 1)
-    engine.pop_metrics()
     responses = []
 
     def sample_until(opened) -> None:
@@ -146,7 +144,7 @@ def test_servers_join_and_leave_while_responses_are_sampled(pair, engine_of, tmp
         listed.write_text("\n".join(wanted))
         sample_until(wanted)
     responses += engine.generate(PROMPTS, 8, SamplingParams(60), seed=0)
-    metrics = engine.pop_metrics()
+    metrics = engine.report()
     assert [metrics[f"rollout/servers_{what}"] for what in ("joined", "left", "brought_back")] == [1, 1, 1]
     assert "rollout/servers_rejected" not in metrics
     assert {response.versions for response in responses} == {(VersionSpan(1, 0, 60),)}
@@ -158,14 +156,13 @@ def test_killed_in_mid_rollout_its_responses_are_sampled_elsewhere_and_it_is_bro
     lost = pair.urls[0]
     params = pair.policy.moved(7)
     engine.publish(params, 1)
-    engine.pop_metrics()
     restarting = threading.Thread(target=pair.kill_and_restart)
     try:
-        stream = engine.generate(PROMPTS, 32, SamplingParams(120), seed=0)
+        stream = iter(samples := engine.generate(PROMPTS, 32, SamplingParams(120), seed=0))
         responses = [next(stream)]
         restarting.start()
         responses += stream
-        metrics = engine.pop_metrics()
+        metrics = engine.report() | samples.metrics
         assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == 96
         assert metrics["rollout/server_losses"] == 1
         assert metrics["rollout/retries"] > 0
@@ -174,7 +171,7 @@ def test_killed_in_mid_rollout_its_responses_are_sampled_elsewhere_and_it_is_bro
         while "rollout/servers_brought_back" not in metrics:
             assert time.monotonic() < until, engine._client.down()
             responses += engine.generate(PROMPTS, 1, SamplingParams(120), seed=1)
-            metrics = engine.pop_metrics()
+            metrics = engine.report()
     finally:
         restarting.join()
     assert engine._client.opened() == pair.urls

@@ -24,9 +24,11 @@ def sampled_across_publishes(engine, policies, prompts, tokens, pace):
     engine.publish(policies[0], 0)
     responses, failures = [], []
 
+    samples = engine.generate(prompts, GROUP, SamplingParams(tokens), seed=1)
+
     def sample():
         try:
-            responses.extend(engine.generate(prompts, GROUP, SamplingParams(tokens), seed=1))
+            responses.extend(samples)
         except BaseException as error:
             failures.append(error)
 
@@ -34,9 +36,8 @@ def sampled_across_publishes(engine, policies, prompts, tokens, pace):
     try:
         sampling = threading.Thread(target=sample)
         sampling.start()
-        asked, until = 0.0, time.monotonic() + 60
-        while asked < GROUP * len(prompts) and time.monotonic() < until:
-            asked += engine.pop_metrics().get("rollout/requests", 0.0)
+        until = time.monotonic() + 60
+        while samples.metrics.get("rollout/requests", 0) < GROUP * len(prompts) and time.monotonic() < until:
             time.sleep(0.05)
         time.sleep(1.0)  # that the server has begun with them
         for version, params in enumerate(policies[1:], 1):

@@ -6,6 +6,7 @@ import numpy as np
 
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import StoppedWaitingError
+from rljax.rollout.engine import Samples
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
 
 
@@ -32,10 +33,13 @@ class ScriptedEngine:
         self.published: list[int] = []
         self.asked: list[list[str]] = []
         self.is_gone = False
-        self.metrics = {"rollout/requests": 0}
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
+    def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
+        self.metrics = {"rollout/requests": 0.0}
+        return Samples(self.respond(prompts, n, sampling, seed, self.metrics), self.metrics)
+
+    def respond(
+        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, seed: int, metrics: dict[str, float]
     ) -> Iterator[Response]:
         self.is_gone |= len(self.asked) == self.gone_after
         self._check()
@@ -43,7 +47,7 @@ class ScriptedEngine:
         self.asked.append(texts)
         for i, prompt in reversed(list(enumerate(texts))):
             for j in range(n):
-                self.metrics["rollout/requests"] += 1
+                metrics["rollout/requests"] += 1
                 tokens = self.tokenizer.encode(self.script(prompt, j, seed))[: sampling.max_response_tokens]
                 truncated = tokens[-1] not in sampling.stop_token_ids
                 span = VersionSpan(self.published[-1], 0, len(tokens))
@@ -52,14 +56,11 @@ class ScriptedEngine:
     def prepare(self, params: dict, policy_version: int) -> None:
         pass
 
-    def publish(self, params: dict, policy_version: int) -> None:
+    def publish(self, params: dict, policy_version: int) -> dict[str, float]:
         self.is_gone |= policy_version == self.gone_at_version
         self._check()
         self.published.append(policy_version)
-
-    def pop_metrics(self) -> dict[str, float]:
-        taken, self.metrics = self.metrics, {"rollout/requests": 0}
-        return taken
+        return {}
 
     def close(self) -> None:
         pass

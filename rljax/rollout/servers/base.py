@@ -15,7 +15,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from rljax.errors import ReplyError, ServerError, ServerGoneError, StoppedWaitingError, stop_sampling
+from rljax.errors import ReplyError, ServerError, ServerGoneError, StoppedWaitingError
+from rljax.rollout.engine import NeverStopping, Stopping, check_wanted
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.client import ServerClient, check_url
 from rljax.rollout.servers.discovery import Discovery
@@ -45,8 +46,7 @@ class ServedBase:
         discovery: str | None = None,
         api_key_file: str | None = None,
         router: str | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
-        gives_up: Callable[[], bool] = lambda: False,
+        stop: Stopping | None = None,
     ) -> None:
         """Sends nothing yet.
 
@@ -58,8 +58,8 @@ class ServedBase:
           discovery: as ``RolloutConfig.discovery``.
           api_key_file: as ``RolloutConfig.api_key_file``.
           router: as ``RolloutConfig.router``.
-          should_stop: asked while no server is open; true ends the wait.
-          gives_up: asked while responses are sampled, at least four times a second; true ends it.
+          stop: Whether to stop waiting for servers, and to give up what is sampled; asked at least four times a second.
+            None: neither.
 
         Raises:
           ValueError: ``urls``, ``discovery`` or ``api_key_file`` are not such.
@@ -70,8 +70,9 @@ class ServedBase:
         self._backend = backend
         self._client = ServerClient(named, backend, limits, api_key_file=api_key_file, router=router)
         self._discovery = None if discovery is None else Discovery(discovery, check_url)
-        self._wait_s, self._should_stop, self._gives_up = wait_s, should_stop, gives_up
+        self._wait_s, self._stop = wait_s, stop or NeverStopping()
         self._metrics = Metrics()
+        self._reported_losses = 0
         self._last_open, self._last_said = time.monotonic(), -math.inf
         self._asking = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rljax-servers")
         self._asked: dict[str, Future[Any]] = {}  # what is being asked of servers, by URL
@@ -80,10 +81,15 @@ class ServedBase:
         self._next_look: dict[str, float] = {}  # at a server, by URL
         self._following = threading.Lock()
 
-    def pop_metrics(self) -> dict[str, float]:
-        """See RolloutEngine."""
-        counts = {f"rollout/{name}": float(count) for name, count in self._client.pop_counts().items()}
-        return {**self._metrics.pop(), **counts, "rollout/servers": float(len(self._client.opened()))}
+    def report(self) -> dict[str, float]:
+        """What happened at the servers since the last report."""
+        losses = self._client.losses
+        since, self._reported_losses = losses - self._reported_losses, losses
+        return {
+            **self._metrics.pop(),
+            "rollout/server_losses": float(since),
+            "rollout/servers": float(len(self._client.opened())),
+        }
 
     def close(self) -> None:
         """See RolloutEngine. The servers keep running, with the weights they have."""
@@ -202,18 +208,19 @@ class ServedBase:
             self._wait(time.monotonic() - self._last_open)
 
     def _sample(
-        self, requests: Sequence[Request], vocab_size: int | None, group_size: int
+        self, requests: Sequence[Request], vocab_size: int | None, group_size: int, metrics: dict[str, float]
     ) -> Generator[tuple[int, Completion]]:
         """Yields (index, completion) of all ``requests`` as they complete; token ids are below ``vocab_size``.
 
         Raises:
           ServerError: a response failed too often, or was refused. Otherwise as :meth:`_recover_all`.
-          StoppedWaitingError: likewise, or ``gives_up`` said so. What was asked of the servers is cancelled.
+          StoppedWaitingError: likewise, or what is sampled is given up. What was asked of the servers is cancelled.
         """
         self._last_open = time.monotonic()
-        with contextlib.closing(self._client.stream(requests, vocab_size, group_size=group_size)) as stream:
+        stream = self._client.stream(requests, vocab_size, group_size=group_size, metrics=metrics)
+        with contextlib.closing(stream):
             for item in stream:
-                stop_sampling(self._gives_up)
+                check_wanted(self._stop)
                 if item is None:
                     self._tend()
                 else:
@@ -229,7 +236,7 @@ class ServedBase:
         reason = next(iter(self._client.down().values()), "")
         if not self._client.urls and self._discovery is not None:
             reason = f"{self._discovery.where} lists none"
-        if self._should_stop():
+        if self._stop.is_requested():
             raise StoppedWaitingError(f"asked to stop, and no {name} server answers: {reason}")
         if waited > self._wait_s:
             raise RuntimeError(f"no {name} server came back within {self._wait_s:g} s: {reason}")

@@ -104,7 +104,7 @@ class ServerClient:
         self._servers: dict[str, _Server] = {}
         self._most = self.limits.max_outstanding  # requests at one server
         self._take(url.rstrip("/") for url in urls)
-        self._counts = {"requests": 0, "retries": 0, "server_losses": 0}
+        self._losses = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-server-client", daemon=True)
         self._thread.start()
@@ -168,10 +168,10 @@ class ServerClient:
         except KeyError:
             raise ServerGoneError(f"{url} is no server of this run any more") from None
 
-    def pop_counts(self) -> dict[str, int]:
-        """Requests, retries and server losses since the last call."""
-        counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
-        return counts
+    @property
+    def losses(self) -> int:
+        """How many times a server went down so far."""
+        return self._losses
 
     def call(self, url: str, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
         """One request of the control plane, not retried; ``content`` is ``params`` and ``json`` as httpx takes them.
@@ -253,7 +253,12 @@ class ServerClient:
         return [s.url for s in self._servers.values() if s.state == "open"]
 
     def stream(
-        self, requests: Sequence[Request], vocab_size: int | None = None, *, group_size: int = 1
+        self,
+        requests: Sequence[Request],
+        vocab_size: int | None = None,
+        *,
+        group_size: int = 1,
+        metrics: dict[str, float] | None = None,
     ) -> Generator[tuple[int, Completion] | None]:
         """Samples all ``requests`` from open servers and yields (index, completion) as they complete.
 
@@ -264,14 +269,18 @@ class ServerClient:
           requests: what to sample; each is answered once.
           vocab_size: token ids of a reply are below it; None: not known.
           group_size: so many of ``requests``, one after the other, have one prompt.
+          metrics: The mapping in which ``rollout/requests`` and ``rollout/retries`` are counted up meanwhile, or None.
 
         Raises:
           ServerError: a response failed ``max_attempts`` times, or was refused; one line, with the server's URL.
         """
         completed: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
         groups = [_Group() for _ in range(0, len(requests), group_size)]
+        metrics = {} if metrics is None else metrics
+        for name in ("rollout/requests", "rollout/retries"):
+            metrics.setdefault(name, 0.0)
         index = {
-            self._start(self._complete(i, request, vocab_size, groups[i // group_size])): i
+            self._start(self._complete(i, request, vocab_size, groups[i // group_size], metrics)): i
             for i, request in enumerate(requests)
         }
         for future in index:
@@ -403,7 +412,9 @@ class ServerClient:
             raise ReplyError(said) if self._router else ServerGoneError(said)
         return completion
 
-    async def _complete(self, index: int, request: Request, vocab_size: int | None, group: _Group) -> Completion:
+    async def _complete(
+        self, index: int, request: Request, vocab_size: int | None, group: _Group, metrics: dict[str, float]
+    ) -> Completion:
         """The completion of request ``index``, which is one of ``group``.
 
         Raises:
@@ -413,10 +424,10 @@ class ServerClient:
         parts: list[Completion] = []
         while failures < self.limits.max_attempts:
             if failure:
-                self._counts["retries"] += 1
+                metrics["rollout/retries"] += 1
                 await self._back_off(failures)
             server = await self._acquire(group)
-            self._counts["requests"] += 1
+            metrics["rollout/requests"] += 1
             try:
                 parts.append(await self._rollout(server, continued(request, parts), vocab_size))
                 if parts[-1].finish_reason != "abort":
@@ -480,7 +491,7 @@ class ServerClient:
         async with self._changed:
             if state == "down" != server.state:
                 log.warning("a %s server is down: %s", self._wire.name, reason)
-                self._counts["server_losses"] += 1
+                self._losses += 1
             server.state, server.reason = state, reason
             self._changed.notify_all()
         if changed and state != "open":

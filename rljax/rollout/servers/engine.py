@@ -31,6 +31,7 @@ from rljax.errors import (
     VerificationError,
 )
 from rljax.policy.config import route_dtype
+from rljax.rollout.engine import Samples, Stopping
 from rljax.rollout.servers.backend import Backend, Expectation
 from rljax.rollout.servers.base import ServedBase, shortest, wait_for_most
 from rljax.rollout.servers.handshake import check_logprobs
@@ -82,8 +83,7 @@ class ServedEngine(ServedBase):
         publish: PublishConfig | None = None,
         writer: Writer | None = None,
         head_dtype: str | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
-        gives_up: Callable[[], bool] = lambda: False,
+        stop: Stopping | None = None,
     ) -> None:
         """Waits for the servers and shakes hands with each; ``publish`` must be called before ``generate``.
 
@@ -100,8 +100,8 @@ class ServedEngine(ServedBase):
           publish: how weights come to the servers; None: as ``PublishConfig()`` says.
           writer: of what ``tensors`` gives, where several processes hold it; None: that is whole tensors.
           head_dtype: in which the servers' LM heads must compute; None: any.
-          should_stop: asked while no server answers; true ends the wait.
-          gives_up: asked while responses are sampled, at least four times a second; true ends it.
+          stop: Whether to stop waiting for servers, and to give up what is sampled; asked at least four times a second.
+            None: neither.
 
         Raises:
           HandshakeError: a server does not fit; one line for each thing that differs.
@@ -116,8 +116,7 @@ class ServedEngine(ServedBase):
             discovery=config.discovery,
             api_key_file=config.api_key_file,
             router=config.router,
-            should_stop=should_stop,
-            gives_up=gives_up,
+            stop=stop,
         )
         publish = publish or PublishConfig()
         self._config, self._tensors, self._checksums = config, tensors, checksums
@@ -172,7 +171,7 @@ class ServedEngine(ServedBase):
         if not math.isnan(version.changed_fraction):
             self._metrics.put("publish/changed_fraction", version.changed_fraction)
 
-    def publish(self, params: Any, policy_version: int) -> None:
+    def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """See RolloutEngine. Rollouts are paused from before the update until a server is verified.
 
         A server that fails the verification is named and gets no rollout before the next version; when all of them
@@ -194,10 +193,9 @@ class ServedEngine(ServedBase):
         self._metrics.add("publish/seconds", ended - paused)
         self._metrics.add("publish/stall_s", ended - paused)
         self._metrics.add("time/publish_s", ended - began)
+        return self.report()
 
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
-    ) -> Iterator[Response]:
+    def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """See RolloutEngine. Waits, bounded, for servers that die meanwhile; their responses are sampled again.
 
         On another thread than the one that publishes it does not wait when all of them died: ServersLostError.
@@ -210,7 +208,9 @@ class ServedEngine(ServedBase):
         check_prompts(prompts, sampling.max_response_tokens, info, sampling.stop_token_ids)
         # When weights come while responses are sampled, that moment decides what is sampled, whatever the seed.
         seed_sent = seed if self._config.seeded and self._config.update == "wait" else None
-        return self._responses(make_requests(prompts, n, sampling, seed_sent, self._routes), n)
+        metrics: dict[str, float] = {}
+        requests = make_requests(prompts, n, sampling, seed_sent, self._routes)
+        return Samples(self._responses(requests, n, metrics), metrics)
 
     def close(self) -> None:
         """See RolloutEngine. The servers keep running, with the last weights."""
@@ -218,7 +218,8 @@ class ServedEngine(ServedBase):
         self._files.close()
         self._current = self._prepared = None
 
-    def _responses(self, requests: Sequence[Request], n: int) -> Iterator[Response]:
+    def _responses(self, requests: Sequence[Request], n: int, metrics: dict[str, float]) -> Iterator[Response]:
+        metrics["rollout/responses_without_version"] = 0.0
         began = time.monotonic()
         asleep = [url for url in self._client.opened() if url in self._asleep]
         if asleep:
@@ -226,9 +227,9 @@ class ServedEngine(ServedBase):
         self._side_by_side(functools.partial(self._check_version, self._version), self._client.opened())
         try:
             vocab_size = shortest(self._infos.values()).vocab_size
-            with contextlib.closing(self._sample(requests, vocab_size, n)) as stream:
+            with contextlib.closing(self._sample(requests, vocab_size, n, metrics)) as stream:
                 for index, reply in stream:
-                    self._check_versions(reply)
+                    self._check_versions(reply, metrics)
                     spans = reply.spans or ((self._version.tag, 0, len(reply.token_ids)),)
                     versions = (VersionSpan(self._files.policy_version(tag), *span) for tag, *span in spans)
                     truncated = reply.finish_reason == "length"
@@ -237,7 +238,7 @@ class ServedEngine(ServedBase):
         finally:
             if self._config.colocated and self._current is not None:
                 self._side_by_side(self._rest, self._client.opened())
-            self._metrics.add("time/generate_s", time.monotonic() - began)
+            metrics["time/generate_s"] = time.monotonic() - began
 
     def _narrow(self, routes: np.ndarray | None) -> np.ndarray | None:
         """Routes of a reply in the dtype that the trainer carries."""
@@ -245,7 +246,7 @@ class ServedEngine(ServedBase):
             return None
         return routes.astype(route_dtype(self._routes[2]), copy=False)
 
-    def _check_versions(self, reply: Completion) -> None:
+    def _check_versions(self, reply: Completion, metrics: dict[str, float]) -> None:
         """Counts a reply that does not say which weights sampled it, and warns of the first.
 
         Raises:
@@ -255,7 +256,7 @@ class ServedEngine(ServedBase):
             raise ReplyError(
                 f"{self._backend.name} does not name the weights that sampled a response; set rollout.update to wait"
             )
-        self._metrics.add("rollout/responses_without_version", reply.spans is None)
+        metrics["rollout/responses_without_version"] += reply.spans is None
         if reply.spans is None and not self._warned:
             self._warned = True
             log.warning(

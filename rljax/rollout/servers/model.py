@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import ReplyError, ServerGoneError
+from rljax.rollout.engine import Samples
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.base import ServedBase, shortest
 from rljax.rollout.servers.verify import sharpening
@@ -57,19 +58,22 @@ class ServedModel(ServedBase):
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int, at_once: int | None = None
-    ) -> Iterator[Response]:
+    ) -> Samples:
         """See RolloutEngine; ``at_once`` requests are sent at a time, None: all.
 
         Raises:
           ServerError: no server answers for ``wait_s``, or one gives logits.
         """
         check_prompts(prompts, sampling.max_response_tokens, self.info)
-        return self._responses(make_requests(prompts, n, sampling, seed), n, at_once)
+        metrics: dict[str, float] = {}
+        return Samples(self._responses(make_requests(prompts, n, sampling, seed), n, at_once, metrics), metrics)
 
-    def _responses(self, requests: Sequence[Request], n: int, at_once: int | None) -> Iterator[Response]:
+    def _responses(
+        self, requests: Sequence[Request], n: int, at_once: int | None, metrics: dict[str, float]
+    ) -> Iterator[Response]:
         size = at_once or len(requests)
         for start in range(0, len(requests), size):
-            for place, reply in self._sample(requests[start : start + size], self.info.vocab_size, n):
+            for place, reply in self._sample(requests[start : start + size], self.info.vocab_size, n, metrics):
                 i, j = divmod(start + place, n)
                 yield Response(i, j, reply.token_ids, reply.logprobs, reply.finish_reason == "length", ())
 
@@ -142,7 +146,7 @@ class ServedModel(ServedBase):
         """Raises RuntimeError as :meth:`publish`."""
         self.publish(params, policy_version)
 
-    def publish(self, params: Any, policy_version: int) -> None:
+    def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """Raises RuntimeError: these servers keep the model they have."""
         raise RuntimeError("weights cannot be published to a served model")
 
