@@ -1,9 +1,9 @@
 """The device mesh, the table from logical axes to mesh axes, and constraints by logical axis.
 
-Weights are sharded over three of the mesh axes: ``fsdp`` splits the model width, ``tp`` splits heads, the MLP's inner
-width and the vocabulary; ``expert`` splits the experts of a mixture, and the model width of all other weights besides.
-Each part of ``replica`` has all of them. Activations are split by rows over ``replica``, ``fsdp`` and ``expert``, and
-between the products of a block by tokens over ``tp`` (sequence parallelism, arXiv 2205.05198).
+Weights are sharded over three mesh axes. ``fsdp`` splits the model width. ``tp`` splits heads, the inner width of the
+MLP and the vocabulary. ``expert`` splits the experts of a mixture, and the model width of all other weights. Each part
+of ``replica`` holds a copy of all weights. Activations are split by rows over ``replica``, ``fsdp`` and ``expert``.
+Between the matrix products of a block they are split by tokens over ``tp`` (sequence parallelism, arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices each mesh axis takes."""
+    """The number of devices on each mesh axis."""
 
     fsdp: int = -1
-    """Number of parts into which the model width and the rows of a batch are split. -1: all devices that ``tp`` and
-    ``replica`` leave."""
+    """Number of parts into which the model width and the rows of a batch are split. -1: all devices that the other
+    axes leave."""
     tp: int = 1
-    """Number of parts into which heads, MLP width and vocabulary are split. At most the devices of one node."""
+    """Number of parts into which heads, MLP width and vocabulary are split. Use at most the devices of one node."""
     replica: int = 1
-    """Number of complete copies of the sharded weights (hybrid sharding). Each copy takes a part of the rows; weights
+    """Number of complete copies of the sharded weights (hybrid sharding). Each copy takes a part of the rows. Weights
     are gathered inside a copy, and gradients are added up across copies once a step. A copy takes neighbouring devices:
     with as many copies as nodes, weights do not travel between nodes."""
     expert: int = 1
-    """Number of parts into which the experts of a mixture are split, and with them the rows of a batch. It divides the
-    number of experts. At most the devices of one node: tokens travel over it in every block."""
+    """Number of parts into which the experts of a mixture are split, and with them the rows of a batch. It must divide
+    the number of experts. Use at most the devices of one node, because tokens travel over this axis in every block."""
     keep_gathered: bool = False
-    """Gather the 16-bit weights over ``fsdp`` once a step and keep them (2 bytes a parameter on each device, over
-    ``tp``), in place of gathering them twice for each micro-batch."""
+    """Gather the 16-bit weights over ``fsdp`` once a step and keep them, instead of twice in each micro-batch. This
+    takes 2 bytes of each device's memory per parameter, divided by ``tp``."""
 
     def __post_init__(self) -> None:
         if min(self.tp, self.replica, self.expert) < 1 or self.fsdp < -1 or self.fsdp == 0:
@@ -73,19 +73,23 @@ class MeshConfig:
             )
 
     def shape(self, num_devices: int) -> tuple[int, int, int, int]:
-        """Sizes of the axes on so many devices, in the order of ``MESH_AXES``."""
+        """Returns the sizes of the axes on ``num_devices`` devices, in the order of ``MESH_AXES``."""
         rest = max(1, num_devices // (self.replica * self.expert * self.tp))
         return self.replica, rest if self.fsdp == -1 else self.fsdp, self.expert, self.tp
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of ``MESH_AXES`` with GSPMD (Auto) axes over the first devices.
+    """Returns a mesh of ``MESH_AXES`` with GSPMD (Auto) axes over the first devices.
 
-    Neighbours on ``tp``, then on ``expert`` and ``fsdp``, are neighbours on the links of a TPU, and devices of one
-    process elsewhere.
+    On a TPU, neighbours on ``tp``, then on ``expert`` and ``fsdp``, are neighbours on the links between chips. On other
+    platforms they are devices of one process.
+
+    Args:
+      config: The sizes of the axes.
+      devices: The devices to choose from. None: all devices.
 
     Raises:
-      ValueError: more devices asked for than there are, or so few that a process has none of them.
+      ValueError: The mesh needs more devices than there are, or so few that some process has no part of it.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = config.shape(len(devices))
@@ -95,16 +99,16 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         raise ValueError(f"a mesh of {sizes} needs more than the {len(devices)} devices here")
     used = {device.process_index for device in devices[: math.prod(shape)]}
     if used != {device.process_index for device in devices}:
-        raise ValueError(f"a mesh of {sizes} leaves processes without a part of it: there are {len(devices)} devices")
+        raise ValueError(f"a mesh of {sizes} leaves processes without a part of it, got {len(devices)} devices")
     grid = mesh_utils.create_device_mesh(shape, devices[: math.prod(shape)])
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def fit_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """The PartitionSpec of an array of this shape with these logical axes (None: not split).
+    """Returns the PartitionSpec of an array from its logical axes (None: not split) and its shape.
 
-    Mesh axes that do not divide their dimension are left out: 2 heads on tp=4 are replicated. So are those over which
-    the context works device by device already (``jax.shard_map``).
+    Mesh axes that do not divide their dimension are left out: 2 heads on tp=4 are replicated. Mesh axes that are manual
+    in the context (inside ``jax.shard_map``) are left out too.
     """
     axes = [_automatic(name, mesh) for name in logical]
     ways = [math.prod(mesh.shape[axis] for axis in names) for names in axes]
@@ -114,25 +118,32 @@ def fit_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Any) -> 
 
 
 def _automatic(logical: str | None, mesh: Any) -> tuple[str, ...]:
-    """Mesh axes that split a logical axis and are left to GSPMD in the context."""
+    """Returns the mesh axes that split a logical axis and are left to GSPMD in the context."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return tuple(axis for axis in (RULES[logical] if logical else ()) if kinds[axis] == AxisType.Auto)
 
 
 def named_sharding(mesh: Mesh, logical: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-    """The sharding on ``mesh`` of an array of this shape with these logical axes."""
+    """Returns the sharding on ``mesh`` of an array with these logical axes and this shape."""
     return NamedSharding(mesh, fit_spec(logical, shape, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device has all of the array."""
+    """Returns the sharding under which every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def put(tree: Any, sharding: Any) -> Any:
-    """Arrays of the host, the same on every process, on the devices of ``sharding``, one for all or a tree of them.
+    """Puts arrays of the host, which are equal on every process, on the devices.
 
-    Each process takes the parts that its devices hold. ``jax.device_put`` would compare the arrays across processes.
+    Each process copies only the parts of its own devices. ``jax.device_put`` would compare the arrays across processes.
+
+    Args:
+      tree: The arrays.
+      sharding: The sharding of all arrays, or a tree of shardings with the structure of ``tree``.
+
+    Returns:
+      The tree of global jax arrays.
     """
 
     def place(value: Any, where: NamedSharding) -> jax.Array:
@@ -147,7 +158,10 @@ def put(tree: Any, sharding: Any) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Arrays of the devices on the host; where other processes hold parts of one, all of them call this."""
+    """Copies arrays from the devices to the host, as numpy arrays.
+
+    If other processes hold parts of an array, every process must make this call.
+    """
 
     def whole(array: Any) -> Any:
         is_here = not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated
@@ -157,20 +171,20 @@ def fetch(tree: Any) -> Any:
 
 
 HOST_MEMORY = "pinned_host"
-"""The kind of memory of a device that is the host's, from which the device copies by itself."""
+"""The name of the host memory from which a device can copy by itself."""
 
 
 def has_host_memory(mesh: Mesh) -> bool:
-    """Whether the devices of this process know ``HOST_MEMORY``."""
+    """Whether all devices of this process support ``HOST_MEMORY``."""
     return all(
         HOST_MEMORY in (memory.kind for memory in device.addressable_memories()) for device in mesh.local_devices
     )
 
 
 def on_host(tree: Any) -> Any:
-    """The arrays in ``HOST_MEMORY``, each with the sharding that it has; their memory on the devices is given back.
+    """Moves arrays to ``HOST_MEMORY``, each with its sharding, and frees their memory on the devices.
 
-    The arrays of ``tree`` that were on the devices cannot be used any more.
+    The arrays of ``tree`` that were on the devices are deleted and cannot be used any more.
     """
     moved = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST_MEMORY)), tree)
     jax.block_until_ready(moved)
@@ -181,28 +195,28 @@ def on_host(tree: Any) -> Any:
 
 
 def is_on_host(tree: Any) -> bool:
-    """Whether arrays of ``tree`` are in ``HOST_MEMORY``."""
+    """Whether any array of ``tree`` is in ``HOST_MEMORY``."""
     return any(leaf.sharding.memory_kind == HOST_MEMORY for leaf in jax.tree.leaves(tree))
 
 
 def on_devices(tree: Any, dtype: Any = None) -> Any:
-    """The arrays as computations need them: of those in ``HOST_MEMORY`` a copy on the devices, in ``dtype`` if given.
+    """Copies the arrays that are in ``HOST_MEMORY`` to the devices, in ``dtype`` if it is not None.
 
-    The others are returned as they are.
+    The other arrays are returned unchanged.
     """
 
     def copy(leaf: jax.Array) -> jax.Array:
         if leaf.sharding.memory_kind != HOST_MEMORY:
             return leaf
         sharding: Any = leaf.sharding
-        there = jax.device_put(leaf, sharding.with_memory_kind(None))  # None: that of the device itself
-        return there if dtype is None else there.astype(dtype)
+        moved = jax.device_put(leaf, sharding.with_memory_kind(None))  # None: the memory of the device itself
+        return moved if dtype is None else moved.astype(dtype)
 
     return jax.tree.map(copy, tree)
 
 
 def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
-    """``x`` constrained to its logical axes on the mesh of the context (``jax.set_mesh``); ``x`` itself without one."""
+    """Constrains ``x`` to its logical axes on the mesh of the context (``jax.set_mesh``). Without a mesh: ``x``."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -210,13 +224,16 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
 
 
 def split_over(logical: str) -> tuple[str, ...]:
-    """Mesh axes of more than one part that split a logical axis on the mesh of the context; none without one."""
+    """Returns the mesh axes with more than one part that split a logical axis on the mesh of the context.
+
+    Without a mesh there are none.
+    """
     mesh: Any = jax.sharding.get_abstract_mesh()
     return () if mesh.empty else tuple(axis for axis in _automatic(logical, mesh) if mesh.shape[axis] > 1)
 
 
 def axis_size(logical: str) -> int:
-    """Ways a logical axis is split on the mesh of the context (``jax.set_mesh``); 1 without one."""
+    """Returns the number of parts of a logical axis on the mesh of the context (``jax.set_mesh``), 1 without a mesh."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _automatic(logical, mesh))
 
@@ -228,15 +245,16 @@ def on_each_device(
     *,
     rows: int,
 ) -> Callable[..., Any]:
-    """``f`` as each device of the context's mesh computes it on the part it has (``jax.shard_map``); else ``f`` itself.
+    """Maps ``f`` over the devices of the context's mesh: each computes it on its own part (``jax.shard_map``).
 
-    Inside, a branch is taken by each device alone, and this function does nothing more.
+    Inside ``f`` each device takes its own branch of a ``lax.cond``. Without a mesh, or where all its axes are manual
+    already, ``f`` itself is returned.
 
     Args:
-      f: from arrays to a tuple of arrays.
-      in_axes: logical axes of each argument; a mesh axis must divide the size of what it splits.
-      out_axes: logical axes of each result.
-      rows: size of the logical axis "rows", which is not split where its mesh axis does not divide it.
+      f: A function from arrays to a tuple of arrays.
+      in_axes: The logical axes of each argument. A mesh axis must divide the dimension that it splits.
+      out_axes: The logical axes of each result.
+      rows: The size of the logical axis "rows". It is not split where its mesh axes do not divide it.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Auto not in mesh.axis_types:
@@ -247,6 +265,6 @@ def on_each_device(
         names = ([() if name in whole else _automatic(name, mesh) for name in axes] for axes in every)
         return tuple(PartitionSpec(*(axis or None for axis in axes)) for axes in names)
 
-    # The arrays that are not split are computed alike by every device, which the check cannot see.
+    # check_vma=False: every device computes the unsplit arrays from equal inputs, which the check cannot see.
     names = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
     return jax.shard_map(f, in_specs=specs(in_axes), out_specs=specs(out_axes), axis_names=names, check_vma=False)

@@ -1,4 +1,4 @@
-"""Rewards to advantages, on the host: one number a response."""
+"""Advantages from rewards, on the host: one number for each response."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ STD_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """How rewards become advantages."""
+    """The rule that turns rewards into advantages."""
 
     estimator: Estimator = "rloo"
     """rloo: subtract the mean reward of the other responses in the group. grpo: subtract the mean of the group and
     divide by its standard deviation. grpo_no_std (Dr.GRPO): only subtract the mean of the group. reinforce: subtract
     the mean of the whole batch."""
     overlong_buffer_tokens: int = 0
-    """The last part of the length limit (tokens) in which a longer response is penalized linearly, as in DAPO. 0: no
-    penalty."""
+    """Number of tokens before the length limit over which the penalty of a long response grows linearly, as in DAPO.
+    0: no penalty."""
     overlong_factor: float = 1.0
     """Penalty (in units of reward) of a response that reaches the length limit."""
 
@@ -43,26 +43,26 @@ def compute_advantages(
     lengths: Int[np.ndarray, "b g"],
     max_response_tokens: int,
 ) -> Float[np.ndarray, "b g"]:
-    """Advantages of a complete batch, all processes included.
+    """Computes the advantages of a complete batch, all processes included.
 
     Args:
-      rewards: g responses to each of b prompts.
-      config: estimator and overlong punishment.
-      lengths: tokens of each response, its end included.
-      max_response_tokens: the limit on them.
+      rewards: The rewards of g responses to each of b prompts.
+      config: The estimator and the overlong penalty.
+      lengths: The number of tokens of each response, the end-of-sequence token included.
+      max_response_tokens: The limit on the length of a response.
 
     Returns:
-      float32. Exactly 0 in a group of equal rewards, except under "reinforce".
+      The advantages, float32. They are exactly 0 in a group of equal rewards, except under "reinforce".
 
     Raises:
-      ValueError: a group of fewer than two responses under an estimator that compares them, other shapes, rewards
-        that are not finite, or an overlong buffer above the limit.
+      ValueError: A group has fewer than two responses under an estimator that compares them, the shapes are wrong,
+        rewards are not finite, or the overlong buffer is above the limit.
     """
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2 or np.shape(lengths) != rewards.shape:
         raise ValueError(f"rewards and lengths must both be [b, g], got {rewards.shape} and {np.shape(lengths)}")
     if not np.isfinite(rewards).all():
-        raise ValueError(f"rewards must be finite, got {int((~np.isfinite(rewards)).sum())} that are not")
+        raise ValueError(f"rewards must be finite, got {int((~np.isfinite(rewards)).sum())} not finite")
     if config.overlong_buffer_tokens:
         rewards = rewards + overlong_penalty(
             lengths, max_response_tokens, config.overlong_buffer_tokens, config.overlong_factor
@@ -75,22 +75,26 @@ def compute_advantages(
 
 
 def rloo(rewards: Float[np.ndarray, "b g"]) -> Float[np.ndarray, "b g"]:
-    """REINFORCE leave-one-out (arXiv 2402.14740): a response's reward minus the mean of the others in its group.
+    """Computes REINFORCE leave-one-out (arXiv 2402.14740): the reward minus the mean of the others in the group.
 
     Raises:
-      ValueError: a group of fewer than two responses.
+      ValueError: A group has fewer than two responses.
     """
     g = np.shape(rewards)[-1]
     return (_centered(rewards) * (g / (g - 1))).astype(np.float32)
 
 
 def grpo(rewards: Float[np.ndarray, "b g"], *, divide_by_std: bool) -> Float[np.ndarray, "b g"]:
-    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300); without the division, Dr.GRPO's (arXiv 2503.20783).
+    """Computes group-relative advantages (DeepSeekMath, arXiv 2402.03300).
 
-    The standard deviation is the sample's (divisor g - 1), as in verl and TRL.
+    The standard deviation is that of a sample (divisor g - 1), as in verl and TRL.
+
+    Args:
+      rewards: The rewards of g responses to each of b prompts.
+      divide_by_std: Whether to divide by the group's standard deviation. False: Dr.GRPO (arXiv 2503.20783).
 
     Raises:
-      ValueError: a group of fewer than two responses.
+      ValueError: A group has fewer than two responses.
     """
     centered = _centered(rewards)
     if divide_by_std:
@@ -103,10 +107,10 @@ def grpo(rewards: Float[np.ndarray, "b g"], *, divide_by_std: bool) -> Float[np.
 def overlong_penalty(
     lengths: Int[np.ndarray, "b g"], max_response_tokens: int, buffer_tokens: int, factor: float
 ) -> Float[np.ndarray, "b g"]:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 .. -factor over the last ``buffer_tokens``.
+    """Computes DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 .. -factor over the last buffer_tokens.
 
     Raises:
-      ValueError: a buffer that is not in 1 .. ``max_response_tokens``.
+      ValueError: The buffer is not in 1 .. ``max_response_tokens``.
     """
     if not 1 <= buffer_tokens <= max_response_tokens:
         raise ValueError(
@@ -117,22 +121,22 @@ def overlong_penalty(
 
 
 def groups_with_signal(rewards: Float[np.ndarray, "b g"]) -> Bool[np.ndarray, " b"]:
-    """True for groups whose rewards differ; the others carry no loss (arXiv 2602.01826, "rejection sampling")."""
+    """Marks groups whose rewards differ. The others carry no loss (arXiv 2602.01826, "rejection sampling")."""
     rewards = np.asarray(rewards)
     return np.any(rewards != rewards[:, :1], axis=1)
 
 
 def groups_with_loss(advantages: Float[np.ndarray, "b g"]) -> Bool[np.ndarray, " b"]:
-    """True for groups that carry loss: some advantage is not 0.
+    """Marks groups that carry loss, because some advantage is not 0.
 
-    For estimators that compare the responses of a group these are the groups whose rewards, punishment included,
-    differ; under "reinforce" a group of equal rewards counts unless they equal the batch's mean.
+    For an estimator that compares the responses of a group, these are the groups whose rewards differ, penalty
+    included. Under "reinforce", a group of equal rewards carries loss unless they equal the mean of the batch.
     """
     return np.any(np.asarray(advantages) != 0, axis=1)
 
 
 def _centered(rewards: Float[np.ndarray, "b g"]) -> Float[np.ndarray, "b g"]:
-    """Rewards minus their group's mean, float64; exactly 0 where they are equal, whatever the mean rounds to."""
+    """Returns rewards minus the mean of their group, float64. Equal rewards give exactly 0, without rounding."""
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards must be [b, g] with g at least 2, got shape {rewards.shape}")

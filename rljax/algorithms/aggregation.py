@@ -1,4 +1,4 @@
-"""From per-token losses to one number, in a form that micro-batches and packed rows cannot change."""
+"""The mean of per-token losses, in a form that does not depend on micro-batches and packed rows."""
 
 from __future__ import annotations
 
@@ -24,22 +24,26 @@ def aggregation_weights(
     sequence_ids: Int[Array, "b t"],
     num_sequences: int,
 ) -> tuple[Float[Array, "b t"], Float[Array, ""]]:
-    """Weights of a micro-batch's tokens and its part of the denominator, both float32.
+    """Computes the loss weight of each token of a micro-batch and the micro-batch's part of the denominator.
 
-    The batch's loss is the sum over micro-batches of sum(weights * losses) over the sum of their denominators (taken
-    as 1 when that is 0, which only a batch without tokens gives).
+    The loss of the batch is the sum of weights * losses over all micro-batches, divided by the sum of their
+    denominators. A batch without tokens has denominator 0; then 1 is used.
 
     Args:
-      aggregation: "token_mean": 1 a token, over the number of tokens; "sequence_mean": 1 / n_i a token of a sequence
-        with n_i of them, over the number of sequences; "sequence_sum": 1 / constant, over the number of sequences.
-        Sequences without a token in the mask do not count.
-      mask: tokens in the loss.
-      constant: divisor of "sequence_sum" (tokens), at least 1.
-      sequence_ids: index of each token's sequence in the batch; all of a sequence lies in one row.
-      num_sequences: sequences of the batch (static).
+      aggregation: The kind of mean. "token_mean": each token weighs 1, and the denominator is the number of tokens.
+        "sequence_mean": each of the n_i tokens of a sequence weighs 1 / n_i, and the denominator is the number of
+        sequences. "sequence_sum": each token weighs 1 / constant, with the same denominator. Sequences without a token
+        in the mask do not count.
+      mask: The tokens in the loss.
+      constant: The divisor of "sequence_sum" (tokens), at least 1.
+      sequence_ids: The index of each token's sequence in the batch. Each sequence lies whole in one row.
+      num_sequences: The number of sequences in the batch (static).
+
+    Returns:
+      The weights [b, t] and the denominator [], both float32.
 
     Raises:
-      ValueError: an unknown aggregation, or a constant below 1.
+      ValueError: The aggregation is unknown, or the constant is below 1.
     """
     check_choice("aggregation", aggregation, Aggregation)
     if constant < 1:
@@ -59,7 +63,10 @@ def aggregation_weights(
 def mean_over_sequence(
     values: Float[Array, "b t"], mask: Bool[Array, "b t"], sequence_ids: Int[Array, "b t"], num_sequences: int
 ) -> Float[Array, "b t"]:
-    """Each sequence's mean over its tokens in the mask, repeated over them; 0 elsewhere. Differentiable in reverse."""
+    """Computes the mean of each sequence over its tokens in the mask, repeated over these tokens; 0 elsewhere.
+
+    Only reverse-mode differentiation is supported.
+    """
     mask = jnp.asarray(mask)
     sequences = read_sequences(mask, sequence_ids, num_sequences)
     return jnp.where(mask, sequences.spread(sequences.means(jnp.where(mask, values, 0))), 0)
@@ -70,7 +77,7 @@ def _forward(values: Any, mask: Any, sequence_ids: Any, num_sequences: int) -> t
 
 
 def _backward(num_sequences: int, saved: Any, cotangent: Any) -> tuple[Any, None, None]:
-    """Averaging within blocks is a symmetric matrix: it is its own transpose, so nothing need be scattered."""
+    """Averages the cotangents: averaging within blocks is a symmetric matrix, so it is its own transpose."""
     return mean_over_sequence(cotangent, *saved, num_sequences), None, None
 
 

@@ -1,6 +1,6 @@
-"""Which correction for mismatch applies: one value of the configuration, and what it does to a micro-batch.
+"""The configured correction for mismatch, and its use on a micro-batch.
 
-The weights and rejections themselves are ``rljax.mismatch.correction``'s.
+The weights and rejections are computed by ``rljax.mismatch.correction``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "icepop": {"level": "token", "mode": "band", "threshold_low": 0.5, "threshold": 5.0},
     "vexact": {"level": "token", "mode": "truncate", "threshold": 2.0, "reject_k3": 1e-3},
 }
-"""What each preset fills in: equations 4-6 of arXiv 2602.01826, IcePop's band, the best remedy of arXiv 2605.14220."""
+"""The fields of each preset: equations 4-6 of arXiv 2602.01826, IcePop's band, the best remedy of arXiv 2605.14220."""
 
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """What the loss does about the mismatch between trainer and rollout engine."""
+    """The correction of the loss for the mismatch between trainer and rollout engine."""
 
     preset: Preset = "none"
-    """A named combination of the other fields, which must then keep their defaults."""
+    """A named combination of the other fields. With a preset, the other fields must keep their defaults."""
     level: Literal["none", "token", "sequence", "geometric"] = "none"
     """The importance ratio that weights the loss of a token. token: its own ratio. sequence: the product over its
     sequence. geometric: the n-th root of that product, for n tokens. none: no weights."""
@@ -48,9 +48,10 @@ class CorrectionConfig:
     threshold_low: float = 0.0
     """Lower bound of the ratio. Only for mode band."""
     part: Literal["whole", "numerics", "drift"] = "whole"
-    """Of which log-ratio weights and rejections are. whole: of trainer and rollout. Where rollouts may be stale it has
-    two parts. numerics: between the trainer's forward with the policy that sampled the token, and the rollout. drift:
-    between the policy that is trained and that one. For a part each number of versions takes a forward of the batch."""
+    """The part of the log-ratio that weights and rejections use. whole: trainer against rollout. With stale rollouts it
+    has two parts. numerics: the trainer's forward with the policy version that sampled the token, against the rollout.
+    drift: the current policy against that version. numerics and drift cost one forward of the batch for each version
+    in it."""
     normalize: bool = False
     """Divide the weights by the mean weight of the batch."""
     reject_k3: float = 0.0
@@ -89,12 +90,12 @@ class CorrectionConfig:
             )
 
     def resolved(self) -> CorrectionConfig:
-        """The same correction with its preset spelled out."""
+        """Returns the same correction with the fields of its preset filled in."""
         return self if self.preset == "none" else CorrectionConfig(**PRESETS[self.preset], part=self.part)
 
     @property
     def rejections(self) -> tuple[tuple[Any, Any], ...]:
-        """Statistic and threshold of each rejection that is on, as ``rejection_mask`` takes them."""
+        """The statistic and threshold of each rejection that is on, as ``rejection_mask`` takes them."""
         config = self.resolved()
         bounds = (config.reject_geometric_low, config.reject_geometric_high)
         every = (("k3", config.reject_k3), ("geometric", bounds), ("veto", config.veto))
@@ -102,7 +103,7 @@ class CorrectionConfig:
 
     @property
     def is_off(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether this correction changes nothing."""
         return self.resolved().level == "none" and not self.rejections
 
 
@@ -115,20 +116,21 @@ def correct(
     sequence_ids: Int[Array, "b t"],
     num_sequences: int,
 ) -> tuple[Float[Array, "b t"], Bool[Array, "b t"], Statistics]:
-    """The correction of one micro-batch, without gradient.
+    """Computes the correction of one micro-batch, without gradient.
 
     Args:
-      config: what to do.
-      logprobs: of the trainer before the first update on the batch (nats).
-      rollout_logprobs: of the rollout engine (nats).
-      mask: tokens in the loss.
-      sequence_ids: index of each token's sequence in the batch; all of a sequence lies in one row.
-      num_sequences: sequences of the batch (static).
+      config: The correction.
+      logprobs: The trainer's log-probabilities before the first update on the batch (nats).
+      rollout_logprobs: The log-probabilities of the rollout engine (nats).
+      mask: The tokens in the loss.
+      sequence_ids: The index of each token's sequence in the batch. Each sequence lies whole in one row.
+      num_sequences: The number of sequences in the batch (static).
 
     Returns:
-      The weights, float32, never normalised (see ``gradient_divisor``): 0 outside the mask and, at every level but
-      "none", at tokens not finite on either side. The mask without the sequences that fail any of the rejections (one
-      without a finite token fails them all). The statistics for ``finalize_correction``, which merge.
+      The weights, the mask and the statistics. The weights are float32 and not normalised (``gradient_divisor`` does
+      that). They are 0 outside the mask and, at every level but "none", at tokens that are not finite on either side.
+      The mask omits the sequences that fail any rejection; one without a finite token fails all of them. The
+      statistics may be merged, and ``finalize_correction`` reads them.
     """
     config = config.resolved()
     arrays = map(jnp.asarray, (logprobs, rollout_logprobs, mask))
@@ -140,7 +142,7 @@ def correct(
 
 
 def gradient_divisor(config: CorrectionConfig, statistics: Statistics) -> Float[Array, ""]:
-    """The batch's gradient is divided by this: with ``normalize`` the mean weight, unless it is 0; else 1."""
+    """Returns the divisor of the batch's gradient: with ``normalize`` the mean weight, if that is not 0; else 1."""
     if not config.resolved().normalize:
         return jnp.float32(1.0)
     mean = finalize_correction(statistics)["weight_mean"]

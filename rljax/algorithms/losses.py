@@ -1,4 +1,4 @@
-"""Policy losses: per-token terms that the step sums over micro-batches and divides by a global denominator."""
+"""Policy losses: one term for each token. The step sums them over micro-batches and divides by one denominator."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LossKind = Literal["policy_gradient", "ppo_clip", "gspo", "cispo"]
 Estimate = Literal["k1", "k2", "k3"]
 
 LARGEST_LOG_RATIO = 1e8
-"""Bound of a token's log-ratio (nats) before it enters its sequence's mean: an infinite one would turn it into NaN."""
+"""Bound of a token's log-ratio (nats) in the mean of its sequence. An infinite log-ratio would make the mean NaN."""
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The policy loss; the defaults are those of Table 1 of arXiv 2602.01826."""
+    """The policy loss. The defaults are the values in Table 1 of arXiv 2602.01826."""
 
     kind: LossKind = "ppo_clip"
     """policy_gradient: REINFORCE. ppo_clip: PPO. gspo: PPO with the geometric mean ratio of the sequence. cispo:
@@ -44,11 +44,11 @@ class LossConfig:
     """Weight of the load-balancing loss of a mixture of experts (``router_aux_loss_coef`` of transformers). 0: off."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio. trainer: log-probabilities of the trainer before the first update on the batch.
-    rollout: those of the rollout engine, so that the ratio contains the mismatch as well."""
+    rollout: log-probabilities of the rollout engine, so that the ratio contains the mismatch as well."""
     mini_batches: int = 1
-    """Updates per epoch."""
+    """Number of updates per epoch."""
     epochs: int = 1
-    """Passes over each rollout batch."""
+    """Number of passes over each rollout batch."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -62,7 +62,10 @@ class LossConfig:
                 f"got {self.sequence_constant} with {self.aggregation}"
             )
         if not self.kl_coefficient >= 0.0 or (self.kl_coefficient > 0.0) != (self.kl != "none"):
-            raise ValueError(f"kl_coefficient must be above 0 exactly with a kl, got {self.kl_coefficient}, {self.kl}")
+            raise ValueError(
+                "kl_coefficient must be above 0 if kl is set, and 0 if kl is none, "
+                f"got {self.kl_coefficient} with {self.kl}"
+            )
 
 
 def policy_loss(
@@ -75,22 +78,23 @@ def policy_loss(
     sequence_ids: Int[Array, "b t"],
     num_sequences: int,
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """The loss of each token (lower is better), differentiable in ``logprobs`` only.
+    """Computes the loss of each token (lower is better), differentiable in ``logprobs`` only.
 
-    Exponents are clipped at +-20. What the arrays hold outside the mask does not matter, NaN included; inside it a NaN
+    Exponents are clipped at +-20. Values outside the mask do not matter, even if they are NaN. A NaN inside the mask
     reaches the loss, so that the step can count it.
 
     Args:
-      config: ``kind`` and the two bounds are read.
-      logprobs: of the policy in training (nats).
-      old_logprobs: of the policy before the first update on the batch (nats); unused by "policy_gradient".
-      advantages: one a token.
-      mask: tokens in the loss, and those "gspo" averages over.
-      sequence_ids: index of each token's sequence in the batch; all of a sequence lies in one row.
-      num_sequences: sequences of the batch (static).
+      config: The loss. Only ``kind`` and the two bounds are read.
+      logprobs: The log-probabilities of the policy in training (nats).
+      old_logprobs: The log-probabilities of the policy before the first update on the batch (nats). "policy_gradient"
+        does not use them.
+      advantages: The advantage of each token.
+      mask: The tokens in the loss. "gspo" averages over the same tokens.
+      sequence_ids: The index of each token's sequence in the batch. Each sequence lies whole in one row.
+      num_sequences: The number of sequences in the batch (static).
 
     Returns:
-      The losses, 0 outside the mask, and 1.0 where the bounds replaced the ratio, without gradient.
+      The losses, 0 outside the mask; and 1.0 where the bounds replaced the ratio, else 0.0, without gradient.
     """
     mask = jnp.asarray(mask) != 0
     logprobs, old_logprobs, advantages = (jnp.where(mask, x, 0) for x in (logprobs, old_logprobs, advantages))
@@ -112,18 +116,18 @@ def policy_loss(
 def ppo_clip(
     ratio: Float[Array, "b t"], advantages: Float[Array, "b t"], clip_low: float, clip_high: float
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """PPO's clipped surrogate (arXiv 1707.06347, equation 7) with separate bounds (DAPO's "clip-higher").
+    """Computes PPO's clipped surrogate (arXiv 1707.06347, equation 7) with separate bounds (DAPO's "clip-higher").
 
-    Given the sequence ratio of each token this is GSPO (arXiv 2507.18071, equation 5).
+    With the sequence ratio at each token, this is GSPO (arXiv 2507.18071, equation 5).
 
     Args:
-      ratio: exp(trainer_logprobs - old_logprobs).
-      advantages: one a token.
-      clip_low: the ratio is clipped below at 1 - clip_low.
-      clip_high: and above at 1 + clip_high.
+      ratio: The ratio of each token, exp(trainer_logprobs - old_logprobs).
+      advantages: The advantage of each token.
+      clip_low: The lower bound is 1 - clip_low.
+      clip_high: The upper bound is 1 + clip_high.
 
     Returns:
-      The loss of each token (lower is better) and 1.0 where the clipped branch is the one taken, with no gradient.
+      The loss of each token (lower is better); and 1.0 where the clipped branch is the minimum, without gradient.
     """
     plain = ratio * advantages
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages
@@ -137,10 +141,12 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """CISPO (MiniMax-M1, arXiv 2506.13585, equations 4-5): -clip(ratio) A log pi, no gradient through the ratio.
+    """Computes CISPO (MiniMax-M1, arXiv 2506.13585, equations 4-5): -clip(ratio) A log pi.
+
+    The ratio carries no gradient.
 
     Returns:
-      The loss of each token and 1.0 where the ratio was clipped, with no gradient.
+      The loss of each token; and 1.0 where the ratio was clipped, without gradient.
     """
     ratio = jax.lax.stop_gradient(ratio)
     weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
@@ -153,16 +159,20 @@ def kl_penalty(
     reference_logprobs: Float[Array, "b t"],
     mask: Bool[Array, "b t"] | None = None,
 ) -> Float[Array, "b t"]:
-    """Estimates, per token, of KL(policy || reference) over tokens the policy sampled (J. Schulman, 2020).
+    """Estimates KL(policy || reference) at each token that the policy sampled (J. Schulman, 2020).
 
-    With r = log policy - log reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r (never negative; exponent at most
-    20). As a loss, k2 alone has the KL's gradient in expectation; k1 has none, k3 that of KL(reference || policy).
+    With r = log policy - log reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r. k3 is never negative, and its
+    exponent is at most 20. As a loss, only k2 has the gradient of the KL in expectation. The expected gradient of k1 is
+    0, and that of k3 belongs to KL(reference || policy).
 
     Args:
-      kind: "k1", "k2" or "k3".
-      logprobs: of the policy (nats); differentiable.
-      reference_logprobs: of the frozen reference (nats).
-      mask: tokens that count; the result is 0 elsewhere, whatever the arrays hold there.
+      kind: The estimator: "k1", "k2" or "k3".
+      logprobs: The log-probabilities of the policy (nats), differentiable.
+      reference_logprobs: The log-probabilities of the frozen reference (nats).
+      mask: The tokens that count. Elsewhere the result is 0, whatever the arrays hold. None: all tokens.
+
+    Returns:
+      The estimates (nats).
     """
     check_choice("kind", kind, Estimate)
     if mask is not None:

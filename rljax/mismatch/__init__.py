@@ -1,8 +1,8 @@
-"""Training-inference mismatch: how far two engines' log-probabilities of the same tokens lie apart, and remedies.
+"""Training-inference mismatch: the difference between two engines' log-probabilities of the same tokens, and remedies.
 
-Needs only jax and numpy. Every function takes numpy arrays (float64 on the host) or jax arrays (under jit as well).
-Other parts of rljax use these names and the modules accurate, metrics, histogram, importance, correction, diagnosis and
-names.
+The package needs only jax and numpy. Every function takes numpy arrays (float64 on the host) or jax arrays, also under
+jit. Other parts of rljax use the names below, and the modules accurate, metrics, histogram, importance, correction,
+diagnosis and names.
 """
 
 from rljax.mismatch.correction import importance_weights, rejection_mask

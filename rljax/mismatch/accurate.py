@@ -1,9 +1,9 @@
 """Arithmetic that keeps its digits in float32: exp(x) - 1 - x, and sums carried as two floats.
 
-Two engines in float32 differ by log-ratios near 1e-4, where ``exp(x) - 1 - x`` as written loses the signal. And a sum
-that a loss or a rejection depends on must not change with the place of a sequence in its row; two floats make it so.
-Every function takes the array namespace ``xp`` (``numpy`` or ``jax.numpy``) first: one text serves the host (float64)
-and the device (float32).
+The log-ratios of two float32 engines are near 1e-4. There the plain formula ``exp(x) - 1 - x`` loses all digits. Losses
+and rejections depend on sums over a sequence. With two floats, such a sum does not change with the place of the
+sequence in its row. Every function takes the array namespace ``xp`` (``numpy`` or ``jax.numpy``) first, so that one
+text serves the host (float64) and the device (float32).
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ import numpy as np
 from jax import lax
 
 SERIES_BOUND = 0.5
-"""Below this |x| the series of exp(x) - 1 - x is used; above it expm1(x) - x loses at most three bits."""
+"""The series of exp(x) - 1 - x is used for |x| below this bound. Above it, expm1(x) - x loses at most three bits."""
 SERIES_TERMS = 13
-"""Terms of the series, x^2 / 2! to x^14 / 14!: what is dropped at the bound is 2e-16 of the result."""
+"""Number of terms, x^2 / 2! to x^14 / 14!. At the bound, the remaining terms are 2e-16 of the result."""
 
 RATIO_BOUND = 20.0
 """Bound B of the exponent in importance ratios (nats): exp(20) is 4.9e8."""
 
 
 def exponent_limit(dtype: Any) -> float:
-    """Largest exponent given to exp: 60 in float32, 600 in float64, so that sums over 1e9 tokens stay finite."""
+    """Returns the largest exponent for exp: 60 in float32, 600 in float64. Sums over 1e9 tokens then stay finite."""
     return 60.0 if np.dtype(dtype).itemsize == 4 else 600.0
 
 
 def probability_limit(dtype: Any) -> float:
-    """Largest log-probability turned into a probability: 30 in float32, 300 in float64, so that squares stay finite.
+    """Returns the largest log-probability for exp: 30 in float32, 300 in float64. Squares then stay finite.
 
-    A true log-probability is at most 0; the limit only keeps a broken engine's numbers from overflowing.
+    A true log-probability is at most 0. The limit only keeps the numbers of a broken engine from overflowing.
     """
     return exponent_limit(dtype) / 2
 
 
 def exp_minus_one_minus_x(xp: ModuleType, x: Any) -> Any:
-    """exp(x) - 1 - x, the k3 estimator of a log-ratio, accurate from |x| = 1e-18 up (x is capped, see exponent_limit).
+    """Computes exp(x) - 1 - x, the k3 estimator of a log-ratio, accurately from |x| = 1e-18 up.
 
-    Source: J. Schulman, "Approximating KL Divergence" (2020), estimator k3; the series is Taylor's.
+    x is capped at ``exponent_limit``. Source: J. Schulman, "Approximating KL Divergence" (2020), estimator k3. Small x
+    use the Taylor series.
     """
     x = xp.minimum(x, exponent_limit(x.dtype))
     near = xp.clip(x, -SERIES_BOUND, SERIES_BOUND)
@@ -51,14 +52,14 @@ def exp_minus_one_minus_x(xp: ModuleType, x: Any) -> Any:
 
 
 class Total(NamedTuple):
-    """A sum kept as the unevaluated sum of two floats, about twice the digits of one."""
+    """A sum stored as two floats, which together have about twice the digits of one."""
 
-    high: Any  # the sum rounded to its dtype; shape and dtype of what was summed
-    low: Any  # what the rounding left over
+    high: Any  # the sum rounded to its dtype
+    low: Any  # the rounding error of ``high``
 
 
 def add_totals(a: Total, b: Total) -> Total:
-    """The sum of two totals (Knuth's TwoSum on the high parts, then renormalised); shapes broadcast."""
+    """Adds two totals with Knuth's TwoSum on the high parts, then renormalises. Shapes broadcast."""
     high = a.high + b.high
     from_b = high - a.high
     error = (a.high - (high - from_b)) + (b.high - from_b) + (a.low + b.low)
@@ -67,7 +68,7 @@ def add_totals(a: Total, b: Total) -> Total:
 
 
 def total_over(xp: ModuleType, values: Any, axes: tuple[int, ...]) -> Total:
-    """Sum of finite ``values`` over ``axes``: float64 pairwise on the host, two floats on the device."""
+    """Sums finite ``values`` over ``axes``: pairwise in float64 on the host, in two floats on the device."""
     if xp is np:
         summed = values.sum(axis=axes)
         return Total(summed, np.zeros_like(summed))
@@ -82,5 +83,5 @@ def total_over(xp: ModuleType, values: Any, axes: tuple[int, ...]) -> Total:
 
 
 def value_of(total: Total) -> Any:
-    """The total as one float of its dtype."""
+    """Returns the total as one float of its dtype."""
     return total.high + total.low

@@ -1,4 +1,4 @@
-"""Arrays that may be numpy's (float64 on the host) or jax's (float32 on the device): one text serves both."""
+"""Helpers for code that serves both numpy arrays (float64 on the host) and jax arrays (float32 on the device)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 ArrayLike = Any
-"""A numpy or a jax array; in one call either all are numpy (float64 on the host) or at least one is jax."""
+"""A numpy or jax array. A call computes on the host in float64 if all its arrays are numpy, else on the device."""
 
 
 def namespace_of(*arrays: ArrayLike) -> ModuleType:
-    """jax.numpy when any argument is a jax array (or tracer), else numpy."""
+    """Returns jax.numpy if any argument is a jax array or tracer, else numpy."""
     return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
 
 
 def as_float(xp: ModuleType, array: ArrayLike) -> Any:
-    """The array in float64 on the host; on the device in float32, or float64 when it is that already; no gradient."""
+    """Casts the array: to float64 on the host, to at least float32 on the device. The result carries no gradient."""
     if xp is np:
         return np.asarray(array, np.float64)
     array = jnp.asarray(array)
@@ -27,16 +27,16 @@ def as_float(xp: ModuleType, array: ArrayLike) -> Any:
 
 
 def check_shape(name: str, array: ArrayLike, expected: tuple[int, ...]) -> None:
-    """Raise ValueError unless ``array`` has the ``expected`` shape."""
+    """Raises ValueError unless ``array`` has the ``expected`` shape."""
     if np.shape(array) != expected:
         raise ValueError(f"{name} must have the shape of trainer_logprobs {expected}, got {np.shape(array)}")
 
 
 def count(xp: ModuleType, flags: Any, axis: int | tuple[int, ...] | None = None) -> Any:
-    """How many flags are set: int64 on the host, int32 on the device."""
+    """Counts the flags that are set: int64 on the host, int32 on the device."""
     return xp.sum(flags, axis=axis, dtype=np.int64 if xp is np else np.int32)
 
 
 def scalars(xp: ModuleType, values: dict[str, Any]) -> dict[str, Any]:
-    """The values as Python floats on the host; on the device as they are."""
+    """Converts the values to Python floats on the host. On the device they are returned unchanged."""
     return {name: float(value) for name, value in values.items()} if xp is np else values

@@ -1,7 +1,7 @@
 """Corrections of the gradient for mismatch: importance weights (TIS, MIS, band) and rejection of whole sequences.
 
-Sources: equations 4-6 of arXiv 2602.01826 (sequence ratio; truncated, TIS; masked, MIS); IcePop for the band; the
-geometric sequence ratio is GSPO's, arXiv 2507.18071; rejection by per-token k3 is VeXact's, arXiv 2605.14220.
+Sources: equations 4-6 of arXiv 2602.01826 (sequence ratio; truncated, TIS; masked, MIS). The band is IcePop's. The
+geometric sequence ratio is GSPO's (arXiv 2507.18071). Rejection by per-token k3 is VeXact's (arXiv 2605.14220).
 """
 
 from __future__ import annotations
@@ -31,31 +31,35 @@ def importance_weights(
     sequence_ids: ArrayLike | None = None,
     num_sequences: int | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Weights that multiply each token's loss.
+    """Computes the importance weights that multiply each token's loss.
 
-    The ratio rho is exp(lr) of a token, exp(sum lr) or exp(mean lr) of its sequence, the exponent clipped at +-20.
+    With lr = trainer_logprobs - rollout_logprobs, the ratio rho is exp(lr) of a token, or exp(sum lr) or exp(mean lr)
+    of its sequence. The exponent is clipped at +-20.
 
     Args:
-      trainer_logprobs: [b, t] float, nats.
-      rollout_logprobs: [b, t] float, nats.
-      response_mask: [b, t] bool, int or float.
-      level: "token" (rho_t), "sequence" (product over the sequence) or "geometric" (its n-th root).
-      mode: "truncate" (TIS, min(rho, C)), "mask" (MIS, rho where rho <= C, else 0) or "band" (rho where
-        lo <= rho <= hi, else 0). "mask" and "band" zero the weight; the caller's denominator stays (equation 6).
-      threshold: C > 0, or (lo, hi) with 0 <= lo <= hi for "band".
-      normalize: divide by the mean weight over valid tokens (level "token") or over sequences, unless that mean is 0.
-      sequence_ids: see ``read_tokens``.
-      num_sequences: see ``read_tokens``.
+      trainer_logprobs: The log-probabilities under the trainer, [b, t] float, nats.
+      rollout_logprobs: The log-probabilities under the rollout engine, [b, t] float, nats.
+      response_mask: The response mask, [b, t] bool, int or float.
+      level: The level of the ratio: "token" (rho_t), "sequence" (product over the sequence) or "geometric" (the n-th
+        root of that product).
+      mode: The rule for large ratios: "truncate" (TIS, min(rho, C)), "mask" (MIS, rho where rho <= C, else 0) or "band"
+        (rho where lo <= rho <= hi, else 0). "mask" and "band" set the weight to 0; the caller's denominator stays the
+        same (equation 6).
+      threshold: The bound C > 0, or (lo, hi) with 0 <= lo <= hi for "band".
+      normalize: Whether to divide by the mean weight, over valid tokens (level "token") or over sequences. A mean of 0
+        is not divided by.
+      sequence_ids: The index of each token's sequence, [b, t] int, or None if each row is one sequence.
+      num_sequences: The number of sequences, a static int. It is required exactly with ``sequence_ids``.
 
     Returns:
-      (weights, stats). Weights are [b, t] float (float64 on the host, float32 on the device), 0 outside the mask and
-      at tokens not finite on either side, a sequence's weight repeated over its tokens, without gradient. Stats are
-      scalars over tokens (level "token") or sequences: ``weight_mean`` (before normalizing; what ``normalize`` divides
-      by), ``weight_max``, ``changed_fraction`` (ratios truncated or zeroed), ``effective_sample_size`` of the weights
-      as a share in 0 .. 1, ``nonfinite_count``.
+      The tuple (weights, stats). The weights are [b, t] float (float64 on the host, float32 on the device), without
+      gradient. They are 0 outside the mask and at tokens that are not finite on either side. A sequence's weight is
+      repeated over its tokens. The stats are scalars over tokens (level "token") or sequences: ``weight_mean`` (before
+      normalizing), ``weight_max``, ``changed_fraction`` (the share of ratios truncated or set to 0),
+      ``effective_sample_size`` (of the weights, a share in 0 .. 1) and ``nonfinite_count``.
 
     Raises:
-      ValueError: an unknown level or mode, or a threshold that does not fit the mode.
+      ValueError: The level or mode is unknown, or the threshold does not fit the mode.
     """
     tokens = read_tokens(
         trainer_logprobs, rollout_logprobs, response_mask, sequence_ids=sequence_ids, num_sequences=num_sequences
@@ -78,30 +82,33 @@ def rejection_mask(
     sequence_ids: ArrayLike | None = None,
     num_sequences: int | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Response mask without the sequences whose mismatch is too large; the caller's denominator shrinks with it.
+    """Removes the sequences whose mismatch is too large from the response mask.
+
+    The caller's denominator shrinks with the mask. Tokens that are not finite on either side do not enter the
+    statistic. A sequence that has no other tokens is rejected.
 
     Args:
-      trainer_logprobs: [b, t] float, nats.
-      rollout_logprobs: [b, t] float, nats.
-      response_mask: [b, t] bool, int or float.
-      statistic: "k3" keeps a sequence whose mean over tokens of exp(lr) - lr - 1 is at most ``threshold``; "geometric"
-        keeps one with lo <= exp(mean lr) <= hi; "veto" keeps one without a token whose ratio is below ``threshold``.
-      threshold: a number > 0, or (lo, hi) for "geometric". Bounds are included.
-      sequence_ids: see ``read_tokens``.
-      num_sequences: see ``read_tokens``.
+      trainer_logprobs: The log-probabilities under the trainer, [b, t] float, nats.
+      rollout_logprobs: The log-probabilities under the rollout engine, [b, t] float, nats.
+      response_mask: The response mask, [b, t] bool, int or float.
+      statistic: The test of a sequence. "k3" keeps it if the mean over tokens of exp(lr) - lr - 1 is at most
+        ``threshold``. "geometric" keeps it if lo <= exp(mean lr) <= hi. "veto" keeps it if no token's ratio is below
+        ``threshold``.
+      threshold: A number above 0, or (lo, hi) for "geometric". The bounds are included.
+      sequence_ids: The index of each token's sequence, [b, t] int, or None if each row is one sequence.
+      num_sequences: The number of sequences, a static int. It is required exactly with ``sequence_ids``.
 
     Returns:
-      (mask, stats): the mask [b, t] in the dtype of ``response_mask``, and scalars ``rejected_sequence_fraction``,
-      ``rejected_token_fraction``, ``nonfinite_count``. Tokens not finite on either side do not enter the statistic; a
-      sequence that has no other tokens is rejected.
+      The tuple (mask, stats): the mask, [b, t] in the dtype of ``response_mask``, and the scalars
+      ``rejected_sequence_fraction``, ``rejected_token_fraction`` and ``nonfinite_count``.
 
     Raises:
-      ValueError: an unknown statistic, or a threshold that does not fit it.
+      ValueError: The statistic is unknown, or the threshold does not fit it.
     """
     tokens = read_tokens(
         trainer_logprobs, rollout_logprobs, response_mask, sequence_ids=sequence_ids, num_sequences=num_sequences
     )
-    xp, given, counted = tokens.xp, tokens.xp.asarray(response_mask), tokens.sequences.present
+    xp, mask, counted = tokens.xp, tokens.xp.asarray(response_mask), tokens.sequences.present
     keep, passed = _reject(tokens, statistic, threshold)
     kept = tokens.mask & tokens.mask_sequences.spread(passed)
     stats = {
@@ -109,7 +116,7 @@ def rejection_mask(
         "rejected_token_fraction": count(xp, tokens.mask & ~kept) / xp.maximum(count(xp, tokens.mask), 1),
         "nonfinite_count": count(xp, tokens.nonfinite),
     }
-    return xp.where(kept, given, xp.zeros_like(given)), scalars(xp, stats)
+    return xp.where(kept, mask, xp.zeros_like(mask)), scalars(xp, stats)
 
 
 def correct_tokens(
@@ -117,16 +124,16 @@ def correct_tokens(
     weighting: tuple[Level, Mode, float | tuple[float, float]] | None = None,
     rejections: Sequence[tuple[Rejection, float | tuple[float, float]]] = (),
 ) -> tuple[Any, Any, Statistics]:
-    """The correction of tokens that were read; it has no gradient and may be cut into micro-batches.
+    """Computes weights and rejections of a batch or micro-batch, without gradient.
 
     Args:
-      tokens: from ``read_tokens``.
-      weighting: level, mode and threshold of ``importance_weights``; None: every token of the mask weighs 1.
-      rejections: statistics and thresholds of ``rejection_mask``; a sequence must pass all of them.
+      tokens: The batch, from ``read_tokens``.
+      weighting: The level, mode and threshold of ``importance_weights``. None: every token of the mask weighs 1.
+      rejections: The statistic and threshold of each ``rejection_mask``. A sequence must pass all of them.
 
     Returns:
-      Weights [b, t] float, not normalised; the mask [b, t] bool without the rejected sequences; the statistics, whose
-      weights are those of all sequences, the rejected included.
+      The weights, [b, t] float, not normalised; the mask without the rejected sequences, [b, t] bool; and the
+      statistics, whose weights include the rejected sequences.
     """
     xp, valid = tokens.xp, tokens.valid
     if weighting is None:
@@ -156,11 +163,12 @@ def correct_tokens(
 
 
 def finalize_correction(statistics: Statistics) -> dict[str, Any]:
-    """Scalars of a batch, all 0 without tokens.
+    """Computes the scalars of a batch. All of them are 0 without tokens.
 
-    ``weight_mean`` (before normalising), ``weight_max``, ``changed_fraction`` and ``effective_sample_size``
-    (<w>^2 / <w^2>) over tokens, or over sequences where these are weighed; ``rejected_sequence_fraction`` and
-    ``rejected_token_fraction`` of what is in the mask; ``nonfinite_count``.
+    Returns:
+      ``weight_mean`` (before normalising), ``weight_max``, ``changed_fraction`` and ``effective_sample_size``
+      (<w>^2 / <w^2>), over tokens or, if sequences are weighted, over sequences; ``rejected_sequence_fraction`` and
+      ``rejected_token_fraction``, as shares of the mask; and ``nonfinite_count``.
     """
     xp = statistics.xp
     mean, square = statistics.mean("weight", "weight_count"), statistics.mean("weight_squared", "weight_count")
@@ -179,7 +187,12 @@ def finalize_correction(statistics: Statistics) -> dict[str, Any]:
 def _weigh(
     tokens: Tokens, level: Level, mode: Mode, threshold: float | tuple[float, float]
 ) -> tuple[Any, Any, Any, Any]:
-    """Weights [b, t]; one a token, or one a sequence [b, s]; where these count; where the ratio was changed."""
+    """Computes the weights of all tokens.
+
+    Returns:
+      The weights, [b, t]; the weights of the level, one for each token [b, t] or sequence [b, s]; where these count;
+      and where the ratio was changed.
+    """
     _check_choice("level", level, Level)
     _check_choice("mode", mode, Mode)
     lowest, highest = _bounds(mode == "band", threshold)
@@ -197,7 +210,7 @@ def _weigh(
 
 
 def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float, float]) -> tuple[Any, Any]:
-    """Which sequences pass, [b, s] bool: of ``sequences`` (those with a valid token) and of ``mask_sequences``."""
+    """Marks the sequences that pass, [b, s] bool: among ``sequences``, and among ``mask_sequences``."""
     _check_choice("statistic", statistic, Rejection)
     lowest, highest = _bounds(statistic == "geometric", threshold)
     xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences
@@ -209,7 +222,7 @@ def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float
     else:
         below = tokens.valid & (xp.exp(xp.clip(lr, -RATIO_BOUND, RATIO_BOUND)) < highest)
         keep = sequences.means(below.astype(lr.dtype)) == 0
-    # The valid tokens of a sequence share its verdict; those that are not finite follow them, wherever they stand.
+    # A sequence passes as a whole: its nonfinite tokens follow the verdict of its valid tokens.
     kept = tokens.valid & sequences.spread(keep & sequences.present)
     return keep, tokens.mask_sequences.sums(kept.astype(lr.dtype)) > 0
 
@@ -220,7 +233,7 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
 
 
 def _bounds(band: bool, threshold: float | tuple[float, float]) -> tuple[float, float]:
-    """(lo, hi); lo is 0 for a single threshold."""
+    """Returns (lo, hi). lo is 0 for a single threshold."""
     if band:
         if not isinstance(threshold, (tuple, list)) or len(threshold) != 2:
             raise ValueError(f"a band needs threshold=(lo, hi), got {threshold!r}")

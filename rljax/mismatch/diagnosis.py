@@ -1,4 +1,4 @@
-"""Where the mismatch comes from: by position, by entropy, by policy-version distance, by the sign of the advantage."""
+"""The sources of the mismatch: by position, by entropy, by distance of policy versions, by sign of the advantage."""
 
 from __future__ import annotations
 
@@ -15,28 +15,40 @@ from rljax.mismatch.statistics import Statistics
 from rljax.mismatch.tokens import Tokens
 
 POSITION_EDGES = (64, 256, 1024, 4096)
-"""Positions (valid response tokens, from 1) that begin a new bucket: 1-63, 64-255, 256-1023, 1024-4095, 4096-."""
+"""First positions of the buckets after the first: 1-63, 64-255, 256-1023, 1024-4095, 4096 and up (valid tokens)."""
 ENTROPY_EDGES = (0.01, 0.1, 0.5, 1.0, 2.0)
-"""Entropies (nats) that begin a new bucket."""
+"""Lowest entropies (nats) of the buckets after the first."""
 
 
 def mismatch_by_position(tokens: Tokens, edges: Sequence[int] = POSITION_EDGES) -> Statistics:
-    """Statistics by position in the response, arrays [len(edges) + 1].
+    """Computes statistics by position in the response.
 
     Args:
-      tokens: from ``read_tokens``.
-      edges: increasing positions; bucket i holds edges[i - 1] <= position < edges[i], counting valid tokens from 1.
+      tokens: The batch, from ``read_tokens``.
+      edges: The increasing positions between buckets. Bucket i holds edges[i - 1] <= position < edges[i]. Positions
+        count the valid tokens of a sequence from 1.
+
+    Returns:
+      The statistics, arrays [len(edges) + 1].
 
     Raises:
-      ValueError: the edges do not increase.
+      ValueError: The edges do not increase.
     """
     return _buckets(tokens, _digitize(tokens.sequences.position, edges), len(edges) + 1)
 
 
 def mismatch_by_entropy(tokens: Tokens, entropy: ArrayLike, edges: Sequence[float] = ENTROPY_EDGES) -> Statistics:
-    """Statistics by the policy's entropy at the token (nats, [b, t]), arrays [len(edges) + 1].
+    """Computes statistics by the policy's entropy at the token, arrays [len(edges) + 1].
 
-    Tokens whose entropy is not finite are left out: the buckets' counts then add up to fewer tokens.
+    Tokens whose entropy is not finite are in no bucket.
+
+    Args:
+      tokens: The batch, from ``read_tokens``.
+      entropy: The entropy at each token, [b, t] float, nats.
+      edges: The increasing entropies between buckets (nats).
+
+    Raises:
+      ValueError: The edges do not increase, or ``entropy`` has another shape.
     """
     check_shape("entropy", entropy, tokens.valid.shape)
     xp, values = tokens.xp, as_float(tokens.xp, entropy)
@@ -46,17 +58,18 @@ def mismatch_by_entropy(tokens: Tokens, entropy: ArrayLike, edges: Sequence[floa
 
 
 def mismatch_by_staleness(tokens: Tokens, staleness: ArrayLike, num_buckets: int = 4) -> Statistics:
-    """Statistics by how many policy versions lie between the token's sampler and the trainer, arrays [num_buckets].
+    """Computes statistics by the number of policy versions between sampler and trainer, arrays [num_buckets].
 
-    Bucket 0 is numerics alone; what the others add is off-policy drift.
+    Bucket 0 contains only the numerical mismatch. The other buckets contain off-policy drift as well.
 
     Args:
-      tokens: from ``read_tokens``.
-      staleness: [b, t] int, versions behind the trainer, 0 or more; num_buckets - 1 and beyond share a bucket.
-      num_buckets: at least 1 (static).
+      tokens: The batch, from ``read_tokens``.
+      staleness: The number of versions by which each token's sampler was behind the trainer, [b, t] int, 0 or more.
+        Values from num_buckets - 1 up share the last bucket.
+      num_buckets: The number of buckets, at least 1 (static).
 
     Raises:
-      ValueError: shapes differ or num_buckets is below 1.
+      ValueError: The shapes differ, or num_buckets is below 1.
     """
     if num_buckets < 1:
         raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")
@@ -65,15 +78,15 @@ def mismatch_by_staleness(tokens: Tokens, staleness: ArrayLike, num_buckets: int
 
 
 def finalize_buckets(statistics: Statistics, labels: Sequence[str]) -> dict[str, Any]:
-    """Metrics of each bucket as ``<label>/<name>``: floats (numpy leaves) or jax scalars.
+    """Computes the metrics of each bucket, named ``<label>/<name>``: floats (numpy leaves) or jax scalars.
 
-    Names as in ``finalize_mismatch``: token_count, kl, k3_kl, logprob_abs_diff_mean, logprob_abs_diff_max,
-    extreme_rate. A bucket without tokens gives 0.
+    The names are token_count, kl, k3_kl, logprob_abs_diff_mean, logprob_abs_diff_max and extreme_rate, defined as in
+    ``finalize_mismatch``. All metrics of a bucket without tokens are 0.
 
     Raises:
-      ValueError: there are not as many labels as buckets.
+      ValueError: The number of labels is not the number of buckets.
     """
-    found = {
+    columns = {
         "token_count": statistics["token_count"],
         "kl": 0 - statistics.mean("log_ratio"),
         "k3_kl": statistics.mean("k3"),
@@ -81,22 +94,22 @@ def finalize_buckets(statistics: Statistics, labels: Sequence[str]) -> dict[str,
         "logprob_abs_diff_max": statistics.extreme("largest"),
         "extreme_rate": statistics.mean("extreme_count"),
     }
-    if len(labels) != len(found["token_count"]):
-        raise ValueError(f"labels must name each of the {len(found['token_count'])} buckets, got {tuple(labels)}")
-    each = {f"{label}/{name}": values[i] for i, label in enumerate(labels) for name, values in found.items()}
+    if len(labels) != len(columns["token_count"]):
+        raise ValueError(f"labels must name each of the {len(columns['token_count'])} buckets, got {tuple(labels)}")
+    each = {f"{label}/{name}": column[i] for i, label in enumerate(labels) for name, column in columns.items()}
     return scalars(statistics.xp, each)
 
 
 def bucket_labels(edges: Sequence[float]) -> tuple[str, ...]:
-    """Names of the buckets between edges: ("lt_64", "64_to_256", "ge_256") for (64, 256)."""
+    """Returns the names of the buckets: ("lt_64", "64_to_256", "ge_256") for the edges (64, 256)."""
     middle = [f"{low:g}_to_{high:g}" for low, high in itertools.pairwise(edges)]
     return (f"lt_{edges[0]:g}", *middle, f"ge_{edges[-1]:g}")
 
 
 def check_edges(name: str, edges: Sequence[float]) -> None:
-    """Raises ValueError unless the edges increase and are at least one."""
+    """Raises ValueError unless there is at least one edge and the edges increase."""
     if not edges or any(low >= high for low, high in itertools.pairwise(edges)):
-        raise ValueError(f"{name} must be increasing and at least one, got {list(edges)}")
+        raise ValueError(f"{name} must hold at least one number and increase, got {list(edges)}")
 
 
 def _digitize(values: Any, edges: Sequence[float]) -> Any:
@@ -119,17 +132,17 @@ def _buckets(tokens: Tokens, index: Any, num_buckets: int) -> Statistics:
 
 
 def sign_skew(tokens: Tokens, advantages: ArrayLike) -> Statistics:
-    """Statistics that show whether the mismatch leans with or against the advantage A.
+    """Computes statistics that show whether the mismatch has the sign of the advantage A or the opposite sign.
 
-    k3, chi2 and absolute differences are blind to direction: the same value can push reinforced tokens up or down
+    k3, chi2 and absolute differences do not show a direction: the same value can push reinforced tokens up or down
     (arXiv 2605.14220).
 
     Args:
-      tokens: from ``read_tokens``.
-      advantages: [b, t] float. Tokens with a non-finite advantage are left out.
+      tokens: The batch, from ``read_tokens``.
+      advantages: The advantages, [b, t] float. Tokens with a non-finite advantage are left out.
 
     Raises:
-      ValueError: shapes differ.
+      ValueError: The shapes differ.
     """
     check_shape("advantages", advantages, tokens.valid.shape)
     xp, lr = tokens.xp, tokens.log_ratio
@@ -153,13 +166,13 @@ def sign_skew(tokens: Tokens, advantages: ArrayLike) -> Statistics:
 
 
 def finalize_sign_skew(statistics: Statistics) -> dict[str, Any]:
-    """The skew as numbers, 0 where there is nothing to weight by.
+    """Computes the skew metrics. They are 0 if all advantages are 0.
 
     Returns:
-      ``log_ratio_skew`` = <A lr> / <abs(A)> (nats; above 0 the trainer is more confident than the sampler where it
-      reinforces); ``ratio_skew`` = <A (rho - 1)> / <abs(A)>, the share by which an uncorrected gradient mis-weights;
-      ``sign_skew`` = <A sign(lr)> / <abs(A)> in -1 .. 1; ``positive_log_ratio`` and ``negative_log_ratio``, the mean
-      lr of tokens with A > 0 and with A < 0 (nats).
+      ``log_ratio_skew`` = <A lr> / <abs(A)> (nats). Above 0, the trainer is more confident than the sampler at tokens
+      that it reinforces. ``ratio_skew`` = <A (rho - 1)> / <abs(A)>, the relative error in the weights of an uncorrected
+      gradient. ``sign_skew`` = <A sign(lr)> / <abs(A)>, in -1 .. 1. ``positive_log_ratio`` and ``negative_log_ratio``:
+      the mean lr of tokens with A > 0 and with A < 0 (nats).
     """
     xp, weight = statistics.xp, statistics["advantage_abs"]
     weight = xp.where(weight > 0, weight, 1)
@@ -174,19 +187,19 @@ def finalize_sign_skew(statistics: Statistics) -> dict[str, Any]:
 
 
 def split_sum_rise(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Split a rise of ``log_ppl_abs_diff_sum`` into what length explains and what the tokens themselves add.
+    """Splits a rise of ``log_ppl_abs_diff_sum`` into a part from longer responses and a part from the tokens.
 
-    The summed form is mean length x gap, where the gap is sum_i abs(sum_t lr) / sum_i n_i (nats a token). Longer
-    responses with the same gap explain (length after - length before) x gap before; the rest is
-    length after x (gap after - gap before). Errors that are independent between tokens add up like the square root of
-    the length, so that the gap falls as responses grow; then ``per_token`` is negative and that is no improvement.
+    The metric is mean length x gap, where the gap is sum_i abs(sum_t lr) / sum_i n_i (nats per token). Longer responses
+    with the same gap explain (length after - length before) x gap before. The rest is length after x
+    (gap after - gap before). Independent errors of tokens add up like the square root of the length. So the gap falls
+    as responses grow: ``per_token`` is then negative, which is not an improvement.
 
     Args:
-      before: metrics of ``finalize_mismatch`` of an earlier step.
-      after: the same of a later step.
+      before: The metrics of ``finalize_mismatch`` at an earlier step.
+      after: The metrics of ``finalize_mismatch`` at a later step.
 
     Returns:
-      ``rise``, ``length_explained`` and ``per_token`` (nats a sequence); the last two add up to the first.
+      ``rise``, ``length_explained`` and ``per_token`` (nats per sequence). The last two add up to the first.
     """
     length_before, gap_before = _length_and_gap(before)
     length_after, gap_after = _length_and_gap(after)
@@ -198,7 +211,7 @@ def split_sum_rise(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
 
 
 def _length_and_gap(metrics: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Mean length (tokens) and mean gap (nats a token) of a step; 0 without sequences."""
+    """Computes the mean length (tokens) and the gap (nats per token) of a step. Both are 0 without sequences."""
     xp = namespace_of(*metrics.values())
     length = metrics["token_count"] / xp.maximum(metrics["sequence_count"], 1)
     return length, metrics["log_ppl_abs_diff_sum"] / xp.where(length > 0, length, 1)

@@ -1,4 +1,4 @@
-"""A log-spaced histogram of |log-ratio|, from which quantiles follow within one bin, and which merges by addition."""
+"""A log-spaced histogram of |log-ratio|. It merges by addition and gives quantiles within one bin."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 
 SMALLEST = 1e-9
-"""|log-ratio| below this (nats) counts as 0."""
+"""A |log-ratio| below this (nats) counts as 0."""
 GROWTH = 1.02
-"""Ratio of a bin's upper to its lower edge: the value reported, the middle, is within 1% of any value inside."""
+"""Ratio of a bin's upper edge to its lower edge. The reported middle is within 1% of every value in the bin."""
 LARGEST = 1e3
-"""|log-ratio| above this (nats) falls into the last bin, reported as the largest value seen."""
+"""A |log-ratio| above this (nats) falls into the last bin, which is reported as the largest counted value."""
 NUM_BINS = math.ceil(math.log(LARGEST / SMALLEST) / math.log(GROWTH)) + 2
-"""The zero bin, the log-spaced bins, and the overflow bin."""
+"""Number of bins: one for zeros, the log-spaced bins, and one for overflow."""
 
 
 def bin_edges() -> np.ndarray:
-    """Edges of the log-spaced bins, float64 [NUM_BINS - 1], in nats; bin i holds edges[i - 1] <= x < edges[i]."""
+    """Returns the edges of the bins, float64 [NUM_BINS - 1], in nats. Bin i holds edges[i - 1] <= x < edges[i]."""
     return SMALLEST * GROWTH ** np.arange(NUM_BINS - 1)
 
 
 def magnitude_histogram(xp: ModuleType, magnitudes: Any, valid: Any) -> Any:
-    """Count the valid magnitudes.
+    """Counts the valid magnitudes in each bin.
 
     Args:
-      xp: numpy or jax.numpy.
-      magnitudes: [b, t] float, finite and not negative.
-      valid: [b, t] bool.
+      xp: The array namespace, numpy or jax.numpy.
+      magnitudes: The numbers to count, [b, t] float, finite and not negative.
+      valid: The tokens that count, [b, t] bool.
 
     Returns:
-      [NUM_BINS] counts, int64 on the host, int32 on the device.
+      The counts, [NUM_BINS], int64 on the host, int32 on the device.
     """
     above = xp.log(xp.maximum(magnitudes, SMALLEST) / SMALLEST) / math.log(GROWTH)
     index = xp.where(magnitudes < SMALLEST, 0, xp.clip(xp.floor(above).astype(np.int32) + 1, 1, NUM_BINS - 1))
@@ -43,23 +43,23 @@ def magnitude_histogram(xp: ModuleType, magnitudes: Any, valid: Any) -> Any:
 
 
 def histogram_quantile(xp: ModuleType, counts: Any, largest: Any, q: float) -> Any:
-    """Quantile q of what was counted, interpolated between order statistics as ``numpy.quantile`` does.
+    """Computes quantile q, interpolated between order statistics as in ``numpy.quantile``.
 
     Args:
-      xp: numpy or jax.numpy.
-      counts: [NUM_BINS] counts.
-      largest: scalar float, the largest magnitude counted.
-      q: in 0 .. 1.
+      xp: The array namespace, numpy or jax.numpy.
+      counts: The counts of the bins, [NUM_BINS].
+      largest: The largest counted magnitude, a scalar float.
+      q: The probability of the quantile, in 0 .. 1, a multiple of 1/1000.
 
     Returns:
-      Scalar of the dtype of ``largest``, within half a bin of the exact quantile; 0 when nothing was counted.
+      The quantile, a scalar of the dtype of ``largest``, within half a bin of the exact one. 0 if all counts are 0.
     """
     edges = bin_edges()
     middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), [np.inf]])
     values = xp.minimum(xp.asarray(middles, dtype=largest.dtype), largest)
     cumulative = xp.cumsum(counts)
     last = xp.maximum(cumulative[-1] - 1, 0)
-    # Ranks in integers: a float32 product loses whole ranks above 2^24 counts.
+    # Ranks are integers, because a float32 product loses whole ranks above 2^24 counts.
     rank, fraction = _rank(xp, last, q)
     below = values[xp.searchsorted(cumulative, rank, side="right").clip(0, NUM_BINS - 1)]
     above = values[xp.searchsorted(cumulative, xp.minimum(rank + 1, last), side="right").clip(0, NUM_BINS - 1)]
@@ -67,7 +67,7 @@ def histogram_quantile(xp: ModuleType, counts: Any, largest: Any, q: float) -> A
 
 
 def _rank(xp: ModuleType, last: Any, q: float) -> tuple[Any, Any]:
-    """Whole and fractional part of q * last, for q a multiple of 1/1000, without a product beyond the integer range."""
+    """Computes the whole and fractional part of q * last without integer overflow, for q a multiple of 1/1000."""
     thousandths = round(q * 1000)
     whole, rest = last // 1000, last % 1000
     scaled = rest * thousandths

@@ -1,4 +1,4 @@
-"""How the importance ratios are distributed: recorded at every step, whether or not a correction is applied."""
+"""The distribution of the importance ratios. It is recorded at every step, with or without a correction."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from rljax.mismatch.statistics import Statistics
 from rljax.mismatch.tokens import Tokens
 
 LEVELS = ("token", "sequence", "geometric")
-"""Order of the levels along the arrays of ``importance_statistics``."""
+"""The levels in the order of the arrays of ``importance_statistics``."""
 
 
 def importance_statistics(tokens: Tokens, threshold: float = 2.0) -> Statistics:
-    """Statistics of the uncorrected ratios at the three levels, arrays [3]; the ratio's exponent is clipped at +-20.
+    """Computes statistics of the uncorrected ratios at the three levels, arrays [3].
+
+    The exponent of a ratio is clipped at +-20.
 
     Args:
-      tokens: from ``read_tokens``.
-      threshold: C >= 1 of a correction, used or only watched.
+      tokens: The batch, from ``read_tokens``.
+      threshold: The bound C >= 1 above which (and below 1 / C) ratios are counted.
 
     Raises:
-      ValueError: the threshold is below 1.
+      ValueError: The threshold is below 1.
     """
     if not threshold >= 1:
         raise ValueError(f"threshold must be at least 1, got {threshold}")
@@ -52,17 +54,17 @@ def _level(xp: Any, log_ratio: Any, counted: Any, threshold: float) -> Statistic
 
 
 def finalize_importance(statistics: Statistics) -> dict[str, Any]:
-    """The ``is/<name>`` metrics: Python floats for numpy leaves, jax scalars for jax leaves.
+    """Computes the ``is/<name>`` metrics: Python floats for numpy leaves, jax scalars for jax leaves.
 
     Returns:
-      For each level L of token, sequence (product) and geometric: ``L_ratio_mean``, ``L_ratio_max``, ``L_ratio_min``,
-      ``L_fraction_above`` (ratio > C), ``L_fraction_below`` (ratio < 1 / C), ``L_effective_sample_size`` =
-      <w>^2 / <w^2>, a share in 0 .. 1. Everything is 0 when there is no valid token.
+      The metrics of each level L (token, sequence, geometric): ``L_ratio_mean``, ``L_ratio_max``, ``L_ratio_min``,
+      ``L_fraction_above`` (ratio > C), ``L_fraction_below`` (ratio < 1 / C), and ``L_effective_sample_size`` =
+      <w>^2 / <w^2>, a share in 0 .. 1. All are 0 without a valid token.
     """
     xp, counted = statistics.xp, statistics["number"] > 0
     mean = 1 + statistics.mean("ratio_minus_one", "number")
     square = 1 + statistics.mean("ratio_squared_minus_one", "number")
-    is_known = square > 0  # 0 where all ratios vanish beside 1
+    is_known = square > 0  # 1 + mean(rho^2 - 1) rounds to 0 if all ratios are tiny.
     size = xp.minimum(mean * mean / xp.where(is_known, square, 1), 1)
     columns = {
         "ratio_mean": xp.where(counted, mean, 0),

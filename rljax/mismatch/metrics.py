@@ -1,13 +1,16 @@
-"""Mismatch metrics between the log-probabilities two engines give to the same tokens.
+"""Mismatch metrics between the log-probabilities that two engines give to the same tokens.
 
-With lr = trainer_logprobs - rollout_logprobs on response tokens, <.> the mean over all of them, d_i the mean of -lr in
-sequence i and mean_i the mean over sequences: ``kl`` = <-lr>; ``k3_kl`` = <exp(lr) - lr - 1>; ``training_ppl`` =
-mean_i exp(-mean_t logp), ``training_log_ppl`` its logarithm's mean, and the same for ``rollout_``; ``log_ppl_diff`` =
-mean_i d_i; ``log_ppl_abs_diff`` = mean_i abs(d_i); ``log_ppl_abs_diff_sum`` = mean_i abs(sum_t lr), equations 7-8 of
-arXiv 2602.01826; ``ppl_ratio`` = mean_i exp(d_i); ``chi2_token``, ``chi2_seq`` = mean of exp(2 clip(lr, +-20)) - 1
-over tokens, and over sequences with their summed lr; ``slope_per_1k`` = least-squares slope through the origin of the
-running sum of lr against position, pooled over sequences, per 1000 tokens (arXiv 2510.26788). Both KL estimate
-KL(rollout || trainer).
+Notation: lr = trainer_logprobs - rollout_logprobs on response tokens; <.> is the mean over all of them; d_i is the mean
+of -lr in sequence i; mean_i is the mean over sequences.
+
+- ``kl`` = <-lr> and ``k3_kl`` = <exp(lr) - lr - 1>. Both estimate KL(rollout || trainer).
+- ``training_ppl`` = mean_i exp(-mean_t logp) and ``training_log_ppl`` = mean_i -mean_t logp, with the trainer's logp.
+  ``rollout_ppl`` and ``rollout_log_ppl`` use the rollout engine's.
+- ``log_ppl_diff`` = mean_i d_i; ``log_ppl_abs_diff`` = mean_i abs(d_i); ``log_ppl_abs_diff_sum`` = mean_i abs(sum_t lr)
+  (equations 7-8 of arXiv 2602.01826); ``ppl_ratio`` = mean_i exp(d_i).
+- ``chi2_token`` = <exp(2 clip(lr, +-20)) - 1>; ``chi2_seq`` is the mean over sequences with their summed lr.
+- ``slope_per_1k`` is the least-squares slope, through the origin, of the running sum of lr against the position. It is
+  pooled over sequences and given per 1000 tokens (arXiv 2510.26788).
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ EXTREME_LOG_RATIO = 0.5
 SAME_LOG_RATIO = 1e-6
 """A token differs when abs(log_ratio) is above this (nats)."""
 FLIP_HIGH, FLIP_LOW = 0.9, 0.1
-"""A token flips when one engine gives it more than the first and the other less than the second probability."""
+"""A token flips when one engine gives it a probability above the first number and the other below the second."""
 SIGNED = (
     "log_ratio",
     "ratio_squared_minus_one",
@@ -38,12 +41,12 @@ SIGNED = (
     "ppl_ratio_minus_one",
     "sequence_ratio_squared_minus_one",
 )
-"""Terms of either sign, whose sums cancel and are therefore carried as two floats."""
+"""Terms of both signs. Their sums cancel, so they are carried as two floats."""
 PERPLEXITIES = ("training_ppl", "rollout_ppl", "training_log_ppl", "rollout_log_ppl")
 SEQUENCE_MEANS = (*PERPLEXITIES, "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_abs_diff_sum")
-"""Metrics that are the mean over sequences of the term of the same name."""
+"""Metrics that are the mean over sequences of the term with the same name."""
 SMALLEST_ENTROPY = 1e-8
-"""Floor of the entropy (nats) in kl_entropy_ratio, so that a deterministic policy gives a finite number."""
+"""Lower bound of the entropy (nats) in kl_entropy_ratio, so that a deterministic policy gives a finite number."""
 
 
 def mismatch_metrics(
@@ -53,21 +56,22 @@ def mismatch_metrics(
     *,
     entropy: ArrayLike | None = None,
 ) -> dict[str, Any]:
-    """Every mismatch metric of a batch whose rows are sequences.
+    """Computes every mismatch metric of a batch whose rows are sequences.
+
+    Tokens that are not finite on either side are left out and counted in ``nonfinite_count``. A mean over nothing is 0.
 
     Args:
-      trainer_logprobs: [b, t] float, log-probability of each token under the trainer (nats).
-      rollout_logprobs: [b, t] float, the same under the rollout engine.
-      response_mask: [b, t] bool, int or float; response tokens are where it is not 0. Holes are allowed.
-      entropy: [b, t] float, the trainer's entropy at each token (nats); without it there is no ``kl_entropy_ratio``.
+      trainer_logprobs: The log-probability of each token under the trainer, [b, t] float, nats.
+      rollout_logprobs: The log-probability of each token under the rollout engine, [b, t] float, nats.
+      response_mask: The response mask, [b, t] bool, int or float. Response tokens are not 0. Holes are allowed.
+      entropy: The trainer's entropy at each token, [b, t] float, nats. None: no ``kl_entropy_ratio``.
 
     Returns:
-      Metric name -> float when all arrays are numpy (float64 arithmetic, exact quantiles), else -> jax scalar (float32
-      arithmetic, quantiles within half a bin of 2%, counts int32). Tokens not finite on either side are left out and
-      counted in ``nonfinite_count``; a mean over nothing is 0.
+      The metrics by name. If all arrays are numpy: floats, from float64 arithmetic, with exact quantiles. Otherwise:
+      jax scalars, from float32 arithmetic, with quantiles within half a bin of 2% and int32 counts.
 
     Raises:
-      ValueError: shapes differ or are not two-dimensional.
+      ValueError: The shapes differ or are not two-dimensional.
     """
     tokens = read_tokens(trainer_logprobs, rollout_logprobs, response_mask)
     metrics = finalize_mismatch(mismatch_statistics(tokens, entropy))
@@ -78,11 +82,11 @@ def mismatch_metrics(
 
 
 def mismatch_statistics(tokens: Tokens, entropy: ArrayLike | None = None) -> Statistics:
-    """Statistics of the mismatch; a sequence without a valid token does not count.
+    """Computes the statistics of the mismatch. A sequence without a valid token does not count.
 
     Args:
-      tokens: from ``read_tokens``.
-      entropy: [b, t] float, the trainer's entropy at each token (nats), or None.
+      tokens: The batch, from ``read_tokens``.
+      entropy: The trainer's entropy at each token, [b, t] float, nats; or None.
 
     Raises:
       ValueError: ``entropy`` has another shape.
@@ -95,7 +99,7 @@ def mismatch_statistics(tokens: Tokens, entropy: ArrayLike | None = None) -> Sta
     flags = {
         "token_count": valid,
         "nonfinite_count": tokens.nonfinite,
-        # above exponent_limit, and so capped in exp
+        # The exponent of these tokens is capped at exponent_limit.
         "saturated_count": xp.abs(lr) > exponent_limit(lr.dtype),
         "extreme_count": xp.abs(lr) > EXTREME_LOG_RATIO,
         "different_count": xp.abs(lr) > SAME_LOG_RATIO,
@@ -128,10 +132,10 @@ def mismatch_statistics(tokens: Tokens, entropy: ArrayLike | None = None) -> Sta
 
 
 def _probabilities(tokens: Tokens) -> tuple[Any, Any, Any]:
-    """Both probabilities and the distance between them, [b, t], 0 outside the valid tokens."""
+    """Computes both probabilities and the distance between them, [b, t] each, 0 outside the valid tokens."""
     xp, limit = tokens.xp, probability_limit(tokens.log_ratio.dtype)
     higher = xp.exp(xp.minimum(xp.maximum(tokens.trainer, tokens.rollout), limit))
-    # Through expm1, because exp(trainer) - exp(rollout) loses the digits of a small log-ratio.
+    # expm1 is used because exp(trainer) - exp(rollout) loses the digits of a small log-ratio.
     distance = higher * -xp.expm1(-xp.abs(tokens.log_ratio))
     trainer = xp.exp(xp.minimum(tokens.trainer, limit))
     rollout = xp.exp(xp.minimum(tokens.rollout, limit))
@@ -139,11 +143,11 @@ def _probabilities(tokens: Tokens) -> tuple[Any, Any, Any]:
 
 
 def _token_terms(tokens: Tokens, prob_abs_diff: Any) -> dict[str, Any]:
-    """What is summed over tokens, [b, t] each; every term is 0 where the log-ratio is 0."""
+    """Computes the terms that are summed over tokens, [b, t] each. A term is 0 where the log-ratio is 0."""
     xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences
     clipped = xp.clip(lr, -RATIO_BOUND, RATIO_BOUND)
-    # sum over t of t x (running sum of lr up to t) = sum over i of lr_i x (sum of the positions from i to n), and
-    # that inner sum is (n - i + 1)(n + i) / 2. Positions are in thousands of tokens.
+    # The sum over t of t x (running sum of lr up to t) is the sum over i of lr_i x (sum of the positions from i to n).
+    # The inner sum is (n - i + 1)(n + i) / 2. Positions are in thousands of tokens.
     n, i = sequences.length.astype(lr.dtype), sequences.position.astype(lr.dtype)
     return {
         "log_ratio": lr,
@@ -161,7 +165,7 @@ def _token_terms(tokens: Tokens, prob_abs_diff: Any) -> dict[str, Any]:
 
 
 def _sequence_terms(tokens: Tokens) -> dict[str, Any]:
-    """What is summed over sequences, [b, s] each."""
+    """Computes the terms that are summed over sequences, [b, s] each."""
     xp, lr, limit = tokens.xp, tokens.log_ratio, exponent_limit(tokens.log_ratio.dtype)
     values = [lr, tokens.trainer, tokens.rollout, xp.abs(lr), exp_minus_one_minus_x(xp, lr)]
     sums = tokens.sequences.sums(xp.stack(values))
@@ -185,9 +189,11 @@ def _sequence_terms(tokens: Tokens) -> dict[str, Any]:
 
 
 def finalize_mismatch(statistics: Statistics) -> dict[str, Any]:
-    """Metric name (without prefix) -> Python float (numpy leaves) or jax scalar.
+    """Computes the metrics from the statistics of one batch, or of several that were merged.
 
-    ``statistics`` are of one batch, or merged. ``kl_entropy_ratio`` is there only if entropy was given.
+    Returns:
+      The metrics by name, without prefix: Python floats (numpy leaves) or jax scalars. ``kl_entropy_ratio`` is present
+      only if the statistics include the entropy.
     """
     xp, mean, extreme, largest = statistics.xp, statistics.mean, statistics.extreme, largest_log_ratio(statistics)
     of_sequences = functools.partial(mean, over="sequence_count")
@@ -218,7 +224,7 @@ def finalize_mismatch(statistics: Statistics) -> dict[str, Any]:
 
 
 def largest_log_ratio(statistics: Statistics) -> Any:
-    """The largest abs(log_ratio), nats; 0 without tokens."""
+    """Returns the largest abs(log_ratio) in nats, 0 without tokens."""
     xp = statistics.xp
     return xp.maximum(xp.maximum(statistics["log_ratio_max"], -statistics["log_ratio_min"]), 0)
 
@@ -229,7 +235,7 @@ def _slope(statistics: Statistics) -> Any:
 
 
 def _correlation(statistics: Statistics) -> Any:
-    """Pearson's correlation; where a side is constant, 1 if the two sides are equal and 0 if not."""
+    """Computes Pearson's correlation. If a side is constant, it is 1 if the two sides are equal, else 0."""
     xp, ((trainer, product), (_, rollout)) = statistics.xp, statistics["probabilities"].spread
     spread = xp.sqrt(trainer) * xp.sqrt(rollout)
     equal = (statistics["prob_abs_diff_max"] == 0) & (statistics["token_count"] > 0)

@@ -1,8 +1,8 @@
-"""What other frameworks call the mismatch, how they compute it, and the same number from our statistics.
+"""The mismatch metrics of other frameworks: their names, their formulas, and the same numbers from our statistics.
 
-Each entry gives the number the framework would report if it saw the whole batch at once. Several average over
-micro-batches or ranks of unequal size instead; their number then depends on how the batch was cut, ours does not.
-In the formulas lr = trainer - rollout on response tokens, <.> is the mean over tokens and mean_i over sequences.
+Each entry gives the number that the framework would report for the whole batch at once. Several frameworks average over
+micro-batches or ranks of unequal size. Their number depends on how the batch was cut; ours does not. In the formulas,
+lr = trainer - rollout on response tokens, <.> is the mean over tokens, and mean_i is the mean over sequences.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class ForeignMetric:
     """One metric of another framework.
 
     Attributes:
-      framework: one of FRAMEWORKS.
-      name: the key under which the framework logs it.
-      formula: what it computes.
-      value: our metric with exactly this value, or else the number from our statistics.
+      framework: The framework, one of FRAMEWORKS.
+      name: The key under which the framework logs the metric.
+      formula: The formula of the metric.
+      value: The name of our metric with exactly this value, or a function from our statistics to the value.
     """
 
     framework: str
@@ -35,7 +35,7 @@ class ForeignMetric:
 
     @property
     def ours(self) -> str | None:
-        """Our metric with exactly this value, or None."""
+        """The name of our metric with exactly this value, or None."""
         return self.value if isinstance(self.value, str) else None
 
 
@@ -44,7 +44,7 @@ def _mean(term: str, over: str = "token_count") -> Callable[[Statistics], Any]:
 
 
 def _deviation(square: str, mean: str) -> Callable[[Statistics], Any]:
-    """Standard deviation over tokens with the n - 1 denominator (0 for a single token)."""
+    """Returns the standard deviation over tokens with denominator n - 1 (0 for a single token)."""
 
     def value(statistics: Statistics) -> Any:
         xp, n = statistics.xp, statistics["token_count"]
@@ -138,7 +138,7 @@ _ROWS: dict[str, tuple[tuple[str, str, str | Callable[[Statistics], Any]], ...]]
         ("bit_wise/ratio_tokens_different/mean", "share of tokens with abs(lr) > 1e-6", _mean("different_count")),
     ),
 }
-"""Framework -> its name, formula and value of each metric, as in ``ForeignMetric``."""
+"""The name, formula and value of each metric of each framework."""
 
 NAME_TABLE = tuple(ForeignMetric(framework, *row) for framework, rows in _ROWS.items() for row in rows)
 """Every known metric of every framework."""
@@ -148,9 +148,10 @@ PUBLISHED_BARS: dict[tuple[str, str], float] = {
     ("prime_rl", "mismatch_kl/mean"): 0.015,
     ("slime", "train/train_rollout_logprob_abs_diff"): 0.1,
 }
-"""Limits the frameworks themselves set, by (framework, name); a number above fails their own check.
+"""The limits that frameworks set for themselves, by (framework, name). A larger number fails the framework's check.
 
-NeMo-RL's functional tests and dump trigger; prime-rl's rule for merging (at each of 20 steps); slime's CI gate.
+NeMo-RL uses its limit in functional tests and to trigger dumps, prime-rl in its rule for merging (at each of 20 steps),
+and slime in its CI.
 """
 
 FRAMEWORKS = tuple(_ROWS)
@@ -158,34 +159,34 @@ FRAMEWORKS = tuple(_ROWS)
 
 
 def framework_metrics(statistics: Statistics, framework: str) -> dict[str, Any]:
-    """The numbers a framework would log for these tokens.
+    """Computes the numbers that a framework would log for these tokens.
 
     Args:
-      statistics: from ``mismatch_statistics``, merged or not.
-      framework: one of FRAMEWORKS.
+      statistics: The statistics from ``mismatch_statistics``, merged or not.
+      framework: The framework, one of FRAMEWORKS.
 
     Returns:
-      The framework's metric name -> Python float (numpy leaves) or jax scalar.
+      The framework's metrics by name: Python floats (numpy leaves) or jax scalars.
 
     Raises:
-      ValueError: the framework is not in the table.
+      ValueError: The framework is not in the table.
     """
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework must be one of {FRAMEWORKS}, got {framework!r}")
     ours = finalize_mismatch(statistics)
-    found = {
+    metrics = {
         metric.name: ours[metric.value] if isinstance(metric.value, str) else metric.value(statistics)
         for metric in NAME_TABLE
         if metric.framework == framework
     }
-    return scalars(statistics.xp, found)
+    return scalars(statistics.xp, metrics)
 
 
 def our_name(framework: str, name: str) -> str | None:
-    """Our metric with exactly the value of a framework's metric, or None when none is the same.
+    """Returns the name of our metric with exactly the value of a framework's metric, or None if there is none.
 
     Raises:
-      ValueError: the pair is not in the table.
+      ValueError: The pair is not in the table.
     """
     for metric in NAME_TABLE:
         if (metric.framework, metric.name) == (framework, name):

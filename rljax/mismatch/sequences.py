@@ -1,8 +1,8 @@
-"""Which tokens make one sequence: a complete row, or one of several packed into a row.
+"""The division of tokens into sequences: each row is one sequence, or several sequences are packed into a row.
 
-Arrays with one number a sequence are ``[b, s]``: ``[b, 1]`` when rows are sequences; in packed rows ``[b, t]`` with the
-number at the sequence's last valid token, and meaningless elsewhere. Nothing crosses rows and nothing is scattered, so
-rows may be sharded, and a rerun gives the same bits.
+An array with one number for each sequence is ``[b, s]``. If rows are sequences, it is ``[b, 1]``. In packed rows it is
+``[b, t]``, with the number at the last valid token of the sequence and meaningless values elsewhere. No operation
+crosses rows or scatters, so rows may be sharded, and a second run gives the same bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rljax.mismatch.arrays import ArrayLike, check_shape, namespace_of
 class Sequences:
     """The sequences of a batch.
 
-    Sums over a sequence are carried as two floats: losses and rejections depend on them, and so they come out alike
-    wherever in a row the sequence stands.
+    Sums over a sequence are carried as two floats, because losses and rejections depend on them. So a sum is the same
+    wherever the sequence lies in its row.
     """
 
     xp: ModuleType  # numpy or jax.numpy
@@ -31,17 +31,17 @@ class Sequences:
     end: Any  # [b, t] int32: index of the last valid token of the token's sequence; None when rows are sequences
     position: Any  # [b, t] int32: 1..n over the valid tokens of a sequence
     length: Any  # [b, t] int32: n, the valid tokens of the token's sequence
-    present: Any  # [b, s] bool: the place of a sequence with at least one valid token
-    present_length: Any  # [b, s] int32: its number of valid tokens
+    present: Any  # [b, s] bool: True at the place of each sequence with at least one valid token
+    present_length: Any  # [b, s] int32: the number of valid tokens of the sequence at this place
 
     def sums(self, values: Any) -> Any:
         """Sums over each sequence.
 
         Args:
-          values: [..., b, t] float, 0 outside the valid tokens.
+          values: The values, [..., b, t] float, 0 outside the valid tokens.
 
         Returns:
-          [..., b, s] float, the sums over each sequence.
+          The sums, [..., b, s] float.
         """
         xp, t = self.xp, values.shape[-1]
         if self.end is None:
@@ -49,7 +49,7 @@ class Sequences:
         index, zeros = xp.arange(t, dtype=np.int32)[None], xp.zeros_like(values)
 
         def double(step: Any, total: Total) -> Total:
-            """From sums over windows of 2^step tokens, cut at the sequence's first token, to windows twice as long."""
+            """Doubles the windows of the sums from 2^step tokens. Windows end at the first token of the sequence."""
             shift = 2**step
             inside = xp.broadcast_to(index - shift >= self.start, values.shape)
             return add_totals(total, Total(*(xp.where(inside, _shifted(xp, part, zeros, shift), 0) for part in total)))
@@ -63,34 +63,34 @@ class Sequences:
         return value_of(lax.fori_loop(0, steps, double, Total(values, zeros)))
 
     def means(self, values: Any) -> Any:
-        """Sums over each sequence over its number of valid tokens (empty ones: over 1), [..., b, s]."""
+        """Computes the mean of each sequence over its valid tokens, [..., b, s]; 0 if it has none."""
         return self.per_token(self.sums(values))
 
     def per_token(self, sums: Any) -> Any:
-        """Sums [..., b, s] over each sequence's number of valid tokens (empty ones: over 1)."""
+        """Divides sums, [..., b, s], by each sequence's number of valid tokens, or by 1 if it has none."""
         length = self.xp.maximum(self.present_length, 1).astype(sums.dtype)
         return sums / self.xp.broadcast_to(length, sums.shape)
 
     def spread(self, numbers: Any) -> Any:
-        """A sequence's number [b, s] repeated over its tokens, [b, t]; meaningless outside the valid tokens."""
+        """Repeats the number of each sequence, [b, s], over its tokens, [b, t]. It is meaningless at other tokens."""
         if self.end is None:
             return self.xp.broadcast_to(numbers, self.position.shape)
         return self.xp.take_along_axis(numbers, self.end, axis=1)
 
 
 def read_sequences(valid: Any, sequence_ids: ArrayLike | None, num_sequences: int | None) -> Sequences:
-    """Find the sequences.
+    """Finds the sequences of a batch.
 
     Args:
-      valid: bool [b, t], the tokens that count.
-      sequence_ids: None when every row is one sequence; else int [b, t], the index of the token's sequence in
-        0 .. num_sequences - 1. All of a sequence lies in one row, and neighbouring sequences of a row differ in
-        index. Values at tokens that do not count are ignored.
-      num_sequences: number of sequences in the arrays (static); given exactly when ``sequence_ids`` is.
+      valid: The tokens that count, bool [b, t].
+      sequence_ids: The index of each token's sequence in 0 .. num_sequences - 1, int [b, t]. None: every row is one
+        sequence. Each sequence lies whole in one row, and neighbouring sequences of a row differ in index. Values at
+        tokens that do not count are ignored.
+      num_sequences: The number of sequences in the arrays (static). It is required exactly with ``sequence_ids``.
 
     Raises:
-      ValueError: only one of the two is given, the shapes differ, or (on the host) an index is out of range or a
-        sequence is torn.
+      ValueError: Only one of the two is given, or the shapes differ. On the host also: an index is out of range, or a
+        sequence is split.
     """
     if (sequence_ids is None) != (num_sequences is None):
         raise ValueError(
@@ -114,7 +114,7 @@ def read_sequences(valid: Any, sequence_ids: ArrayLike | None, num_sequences: in
 
 
 def _bounds(xp: ModuleType, valid: Any, ids: Any) -> tuple[Any, Any]:
-    """First and last index, [b, t] int32, of the sequence each valid token is in; holes belong to the one before."""
+    """Returns the first and last index, [b, t] int32, of each token's sequence. Holes belong to the one before."""
     t = valid.shape[1]
     index = xp.broadcast_to(xp.arange(t, dtype=np.int32)[None], valid.shape)
     last_valid = _running_maximum(xp, xp.where(valid, index, -1))
@@ -146,7 +146,7 @@ def _check_ids(opening: np.ndarray, all_ids: np.ndarray, num_sequences: int | No
 
 
 def _shifted(xp: ModuleType, values: Any, zeros: Any, shift: Any) -> Any:
-    """Values moved ``shift`` places along the row, zeros moving in."""
+    """Shifts values by ``shift`` places along the row and fills with zeros."""
     if xp is np:
         return np.concatenate([zeros[..., :shift], values[..., :-shift]], axis=-1)
     padded = xp.concatenate([zeros, values], axis=-1)

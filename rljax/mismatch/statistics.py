@@ -1,9 +1,9 @@
-"""One kind of statistic for everything that is measured: named numbers of some tokens that merge in any order.
+"""Statistics of tokens: named numbers that merge in any order. Every measurement uses them.
 
 A measurement is a function from tokens to ``Statistics`` and a function from ``Statistics`` to metrics. Micro-batches,
-packed rows, shards and processes each give their own; merged, they say what one call on all tokens would have said, up
-to rounding. Sums are plain float32 on the device, where XLA reduces pairwise, but for those whose terms cancel;
-docs/mismatch.md has the errors on 2 million tokens.
+packed rows, shards and processes compute their own statistics. Merged, these equal the statistics of one call on all
+tokens, up to rounding. On the device sums are plain float32, which XLA reduces pairwise, except where terms cancel. The
+page docs/mismatch.md gives the errors on 2 million tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rljax.mismatch.arrays import count, namespace_of
 
 
 class Moments(NamedTuple):
-    """Count, means and centred second moments of k quantities."""
+    """The count, means and centred second moments of k quantities."""
 
     count: Any  # shape=(), int
     mean: Any  # shape=(k,), float
@@ -33,14 +33,14 @@ class Moments(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Statistics:
-    """Named numbers of some tokens; a pytree. Each may be an array, such as a histogram or one number a bucket.
+    """Named numbers of some tokens; a pytree. Each number may be an array, such as a histogram or one value per bucket.
 
     Attributes:
-      sums: counts (int32 on the device, else int64) and sums (float32 or float64); they are added.
-      maxima: the larger one is kept; -inf or the smallest possible value without tokens.
-      minima: the smaller one is kept; inf without tokens.
-      totals: sums carried as two floats: of terms that cancel, and of what the gradient is divided by.
-      moments: merged by Chan's rule.
+      sums: The counts (int32 on the device, int64 on the host) and sums (float32 or float64). They merge by addition.
+      maxima: The maxima. Without tokens: -inf, or the smallest possible value.
+      minima: The minima. Without tokens: inf.
+      totals: The sums that are carried as two floats: sums of terms that cancel, and divisors of the gradient.
+      moments: The moments, which merge by Chan's rule.
     """
 
     sums: dict[str, Any]
@@ -51,21 +51,21 @@ class Statistics:
 
     @property
     def xp(self) -> ModuleType:
-        """Numpy or jax.numpy."""
+        """The array namespace of the numbers, numpy or jax.numpy."""
         return namespace_of(*jax.tree.leaves(self))
 
     def __getitem__(self, name: str) -> Any:
-        """The number, or the moments, of this name; on the host in float64 or int64, in which metrics are finished."""
+        """Returns the number, or the moments, with this name. On the host it is float64 or int64."""
         kinds: tuple[dict[str, Any], ...] = (self.sums, self.maxima, self.minima, self.totals, self.moments)
-        found = jax.tree.map(_wide, next(kind[name] for kind in kinds if name in kind))
-        return value_of(found) if isinstance(found, Total) else found
+        number = jax.tree.map(_wide, next(kind[name] for kind in kinds if name in kind))
+        return value_of(number) if isinstance(number, Total) else number
 
     def mean(self, name: str, over: str = "token_count") -> Any:
-        """The sum of this name over a count; 0 where nothing was counted."""
+        """Divides the sum with this name by a count. The result is 0 where the count is 0."""
         return self[name] / self.xp.maximum(self[over], 1)
 
     def extreme(self, name: str, over: str = "token_count") -> Any:
-        """The maximum or minimum of this name; 0 where nothing was counted."""
+        """Returns the maximum or minimum with this name; 0 where the count is 0."""
         return self.xp.where(self[over] > 0, self[name], 0)
 
 
@@ -77,19 +77,19 @@ def _wide(leaf: Any) -> Any:
 
 
 def merge(a: Any, b: Any) -> Any:
-    """Statistics of the tokens of both, two ``Statistics`` or pytrees of them; any order up to rounding.
+    """Merges two ``Statistics``, or two pytrees of them. Up to rounding, the order of merges does not matter.
 
     Raises:
-      ValueError: they hold other names.
+      ValueError: The names differ.
     """
     return jax.tree.map(_merge, a, b, is_leaf=_is_statistics)
 
 
 def zeros(shapes: Any) -> Any:
-    """The statistics of no tokens, which merging starts from.
+    """Returns the statistics of no tokens, the start value of merging.
 
     Args:
-      shapes: ``Statistics`` of ``jax.ShapeDtypeStruct``, or a pytree of them.
+      shapes: The shapes, ``Statistics`` of ``jax.ShapeDtypeStruct`` or a pytree of them.
     """
     start = {"maxima": -np.inf, "minima": np.inf}
 
@@ -103,7 +103,7 @@ def zeros(shapes: Any) -> Any:
 
 
 def moments_of(xp: ModuleType, quantities: Any, valid: Any) -> Moments:
-    """Moments over the valid tokens of ``quantities``, [k, b, t] float, 0 elsewhere."""
+    """Computes the moments of ``quantities`` ([k, b, t] float, 0 outside the valid tokens) over the valid tokens."""
     number = count(xp, valid)
     mean = xp.sum(quantities, axis=(1, 2)) / xp.maximum(number, 1)
     centred = xp.where(valid[None], quantities - mean[:, None, None], 0)
@@ -131,7 +131,7 @@ def _merge(a: Statistics, b: Statistics) -> Statistics:
 
 
 def _merge_moments(a: Moments, b: Moments) -> Moments:
-    """Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979)."""
+    """Merges moments by Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for ... Variances" (1979)."""
     number, dtype = a.count + b.count, a.mean.dtype
     share = b.count.astype(dtype) / namespace_of(number).maximum(number, 1).astype(dtype)
     gap = b.mean - a.mean

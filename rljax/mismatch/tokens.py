@@ -1,4 +1,4 @@
-"""The tokens of a batch, read once: two log-probabilities per token and a mask, checked, cut in sequences."""
+"""The tokens of a batch: two log-probabilities per token and a mask, checked and divided into sequences."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rljax.mismatch.arrays import ArrayLike, as_float, check_shape, namespace_of
 from rljax.mismatch.sequences import Sequences, read_sequences
 
 LARGEST_LOGPROB = 1e8
-"""Beyond this (nats, either sign) a log-probability counts as not finite.
+"""A log-probability of larger magnitude (nats) counts as not finite.
 
-Some engines write the lowest float, -3.4e38, for -inf; summed, two of those would be infinite.
+Some engines write the lowest float, -3.4e38, for -inf. The sum of two such numbers would be infinite.
 """
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What every measurement and correction takes. Outside ``valid`` every number is 0, so that no NaN can leak."""
+    """The input of every measurement and correction. Outside ``valid`` all numbers are 0, so that no NaN can leak."""
 
     xp: ModuleType  # numpy or jax.numpy
     trainer: Any  # [b, t] log-probability under the trainer (nats)
@@ -28,12 +28,12 @@ class Tokens:
     log_ratio: Any  # [b, t] trainer - rollout (nats)
     valid: Any  # [b, t] bool: in the mask and finite on both sides (within LARGEST_LOGPROB)
     nonfinite: Any  # [b, t] bool: in the mask and not finite on either side
-    sequences: Sequences  # of the valid tokens
-    mask_sequences: Sequences  # of the valid and the nonfinite tokens
+    sequences: Sequences  # the sequences of the valid tokens
+    mask_sequences: Sequences  # the sequences of the valid and the nonfinite tokens
 
     @property
     def mask(self) -> Any:
-        """[b, t] bool: the response mask."""
+        """The response mask, [b, t] bool."""
         return self.valid | self.nonfinite
 
 
@@ -45,18 +45,21 @@ def read_tokens(
     sequence_ids: ArrayLike | None = None,
     num_sequences: int | None = None,
 ) -> Tokens:
-    """Read a batch. Works under jit, grad (no gradient), vmap, scan and with rows sharded over Auto mesh axes.
+    """Checks the arrays of a batch and finds its sequences.
+
+    It works under jit, grad (without gradient), vmap and scan, and with rows sharded over Auto mesh axes.
 
     Args:
-      trainer_logprobs: [b, t] float, log-probability of each token under the trainer (nats).
-      rollout_logprobs: [b, t] float, the same under the rollout engine.
-      response_mask: [b, t] bool, int or float; a token counts where it is not 0. Holes are allowed.
-      sequence_ids: None when each row is one sequence; else int [b, t] in 0 .. num_sequences - 1, several sequences
-        to a row, all of each in one row. Values outside the mask are ignored.
-      num_sequences: static int, given with ``sequence_ids``.
+      trainer_logprobs: The log-probability of each token under the trainer, [b, t] float, nats.
+      rollout_logprobs: The log-probability of each token under the rollout engine, [b, t] float, nats.
+      response_mask: The response mask, [b, t] bool, int or float. A token counts where it is not 0. Holes are allowed.
+      sequence_ids: The index of each token's sequence in 0 .. num_sequences - 1, int [b, t]. None: each row is one
+        sequence. A row may hold several sequences, and each sequence lies whole in one row. Values outside the mask
+        are ignored.
+      num_sequences: The number of sequences, a static int. It is required exactly with ``sequence_ids``.
 
     Raises:
-      ValueError: the shapes differ or are not two-dimensional, or the sequences are not as above.
+      ValueError: The shapes differ or are not two-dimensional, or the sequences break these rules.
     """
     shape = np.shape(trainer_logprobs)
     if len(shape) != 2:

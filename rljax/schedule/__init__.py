@@ -1,4 +1,4 @@
-"""The length-triggered learning rate, for any JAX training loop; needs jax, optax and numpy only."""
+"""The length-triggered learning rate for any JAX training loop. It needs only jax, optax and numpy."""
 
 from rljax.schedule.inject import get_learning_rate, inject_learning_rate, set_learning_rate
 from rljax.schedule.length_decay import (

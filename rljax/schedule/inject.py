@@ -1,4 +1,4 @@
-"""A learning rate that lives in the optimizer state, and how to read and write it without recompiling."""
+"""A learning rate in the optimizer state, with functions that read and write it without recompiling."""
 
 import sys
 from collections.abc import Callable
@@ -35,19 +35,19 @@ def inject_learning_rate(
 ) -> optax.GradientTransformationExtraArgs:
     """Builds an optimizer whose learning rate is a float32 hyperparameter in its state.
 
-    Only the rate is injected. Injecting every number, as ``optax.inject_hyperparams(optax.adamw)`` does, casts b2 and
-    eps to the dtype of the parameters: in bfloat16 b2 becomes 1, in float16 eps becomes 0, and both end in NaN.
+    Only the rate is injected. ``optax.inject_hyperparams(optax.adamw)`` injects every number, and so casts b2 and eps
+    to the dtype of the parameters. In bfloat16 b2 becomes 1, in float16 eps becomes 0, and both end in NaN.
 
     Args:
-      make_optimizer: takes the rate as its first argument; ``optax.adamw`` itself will do.
-      learning_rate: a number, which ``set_learning_rate`` may change later; or a schedule of the count; or a
+      make_optimizer: A function that takes the rate as its first argument, such as ``optax.adamw``.
+      learning_rate: A number, which ``set_learning_rate`` may change later; a schedule of the count; or a
         ``StatefulSchedule`` such as ``length_triggered_schedule``, whose extra arguments go to ``update``.
 
     Returns:
       A gradient transformation that passes extra arguments on. Its updates and its state keep their dtypes.
 
     Raises:
-      ValueError: a number that is no finite, non-negative scalar.
+      ValueError: The number is not a finite, non-negative scalar.
     """
 
     rate: Any
@@ -69,8 +69,8 @@ def inject_learning_rate(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         new_updates, new_state = inner.update(updates, state, params, **extra_args)
-        # A float32 rate lifts 16-bit updates, and moments taken after it, to float32. Either would break a wrapper
-        # that picks between this update and none (lax.cond), and the latter would compile the step a second time.
+        # A float32 rate promotes 16-bit updates, and moments computed from them, to float32. A wrapper that chooses
+        # between this update and none (lax.cond) needs equal dtypes. Promoted moments would also recompile the step.
         return _cast_like(new_updates, updates), _cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
@@ -79,24 +79,24 @@ def inject_learning_rate(
 def set_learning_rate(opt_state: Any, value: Any) -> Any:
     """Writes every injected rate of an optimizer state.
 
-    The value goes in as a strongly typed float32 with the sharding of the old one, so a jitted step that takes the
-    state is neither traced nor compiled again.
+    The new value is a strongly typed float32 with the sharding of the old one. So a jitted step that takes the state is
+    neither traced nor compiled again.
 
     Args:
-      opt_state: an optimizer state, however nested: chain, MultiSteps, masked, multi_transform. A flax Variable in
-        the place of the rate is written in place.
-      value: a finite, non-negative scalar: Python, numpy, jax, or a tracer (which is not checked).
+      opt_state: An optimizer state, however nested: chain, MultiSteps, masked, multi_transform. If the rate is a flax
+        Variable, it is written in place.
+      value: A finite, non-negative scalar: Python, numpy, jax, or a tracer (which is not checked).
 
     Returns:
-      The state with the new rate; the other leaves are the same objects.
+      The state with the new rate. All other leaves are the same objects.
 
     Raises:
-      ValueError: no rate is injected, or one is scheduled (the schedule would silently override the value), or the
+      ValueError: No rate is injected, a rate is scheduled (the schedule would silently override the value), or the
         value is out of range.
     """
     if not isinstance(value, jax.core.Tracer):
         value = _checked(value)
-    found: list[Any] = []
+    old_rates: list[Any] = []
 
     def write(node: Any) -> Any:
         if not isinstance(node, _InjectState):
@@ -110,31 +110,31 @@ def set_learning_rate(opt_state: Any, value: Any) -> Any:
                 f"{value}: build the optimizer with a number to set the rate from outside."
             )
         old = node.hyperparams[_RATE]
-        found.append(old)
+        old_rates.append(old)
         new = old if isinstance(old, _variable_types()) else _placed_like(old, value)
         return node._replace(hyperparams={**node.hyperparams, _RATE: new})
 
     new_state = _map_states(write, opt_state)
-    if not found:
+    if not old_rates:
         raise ValueError(_none_injected(opt_state))
-    # Variables last, so that an error above leaves none of them written.
-    for old in found:
+    # Variables are written last, so that an error above leaves all of them unchanged.
+    for old in old_rates:
         if isinstance(old, _variable_types()):
             old.set_value(_placed_like(old.get_value(), value))
     return new_state
 
 
 def get_learning_rate(opt_state: Any) -> jax.Array:
-    """Reads the injected rate, a scheduled one included: the rate of the last update, the initial one before it.
+    """Reads the injected rate: that of the last update, or the initial rate before the first. It may be scheduled.
 
     Args:
-      opt_state: an optimizer state, however nested.
+      opt_state: An optimizer state, however nested.
 
     Returns:
-      The rate, float32, with the shape it has in the state: ().
+      The rate, float32, shape (). Tracers cannot be compared: if there are several, the first is returned.
 
     Raises:
-      ValueError: no rate is injected, or several differ. Tracers cannot be compared: of several the first is returned.
+      ValueError: No rate is injected, or several rates differ.
     """
     rates: list[Any] = []
 
@@ -166,7 +166,7 @@ def _cast_like(tree: Any, like: Any) -> Any:
 
 
 def _map_states(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies the function to every injected state that no other contains, and to the leaves."""
+    """Applies the function to every outermost injected state, and to the leaves."""
     stop = (*_InjectState, *_variable_types())
     return jax.tree.map(function, tree, is_leaf=lambda node: isinstance(node, stop))
 
@@ -176,7 +176,7 @@ def _is_scheduled(state: Any) -> bool:
 
 
 def _variable_types() -> tuple[Any, ...]:
-    # Where flax was never imported no node can be a Variable, and importing it here would make it a requirement.
+    # If flax was never imported, no node can be a Variable. Importing it here would make it a requirement.
     nnx = sys.modules.get("flax.nnx")
     return () if nnx is None else (nnx.Variable,)
 
@@ -187,10 +187,10 @@ def _unwrapped(leaf: Any) -> Any:
 
 def _placed_like(old: Any, value: Any) -> jax.Array:
     if isinstance(value, jax.core.Tracer) or isinstance(old, jax.core.Tracer) or not getattr(old, "committed", False):
-        # An uncommitted value has to stay so: committing it would give the step another signature.
+        # An uncommitted value must stay uncommitted: committing it would give the step another signature.
         return jnp.broadcast_to(jnp.asarray(value, jnp.float32), jnp.shape(old))
     filled = np.broadcast_to(value, old.shape)
-    # Needs no collective where the old value spans several processes, unlike jax.device_put.
+    # Unlike jax.device_put, this needs no collective if the old value spans several processes.
     return jax.make_array_from_callback(old.shape, old.sharding, lambda index: filled[index])
 
 

@@ -1,9 +1,9 @@
-"""The length-triggered learning rate: Algorithm 1 of "Beyond Precision" (arXiv 2602.01826) and what sets its period.
+"""The length-triggered learning rate: Algorithm 1 of "Beyond Precision" (arXiv 2602.01826) and its decay period.
 
-At update t = 1, 2, ... with period T the rate is ``max(init * factor ** (t // T), init * floor_ratio)``: Algorithm 1,
-1-based and absolute, the decay acting on update T itself. The period is either known (``length_decay_schedule``) or
-set once per run from the step of the surge. The latter comes in two forms that agree on every stream:
-``LengthTriggeredLR`` on the host and ``length_triggered_schedule`` in the optimizer state.
+At update t = 1, 2, ... with period T the rate is ``max(init * factor ** (t // T), init * floor_ratio)``. Steps are
+1-based and absolute, and the decay acts on update T itself. The period is either known (``length_decay_schedule``), or
+set once per run from the step of the surge. The triggered schedule has two forms, which agree on every stream of
+lengths: ``LengthTriggeredLR`` on the host and ``length_triggered_schedule`` in the optimizer state.
 """
 
 import math
@@ -21,22 +21,22 @@ from rljax.schedule.surge import SurgeConfig, SurgeState, SurgeTracker, init_sur
 _INT32_MAX = 2**31 - 1
 # The multiplier is read to nine decimals, so that its fractional part can be summed in int32.
 _DENOMINATOR = 10**9
-# Length of the rate table at most. A factor so near 1 that it decays more often than this stays where it is then.
+# The longest rate table. With a factor so close to 1 that more decays would follow, the rate stays at the last entry.
 _MAX_DECAYS = 2**16
 
 
 def decay_period_from_surge(surge_step: int, multiplier: float = 1.8) -> int:
-    """The decay period that a surge sets: ``multiplier * surge_step``, rounded half up in integers.
+    """Computes the decay period that a surge sets: ``multiplier * surge_step``, rounded half up in integers.
 
     Args:
-      surge_step: 1-based step whose batch made the call (steps).
-      multiplier: at least 1; read as its shortest decimal, to nine places.
+      surge_step: The 1-based step at which the surge was called.
+      multiplier: The ratio of period to surge step, at least 1. It is read as its shortest decimal, to nine places.
 
     Returns:
-      The period (steps): 198 for 110, 162 for 90.
+      The period in steps: 198 for 110, 162 for 90.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: An argument is out of range.
     """
     if surge_step < 1:
         raise ValueError(f"surge_step must be at least 1, got surge_step = {surge_step}.")
@@ -51,20 +51,21 @@ def length_decay_schedule(
     decay_factor: float = 0.5,
     floor_ratio: float = 0.1,
 ) -> optax.Schedule:
-    """Algorithm 1 with a known period, as an optax schedule.
+    """Builds Algorithm 1 with a known period as an optax schedule.
 
     Args:
-      init_value: rate of the first update, positive.
-      decay_period: updates from one decay to the next, at least 1; None: the rate stays at ``init_value``.
-      decay_factor: what each decay multiplies the rate by, in (0, 1).
-      floor_ratio: the rate never falls below ``init_value * floor_ratio``, in [0, 1].
+      init_value: The rate of the first update, positive.
+      decay_period: The number of updates from one decay to the next, at least 1. None: the rate stays at
+        ``init_value``.
+      decay_factor: The factor of each decay, in (0, 1).
+      floor_ratio: The lowest rate as a fraction of ``init_value``, in [0, 1].
 
     Returns:
-      A function of the optax count c (update c + 1), an integer or an integer array, to the rate, float32 of the
-      count's shape. It works under jit and vmap.
+      A function from the optax count c (of update c + 1) to the rate. The count is an integer or an integer array; the
+      rate is float32 of the same shape. It works under jit and vmap.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: An argument is out of range.
     """
     rates = np.asarray(_decay_rates(init_value, decay_factor, floor_ratio), np.float32)
     if decay_period is not None and operator.index(decay_period) < 1:
@@ -73,7 +74,7 @@ def length_decay_schedule(
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(count, jnp.int32)
-        # (count + 1) // period, but safe where optax's saturating count stands at the largest int32.
+        # (count + 1) // period, without overflow when optax's saturating count is the largest int32.
         decays = count // period + (count % period == period - 1)
         return _look_up(rates, jnp.where(decay_period is None, 0, decays))
 
@@ -81,13 +82,13 @@ def length_decay_schedule(
 
 
 class LengthTriggeredLR:
-    """Host controller: feed it the mean response length of each batch, use the rate it returns for that very update.
+    """A controller on the host: it takes the mean response length of a batch and returns the rate of that very update.
 
     Attributes:
-      tracker: the ``SurgeTracker`` that watches the lengths.
-      learning_rate: rate of the last update observed; ``init_value`` before the first.
-      decay_period: period that the call set (steps), or None before the call.
-      surge_step: 1-based step of the call, or None.
+      tracker: The ``SurgeTracker`` that watches the lengths.
+      learning_rate: The rate of the last observed update; ``init_value`` before the first.
+      decay_period: The period in steps, or None before the surge was called.
+      surge_step: The 1-based step at which the surge was called, or None.
     """
 
     def __init__(
@@ -99,17 +100,17 @@ class LengthTriggeredLR:
         decay_factor: float = 0.5,
         floor_ratio: float = 0.1,
     ) -> None:
-        """Validates and starts.
+        """Checks the arguments and starts before the first update.
 
         Args:
-          init_value: rate until the first decay, positive.
-          tracker: what calls the surge; None: ``SurgeTracker()``.
-          multiplier: decay period over surge step, at least 1.
-          decay_factor: what each decay multiplies the rate by, in (0, 1).
-          floor_ratio: the rate never falls below ``init_value * floor_ratio``, in [0, 1].
+          init_value: The rate until the first decay, positive.
+          tracker: The tracker that calls the surge. None: ``SurgeTracker()``.
+          multiplier: The ratio of decay period to surge step, at least 1.
+          decay_factor: The factor of each decay, in (0, 1).
+          floor_ratio: The lowest rate as a fraction of ``init_value``, in [0, 1].
 
         Raises:
-          ValueError: an argument is out of range.
+          ValueError: An argument is out of range.
         """
         self._rates = _decay_rates(init_value, decay_factor, floor_ratio)
         _scaled_multiplier(multiplier)
@@ -119,17 +120,21 @@ class LengthTriggeredLR:
 
     @property
     def surge_step(self) -> int | None:
-        """1-based step whose batch made the call, or None."""
+        """The 1-based step at which the surge was called, or None."""
         return self.tracker.surge_step
 
     @property
     def learning_rate(self) -> float:
-        """Rate of the last update observed; ``init_value`` before the first."""
+        """The rate of the last observed update; ``init_value`` before the first."""
         decays = 0 if self.decay_period is None else self.tracker.step // self.decay_period
         return self._rates[min(decays, len(self._rates) - 1)]
 
     def step(self, length: Any, truncated_fraction: Any = None) -> float:
-        """Observes the batch of one update; the arguments are those of ``SurgeTracker.update``.
+        """Observes the batch of one update.
+
+        Args:
+          length: The mean response length of the batch in tokens, a scalar.
+          truncated_fraction: The share of responses that reached the length limit, in [0, 1]. None: unknown.
 
         Returns:
           The rate for this very update.
@@ -139,14 +144,14 @@ class LengthTriggeredLR:
         return self.learning_rate
 
     def state_dict(self) -> dict[str, Any]:
-        """The tracker's state and the period, as JSON types."""
+        """Returns the tracker's state and the period, as JSON types."""
         return {"tracker": self.tracker.state_dict(), "decay_period": self.decay_period}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state_dict()``; a period once set is kept, whatever the multiplier is now.
+        """Continues from the result of ``state_dict()``. A period that was set is kept, even if the multiplier differs.
 
         Raises:
-          ValueError: a key is missing or unknown.
+          ValueError: A key is missing or unknown.
         """
         if set(state) != {"tracker", "decay_period"}:
             raise ValueError(f"the state must have the keys ['decay_period', 'tracker'], got {sorted(state)}.")
@@ -159,17 +164,17 @@ class LengthTriggeredLR:
 
 
 class LengthTriggeredState(NamedTuple):
-    """State of ``length_triggered_schedule``; a period of 0 stands for none."""
+    """The state of ``length_triggered_schedule``. A period of 0 means that none is set."""
 
     surge: SurgeState
     decay_period: jax.Array  # shape=(), dtype=jnp.int32
-    # What a call on this step would set: multiplier * step, rounded half up, summed step by step in billionths.
+    # The period that a call on this step would set: multiplier * step, rounded half up, summed up in billionths.
     next_period: jax.Array  # shape=(), dtype=jnp.int32
     next_remainder: jax.Array  # shape=(), dtype=jnp.int32
 
 
 class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
-    """What ``length_triggered_schedule`` returns; see there."""
+    """The stateful schedule that ``length_triggered_schedule`` builds."""
 
     def __init__(self, config: SurgeConfig, multiplier: float, rates: tuple[float, ...]) -> None:
         self._config = config
@@ -178,7 +183,7 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
         self._whole = min(whole, _INT32_MAX)
 
     def init(self) -> LengthTriggeredState:
-        """The state before the first update."""
+        """Returns the state before the first update."""
         return LengthTriggeredState(
             surge=init_surge_state(self._config),
             decay_period=jnp.zeros([], jnp.int32),
@@ -187,7 +192,18 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
         )
 
     def update(self, state: LengthTriggeredState, **extra_args: Any) -> LengthTriggeredState:
-        """Observes one batch: ``response_length`` (required) and ``truncated_fraction``, scalars."""
+        """Observes one batch.
+
+        Args:
+          state: The state before this batch.
+          **extra_args: The scalars ``response_length`` (required) and ``truncated_fraction`` (optional).
+
+        Returns:
+          The state after this batch.
+
+        Raises:
+          ValueError: ``response_length`` is missing.
+        """
         if extra_args.get("response_length") is None:
             raise ValueError(
                 "the length-triggered schedule needs response_length=, the mean response length of this batch, "
@@ -208,8 +224,8 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
         )
 
     def __call__(self, state: LengthTriggeredState, **extra_args: Any) -> jax.Array:
-        """The rate of the update whose batch is given; without ``response_length`` the initial rate."""
-        # inject_hyperparams reads the rate before it updates the state, so the new batch is folded in here as well.
+        """Returns the rate of the update whose batch is described; the initial rate without ``response_length``."""
+        # inject_hyperparams reads the rate before it updates the state, so this method observes the new batch as well.
         if extra_args.get("response_length") is None:
             return _look_up(self._rates, jnp.zeros([], jnp.int32))
         state = self.update(state, **extra_args)
@@ -225,25 +241,25 @@ def length_triggered_schedule(
     decay_factor: float = 0.5,
     floor_ratio: float = 0.1,
 ) -> LengthTriggeredSchedule:
-    """The in-graph form, for ``inject_learning_rate`` or ``optax.inject_hyperparams``.
+    """Builds the in-graph form, for ``inject_learning_rate`` or ``optax.inject_hyperparams``.
 
-    The optimizer's ``update`` then takes ``response_length=`` (the batch's mean response length, tokens, shape ()) and
-    optionally ``truncated_fraction=`` (shape ()), once per update. Under ``optax.MultiSteps`` only the arguments of
-    the last mini-batch of each group are observed: pass the mean over the group there.
+    The optimizer's ``update`` then takes ``response_length=``, the mean response length of the batch (tokens, shape
+    ()), and optionally ``truncated_fraction=`` (shape ()), once per update. ``optax.MultiSteps`` passes on only the
+    arguments of the last mini-batch of each group: pass the mean over the group there.
 
     Args:
-      init_value: rate until the first decay, positive.
-      config: the rules of the call.
-      multiplier: decay period over surge step, at least 1.
-      decay_factor: what each decay multiplies the rate by, in (0, 1).
-      floor_ratio: the rate never falls below ``init_value * floor_ratio``, in [0, 1].
+      init_value: The rate until the first decay, positive.
+      config: The rules by which the surge is called.
+      multiplier: The ratio of decay period to surge step, at least 1.
+      decay_factor: The factor of each decay, in (0, 1).
+      floor_ratio: The lowest rate as a fraction of ``init_value``, in [0, 1].
 
     Returns:
-      An ``optax.schedules.StatefulSchedule`` whose value is float32, shape (). Its update raises ValueError where
+      An ``optax.schedules.StatefulSchedule`` whose value is float32, shape (). Its ``update`` raises ValueError if
       ``response_length`` is missing.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: An argument is out of range.
     """
     return LengthTriggeredSchedule(config, multiplier, _decay_rates(init_value, decay_factor, floor_ratio))
 
@@ -255,7 +271,7 @@ def _scaled_multiplier(multiplier: float) -> int:
 
 
 def _decay_rates(init_value: float, decay_factor: float, floor_ratio: float) -> tuple[float, ...]:
-    """The rate after 0, 1, 2, ... decays, up to the first one that no longer changes as a float32."""
+    """Returns the rates after 0, 1, 2, ... decays, up to the floor or the last one that is positive in float32."""
     if not 0.0 < init_value < math.inf:
         raise ValueError(f"init_value must be finite and positive, got init_value = {init_value}.")
     if not 0.0 < decay_factor < 1.0:

@@ -1,17 +1,18 @@
-"""When the mean response length surges: the rule, on the host and inside a compiled graph.
+"""The rule that calls a surge of the mean response length, on the host and inside a compiled graph.
 
 "Beyond Precision" (arXiv 2602.01826) sets its decay period from the step at which the mean response length grows about
-three-fold within a narrow window. The rule here looks at the last ``window`` usable lengths:
+three-fold within a narrow window. The rule looks at the last ``window`` usable lengths:
 
-1. the smoothed length is the median of the newest ``smooth``, the baseline a lower quantile of all before them: low
-   enough that a surge under way does not lift its own baseline, high enough that a short dip does not lower it;
-2. a step crosses when the smoothed length is at least ``ratio * baseline``;
-3. the surge is called on the first crossing step whose newest ``persistence`` lengths are all at least
-   ``held_ratio * baseline``. Spikes fall back to the baseline between them, and a surge does not, so this costs a surge
-   that rises over a few steps no delay.
+1. The smoothed length is the median of the newest ``smooth`` lengths. The baseline is a lower quantile of all lengths
+   before them. It is low enough that a surge in progress does not raise it, and high enough that a short dip does not
+   lower it.
+2. A step crosses when the smoothed length is at least ``ratio * baseline``.
+3. The surge is called on the first crossing step whose newest ``persistence`` lengths are all at least
+   ``held_ratio * baseline``. Between spikes the length falls back to the baseline; in a surge it does not. So a surge
+   that rises over a few steps is called without delay.
 
-Both levels are order statistics and the only arithmetic is a product, all in float32: numpy and XLA then decide alike
-on every stream, ties included.
+Both levels are order statistics, and the only arithmetic is one float32 product. So numpy and XLA decide alike on every
+stream of lengths, ties included.
 """
 
 import collections
@@ -23,21 +24,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Below the smallest normal float32 a backend may flush to zero, so such a length is as good as none.
+# A backend may flush anything below the smallest normal float32 to zero, so such a length is ignored.
 _SMALLEST_LENGTH = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
 class SurgeConfig:
-    """The rules of a call. The defaults suit runs of the paper's size: a surge after step 40, done within 50 steps."""
+    """The rules by which a surge is called. The defaults suit the paper's runs: a 50-step surge after step 40."""
 
     ratio: float = 3.0
     """A step crosses when its smoothed length is at least this many times the baseline. Above 1."""
     window: int = 100
-    """Number of past steps with a usable length that the rule looks at. Slower growth than this is not a surge."""
+    """Number of past steps with a usable length that the rule looks at. Growth that takes longer is not a surge."""
     baseline_quantile: float = 0.3
-    """The baseline is this quantile (in [0, 1]; between two lengths the smaller) of the window without its newest
-    ``smooth`` lengths. A surge that fills the rest of the window raises its own baseline."""
+    """The baseline is this quantile, in [0, 1], of the window without its newest ``smooth`` lengths. Between two
+    lengths it takes the smaller. A surge that fills the rest of the window raises its own baseline."""
     smooth: int = 5
     """The smoothed length is the median of this many newest lengths (steps). It must be odd."""
     persistence: int = 6
@@ -47,7 +48,7 @@ class SurgeConfig:
     warmup: int = 40
     """Number of usable lengths (steps) before the tracker may report a surge."""
     max_truncated: float = 0.25
-    """A batch is left out if a larger fraction (in [0, 1]) of its responses reached the length limit, because its mean
+    """A batch is left out if a larger fraction of its responses, in [0, 1], reached the length limit, because its mean
     length then measures the limit."""
 
     def __post_init__(self) -> None:
@@ -78,22 +79,22 @@ class SurgeConfig:
             raise ValueError(f"max_truncated must be in [0, 1], got max_truncated = {self.max_truncated}.")
 
     def baseline_rank(self, seen: int) -> int:
-        """Rank (0: smallest) of the baseline among the older lengths, when the window holds ``seen`` usable ones."""
+        """Returns the rank (0: smallest) of the baseline among the older lengths of a window of ``seen`` lengths."""
         return math.floor(self.baseline_quantile * max(0, seen - self.smooth - 1))
 
 
 class SurgeTracker:
-    """Calls the surge on the host, at most once per run.
+    """A tracker on the host that calls the surge at most once per run.
 
     Attributes:
-      config: the rules.
-      step: batches seen, the unusable ones included (steps).
-      surge_step: 1-based step whose batch made the call, or None.
-      crossing_step: first step of the crossing that led to the call, or None before it. Recorded only.
-      ignored: lengths so far that were not finite and positive (steps).
-      held_out: batches so far above ``max_truncated`` (steps).
-      smoothed: median of the newest ``smooth`` lengths at the last usable step, or None during the warmup.
-      baseline: the baseline at that step, or None during the warmup.
+      config: The rules.
+      step: The number of observed batches, unusable ones included.
+      surge_step: The 1-based step at which the surge was called, or None.
+      crossing_step: The first step of the crossing that led to the call, or None before it. It is only recorded.
+      ignored: The number of lengths so far that were not finite and positive.
+      held_out: The number of batches so far above ``max_truncated``.
+      smoothed: The median of the newest ``smooth`` lengths at the last usable step, or None during the warmup.
+      baseline: The baseline at that step, or None during the warmup.
     """
 
     def __init__(self, config: SurgeConfig = SurgeConfig()) -> None:
@@ -112,22 +113,22 @@ class SurgeTracker:
 
     @property
     def crossing_step(self) -> int | None:
-        """First step of the crossing that led to the call, or None before the call."""
+        """The first step of the crossing that led to the call, or None before the call."""
         return None if self.surge_step is None else self._crossing_since
 
     def update(self, length: Any, truncated_fraction: Any = None) -> bool:
         """Observes one batch.
 
         Args:
-          length: mean response length over the batch (tokens), or any other positive signal; a scalar, rounded to
-            float32. One that is not finite and positive counts as a step and in ``ignored``, and as nothing else.
-          truncated_fraction: share of the responses that hit the length limit, in [0, 1]; None or NaN: not known.
+          length: The mean response length of the batch (tokens), or any other positive signal: a scalar, rounded to
+            float32. If it is not finite and positive, the batch counts in ``step`` and ``ignored`` only.
+          truncated_fraction: The share of responses that reached the length limit, in [0, 1]. None or NaN: unknown.
 
         Returns:
-          True on the step of the call, False on every other.
+          True on the step of the call, False on every other step.
 
         Raises:
-          ValueError: an argument is no scalar.
+          ValueError: An argument is not a scalar.
         """
         value = _as_float32("length", length)
         truncated = truncated_fraction is not None and (
@@ -164,7 +165,7 @@ class SurgeTracker:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the future depends on, as JSON types; under 4 KB for windows of up to 200 steps."""
+        """Returns all that later decisions depend on, as JSON types; under 4 KB for windows of up to 200 steps."""
         return {
             "step": self.step,
             # The shortest decimal that reads back as the same float32.
@@ -176,10 +177,10 @@ class SurgeTracker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state_dict()``; under a narrower window only its newest lengths count.
+        """Continues from the result of ``state_dict()``. With a narrower window, only the newest lengths count.
 
         Raises:
-          ValueError: a key is missing or unknown.
+          ValueError: A key is missing or unknown.
         """
         if set(state) != set(self.state_dict()):
             raise ValueError(f"the state must have the keys {sorted(self.state_dict())}, got {sorted(state)}.")
@@ -202,10 +203,10 @@ def _as_float32(name: str, value: Any) -> np.float32:
 
 
 class SurgeState(NamedTuple):
-    """State of the rule inside a graph; a step or count of 0 stands for none."""
+    """The state of the rule inside a graph. A step of 0 means none."""
 
     step: jax.Array  # shape=(), dtype=jnp.int32
-    lengths: jax.Array  # shape=(window,), dtype=jnp.float32, oldest to newest, the last `seen` of them set
+    lengths: jax.Array  # shape=(window,), dtype=jnp.float32, oldest to newest; only the last `seen` are set
     seen: jax.Array  # shape=(), dtype=jnp.int32
     crossing_since: jax.Array  # shape=(), dtype=jnp.int32, kept after the call
     surge_step: jax.Array  # shape=(), dtype=jnp.int32
@@ -214,7 +215,7 @@ class SurgeState(NamedTuple):
 
 
 def init_surge_state(config: SurgeConfig) -> SurgeState:
-    """The state before the first batch."""
+    """Returns the state before the first batch."""
 
     def zero() -> jax.Array:
         return jnp.zeros([], jnp.int32)
@@ -229,16 +230,21 @@ def update_surge_state(
     length: jax.typing.ArrayLike,
     truncated_fraction: jax.typing.ArrayLike | None = None,
 ) -> SurgeState:
-    """``SurgeTracker.update`` as a pure function of arrays, for use under jit, scan and vmap.
+    """Observes one batch, as a pure function of arrays for use under jit, scan and vmap.
+
+    It decides exactly as ``SurgeTracker.update`` does.
 
     Args:
-      config: the rules, fixed at trace time.
-      state: the state before this batch.
-      length: shape (), cast to float32.
-      truncated_fraction: shape (), cast to float32, or None.
+      config: The rules, fixed at trace time.
+      state: The state before this batch.
+      length: The mean response length of the batch, shape (), cast to float32.
+      truncated_fraction: The share of responses that reached the length limit, shape (), cast to float32; or None.
 
     Returns:
-      The state after this batch; ``surge_step == step`` on the step of the call.
+      The state after this batch. On the step of the call ``surge_step == step``.
+
+    Raises:
+      ValueError: An argument is not a scalar.
     """
     value = jnp.asarray(length, jnp.float32)
     truncated = jnp.asarray(0.0 if truncated_fraction is None else truncated_fraction, jnp.float32)
@@ -246,11 +252,11 @@ def update_surge_state(
         raise ValueError(f"length and truncated_fraction must be scalars, got {value.shape} and {truncated.shape}.")
     usable = jnp.isfinite(value) & (value >= _SMALLEST_LENGTH)
     held_out = usable & (truncated > jnp.float32(config.max_truncated))
-    taken = usable & ~held_out & (state.surge_step == 0)
+    counts = usable & ~held_out & (state.surge_step == 0)
 
     step = state.step + 1
-    lengths = jnp.where(taken, jnp.append(state.lengths[1:], value), state.lengths)
-    seen = jnp.minimum(state.seen + taken, config.window)
+    lengths = jnp.where(counts, jnp.append(state.lengths[1:], value), state.lengths)
+    seen = jnp.minimum(state.seen + counts, config.window)
     smoothed = jnp.sort(lengths[-config.smooth :])[config.smooth // 2]
     baseline = _baseline(config, lengths, seen)
     crosses = (seen >= config.warmup) & (smoothed >= jnp.float32(config.ratio) * baseline)
@@ -260,8 +266,8 @@ def update_surge_state(
         step=step,
         lengths=lengths,
         seen=seen,
-        crossing_since=jnp.where(taken, since, state.crossing_since),
-        surge_step=jnp.where(taken & crosses & held, step, state.surge_step),
+        crossing_since=jnp.where(counts, since, state.crossing_since),
+        surge_step=jnp.where(counts & crosses & held, step, state.surge_step),
         ignored=state.ignored + ~usable,
         held_out=state.held_out + held_out,
     )

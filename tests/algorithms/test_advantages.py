@@ -97,7 +97,7 @@ def test_mistakes_are_quoted():
     assert advantages([[1.0], [0.0]], "reinforce").tolist() == [[0.5], [-0.5]]
     with pytest.raises(ValueError, match=r"both be \[b, g\], got \(2, 2\) and \(2, 3\)"):
         advantages(np.zeros((2, 2)), lengths=np.zeros((2, 3)))
-    with pytest.raises(ValueError, match="finite, got 2 that are not"):
+    with pytest.raises(ValueError, match="finite, got 2 not finite"):
         advantages([[np.nan, np.inf]])
     with pytest.raises(ValueError, match=r"in 1 .. max_response_tokens = 100, got 101"):
         advantages([[0, 1]], overlong_buffer_tokens=101)

@@ -143,7 +143,7 @@ def test_the_rise_of_the_summed_form_is_split_exactly():
 
 
 def test_mistakes_say_what_was_expected():
-    with pytest.raises(ValueError, match=r"edges must be increasing and at least one, got \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"edges must hold at least one number and increase, got \[2, 2\]"):
         mismatch_by_position(read_tokens(LR, LR, MASK), edges=(2, 2))
     with pytest.raises(ValueError, match="num_buckets must be at least 1, got 0"):
         mismatch_by_staleness(read_tokens(LR, LR, MASK), MASK, num_buckets=0)

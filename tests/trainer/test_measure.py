@@ -109,8 +109,8 @@ def test_gradient_noise_is_unbiased():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("position_edges", (4, 4), r"position_edges must be increasing and at least one, got \[4, 4\]"),
-        ("entropy_edges", (), "entropy_edges must be increasing"),
+        ("position_edges", (4, 4), r"position_edges must hold at least one number and increase, got \[4, 4\]"),
+        ("entropy_edges", (), "entropy_edges must hold at least one number"),
         ("staleness_buckets", 0, "staleness_buckets must be at least 1, got 0"),
         ("is_threshold", 0.5, "is_threshold must be at least 1, got 0.5"),
         ("grad_noise_every", -1, "grad_noise_every must not be negative, got -1"),
