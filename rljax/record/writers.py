@@ -160,9 +160,10 @@ class _TensorBoard:
         self._file.flush()
 
     def close(self) -> None:
-        if self._file is not None and not self._failed:
+        file, self._file = self._file, None
+        if file is not None and not self._failed:
             with contextlib.suppress(OSError):  # the error that ends a run on a full disk is reported already
-                self._file.close()
+                file.close()
 
 
 def _import_without_torch() -> None:
