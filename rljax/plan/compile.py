@@ -1,7 +1,7 @@
-"""Compiles a run's step for a machine that is not here, and says what it would take and do.
+"""Compiles a run's step for a machine that is not present, and reports what the step would take and do.
 
-``python -m rljax.train CONFIG.yaml --dry-run --compile h100:1x8``. The compilers are those of
-``launch/install_compilers.sh``; neither the model's weights nor an accelerator are needed.
+``python -m rljax.train CONFIG.yaml --dry-run --compile h100:1x8``. This needs JAX's compiler for the machine, but
+neither the model's weights nor an accelerator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rljax.policy.ahead import compiled_for_hopper
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import policy_shape
 from rljax.policy.lora import OFF, LoraConfig, targets_of
-from rljax.policy.model import Params, abstract_params, logical_axes
+from rljax.policy.model import abstract_params, logical_axes
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, has_separate_forward, make_step, responses_per_update
 from rljax.sharding import make_mesh
@@ -33,14 +33,14 @@ from rljax.trainer.packing import Given
 from rljax.trainer.state import make_optimizer
 
 Report = dict[str, Any]
-# CUB's sort asks the process's own GPU how much memory it needs; XLA's own sort takes its place in the program.
+# CUB's sort asks a GPU of this process how much memory it needs, so the program uses XLA's own sort.
 _OPTIONS: dict[str, dict[str, str | bool]] = {"cuda": {"xla_gpu_enable_cub_radix_sort": False}}
 PARTS = ("micro_batch", "forward", "step")
-"""What is counted apart: fields of ``Program``."""
+"""The parts of a step that are counted separately; each is a field of ``Program``."""
 MODEL_NOTE = (
     "a model, not a measurement: max(products, memory) + links at the card's published rates, nothing else overlapped"
 )
-KERNEL_NOTE = "inside custom calls, by formula from segments of the longest sequences"
+KERNEL_NOTE = "inside custom calls, by formula, with rows full of the longest sequences"
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class CompiledStep:
     """A step compiled for a machine.
 
     Attributes:
-      config: of the run, with ``mesh.fsdp: -1`` written out.
-      machine: for which.
-      mesh: of the machine's devices.
-      seconds: that the compiler took.
-      text: the compiled program.
-      memory: bytes on a device by kind.
+      config: The run's configuration, with ``mesh.fsdp: -1`` replaced by a number.
+      machine: The machine that the step is compiled for.
+      mesh: The mesh of the machine's devices.
+      seconds: The time that the compiler took, in seconds.
+      text: The text of the compiled program.
+      memory: The bytes on a device by kind, from ``memory_by_kind``.
     """
 
     config: Config
@@ -65,46 +65,49 @@ class CompiledStep:
 
 
 def compile_step(config: Config, machine: Machine) -> CompiledStep:
-    """Compiles the step of a run.
+    """Compiles the step of a run for a machine.
 
     Raises:
-      ValueError: there is no compiler for the machine here, the mesh does not fit it, or the step does not fit its
-        memory.
+      ValueError: The machine's compiler is not installed, the mesh does not fit the machine, or the step does not fit
+        its memory.
     """
     if config.rollout.engine == "exact":
-        raise ValueError("--compile: rollout.engine = exact has an executable of its own; give another engine")
+        raise ValueError("--compile: rollout.engine = exact has an executable of its own; choose another engine")
     policy = policy_shape(config.model.path)
     mesh = make_mesh(config.mesh, topology_devices(machine))
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=int(mesh.shape["fsdp"])))
     check_shapes(config, policy, mesh)
     step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
     with compiled_for_hopper() if machine.platform == "cuda" else contextlib.nullcontext():
-        lowered = step.lower(*_given(config))
-    jax.config.update("jax_enable_compilation_cache", False)  # the time is to be the compiler's
+        lowered = step.lower(*_optional_arrays(config))
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program would take no time
     start = time.perf_counter()
     try:
         compiled = lowered.compile(compiler_options=_OPTIONS.get(machine.platform))
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"--compile {machine.name}: the compiler gives up: {error}") from error
+        raise ValueError(f"--compile {machine.name}: the compiler failed: {error}") from error
     seconds = time.perf_counter() - start
     memory = memory_by_kind(compiled.memory_analysis())
     return CompiledStep(config, machine, mesh, seconds, compiled.as_text() or "", memory)
 
 
-def _given(config: Config) -> list[Given]:
-    """The optional arrays of the batches that the step gets."""
-    given: list[Given] = []
+def _optional_arrays(config: Config) -> list[Given]:
+    """Returns the names of the optional arrays in the step's batches."""
+    names: list[Given] = []
     if has_separate_forward(config):
-        given.append("old_logprobs")
+        names.append("old_logprobs")
     if config.loss.kl != "none":
-        given.append("reference_logprobs")
+        names.append("reference_logprobs")
     if config.correction.part != "whole":
-        given.append("behaviour_logprobs")
-    return given
+        names.append("behaviour_logprobs")
+    return names
 
 
 def memory_by_kind(analysis: Any) -> dict[str, int]:
-    """Bytes on a device that the compiler planned, from ``memory_analysis()`` of an executable; docs/compile.md."""
+    """Returns the bytes on a device that the compiler planned, from ``memory_analysis()`` of an executable.
+
+    ``total`` is argument + output - alias + temporary, ``peak`` the most at one time.
+    """
     kinds = {"argument": "argument", "output": "output", "alias": "alias", "temporary": "temp"}
     sizes = {name: int(getattr(analysis, f"{kind}_size_in_bytes")) for name, kind in kinds.items()}
     together = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temporary"]
@@ -112,19 +115,19 @@ def memory_by_kind(analysis: Any) -> dict[str, int]:
 
 
 def needed_bytes(machine: Machine, memory: dict[str, int]) -> int:
-    """Bytes that a device must have: all that are allocated, of a TPU the most at one time.
+    """Returns the bytes that a device must have: all that are allocated, or on a TPU the peak.
 
-    A TPU's compiler places arrays itself and refuses what does not fit. It accepts steps whose arguments and
-    temporaries are together more than the memory, as long as the peak is less.
+    A TPU's compiler places arrays itself and refuses a step that does not fit. It accepts a step whose arguments and
+    temporaries together exceed the memory, if the peak does not.
     """
     return memory["peak"] if machine.platform == "tpu" else max(memory["peak"], memory["total"])
 
 
 def report(compiled: CompiledStep) -> Report:
-    """What the compiled step takes and does, on one device: plain values for JSON; docs/compile.md says what each is.
+    """Reports what the compiled step takes and does on one device, as plain values for JSON.
 
     Raises:
-      ValueError: the program is written in a form that is not known here.
+      ValueError: The program has a form that the counter does not know.
     """
     config, machine, mesh = compiled.config, compiled.machine, compiled.mesh
     policy = policy_shape(config.model.path)
@@ -170,7 +173,7 @@ def report(compiled: CompiledStep) -> Report:
 
 
 def _collectives(program: Program, nodes: list[int]) -> list[Report]:
-    """The collectives of a micro-batch, and those of the rest of a step."""
+    """Lists the collectives of each part of the step."""
     return [
         {
             "per": part,
@@ -196,20 +199,20 @@ def _roofline(
     config, card = compiled.config, compiled.machine.card
     micro, rows, tokens = batch_shape(config, responses_per_update(config))
 
-    def of(work: Work, uses: list[KernelUse]) -> Times:
+    def part_times(work: Work, uses: list[KernelUse]) -> Times:
         flops: dict[str, int] = {}
         for use in uses:
             flops[use.dtype] = flops.get(use.dtype, 0) + (use.flops or 0)
         return times(work, flops, card, nodes)
 
-    found = {part: of(getattr(program, part), kernels[part]) for part in PARTS}
-    seconds = micro * found["micro_batch"].total + found["step"].total
+    by_part = {part: part_times(getattr(program, part), kernels[part]) for part in PARTS}
+    seconds = micro * by_part["micro_batch"].total + by_part["step"].total
     flops = model_flops(policy, rows, full_row(tokens, config.max_sequence_tokens), config.lora)
     dtype = config.precision.compute_dtype
     peak = card.product_rate(dtype, "highest" if dtype == "float32" else "default")
     return {
         "note": MODEL_NOTE,
-        **{f"{part}_s": {**_rounded(one), "total": round(one.total, 6)} for part, one in found.items()},
+        **{f"{part}_s": {**_rounded(one), "total": round(one.total, 6)} for part, one in by_part.items()},
         "seconds_of_a_full_step": round(seconds, 3),
         "tokens_per_second_and_device": round(micro * rows * tokens / seconds / compiled.mesh.size, 1),
         "model_flops_per_micro_batch": flops,
@@ -222,81 +225,84 @@ def _rounded(seconds: Times) -> dict[str, float]:
 
 
 def active_parameters(policy: PolicyConfig) -> int:
-    """Parameters that one token meets: of a mixture, those of ``experts_per_token`` experts and all others."""
-    found = 0
-    for leaf, axes in zip(jax.tree.leaves(abstract_params(policy)), _axes(policy), strict=True):
-        found += leaf.size * policy.experts_per_token // policy.num_experts if "experts" in axes else leaf.size
-    return found
-
-
-def _axes(policy: PolicyConfig) -> list[tuple[str, ...]]:
-    return jax.tree.leaves(logical_axes(policy), is_leaf=lambda node: isinstance(node, tuple))
+    """Counts the parameters that one token uses; of a mixture's experts only ``experts_per_token`` count."""
+    axes_of_leaves = jax.tree.leaves(logical_axes(policy), is_leaf=lambda node: isinstance(node, tuple))
+    count = 0
+    for leaf, axes in zip(jax.tree.leaves(abstract_params(policy)), axes_of_leaves, strict=True):
+        count += leaf.size * policy.experts_per_token // policy.num_experts if "experts" in axes else leaf.size
+    return count
 
 
 def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: LoraConfig = OFF) -> int:
-    """Operations that a micro-batch's gradient needs, on all devices: nothing recomputed, causal inside each segment.
+    """Counts the operations that a micro-batch's gradient needs on all devices, without recomputation.
 
-    Six for each token and each parameter that it meets (an embedding table of its own does not multiply), four where
-    adapters are trained and the parameter has none, and three times the forward's four for each pair of a query and a
-    key, each layer and each element of the query heads.
+    Each token needs six operations for each parameter that it uses; an untied embedding table does not multiply. A
+    frozen parameter without adapters needs four. Attention is causal inside each segment: each pair of a query and a
+    key needs 12 operations for each layer and each element of the query heads.
+
+    Args:
+      policy: The policy's shape.
+      rows: The rows of a micro-batch.
+      segments: The lengths of the segments in each row, in tokens.
+      lora: The adapters that are trained, if any.
     """
     looked_up = 0 if policy.tie_word_embeddings else policy.vocab_size * policy.hidden_size
     multiplying = active_parameters(policy) - looked_up
-    trained = _size(targets_of(abstract_params(policy), policy, lora)) if lora.rank else multiplying
+    trained = multiplying
+    if lora.rank:
+        trained = sum(leaf.size for leaf in jax.tree.leaves(targets_of(abstract_params(policy), policy, lora)))
     of_layer = attention_flops(segments, num_heads=policy.num_heads, head_dim=policy.head_dim).forward
     attention = 3 * policy.num_layers * of_layer
     return rows * ((4 * multiplying + 2 * trained) * sum(segments) + attention)
 
 
-def _size(params: Params) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+# --- the report as text -----------------------------------------------------------------------------------------------
 
 
-# --- for a reader -----------------------------------------------------------------------------------------------------
-
-
-def describe(found: Report) -> str:
-    """The report as lines of text."""
-    sizes, line = found["bytes"], found["roofline"]
-    mesh = " x ".join(f"{name} {size}" for name, size in found["mesh"].items())
-    batch = found["batch"]
+def describe(compiled: Report) -> str:
+    """Formats a report as lines of text."""
+    sizes, line = compiled["bytes"], compiled["roofline"]
+    mesh = " x ".join(f"{name} {size}" for name, size in compiled["mesh"].items())
+    batch = compiled["batch"]
     against = sizes["needed"] / sizes["planned"] - 1
     lines = [
-        f"compiled for {found['machine']} ({found['card']}), mesh {mesh}, in {found['compile_s']:.0f} s; a device:",
+        f"compiled for {compiled['machine']} ({compiled['card']}), mesh {mesh}, in {compiled['compile_s']:.0f} s; "
+        "a device:",
         f"  bytes        {in_units(sizes['argument'])} of arguments, {in_units(sizes['temporary'])} of temporaries, "
         f"{in_units(sizes['beside'])} beside the step, {in_units(sizes['needed'])} at a time",
         f"  fits         {'yes' if sizes['fits'] else 'NO'}: the card has {in_units(sizes['device'])}; "
         f"the plan says {in_units(sizes['planned'])}, the compiler {against:+.1%}",
         f"  micro-batch  {batch['rows']} rows of {batch['tokens']:,} tokens on all devices; "
         f"at most {batch['micro_batches']} a step",
-        *_flops_lines(found),
-        *_collective_lines(found["collectives"]),
+        *_flops_lines(compiled),
+        *_collective_lines(compiled["collectives"]),
         f"  roofline     {line['note']}",
         *(f"  {part:<12} {_times_line(line[f'{part}_s'])}" for part in PARTS),
         f"  modelled     {line['tokens_per_second_and_device']:,.0f} tokens/s a device, "
         f"model-FLOPs utilisation {line['model_flops_utilisation']:.1%}",
     ]
-    if found["open_loops"] > 2:
+    if compiled["open_loops"] > 2:
         lines.append(
-            f"  warning      {found['open_loops']} loops without a trip count; all but the largest count as one forward"
+            f"  warning      {compiled['open_loops']} loops without a trip count; "
+            "all but the largest count as one forward"
         )
     return "\n".join(lines)
 
 
-def _flops_lines(found: Report) -> list[str]:
-    flops = ", ".join(f"{dtype} {count:.3e}" for dtype, count in found["flops_per_micro_batch"].items()) or "none"
-    rest = ", ".join(f"{dtype} {count:.3e}" for dtype, count in found["flops_per_step"].items()) or "none"
+def _flops_lines(compiled: Report) -> list[str]:
+    flops = ", ".join(f"{dtype} {count:.3e}" for dtype, count in compiled["flops_per_micro_batch"].items()) or "none"
+    rest = ", ".join(f"{dtype} {count:.3e}" for dtype, count in compiled["flops_per_step"].items()) or "none"
     lines = [f"  products     {flops} FLOPs a micro-batch; {rest} once a step"]
     lines += [
         f"  kernel       {one['target']} x {one['count']} a {one['per']}: {one['dtype']} {one['flops']:.3e} FLOPs "
         f"{KERNEL_NOTE}"
-        for one in found["kernels"]
+        for one in compiled["kernels"]
     ]
     return lines
 
 
 def _collective_lines(collectives: list[Report]) -> list[str]:
-    """A line for each that moves a MiB, and one for the others together."""
+    """Returns a line for each collective that moves a MiB or more, and one line for all others."""
     lines, others = [], [one for one in collectives if one["bytes"] < 2**20]
     for one in collectives:
         where = "across nodes" if one["across_nodes"] else "inside a node"

@@ -1,10 +1,12 @@
-"""What a compiled training step does: products, traffic to memory and collectives, with the trip counts of its loops.
+"""Counts the products, memory traffic and collectives of a compiled training step, with the trip counts of its loops.
 
-The micro-batches are loops whose trip counts are known only when the step runs: one over those that carry loss, and one
-over the others, which take a forward alone. So everything is counted for one micro-batch of either and, apart from
-them, for what is done once a step. A loop of such a kind inside another one counts as run once each time: the rounds of
-a mixture's experts, of which one is enough while the routing is even. Of a conditional one branch counts: one that
-calls an attention kernel (its alternative is for rare batches), else the one that moves most bytes.
+Two loops over micro-batches have trip counts that are known only when the step runs. One is over micro-batches that
+carry loss; the other is over those that need a forward pass alone. So the work is counted in three parts: one
+micro-batch of each loop, and the rest of the step.
+
+An open loop inside another one counts as run once. Such loops are the rounds of a mixture's experts, where one round is
+enough while the routing is even. One branch of a conditional counts: a branch that calls an attention kernel, otherwise
+the branch that moves most bytes. The alternative to an attention kernel is for rare batches.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rljax.plan.hlo import Array, Computation, Instruction, Module, replica_groups
-from rljax.plan.loops import trip_count
+from rljax.plan.hlo import Array, Computation, Instruction, Module, replica_groups, trip_count
 
 COLLECTIVES = (
     "all-gather",
@@ -29,8 +30,8 @@ COLLECTIVES = (
     "reduce-scatter",
 )
 ATTENTION_KERNEL = re.compile(r'__cudnn\$fmha|"tpu_custom_call".*(splash|flash)')
-"""What the attributes of a custom call hold that computes attention."""
-# They move nothing themselves; what they call, if anything, is counted.
+"""The pattern in the attributes of a custom call that computes attention."""
+# These instructions move nothing themselves. The computations that they call are counted.
 _FREE = {
     "add-dependency",
     "after-all",
@@ -53,14 +54,14 @@ _VIEWS = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 @dataclass(frozen=True)
 class Collective:
-    """Exchanges between devices of one kind, dtype and grouping, added up.
+    """The sum of the exchanges between devices of one kind, dtype and grouping.
 
     Attributes:
-      kind: HLO's opcode.
-      dtype: of the elements.
-      groups: partitions that work together.
-      count: executions; one that carries arrays of several dtypes counts for each of them.
-      bytes: of the complete arrays on one device, added up: what an all-gather gives, what the others take.
+      kind: The opcode in HLO.
+      dtype: The dtype of the elements.
+      groups: The groups of partitions that exchange arrays.
+      count: The number of executions. An exchange of arrays of several dtypes counts once for each dtype.
+      bytes: The sum of the complete arrays' bytes on one device: outputs of an all-gather, inputs of the others.
     """
 
     kind: str
@@ -72,15 +73,15 @@ class Collective:
 
 @dataclass
 class Work:
-    """What one device does.
+    """The work of one device.
 
     Attributes:
-      flops: (dtype of the operands, their precision) -> floating-point operations of products, two per multiply-add.
-        The precision is ``default``, ``high`` or ``highest``; dtypes that differ are joined by ``x``.
-      untaken_flops: as ``flops``, in branches of conditionals that are not counted.
-      memory_bytes: read from and written to the device's memory by every kernel, as if no cache kept anything.
-      collectives: exchanges.
-      kernels: custom calls with their number of executions; what they multiply is not in ``flops``.
+      flops: The floating-point operations of products by dtype and precision of the operands; a multiply-add is two.
+        The precision is ``default``, ``high`` or ``highest``. Two different dtypes are joined by ``x``.
+      untaken_flops: The same operations in the branches of conditionals that do not count.
+      memory_bytes: The bytes that every kernel reads from and writes to the device's memory, without any cache.
+      collectives: The exchanges between devices.
+      kernels: The custom calls with their number of executions. Their products are not in ``flops``.
     """
 
     flops: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -95,7 +96,7 @@ class Work:
         return any(ATTENTION_KERNEL.search(call.attributes) for _, call, _ in self.kernels)
 
     def add(self, other: Work) -> None:
-        """Adds what another part of the program does."""
+        """Adds the work of another part of the program."""
         self.flops.update(other.flops)
         self.untaken_flops.update(other.untaken_flops)
         self.memory_bytes += other.memory_bytes
@@ -103,7 +104,7 @@ class Work:
         self.kernels += other.kernels
 
     def merged_collectives(self) -> list[Collective]:
-        """One entry for each kind, dtype and grouping, the largest first."""
+        """Merges the collectives of the same kind, dtype and grouping; the largest comes first."""
         merged: dict[tuple[str, str, tuple[tuple[int, ...], ...]], Collective] = {}
         for one in self.collectives:
             key = (one.kind, one.dtype, one.groups)
@@ -113,7 +114,7 @@ class Work:
 
 
 def by_dtype(flops: Counter[tuple[str, str]]) -> dict[str, int]:
-    """Floating-point operations by the dtype of the operands alone."""
+    """Sums floating-point operations by the dtype of the operands alone."""
     totals: Counter[str] = Counter()
     for (dtype, _), count in flops.items():
         totals[dtype] += count
@@ -122,15 +123,14 @@ def by_dtype(flops: Counter[tuple[str, str]]) -> dict[str, int]:
 
 @dataclass
 class Program:
-    """A training step.
+    """The work of a training step by part. An open loop is one without a known trip count.
 
     Attributes:
-      micro_batch: what is done for each micro-batch: the loop without a trip count that moves most bytes.
-      forward: what is done for each micro-batch without loss: the other such loops.
-      step: what is done once.
-      open_loops: number of outermost loops without a trip count. One more than two would be counted as if it ran once a
-        forward.
-      inner_open_loops: number of those inside of them.
+      micro_batch: The work for each micro-batch with loss: the outermost open loop that moves most bytes.
+      forward: The work for each micro-batch without loss: all other outermost open loops.
+      step: The work that is done once a step.
+      open_loops: The number of outermost open loops. A third one would count as part of the forward.
+      inner_open_loops: The number of open loops inside of these.
     """
 
     micro_batch: Work
@@ -141,10 +141,10 @@ class Program:
 
 
 def count_program(module: Module, devices: int) -> Program:
-    """Counts a compiled training step on ``devices`` partitions.
+    """Counts the work of a compiled training step on ``devices`` partitions.
 
     Raises:
-      ValueError: the groups of a collective, or a product, are written in a form that is not known here.
+      ValueError: The groups of a collective, or a product, have a form that the counter does not know.
     """
     counter = _Counter(module, devices)
     step = counter.scheduled(module.computations[module.entry], 1)
@@ -156,7 +156,7 @@ def count_program(module: Module, devices: int) -> Program:
 
 
 class _Counter:
-    """Walks the computations of a module."""
+    """A walk through the computations of a module that adds up their work."""
 
     def __init__(self, module: Module, devices: int):
         self._module, self._devices = module, devices
@@ -165,7 +165,7 @@ class _Counter:
         self._is_inside = False
 
     def scheduled(self, computation: Computation, times: int) -> Work:
-        """What a computation of which every instruction is a kernel or control flow does in ``times`` executions."""
+        """Counts ``times`` executions of a computation whose instructions are all kernels or control flow."""
         work = Work()
         for one in computation.instructions.values():
             kind = one.opcode.removesuffix("-start")
@@ -220,7 +220,7 @@ class _Counter:
                 work.kernels.append((inner, instruction, times))
 
     def _inside(self, computation: Computation, one: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """A kernel's instructions: itself, and those of the computations fused into it."""
+        """Yields a kernel's own instruction and the instructions of the computations fused into it."""
         yield computation, one
         if one.opcode in ("fusion", "fusion-start") and "calls" in one.called:
             fused = self._module.computations[one.called["calls"]]
@@ -228,7 +228,7 @@ class _Counter:
                 yield from self._inside(fused, instruction)
 
     def _memory_bytes(self, computation: Computation, one: Instruction) -> int:
-        """Bytes that a kernel reads and writes: each operand once, of what it slices only the slice."""
+        """Counts the bytes that a kernel reads and writes: each operand once, or only the slice that it takes."""
         if one.opcode in ("fusion", "fusion-start") and "calls" in one.called:
             fused = self._module.computations[one.called["calls"]]
             return sum(_read_by_fusion(fused)) + _written(fused)
@@ -250,7 +250,7 @@ class _Counter:
 
 
 def _add_branches(work: Work, branches: list[Work]) -> None:
-    """Adds the branch of a conditional that counts, and of the others what they would multiply."""
+    """Adds the branch of a conditional that counts; the products of the others become untaken."""
     *others, taken = sorted(branches, key=lambda branch: (branch.calls_attention, branch.memory_bytes))
     work.add(taken)
     for branch in others:
@@ -263,7 +263,7 @@ def _main_memory(arrays: tuple[Array, ...]) -> int:
 
 
 def _read_by_fusion(fused: Computation) -> Iterator[int]:
-    """Bytes read of each parameter: what is sliced from it where that is all that is done with it."""
+    """Yields the bytes read of each parameter: the slices alone, where the fusion uses nothing else of it."""
     users: dict[str, list[Instruction]] = {name: [] for name in fused.instructions}
     for one in fused.instructions.values():
         for operand in one.operands:
@@ -290,9 +290,9 @@ def _read_by_fusion(fused: Computation) -> Iterator[int]:
 
 
 def _written(fused: Computation) -> int:
-    """Bytes written by a fusion: of an array that is updated in place only the update."""
+    """Counts the bytes written by a fusion; of an array that is updated in place only the update counts."""
 
-    def of(name: str) -> int:
+    def written(name: str) -> int:
         one = fused.instructions[name]
         source = one
         while source.opcode in _VIEWS:
@@ -302,7 +302,7 @@ def _written(fused: Computation) -> int:
         return _main_memory(one.arrays)
 
     root = fused.root
-    return sum(map(of, root.operands)) if root.opcode == "tuple" else of(root.name)
+    return sum(map(written, root.operands)) if root.opcode == "tuple" else written(root.name)
 
 
 # --- floating-point operations of one product -------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def _is_gemm(one: Instruction) -> bool:
 
 
 def _product(computation: Computation, one: Instruction) -> tuple[tuple[str, str], int]:
-    """((operands' dtype, precision), floating-point operations) of a product."""
+    """Returns ((operands' dtype, precision), floating-point operations) of a product."""
     left, right = (arrays[0] for arrays in computation.operand_arrays(one)[:2])
     dtypes = "x".join(sorted({left.dtype, right.dtype}))
     count = _convolution_flops(one, left, right) if one.opcode == "convolution" else _dot_flops(one, left)
@@ -328,18 +328,18 @@ def _precision(one: Instruction) -> str:
 
 
 def _dot_flops(one: Instruction, left: Array) -> int:
-    """Two operations for each element of the result and each contracted index."""
+    """Counts two operations for each element of the result and each contracted index."""
     contracted = one.integers("lhs_contracting_dims")
     if _is_gemm(one):
-        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.attributes)
-        if found is None:
+        listed = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.attributes)
+        if listed is None:
             raise ValueError(f"{one.name}: a matrix product without contracting dimensions")
-        contracted = tuple(int(text.strip('" ')) for text in found.group(1).split(","))
+        contracted = tuple(int(text.strip('" ')) for text in listed.group(1).split(","))
     return 2 * math.prod(one.arrays[0].dims) * math.prod(left.dims[i] for i in contracted)
 
 
 def _convolution_flops(one: Instruction, left: Array, right: Array) -> int:
-    """Two operations for each pair of an input and a kernel element that meet; padding and holes are not counted."""
+    """Counts two operations for each input and kernel element that meet; padding and holes do not count."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
     if labels is None:
         raise ValueError(f"{one.name}: a convolution without dim_labels")
@@ -347,7 +347,7 @@ def _convolution_flops(one: Instruction, left: Array, right: Array) -> int:
     spatial = sum(label.isdigit() for label in inputs)
     window = {key: value.split("x") for key, value in re.findall(r"(\w+)=([\w\-x]+)", one.attribute("window") or "")}
 
-    def of(key: str, default: str) -> list[str]:
+    def setting(key: str, default: str) -> list[str]:
         return window.get(key, [default] * spatial)
 
     pairs = 1
@@ -356,10 +356,10 @@ def _convolution_flops(one: Instruction, left: Array, right: Array) -> int:
             left.dims[inputs.index(str(i))],
             right.dims[kernel.index(str(i))],
             one.arrays[0].dims[outputs.index(str(i))],
-            int(of("stride", "1")[i]),
-            int(of("pad", "0_0")[i].split("_")[0]),
-            int(of("lhs_dilate", "1")[i]),
-            int(of("rhs_dilate", "1")[i]),
+            int(setting("stride", "1")[i]),
+            int(setting("pad", "0_0")[i].split("_")[0]),
+            int(setting("lhs_dilate", "1")[i]),
+            int(setting("rhs_dilate", "1")[i]),
         )
     batch_groups = int(one.attribute("batch_group_count") or 1)
     batch = left.dims[inputs.index("b")] // batch_groups
@@ -367,7 +367,7 @@ def _convolution_flops(one: Instruction, left: Array, right: Array) -> int:
 
 
 def _meetings(size: int, kernel: int, out: int, stride: int, low: int, dilate: int, kernel_dilate: int) -> int:
-    """(place of the output, element of the kernel) pairs that meet an element of the input along one dimension."""
+    """Counts the pairs of an output place and a kernel element that meet an input element along one dimension."""
     return sum(
         (place := o * stride + k * kernel_dilate - low) >= 0 and place % dilate == 0 and place // dilate < size
         for o in range(out)

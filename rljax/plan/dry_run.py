@@ -1,6 +1,6 @@
-"""What a run would need, from shapes alone: only the model's config.json is read, nothing is allocated or started.
+"""Describes what a run would need, from shapes alone. It reads the model's config.json and allocates nothing.
 
-``python -m rljax.train CONFIG.yaml --dry-run``. The mesh may be larger than the devices here.
+``python -m rljax.train CONFIG.yaml --dry-run``. The mesh may be larger than the number of devices present.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Lines = dict[str, str]
 
 
 def dry_run(config: Config) -> str:
-    """Describes the parts of a run from shapes, a line each.
+    """Describes each part of a run in one line, from shapes.
 
     Raises:
-      ValueError: settings that do not fit one another or the model, or a model whose shape cannot be known here.
+      ValueError: Settings do not fit one another or the model, or the model's shape is unknown.
     """
     policy = policy_shape(config.model.path)
     mesh = shape_mesh(config.mesh)
@@ -46,12 +46,12 @@ def dry_run(config: Config) -> str:
 
 
 def shape_mesh(config: MeshConfig) -> AbstractMesh:
-    """The mesh's shape without its devices; ``fsdp: -1`` counts those here."""
+    """Returns the mesh's shape without devices; ``fsdp: -1`` uses the number of devices present."""
     return AbstractMesh(config.shape(jax.device_count()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
-    """Raises ValueError for sizes of batch, model and mesh that do not fit one another."""
+    """Raises ValueError if the sizes of batch, model and mesh do not fit one another."""
     if config.max_engine_tokens > policy.max_position_embeddings:
         longest = "rollout" if config.max_engine_tokens == config.max_sequence_tokens else "eval"
         raise ValueError(
@@ -69,12 +69,12 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
             f"{ways} ways that the mesh splits rows (mesh.replica x mesh.fsdp x mesh.expert)"
         )
     batch_shape(config)
-    if config.rollout.engine == "exact":  # it also takes what is sampled in evaluations
+    if config.rollout.engine == "exact":  # its executable also scores the responses of evaluations
         config.packing.resolve_row_tokens(config.max_engine_tokens)
 
 
 def check_routes(config: Config, policy: PolicyConfig) -> None:
-    """Raises ValueError where ``rollout.router_replay`` does not fit the policy, the updates or the host's memory."""
+    """Raises ValueError if ``rollout.router_replay`` does not fit the policy, the updates or the host's memory."""
     replay = config.rollout.router_replay
     if replay == "none":
         return
@@ -90,12 +90,12 @@ def check_routes(config: Config, policy: PolicyConfig) -> None:
 
 
 def route_bytes(config: Config, policy: PolicyConfig) -> int:
-    """Most bytes of the routes of one step: of every place of its rows, as they go to the devices."""
+    """Returns the largest number of bytes of one step's routes, for every place of its rows."""
     return 0 if config.rollout.router_replay == "none" else policy.route_bytes * math.prod(batch_shape(config))
 
 
 def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
-    """(bytes in all, bytes on one device) of what the trainer keeps during a step, without activations."""
+    """Returns (bytes in total, bytes on one device) of each array that the trainer keeps, without activations."""
     dynamic = config.precision.compute_dtype == "float16"
     state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic, lora=config.lora)
     dtype = jnp.dtype(config.precision.compute_dtype)
@@ -118,7 +118,7 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
         trees = {f"frozen {dtype} base": base, f"{dtype} merged": merged, "adapters": state.params, **trees}
         if config.mesh.keep_gathered:
             trees[f"{dtype} gathered"] = weights(axes)
-        # That of a run without ``lora.adapter`` is the base.
+        # Without ``lora.adapter`` the reference policy is the base.
         reference = merged if config.lora.adapter else {}
     if config.loss.kl != "none":
         trees["reference policy"] = reference
@@ -129,15 +129,15 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
 
 
 def beside_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> int:
-    """Bytes on one device of what stays there and the step does not read: a reference, the weights under adapters."""
+    """Returns the bytes on one device that the step does not read: a reference policy, the weights under adapters."""
     sizes = state_bytes(config, policy, mesh)
-    # Merged weights have the shapes and the dtype of those under the adapters.
+    # The weights under the adapters have the shapes and the dtype of the merged weights.
     names = ("reference policy", f"{jnp.dtype(config.precision.compute_dtype)} merged")
     return sum(sizes[name][1] for name in names if name in sizes)
 
 
 def planned_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
-    """(bytes on all devices, bytes on one) of what the trainer keeps during a step, and what the step works with."""
+    """Returns (bytes in total, bytes on one device) of the trainer's arrays and of the step's working memory."""
     working = working_bytes(config, policy, mesh)
     devices = math.prod(mesh.shape.values())
     if routes := route_bytes(config, policy):
@@ -146,14 +146,14 @@ def planned_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
 
 
 def _bytes(tree: Any) -> tuple[int, int]:
-    """Bytes of a tree's leaves, and of one device's part of them."""
+    """Returns the bytes of a tree's leaves, and of one device's part of them."""
     leaves = jax.tree.leaves(tree)
     part = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves), part
 
 
 def byte_table(sizes: dict[str, tuple[int, int]]) -> list[str]:
-    """Lines of a table."""
+    """Formats the bytes as the lines of a table."""
     in_all, per_device = map(sum, zip(*sizes.values(), strict=True))
     every = sizes | {"sum": (in_all, per_device)}
     rows = {"bytes": ("in all", "per device")} | {name: (in_units(a), in_units(b)) for name, (a, b) in every.items()}
@@ -162,13 +162,13 @@ def byte_table(sizes: dict[str, tuple[int, int]]) -> list[str]:
 
 
 def in_units(count: int) -> str:
-    """A number of bytes with a binary unit: 1536 is 1.50 KiB."""
+    """Formats a number of bytes with a binary unit: 1536 is 1.50 KiB."""
     exponent = max(0, min(3, (count.bit_length() - 1) // 10))
     return f"{count} B" if exponent == 0 else f"{count / 1024**exponent:.2f} {'KMG'[exponent - 1]}iB"
 
 
 def describe_batch(config: Config) -> Lines:
-    """What a step samples and how it is packed."""
+    """Describes the samples of a step and how they are packed."""
     prompts, group, count = config.data.batch_size, config.rollout.group_size, config.num_sequences
     of_update, updates = count // config.loss.mini_batches, config.loss.mini_batches * config.loss.epochs
     micro, rows, tokens = batch_shape(config, of_update)
@@ -187,7 +187,7 @@ def describe_batch(config: Config) -> Lines:
 
 
 def describe_model(config: Config, policy: PolicyConfig, mesh: Any) -> Lines:
-    """The policy and the mesh."""
+    """Describes the policy and the mesh."""
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(policy)))
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 or axis in ("fsdp", "tp")}
     shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
@@ -208,11 +208,11 @@ def describe_model(config: Config, policy: PolicyConfig, mesh: Any) -> Lines:
 
 
 def describe_sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> Lines:
-    """Of ``planned_bytes``, what is on a device while servers sample there; {} where none do."""
+    """Describes the bytes on a device while servers sample there, from ``planned_bytes``; {} without such servers."""
     if not config.rollout.colocated:
         return {}
     of_state = [sizes[name][1] for name in ("masters", "adapters", "moments") if name in sizes]
-    frozen = ("base", "merged", "policy")  # weights under adapters, those merged, a reference
+    frozen = ("base", "merged", "policy")  # weights under adapters, merged weights, a reference policy
     others = sum(part for name, (_, part) in sizes.items() if name.endswith(frozen))
     if not is_offloaded(config):
         return {"while servers sample": f"{in_units(sum(of_state) + others)} of the trainer on each device"}
@@ -221,7 +221,7 @@ def describe_sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> Line
 
 
 def describe_adapters(lora: LoraConfig, policy: PolicyConfig) -> str:
-    """The adapters that are trained."""
+    """Describes the adapters that are trained."""
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract_adapters(policy, lora)))
     start = f", from {lora.adapter}" if lora.adapter else ""
     on = ", ".join(lora.targets)
@@ -229,7 +229,7 @@ def describe_adapters(lora: LoraConfig, policy: PolicyConfig) -> str:
 
 
 def describe_recipe(config: Config) -> Lines:
-    """Loss, correction, schedule, precision, engine and evaluation."""
+    """Describes loss, correction, schedule, precision, engine and evaluation."""
     loss, correction, schedule = config.loss, config.correction.resolved(), config.schedule
     rate = f"{schedule.kind} from {config.optimizer.learning_rate:g}"
     if schedule.kind == "length_triggered":

@@ -1,6 +1,6 @@
-"""Reads the text of a compiled XLA program: computations, instructions, array shapes and replica groups.
+"""Reads the text of a compiled XLA program: computations, instructions, array shapes, replica groups, trip counts.
 
-The text is that of ``jax.stages.Compiled.as_text()``, whose grammar is XLA's (xla/hlo/parser/hlo_parser.cc).
+The text comes from ``jax.stages.Compiled.as_text()``; its grammar is XLA's (xla/hlo/parser/hlo_parser.cc).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# HLO's name of an element type -> (numpy's or ml_dtypes' name, bits).
+# The name of an element type in numpy or ml_dtypes and its bits, by its name in HLO.
 ELEMENT_TYPES: dict[str, tuple[str, int]] = {
     "pred": ("bool", 8),
     **{f"s{bits}": (f"int{bits}", bits) for bits in (2, 4, 8, 16, 32, 64)},
@@ -36,7 +36,7 @@ _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)
 
 @dataclass(frozen=True)
 class Array:
-    """Shape of an array. ``memory_space`` 0 is the device's main memory; on a TPU 1 is on the chip, 5 the host's."""
+    """The shape of an array. Memory space 0 is the device's main memory; on a TPU 1 is on the chip, 5 on the host."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -44,7 +44,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Size without padding (bytes)."""
+        """The size without padding, in bytes."""
         bits = next(bits for name, bits in ELEMENT_TYPES.values() if name == self.dtype)
         return math.prod(self.dims) * bits // 8
 
@@ -54,13 +54,13 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      name: unique in the module, without ``%``.
-      arrays: what it gives; of a tuple every array, in order.
-      opcode: such as ``fusion``.
-      operands: names of instructions of the same computation.
-      attributes: the text after the operands.
-      literal: the text between the parentheses.
-      is_root: whether it is the computation's result.
+      name: The name, unique in the module, without ``%``.
+      arrays: The arrays that the instruction returns, in order; a tuple has several.
+      opcode: The opcode, such as ``fusion``.
+      operands: The names of the operands, which are instructions of the same computation.
+      attributes: The text after the operands.
+      literal: The text between the parentheses.
+      is_root: Whether this is the computation's result.
     """
 
     name: str
@@ -73,51 +73,52 @@ class Instruction:
 
     @property
     def called(self) -> dict[str, str]:
-        """Attribute -> name of the computation that it names; branches are ``branch_0``, ``branch_1``, ..."""
-        found = dict(_CALLED.findall(self.attributes))
-        several = _BRANCHES.search(self.attributes)
-        names = several.group(1).split(",") if several else []
-        return found | {f"branch_{i}": name.strip().lstrip("%") for i, name in enumerate(names)}
+        """The names of the called computations by attribute; branches are ``branch_0``, ``branch_1``, ..."""
+        branches = _BRANCHES.search(self.attributes)
+        names = branches.group(1).split(",") if branches else []
+        return dict(_CALLED.findall(self.attributes)) | {
+            f"branch_{i}": name.strip().lstrip("%") for i, name in enumerate(names)
+        }
 
     def attribute(self, name: str) -> str | None:
-        """The text of ``name=TEXT`` or, for braces, the inside of ``name={TEXT}``; None without one."""
+        """Returns TEXT of ``name=TEXT`` or ``name={TEXT}``; None without such an attribute."""
         found = re.search(rf"\b{name}=(?:\{{([^{{}}]*)\}}|([\w.\->]+))", self.attributes)
         return None if found is None else found.group(1) if found.group(1) is not None else found.group(2)
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """The integers of ``name={1,2}``; none without such an attribute."""
+        """Returns the integers of ``name={1,2}``; an empty tuple without such an attribute."""
         return tuple(int(text) for text in (self.attribute(name) or "").split(",") if text)
 
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions by name, in the order in which they are scheduled."""
+    """The instructions of a computation by name, in the order in which they are scheduled."""
 
     instructions: dict[str, Instruction]
 
     @functools.cached_property
     def root(self) -> Instruction:
-        """The result."""
+        """The instruction that is the result."""
         return next(one for one in self.instructions.values() if one.is_root)
 
     def operand_arrays(self, instruction: Instruction) -> list[tuple[Array, ...]]:
-        """The arrays of each operand."""
+        """Returns the arrays of each operand."""
         return [self.instructions[name].arrays for name in instruction.operands]
 
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program."""
+    """A compiled program: its computations by name, and the name of the entry computation."""
 
     computations: dict[str, Computation]
     entry: str
 
 
 def parse_module(text: str) -> Module:
-    """Reads a program.
+    """Reads a program from its text.
 
     Raises:
-      ValueError: there is no entry computation, so that the text is not a program.
+      ValueError: The text has no entry computation, so it is not a program.
     """
     computations: dict[str, Computation] = {}
     entry: str | None = None
@@ -138,7 +139,7 @@ def parse_module(text: str) -> Module:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """The lines; what goes on with an instruction (a kernel's metadata has line breaks) is added to it."""
+    """Yields the lines, with each instruction on one line; a kernel's metadata may contain line breaks."""
     line = ""
     for following in text.splitlines():
         is_new = not following or any(kind.match(following) for kind in (_INSTRUCTION, _END, _HEADER))
@@ -151,7 +152,7 @@ def _logical_lines(text: str) -> Iterator[str]:
 
 
 def _parse_instruction(line: str) -> Instruction | None:
-    """The instruction of a line, or None for a line that holds none."""
+    """Reads the instruction of a line; None if the line has none."""
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
@@ -172,24 +173,76 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, opened: int) -> int:
-    """Index of the parenthesis that closes the one at ``opened``."""
+    """Returns the index of the parenthesis that closes the one at ``opened``."""
     depth = 0
-    for found in re.finditer(r"[()]", line[opened:]):
-        depth += 1 if found.group() == "(" else -1
+    for parenthesis in re.finditer(r"[()]", line[opened:]):
+        depth += 1 if parenthesis.group() == "(" else -1
         if depth == 0:
-            return opened + found.start()
+            return opened + parenthesis.start()
     raise ValueError(f"unbalanced parentheses in an instruction: {line.strip()[:80]}")
 
 
 def parse_arrays(text: str) -> tuple[Array, ...]:
-    """Every array of a type's text, in order: ``(f32[2,3]{1,0}, bf16[4]{0:S(1)})`` has two."""
+    """Reads the arrays of a type's text, in order: ``(f32[2,3]{1,0}, bf16[4]{0:S(1)})`` has two."""
     return tuple(
         Array(ELEMENT_TYPES[dtype][0], tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), int(space or 0))
         for dtype, dims, space in _ARRAY.findall(text)
     )
 
 
-# --- which devices work together --------------------------------------------------------------------------------------
+# --- trip counts of loops ---------------------------------------------------------------------------------------------
+
+_SAME_VALUE = ("bitcast", "convert", "copy", "copy-done", "copy-start")
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """Returns the number of executions of a loop's body; None if the program's input decides it.
+
+    For GPUs XLA writes the number down. For TPUs it follows from the loop's counter, which starts at a constant, grows
+    by a constant, and is compared with a constant.
+    """
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        return int(known.group(1))
+    condition, body = (module.computations[loop.called[part]] for part in ("condition", "body"))
+    comparison = condition.root
+    if comparison.opcode != "compare" or comparison.attribute("direction") != "LT":
+        return None
+    counter, limit = (_source(condition, name) for name in comparison.operands)
+    index = counter.attribute("index")
+    if counter.opcode != "get-tuple-element" or index is None:
+        return None
+    start = _element(computation, computation.instructions[loop.operands[0]], int(index))
+    step = _element(body, body.root, int(index))
+    if step is None or step.opcode != "add":
+        return None
+    before, increment = (_source(body, name) for name in step.operands)
+    numbers = [_constant(one) for one in (start, limit, increment)]
+    if before.attribute("index") != index or None in numbers:
+        return None
+    first, last, each = (number for number in numbers if number is not None)
+    return max(0, math.ceil((last - first) / each))
+
+
+def _source(computation: Computation, name: str) -> Instruction:
+    """Returns the instruction that computes a value, without the copies of it."""
+    one = computation.instructions[name]
+    while one.opcode in _SAME_VALUE:
+        one = computation.instructions[one.operands[0]]
+    return one
+
+
+def _element(computation: Computation, values: Instruction, index: int) -> Instruction | None:
+    """Returns the instruction that computes an element of a tuple; None if the tuple is made elsewhere."""
+    return _source(computation, values.operands[index]) if values.opcode == "tuple" else None
+
+
+def _constant(one: Instruction | None) -> int | None:
+    """Returns the value of an integer constant; None for any other instruction."""
+    literal = one.literal if one is not None and one.opcode == "constant" else ""
+    return int(literal) if re.fullmatch(r"-?\d+", literal) else None
+
+
+# --- groups of devices ------------------------------------------------------------------------------------------------
 
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^()]*(?:\([\d,]*\))?)\))? ?\{([^}]*)\}")
 _IOTA = re.compile(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
@@ -198,12 +251,12 @@ _AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?")
 
 
 def replica_groups(instruction: Instruction, devices: int) -> list[list[int]]:
-    """The groups of partitions in which a collective works, of ``devices`` in all.
+    """Returns the groups of a collective's partitions; a program has ``devices`` partitions in total.
 
-    Of a ``collective-permute`` each pair of a source and its target is a group.
+    Each pair of a source and a target of a ``collective-permute`` is a group.
 
     Raises:
-      ValueError: the groups are written in a form that is not known here.
+      ValueError: The groups have a form that the parser does not know.
     """
     text = instruction.attributes
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})?\}", text):
@@ -226,7 +279,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """``[2,4]<=[4,2]T(1,0)``: 0, 1, 2, ... in the second shape, transposed, in the first shape."""
+    """Reads ``[2,4]<=[4,2]T(1,0)``: 0, 1, 2, ... in the second shape, transposed, reshaped to the first shape."""
     shape, dims, order = re.fullmatch(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()  # type: ignore[union-attr]
     ids = np.arange(math.prod(_sizes(dims))).reshape(_sizes(dims))
     ids = ids.transpose(_sizes(order)) if order else ids
@@ -234,11 +287,11 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _of_mesh(axes: str, ids: str | None, wanted: str) -> list[list[int]]:
-    """Groups along some axes of a mesh; ``'a':(2)4`` is the part of axis a of size 4 that follows one of size 2."""
+    """Returns the groups along some axes of a mesh; ``'a':(2)4`` is the part of size 4 of axis a after a part of 2."""
     sizes = {name.strip("' "): int(size) for name, size in (one.split("=") for one in axes.split(",") if one)}
     count = math.prod(sizes.values())
     devices = np.arange(count) if ids is None else _iota(ids) if "[" in ids else np.array(_sizes(ids))
-    dims: list[tuple[str, int, int]] = []  # (axis, size of what goes before in it, size)
+    dims: list[tuple[str, int, int]] = []  # axis, size of the earlier parts of the axis, size
     chosen = [
         (axis, int(before or 1), int(size or sizes[axis])) for axis, before, size in _AXIS.findall(wanted) if axis
     ]

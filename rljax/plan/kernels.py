@@ -1,12 +1,11 @@
-"""What kernels multiply inside a custom call, which the program's text does not say: by formula.
+"""Counts by formula the products inside custom calls, which the program's text does not show.
 
-Attention.
-A product of one query with one key costs two operations for each element of a head. A forward pass makes two such
-products for every pair of a query and a key that it may see (scores, output), a backward pass five (scores again,
-and the gradients of values, probabilities, queries and keys), or four and three where it is two kernels.
+Attention: a product of one query with one key costs two operations for each element of a head. A forward pass makes two
+products for every pair of a query and a key that it may see (scores, output). A backward pass makes five (scores again,
+and the gradients of values, probabilities, queries and keys), or four and three if it has two kernels.
 
-Grouped products of a mixture's experts. Each of m rows [m, d] meets one of e matrices [e, d, f], or gives to one of e
-outer products: 2 m d f operations, with all rows that there is room for.
+Grouped products of a mixture's experts: each of m rows [m, d] multiplies one of e matrices [e, d, f], or adds to one of
+e outer products. These are 2 m d f operations, where m counts all rows that there is room for.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import NamedTuple
 from rljax.plan.count import Work
 from rljax.plan.hlo import Array, Computation, Instruction
 
-# What the call's name or its metadata holds -> products for each pair, the first that fits.
+# Patterns of a call's name or metadata, with the number of products for each pair; the first match counts.
 _PRODUCTS = (
     (re.compile(r"__cudnn\$fmha\w*Backward"), 5),
     (re.compile(r"__cudnn\$fmha"), 2),
@@ -34,13 +33,13 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 @dataclass(frozen=True)
 class KernelUse:
-    """A custom call's executions.
+    """The executions of a custom call.
 
     Attributes:
-      target: its name.
-      count: executions.
-      dtype: of its operands; empty where it is no kernel that is known here.
-      flops: by formula; None where none is known.
+      target: The name of the call.
+      count: The number of executions.
+      dtype: The dtype of the operands; empty if the kernel is unknown.
+      flops: The floating-point operations by formula; None if the kernel is unknown.
     """
 
     target: str
@@ -49,13 +48,13 @@ class KernelUse:
     flops: int | None
 
     def plus(self, other: KernelUse) -> KernelUse:
-        """The executions of both, of the same target and dtype."""
+        """Adds the executions of the same target and dtype."""
         flops = None if self.flops is None or other.flops is None else self.flops + other.flops
         return KernelUse(self.target, self.count + other.count, self.dtype, flops)
 
 
 def causal_pairs(segments: Sequence[int]) -> int:
-    """(query, key) pairs of a row whose segments have these lengths (tokens): each token sees itself and those before.
+    """Counts the (query, key) pairs of a row whose segments have these lengths; a token sees itself and all before it.
 
     >>> causal_pairs([3, 1])
     7
@@ -64,26 +63,26 @@ def causal_pairs(segments: Sequence[int]) -> int:
 
 
 class AttentionFlops(NamedTuple):
-    """Operations of the products of one layer; a multiply-add is two."""
+    """The operations of one layer's products; a multiply-add is two."""
 
     forward: int  # scores, output
     backward: int  # scores again, gradients of the probabilities, and of queries, keys and values
 
 
 def attention_flops(lengths: Sequence[int], *, num_heads: int, head_dim: int) -> AttentionFlops:
-    """Operations that causal attention inside segments needs in one layer, whatever computes it.
+    """Counts the operations that causal attention inside segments needs in one layer.
 
     Args:
-      lengths: tokens of each segment.
-      num_heads: query heads; key-value heads do not matter.
-      head_dim: width of a head.
+      lengths: The length of each segment, in tokens.
+      num_heads: The number of query heads; key-value heads do not matter.
+      head_dim: The width of a head.
     """
     product = 2 * causal_pairs(lengths) * num_heads * head_dim
     return AttentionFlops(2 * product, 5 * product)
 
 
 def full_row(row_tokens: int, longest: int) -> list[int]:
-    """Lengths of the segments of a row that is filled with the longest sequences.
+    """Returns the lengths of the segments of a row that is filled with the longest sequences.
 
     >>> full_row(10, 4)
     [4, 4, 2]
@@ -93,11 +92,11 @@ def full_row(row_tokens: int, longest: int) -> list[int]:
 
 
 def kernel_uses(work: Work, segments: Sequence[int]) -> list[KernelUse]:
-    """The custom calls of ``work``, those of the same name, dtype and formula together.
+    """Returns the custom calls of ``work``; calls of the same name and dtype are added up.
 
     Args:
-      work: of one device.
-      segments: lengths of the segments of every row (tokens).
+      work: The work of one device.
+      segments: The lengths of the segments in every row, in tokens.
     """
     uses: dict[tuple[str, str], KernelUse] = {}
     for computation, call, times in work.kernels:
@@ -118,7 +117,7 @@ def kernel_uses(work: Work, segments: Sequence[int]) -> list[KernelUse]:
 
 
 def _grouped_flops(computation: Computation, call: Instruction) -> tuple[str, int] | None:
-    """(dtype, operations) of one execution of a grouped product's kernel; None of another call."""
+    """Returns (dtype, operations) of one execution of a grouped product's kernel; None for another call."""
     if not _GROUPED.search(call.attributes):
         return None
     operands = [array for operand in computation.operand_arrays(call) for array in operand if "float" in array.dtype]
@@ -131,6 +130,6 @@ def _grouped_flops(computation: Computation, call: Instruction) -> tuple[str, in
 
 
 def _query(computation: Computation, call: Instruction) -> Array | None:
-    """The first operand with rows or heads, tokens and a head's width."""
+    """Returns the first operand with dimensions for rows or heads, tokens and a head's width."""
     arrays = [array for operand in computation.operand_arrays(call) for array in operand]
     return next((array for array in arrays if "float" in array.dtype and len(array.dims) >= 3), None)

@@ -1,8 +1,8 @@
-"""Machines to compile for by name, with the published rates of their cards, and their devices as JAX describes them.
+"""The machines that a step can be compiled for, with the published rates of their cards and JAX's devices.
 
-Rates are a card's peaks as its maker publishes them, without sparsity: NVIDIA's H100 and H200 data sheets and the H100
-white paper, and Google's pages of TPU v4, v5e, v5p, v6e and 7x (docs.cloud.google.com/tpu/docs). A link's rate is that
-of one direction, half of what is advertised for both.
+A rate is a card's peak without sparsity, published by its maker: NVIDIA's H100 and H200 data sheets, the H100 white
+paper, and Google's pages of TPU v4, v5e, v5p, v6e and 7x (docs.cloud.google.com/tpu/docs). The rate of a link counts
+one direction, which is half of the advertised rate.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ _NO_TPU_HOST = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-INSTALL = "bash launch/install_compilers.sh; then .venv-compile/bin/python -m rljax.train"
+INSTALL = {
+    "tpu": "pip install 'jax[tpu]'",
+    "cuda": "pip install --no-deps nvidia-cudnn-cu12, and jax-cuda12-plugin and jax-cuda12-pjrt of jaxlib's version",
+}
+"""The advice of an error message, by platform."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """What one device of a machine can do.
+    """The memory and the rates of one device.
 
     Attributes:
-      name: as its maker says it.
-      flops: (dtype of the operands, precision) -> floating-point operations of products in a second.
-      memory_bytes: of its main memory.
-      memory_rate: bytes read or written in a second.
-      link_rate: bytes a second and direction to the other cards of its node; of a TPU over all its links in the slice.
-      network_rate: bytes a second and direction to other nodes; None: all cards of a machine are linked alike.
+      name: The maker's name of the card.
+      flops: The floating-point operations of products per second, by (dtype of the operands, precision).
+      memory_bytes: The size of the main memory, in bytes.
+      memory_rate: The bytes read or written per second.
+      link_rate: The bytes per second and direction to the other cards of the node, or over all links of a TPU.
+      network_rate: The bytes per second and direction to other nodes; None if all cards have the same links.
     """
 
     name: str
@@ -43,7 +47,7 @@ class Card:
     network_rate: float | None = None
 
     def product_rate(self, dtype: str, precision: str) -> float:
-        """Floating-point operations a second of products of this dtype; of two dtypes that of the slower."""
+        """Returns the floating-point operations per second of products of a dtype; of two dtypes the slower counts."""
         pairs = [(part, precision) for part in dtype.split("x")]
         pairs = [pair if pair in self.flops else (pair[0], "default") for pair in pairs]
         return min(self.flops.get(pair, self.flops["float32", "highest"]) for pair in pairs)
@@ -51,14 +55,14 @@ class Card:
 
 @dataclass(frozen=True)
 class Machine:
-    """Cards that train together.
+    """The cards that train together.
 
     Attributes:
-      name: as given on the command line.
-      card: what each device is.
-      platform: cuda or tpu.
+      name: The name on the command line.
+      card: The card of every device.
+      platform: The platform, cuda or tpu.
       topology: JAX's name of the arrangement.
-      nodes: hosts of a GPU machine; a TPU's slice counts as one.
+      nodes: The number of hosts of a GPU machine; a TPU's slice counts as one.
     """
 
     name: str
@@ -71,7 +75,7 @@ class Machine:
 _SIXTEEN_BIT = ("bfloat16", "float16")
 H100 = Card(
     name="NVIDIA H100 SXM 80 GB",
-    # A float32 product runs as TF32 unless the highest precision is asked for.
+    # A float32 product runs as TF32 unless its precision is highest.
     flops={
         **{(dtype, "default"): 989.4e12 for dtype in _SIXTEEN_BIT},
         ("float32", "default"): 494.7e12,
@@ -87,7 +91,7 @@ H200 = dataclasses.replace(H100, name="NVIDIA H200 SXM", memory_bytes=141_000_00
 
 
 def _tpu(name: str, tflops: float, memory_gib: int, memory_gb_s: float, link_gb_s: float) -> Card:
-    """A TPU; its products are of bfloat16, and float32 takes one, three or six passes of them."""
+    """Returns a TPU's card. Its products are bfloat16; a float32 product takes one, three or six passes of them."""
     passes = {"default": 1, "high": 3, "highest": 6}
     return Card(
         name=name,
@@ -106,7 +110,7 @@ TPUS = {
     "v5e": _tpu("TPU v5e", 197, 16, 819, 200),
     "v5p": _tpu("TPU v5p", 459, 95, 2765, 600),
     "v6e": _tpu("TPU v6e", 918, 32, 1638, 400),
-    # A chip is two devices, which share its links.
+    # A chip is two devices that share its links.
     "tpu7x": _tpu("TPU7x, half a chip", 2307 / 2, 96, 7380 / 2, 300),
 }
 
@@ -134,17 +138,17 @@ def card_of_kind(device_kind: str) -> Card | None:
 
 
 def parse_machine(name: str) -> Machine:
-    """The machine of a name: ``h100:NODESxCARDS``, such as h100:2x8, or ``tpu:KIND:SHAPE``, such as tpu:v5p:2x2x4.
+    """Reads a machine's name: ``h100:NODESxCARDS``, such as h100:2x8, or ``tpu:KIND:SHAPE``, such as tpu:v5p:2x2x4.
 
     Raises:
-      ValueError: no such machine.
+      ValueError: There is no such machine.
     """
-    if found := re.fullmatch(r"h100:([1-9]\d*)x([1-9]\d*)", name):
-        nodes, cards = int(found.group(1)), int(found.group(2))
+    if gpus := re.fullmatch(r"h100:([1-9]\d*)x([1-9]\d*)", name):
+        nodes, cards = int(gpus.group(1)), int(gpus.group(2))
         return Machine(name, H100, "cuda", f"{nodes}x1x{cards}", nodes)
     kinds = "|".join(TPUS)
-    if found := re.fullmatch(rf"tpu:({kinds}):((?:[1-9]\d*x)*[1-9]\d*)", name):
-        kind, shape = found.groups()
+    if tpu := re.fullmatch(rf"tpu:({kinds}):((?:[1-9]\d*x)*[1-9]\d*)", name):
+        kind, shape = tpu.groups()
         return Machine(name, TPUS[kind], "tpu", f"{kind}:{shape}", 1)
     raise ValueError(
         f"--compile: no machine {name!r}; give h100:NODESxCARDS, such as h100:1x8, or tpu:KIND:SHAPE with one of "
@@ -153,37 +157,37 @@ def parse_machine(name: str) -> Machine:
 
 
 def topology_devices(machine: Machine) -> list[Any]:
-    """The machine's devices (``jax.Device``), to make a mesh of and compile for; none of them need be here.
+    """Returns the machine's devices (``jax.Device``) for a mesh to compile for; none need be present.
 
-    From here on JAX runs on the CPU: a compiler's plug-in would ask for its own devices otherwise.
+    JAX runs on the CPU after this call, because a compiler's plug-in would otherwise ask for its own devices.
 
     Raises:
-      ValueError: the compiler for them is not installed, or there is no such arrangement.
+      ValueError: The compiler for the machine is not installed, or there is no such arrangement.
     """
     import jax
     from jax.experimental import topologies
 
     jax.config.update("jax_platforms", "cpu")
     if machine.platform == "tpu":
-        # Otherwise libtpu asks a metadata server what this host is, and complains when there is none.
+        # Without these variables libtpu asks a metadata server about this host, and fails if there is none.
         for variable, value in _NO_TPU_HOST.items():
             os.environ.setdefault(variable, value)
         options = {"topology_name": machine.topology}
         if machine.topology.startswith("v4:"):
-            options["chip_config_name"] = "megacore"  # a chip is one device, as Cloud TPU runs it
+            options["chip_config_name"] = "megacore"  # on Cloud TPU a v4 chip is one device
     else:
         target = files("rljax.plan").joinpath("h100_sxm.txtpb").read_text()
         options = {"topology_name": "", "target_config": target, "topology": machine.topology}
     try:
         return list(topologies.get_topology_desc(platform=machine.platform, **options).devices)
-    except Exception as error:  # each plug-in raises its own kind, RuntimeError, JaxRuntimeError and others
+    except Exception as error:  # each plug-in raises errors of its own: RuntimeError, JaxRuntimeError and others
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"--compile {machine.name}: JAX has no compiler for it here, or knows no such arrangement "
-            f"({type(error).__name__}: {reason:.200}); {INSTALL}"
+            f"({type(error).__name__}: {reason:.200}); {INSTALL[machine.platform]}"
         ) from error
 
 
 def node_of(machine: Machine, device: Any) -> int:
-    """Which node of the machine a device stands in."""
+    """Returns the index of the node that has a device."""
     return 0 if machine.card.network_rate is None else int(device.process_index)

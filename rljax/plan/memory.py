@@ -1,8 +1,8 @@
-"""Bytes that a step works with on one device beside its state: an estimate from shapes of what the compiler takes.
+"""Estimates from shapes the bytes that a step works with on one device, besides its state.
 
-A step keeps the batch, the gradients of a micro-batch and what the forward pass leaves for the backward pass. On top of
-these stands the wider of two places: the backward pass of a block, and the head's chunk of logits. What lives at each
-was read from XLA's buffer assignment of compiled steps for H100s; docs/compile.md compares the two, and for TPUs.
+A step keeps the batch, the gradients of a micro-batch and the activations for the backward pass. Its peak is either in
+the backward pass of a block or in the head's chunk of logits. The arrays alive at each place come from XLA's buffer
+assignment of steps compiled for H100s; the documentation compares estimate and compiler.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from rljax.run.training import batch_shape, responses_per_update
 from rljax.sharding import named_sharding
 
 _BATCH_BYTES = 38
-"""Of a place of the batch: seven arrays of four bytes that the policy and the loss read, two masks, and beside them the
-log-probabilities, twice."""
+"""The bytes of a place of the batch: seven arrays of four bytes for policy and loss, two masks, and two arrays of
+log-probabilities."""
 _FLOAT32 = 4
 _HOPPER = SimpleNamespace(platform="gpu", device_kind="Hopper GPU", compute_capability=CAPABILITY)
-_LAYERS = 1009  # a size that no other dimension has; nothing of it is allocated
+_LAYERS = 1009  # a size that no other dimension has; no array of it is allocated
 
 
 def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, int]:
-    """Bytes on one device by what they are for; ``mesh`` may have no devices."""
+    """Returns the bytes on one device by their purpose; ``mesh`` may have no devices."""
     micro, rows, tokens = batch_shape(config, responses_per_update(config))
     (local_rows,) = named_sharding(mesh, ("rows",), (rows,)).shard_shape((rows,))
     part = local_policy(policy, mesh)
@@ -58,28 +58,28 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
 
 
 def local_policy(policy: PolicyConfig, mesh: Any) -> PolicyConfig:
-    """The policy whose activations have the shapes of one device's part of them."""
+    """Returns a policy whose activations have the shapes of one device's part."""
 
-    def of(logical: str, size: int) -> int:
+    def part(logical: str, size: int) -> int:
         return int(named_sharding(mesh, (logical,), (size,)).shard_shape((size,))[0])
 
-    heads = of("act_heads", policy.num_heads)
+    heads = part("act_heads", policy.num_heads)
     return dataclasses.replace(
         policy,
-        intermediate_size=of("act_mlp", policy.intermediate_size),
-        expert_size=of("mlp", policy.expert_size) if policy.num_experts else 0,
+        intermediate_size=part("act_mlp", policy.intermediate_size),
+        expert_size=part("mlp", policy.expert_size) if policy.num_experts else 0,
         num_heads=heads,
-        num_kv_heads=math.gcd(heads, of("kv_heads", policy.num_kv_heads)),
+        num_kv_heads=math.gcd(heads, part("kv_heads", policy.num_kv_heads)),
     )
 
 
 def planned_attention(config: Config, policy: PolicyConfig, mesh: Any) -> PackedAttention:
-    """Attention as on the mesh's devices, or on Hopper GPUs where it has none.
+    """Returns the attention of the mesh's devices, or of Hopper GPUs if the mesh has no devices.
 
-    Only that of cuDNN leaves more for the backward pass than attention in blocks, which stands for the others.
+    Only cuDNN's keeps more for the backward pass than attention in blocks, which is returned for all others.
 
     Raises:
-      ValueError: ``policy.attention`` is not for the devices or the heads.
+      ValueError: ``policy.attention`` does not fit the devices or the heads.
     """
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else _HOPPER
     asked, dtype = config.policy.attention, config.precision.compute_dtype
@@ -97,9 +97,15 @@ def kept_by_a_block(
     *,
     ways: int = 1,
 ) -> int:
-    """Bytes of activations that a block leaves for its backward pass under ``precision.remat``.
+    """Returns the bytes of activations that a block keeps for its backward pass under ``precision.remat``.
 
-    ``ways``: into which those of the model's width are split by tokens.
+    Args:
+      part: The policy with the shapes of one device's part.
+      rows: The rows on one device.
+      tokens: The tokens of a row.
+      config: The run's configuration.
+      attention: The attention of the block.
+      ways: The number of devices that share the activations of the model's width by tokens.
     """
     dtype = jnp.dtype(config.precision.compute_dtype)
     remat = config.precision.remat_policy
@@ -117,10 +123,10 @@ def kept_by_a_block(
 
     with compiled_for_hopper():
         kept = jax.tree.leaves(jax.eval_shape(pullback, params, ids))
-    # The scan stacks what a block leaves, and its weights among it.
+    # The scan stacks the arrays that a block keeps; its weights are among them.
 
     def parts(leaf: Any) -> int:
-        # Without remat what is kept of the model's width in the compute dtype is gathered: operands of products.
+        # Without remat, kept arrays of the model's width in the compute dtype are gathered operands of products.
         is_split = leaf.shape[1:] == (rows, tokens, part.hidden_size) and (remat != "none" or leaf.dtype != dtype)
         return ways if is_split else 1
 
@@ -130,10 +136,10 @@ def kept_by_a_block(
 
 
 def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:
-    """The backward pass of a block, where attention computes again what it needs and the MLP's cotangents wait.
+    """Estimates the bytes of a block's backward pass while attention is recomputed and the MLP's cotangents wait.
 
-    Four arrays of the MLP's width, seven of the heads' and three of the model's; in float32 the gradients of the heads.
-    The weights of one product are there complete, and the gradients of two.
+    These are four arrays of the MLP's width, seven of the heads' width, three of the model's width, and the gradients
+    of the heads in float32. The weights of one product are complete, and the gradients of two.
     """
     heads = part.num_heads * part.head_dim
     inner = 0 if part.num_experts else part.intermediate_size
@@ -143,12 +149,12 @@ def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:
 
 
 def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> int:
-    """The backward pass of a mixture's experts, of which a device has one in ``ways``.
+    """Estimates the bytes of the backward pass of a mixture's experts; a device has one expert in ``ways``.
 
-    Of every token of the devices that share experts, two arrays of the model's width and a sum of it in float32; of
-    every pair in a round, two arrays of the model's width and six of an expert's; the weights of the device's experts
-    complete over the model's width. Rounds add up the gradients of all three matrices in float32; of a single round one
-    is there at a time.
+    Each token of the devices that share experts has two arrays of the model's width, and their sum in float32. Each
+    pair in a round has two arrays of the model's width and six of an expert's width. The weights of the device's
+    experts are complete over the model's width. Rounds add up the gradients of all three matrices in float32; a single
+    round holds one gradient at a time.
     """
     d, f, tokens = part.hidden_size, part.expert_size, places * ways
     pairs = round_size(tokens * part.experts_per_token, ways)
@@ -159,7 +165,10 @@ def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> 
 
 
 def head_bytes(policy: PolicyConfig, mesh: Any, places: int, itemsize: int) -> int:
-    """A chunk of logits in the backward pass: twice in float32, once rounded; hidden states and the chunk's rows."""
+    """Estimates the bytes of a chunk of logits in the backward pass.
+
+    The logits are there twice in float32 and once rounded, beside the hidden states and the chunk's rows of the table.
+    """
     (shard,) = named_sharding(mesh, ("vocab",), (policy.vocab_size,)).shard_shape((policy.vocab_size,))
     chunk = shard // vocabulary_chunks(shard)
     logits = places * chunk * (2 * _FLOAT32 + itemsize)
@@ -167,12 +176,12 @@ def head_bytes(policy: PolicyConfig, mesh: Any, places: int, itemsize: int) -> i
 
 
 def _ways(mesh: Any, logical: str, size: int) -> int:
-    """Parts into which the mesh splits an axis of so many elements."""
+    """Returns the number of parts into which the mesh splits an axis of ``size`` elements."""
     return int(size // named_sharding(mesh, (logical,), (size,)).shard_shape((size,))[0])
 
 
 def _sharded_size(policy: PolicyConfig, mesh: Any, trained: Trained) -> int:
-    """Weights with a gradient that one device holds."""
+    """Counts the weights with a gradient that one device holds."""
     sizes = jax.tree.map(
         lambda leaf, axes: math.prod(named_sharding(mesh, axes, leaf.shape).shard_shape(leaf.shape)),
         trained.part(abstract_params(policy)),

@@ -1,7 +1,7 @@
-"""A lower bound on the time of a step from what it does and the published rates of the cards; not a measurement.
+"""A model of a step's time from its work and the published rates of the cards. It is a lower bound, not a measurement.
 
-The time of a micro-batch is max(products, memory) + links: products and traffic to memory overlap, and nothing overlaps
-with the exchanges between devices.
+The time of a micro-batch is max(products, memory) + links. Products and memory traffic overlap; the exchanges between
+devices overlap with nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rljax.plan.machines import Card
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds on one device.
+    """The modelled seconds on one device.
 
     Attributes:
-      products: floating-point operations at the rate of each dtype and precision, those of kernels included.
-      memory: traffic to the device's memory.
-      links: collectives, one after another.
+      products: The seconds of all products, kernels included, at the rate of each dtype and precision.
+      memory: The seconds of the traffic to the device's memory.
+      links: The seconds of the collectives, one after another.
     """
 
     products: float
@@ -30,18 +30,18 @@ class Times:
 
     @property
     def total(self) -> float:
-        """max(products, memory) + links."""
+        """The seconds max(products, memory) + links."""
         return max(self.products, self.memory) + self.links
 
 
 def times(work: Work, kernel_flops: Mapping[str, int], card: Card, nodes: Sequence[int]) -> Times:
-    """Seconds that ``work`` takes at the card's published rates.
+    """Models the seconds that ``work`` takes at the card's published rates.
 
     Args:
-      work: of one device.
-      kernel_flops: dtype -> floating-point operations inside kernels.
-      card: what each device is.
-      nodes: of each partition, the node that it stands in.
+      work: The work of one device.
+      kernel_flops: The floating-point operations inside kernels by dtype.
+      card: The card of every device.
+      nodes: The node of each partition.
     """
     products = sum(count / card.product_rate(*kind) for kind, count in work.flops.items())
     products += sum(count / card.product_rate(dtype, "default") for dtype, count in kernel_flops.items())
@@ -50,15 +50,15 @@ def times(work: Work, kernel_flops: Mapping[str, int], card: Card, nodes: Sequen
 
 
 def crosses_nodes(collective: Collective, nodes: Sequence[int]) -> bool:
-    """Whether any of its groups has members in several nodes."""
+    """Whether any group of the collective has members in several nodes."""
     return any(len({nodes[member] for member in group}) > 1 for group in collective.groups)
 
 
 def collective_seconds(collective: Collective, card: Card, nodes: Sequence[int]) -> float:
-    """Seconds of a collective by rings over its slowest group; the slower of the links inside and between nodes counts.
+    """Models the seconds of a collective as rings over its slowest group, limited by links inside or between nodes.
 
-    Of n members each sends (n - 1) / n of the bytes, in an all-reduce twice that. Where a ring passes between nodes,
-    every member of a node has a part of it over its own network adapter; an all-to-all sends each member its own part.
+    Each of n members sends (n - 1) / n of the bytes, in an all-reduce twice as many. If a ring crosses nodes, every
+    member of a node sends a part over its own network adapter. An all-to-all sends each member its own part.
     """
     return max((_group_seconds(collective, group, card, nodes) for group in collective.groups), default=0.0)
 

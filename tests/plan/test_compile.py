@@ -10,7 +10,7 @@ import pytest
 
 from rljax.errors import ConfigError, run_cli
 from rljax.plan.compile import CompiledStep, describe, model_flops, needed_bytes, report
-from rljax.plan.machines import parse_machine
+from rljax.plan.machines import INSTALL, parse_machine
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf_config import config_to_hf, read_config
 from rljax.policy.hub import KNOWN_SHAPES
@@ -65,7 +65,7 @@ def test_without_the_compilers_it_says_what_to_install(machine, capfd):
     assert run_cli(main, [QUICKSTART, "--dry-run", "--compile", machine]) == 2
     error = capfd.readouterr().err
     assert f"error: --compile {machine}: JAX has no compiler for it here" in error
-    assert "bash launch/install_compilers.sh" in error
+    assert INSTALL[parse_machine(machine).platform] in error
     assert error.count("\n") == 1
 
 
