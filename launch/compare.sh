@@ -20,6 +20,4 @@ esac
 
 source launch/environment.sh
 prepare_environment train
-exec "$RLJAX_BIN/python" -m rljax.cli compare --toy-prompts 64 --max-response-tokens 36 \
-  --model configs/toy-base --sample jax-decode:bfloat16 --scorer jax:bfloat16 --scorer jax:float32 \
-  --out runs/comparison "$@"
+exec "$RLJAX_BIN/python" -m rljax.cli compare --toy --out runs/comparison "$@"

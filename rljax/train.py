@@ -67,7 +67,7 @@ GUARD_STATUS = 3
 def main(argv: Sequence[str]) -> int:
     """Runs training; returns the exit status."""
     words, options = own_options(argv)
-    config = load_config(Config, words, prog=PROG, description=__doc__ or "", example="configs/quickstart.yaml")
+    config = load_config(Config, words, prog=PROG, description=__doc__ or "", example="quickstart")
     run_dir = Path(config.run.dir)
     with caller_errors():
         check_engine(config.rollout)

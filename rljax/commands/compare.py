@@ -29,10 +29,14 @@ from rljax.compare.importers import read_tokens
 from rljax.compare.report import SECOND_RUN, Comparison, compare_columns, to_json, to_markdown, to_text
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import name_columns, score_column, split_spec
+from rljax.data.prompts import TOYS
 from rljax.errors import ConfigError, caller_errors
+from rljax.policy.hub import CONFIGS, model_directory
 from rljax.record.token_dumps import TokenDump, write_dump
 
 METRIC = "logprob_abs_diff_mean"
+TOY_PROMPTS = 64
+MAX_RESPONSE_TOKENS = 256
 MOST_NAMED = 24  # with more pairs than this, the legend groups those that pass
 COARSENESS = {"bfloat16": "tab:red", "float16": "tab:blue", "float32": "tab:green"}
 
@@ -53,6 +57,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--toy-prompts", metavar="N", type=int, help="instead of TOKENS: the prompts of N toy problems, for --sample"
+    )
+    parser.add_argument(
+        "--toy",
+        action="store_true",
+        help="compare on the package's toy base: it samples responses to 64 toy problems in bfloat16, and "
+        "the trainer's forward scores them in bfloat16 and in float32",
     )
     parser.add_argument(
         "--model", metavar="DIR", type=Path, help="Hugging Face directory; vllm: and dump: do not need it"
@@ -77,8 +87,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--max-response-tokens",
         metavar="N",
         type=int,
-        default=256,
-        help="longest sampled response in tokens (default: 256)",
+        help="longest sampled response in tokens (default: 256; with --toy 36)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--columns", metavar="NAME", nargs="+", help="columns of TOKENS to compare (default: all)")
@@ -126,7 +135,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--no-second-run", action="store_true", help="do not score a second time to measure the noise floor"
     )
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="directory to write (default: comparison)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.toy:
+        options.toy_prompts = options.toy_prompts or TOY_PROMPTS
+        options.model = options.model or CONFIGS / "toy-base"
+        options.sample = options.sample or "jax-decode:bfloat16"
+        options.scorer = ["jax:bfloat16", "jax:float32", *options.scorer]
+        options.max_response_tokens = options.max_response_tokens or TOYS["toy"].max_response_tokens
+    options.max_response_tokens = options.max_response_tokens or MAX_RESPONSE_TOKENS
+    return options
 
 
 Job = tuple[str, str, int]  # column, spec, batch size
@@ -276,6 +293,8 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     stopped: KeyboardInterrupt | ConfigError | None = None
     with caller_errors():
+        if options.model is not None:
+            options.model = Path(model_directory(str(options.model)))
         for spec in options.scorer:
             split_spec(spec)
         if options.distributions:

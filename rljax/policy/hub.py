@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf_config import read_config
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""The configurations that the package carries, with the quickstart's base model."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _WANTED = ("*.json", "*.safetensors", "*.jinja")  # not the same weights again in other formats
@@ -83,16 +87,32 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not Path(name).parent.is_dir()
 
 
+def packaged(name: str) -> Path | None:
+    """Returns the file or directory of ``CONFIGS`` that a name means, or None when there is none.
+
+    ``toy-base`` and ``configs/toy-base`` mean the same directory, and ``quickstart`` means ``quickstart.yaml``.
+    The caller looks first whether the name is a path that exists.
+    """
+    inside = Path(name.removeprefix("configs/"))
+    if not name or inside.is_absolute() or ".." in inside.parts:
+        return None
+    return next((path for path in (CONFIGS / inside, CONFIGS / f"{inside}.yaml") if os.path.exists(path)), None)
+
+
 def model_directory(name: str, files: Sequence[str] = _WANTED) -> str:
-    """``name`` itself, or the local directory of a model on the hub, which is fetched unless it was fetched before.
+    """Returns the local directory of a model: ``name`` itself, one of the package, or one fetched from the hub.
 
     Args:
-      name: a directory, or OWNER/NAME.
+      name: A directory, the name of a model that the package carries, or OWNER/NAME of a model on the hub. A model of
+        the hub is fetched unless it was fetched before.
       files: patterns of the files to fetch.
 
     Raises:
       ValueError: the hub has no such model, or cannot be reached and the model was not fetched before.
     """
+    inside = None if os.path.exists(name) else packaged(name)
+    if inside is not None and inside.is_dir():
+        return str(inside)
     if not is_hub_id(name):
         return name
     from huggingface_hub import snapshot_download  # its import takes a second

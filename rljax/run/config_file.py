@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ import pydantic
 import yaml
 
 from rljax.errors import ConfigError
+from rljax.policy.hub import CONFIGS, packaged
 
 T = TypeVar("T")
 Names = tuple[str, ...]  # the keys that lead from the root to a value
@@ -63,7 +65,7 @@ def load_config(root: type[T], argv: Sequence[str], *, prog: str, description: s
         raise ConfigError(f"give a configuration first, as in: {prog} {example} (--help lists the options)")
     checker: pydantic.TypeAdapter[T] = _checker(root)  # type: ignore[arg-type]
     defaults = dataclasses.asdict(root())  # type: ignore[call-overload]
-    values, places = (defaults, {}) if file is None else _read_yaml(Path(file), BASE not in defaults)
+    values, places = (defaults, {}) if file is None else _read_yaml(find_config(file), BASE not in defaults)
     values = _laid_over(defaults, values)
     try:
         _validate(checker, values)
@@ -80,6 +82,24 @@ def load_config(root: type[T], argv: Sequence[str], *, prog: str, description: s
         return _validate(checker, values)
     except pydantic.ValidationError as error:
         _refuse(error.errors(), defaults, values, places)
+
+
+def find_config(name: str) -> Path:
+    """Returns the file that a name means: the file itself, or else a configuration that the package carries.
+
+    Raises:
+      ConfigError: There is neither. The message suggests a configuration of the package with a similar name.
+    """
+    if os.path.isfile(name):
+        return Path(name)
+    inside = packaged(name)
+    if inside is not None and inside.is_file():
+        return inside
+    if os.path.exists(name):
+        return Path(name)  # a directory or a pipe: what reads it says what is wrong
+    names = [str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("**/*.yaml")]
+    similar = difflib.get_close_matches(name.removeprefix("configs/").removesuffix(".yaml"), names, n=1)
+    raise ConfigError(f"{name}: No such file or directory{f'; did you mean {similar[0]}?' if similar else ''}")
 
 
 def config_to_yaml(config: Any) -> str:

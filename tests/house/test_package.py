@@ -1,6 +1,7 @@
 """What is published: a source distribution and a wheel, built without network, checked and installed."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rljax")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rljax", "configs")
 
 LOADED = """
 import importlib.metadata as metadata, json, pathlib, sys
@@ -39,7 +40,7 @@ def built(tmp_path_factory):
     here = tmp_path_factory.mktemp("package")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, here / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, here / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, here / name)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", here / "dist", here)
@@ -55,7 +56,9 @@ def test_twine_accepts_both(built):
 def test_both_hold_every_module_and_nothing_of_the_tests(built):
     wheel, sdist = built
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "rljax").rglob("*.py")}
-    data = {"rljax/py.typed", "rljax/plan/h100_sxm.txtpb"}
+    configs = {ROOT / "configs/quickstart.yaml", *ROOT.glob("configs/paper/*.yaml"), *ROOT.glob("configs/toy-base/*")}
+    data = {"rljax/py.typed", "rljax/plan/h100_sxm.txtpb"} | {f"rljax/{path.relative_to(ROOT)}" for path in configs}
+    assert len(configs) > 12
     in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert in_wheel == modules | data
     with tarfile.open(sdist) as archive:
@@ -64,15 +67,48 @@ def test_both_hold_every_module_and_nothing_of_the_tests(built):
     assert not any(name.startswith("tests/") for name in in_sdist)
 
 
-def test_the_wheel_installs_and_its_commands_load(built, tmp_path):
-    """Dependencies come from this interpreter, by a path file that stands behind the new environment's own packages."""
-    place = tmp_path / "venv"
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """A new environment with the wheel: its bin directory, and what a program gets as its environment variables.
+
+    Dependencies come from this interpreter, by a path file that stands behind the new environment's own packages.
+    """
+    place = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(place, with_pip=False)
     python = place / "bin/python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", built[0])
     (packages,) = place.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    clean = {"PATH": str(place / "bin"), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
-    found = json.loads(run(python, "-c", LOADED, cwd=tmp_path, env=clean).splitlines()[0])
+    variables = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "XLA_FLAGS")
+    kept = {name: os.environ[name] for name in variables if name in os.environ}
+    return place / "bin", {"PATH": str(place / "bin"), "JAX_PLATFORMS": "cpu", "HOME": str(place)} | kept
+
+
+def test_the_wheel_installs_and_its_commands_load(installed, tmp_path):
+    programs, clean = installed
+    found = json.loads(run(programs / "python", "-c", LOADED, cwd=tmp_path, env=clean).splitlines()[0])
+    (packages,) = programs.parent.glob("lib/python*/site-packages")
     assert found == [str(packages / "rljax"), True, ["rljax"]]
-    assert all((place / "bin" / name).is_file() for name in found[2])
+    assert all((programs / name).is_file() for name in found[2])
+
+
+@pytest.mark.slow
+def test_the_wheel_stands_alone_in_an_empty_directory(installed, tmp_path):
+    """Trains, compares and replays without a checkout: the configuration and the model are in the wheel."""
+    programs, clean = installed
+
+    def rljax(*words):
+        return run(programs / "rljax", *words, cwd=tmp_path, env=clean)
+
+    small = ("--data.batch-size", 2, "--rollout.group-size", 4, "--packing.row-tokens", 64, "--eval.every", 0)
+    rows = ("--packing.rows-per-micro-batch", 2, "--diagnosis.grad-noise-every", 0, "--run.steps", 2)
+    rljax("train", "quickstart", *small, *rows, "--rollout.max-response-tokens", 12)
+    log = tmp_path / "runs/quickstart/metrics.jsonl"
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2]
+    assert "no surge in 2 steps" in rljax("replay", log)
+    assert "reward/mean" in rljax("plot", log.parent, "--help")
+    assert rljax("plot", log.parent).strip().endswith("report.png")
+    assert "jax:bfloat16" in rljax("compare", "--toy", "--toy-prompts", 4, "--no-second-run")
+    assert json.loads(rljax("evaluate", "--path", "runs/quickstart", "--n", 1).splitlines()[-1])["step"] == 2
+    assert rljax("config", "rollout.group_size,model.path", "quickstart").split() == ["8", "configs/toy-base"]
+    assert "wrote step 2" in rljax("export", "runs/quickstart", "exported")

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.errors import ConfigError
+from rljax.policy.hub import CONFIGS, model_directory, packaged
 from rljax.run.config import Config as RealConfig
-from rljax.run.config_file import config_to_yaml, load_config
+from rljax.run.config_file import config_to_yaml, find_config, load_config
 
 
 @dataclass(frozen=True)
@@ -410,3 +411,21 @@ def test_numbers_that_are_not_finite_read_back(yaml_file):
     back = load(yaml_file(config_to_yaml(Config(optimizer=Optimizer(clip=math.nan, betas=(math.inf, -math.inf))))))
     assert math.isnan(back.optimizer.clip)
     assert back.optimizer.betas == (math.inf, -math.inf)
+
+
+def test_the_package_carries_configurations(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config("quickstart") == find_config("configs/quickstart.yaml") == CONFIGS / "quickstart.yaml"
+    assert find_config("paper/qwen3_4b_fp16").is_file()
+    (tmp_path / "quickstart").write_text("run: {steps: 3}")
+    assert find_config("quickstart") == Path("quickstart")
+    with pytest.raises(ConfigError, match="quickstrat: No such file or directory; did you mean quickstart"):
+        find_config("quickstrat")
+
+
+def test_the_package_carries_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert model_directory("configs/toy-base") == model_directory("toy-base") == str(CONFIGS / "toy-base")
+    (tmp_path / "configs/toy-base").mkdir(parents=True)
+    assert model_directory("configs/toy-base") == "configs/toy-base"
+    assert packaged("../pyproject.toml") is None
