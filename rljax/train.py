@@ -24,8 +24,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
+from rljax.distributed.acts import follow as follow_acts
 from rljax.distributed.ownership import Ownership
-from rljax.distributed.processes import Processes, ProcessOptions, start_processes
+from rljax.distributed.processes import Processes
+from rljax.distributed.start import ProcessOptions, start_processes
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
 from rljax.plan.compile import compile_step, describe, report
 from rljax.plan.dry_run import check_shapes, dry_run
@@ -38,18 +40,19 @@ from rljax.record.rows import Row
 from rljax.record.summary import format_summary, summarize, write_summary
 from rljax.record.writers import Recorder
 from rljax.rollout.build import check_engine
+from rljax.run.acts import FollowerState, Restore, Step
 from rljax.run.build import (
     build,
     load_problems,
     make_acts,
     make_checkpointer,
     make_run_engine,
+    make_save,
     starting_point,
 )
 from rljax.run.config import Config, RunConfig
 from rljax.run.config_file import config_to_yaml, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
-from rljax.run.follow import Follower
 from rljax.run.logs import log_file, send_output_to
 from rljax.run.loop import train
 from rljax.run.stop import StopRequest
@@ -58,7 +61,6 @@ from rljax.run.uploads import start_from_store, uploading
 from rljax.run.weights import check_offload
 from rljax.sharding import make_mesh
 
-BEGIN = "begin"
 PROG = "rljax train"
 DRY_RUN = "--dry-run"
 GUARD_STATUS = 3
@@ -169,17 +171,17 @@ def find_setting(config: Config) -> Setting:
 
 def follow(config: Config, processes: Processes) -> int:
     """What a process other than 0 does: its part of whatever process 0 announces. Returns the run's exit status."""
+    log = log_file(Path(config.run.dir), processes.index)
     with processes.reported_signals(), contextlib.ExitStack() as at_end:
-        processes.listen()  # BEGIN: the run directory is process 0's, and can be gone on from
-        send_output_to(log_file(Path(config.run.dir), processes.index))
-        with processes.doing(BEGIN):
+        with Restore(processes).wait(lambda: send_output_to(log)):
             config, policy, _, mesh = find_setting(config)
             with caller_errors():
-                checkpointer = make_checkpointer(config, processes)
+                save = make_save(config, processes)
                 trainer = make_trainer(config, policy, mesh)
-            state, _ = starting_state(config, policy, mesh, checkpointer)
+            state, _ = starting_state(config, policy, mesh, save)
             acts = make_acts(config, policy, mesh, processes, at_end)
-        return Follower(processes, state, trainer.update, checkpointer, acts, trainer.weights).run()
+        acts += [Step(processes, trainer.update), save]
+        return follow_acts(processes, acts, FollowerState(state, trainer.weights))
 
 
 def run(config: Config, owner: Ownership, processes: Processes) -> int:
@@ -194,7 +196,7 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
         engine = make_run_engine(config, policy, mesh, stop, processes)
     with full_disk_errors(), contextlib.ExitStack() as stack:
         stack.callback(engine.close)
-        with processes.together(BEGIN), caller_errors():
+        with Restore(processes).lead(), caller_errors():
             checkpointer = make_checkpointer(config, processes)
             stack.callback(checkpointer.close)
             run_parts = (config, policy, tokenizer, mesh, engine, checkpointer, problems, stop.gives_up, processes)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from rljax.data.prompts import Problem, PromptStream, check_lengths, evaluation_datasets, training_problems
 from rljax.data.tokenizer import Tokenizer
+from rljax.distributed.acts import Act
 from rljax.distributed.processes import ALONE, Processes
 from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
@@ -21,13 +22,12 @@ from rljax.rollout.build import PolicyFunctions, make_engine, policy_functions
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.servers.parts import PartFiles, make_parts
 from rljax.rollout.types import SERVED, SamplingParams
+from rljax.run.acts import FollowerState, PublishToServers, Save, SharedEngine, Step
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import evaluate_datasets
 from rljax.run.fingerprint import json_checksum
-from rljax.run.follow import OfParams, engine_acts, function_acts, part_acts
 from rljax.run.guard import Guard, SkippedUpdates
-from rljax.run.lead import LedCheckpointer, LedEngine, LedUpdate, led_functions, led_parts
 from rljax.run.loop import Components
 from rljax.run.pipeline import Ahead, Batches, InTurn
 from rljax.run.progress import Progress
@@ -89,9 +89,7 @@ def make_run_engine(
         raise ValueError("rollout.max_staleness: the embedded engine of several processes samples in turn; give 0")
     functions = None
     if several and is_served:
-        functions = policy_functions(policy, config.rollout.dtype)
-        parts = make_own_parts(config, functions, processes)
-        functions = led_functions(functions, processes) if parts is None else led_parts(functions, parts, processes)
+        functions = make_publish(config, policy, processes)[0].functions()
     engine = make_engine(
         config.rollout,
         policy,
@@ -104,15 +102,32 @@ def make_run_engine(
         publish=config.publish,
         stop=stop,
     )
-    return LedEngine(engine, processes) if several and not is_served else engine
+    return SharedEngine(processes, engine) if several and not is_served else engine
 
 
 def make_checkpointer(config: Config, processes: Processes) -> Checkpointer:
-    """Of the run's directory; all processes make one. Raises as ``Checkpointer``."""
-    directory, keep = Path(config.run.dir) / "checkpoints", config.checkpoint.keep
-    if processes.count > 1 and processes.is_leader:
-        return LedCheckpointer(directory, keep=keep, processes=processes)
-    return Checkpointer(directory, keep=keep)
+    """Opens the checkpoints of the run's directory; all processes do. Raises what ``Checkpointer`` raises."""
+    if processes.count > 1:
+        return make_save(config, processes)
+    return Checkpointer(Path(config.run.dir) / "checkpoints", keep=config.checkpoint.keep)
+
+
+def make_save(config: Config, processes: Processes) -> Save:
+    """Opens the checkpoints of the run's directory, to which every process of several writes its shards."""
+    return Save(processes, Path(config.run.dir) / "checkpoints", keep=config.checkpoint.keep)
+
+
+def make_publish(
+    config: Config, policy: PolicyConfig, processes: Processes
+) -> tuple[PublishToServers, PartFiles | None]:
+    """Makes the publish of several processes to HTTP servers, and the files that this process writes for it.
+
+    Raises:
+      ConfigError: The files cannot be kept, or cannot be served.
+    """
+    functions = policy_functions(policy, config.rollout.dtype)
+    parts = make_own_parts(config, functions, processes)
+    return PublishToServers(processes, functions, parts), parts
 
 
 def make_own_parts(config: Config, functions: PolicyFunctions, processes: Processes) -> PartFiles | None:
@@ -129,21 +144,18 @@ def make_own_parts(config: Config, functions: PolicyFunctions, processes: Proces
 
 def make_acts(
     config: Config, policy: PolicyConfig, mesh: Mesh, processes: Processes, at_end: contextlib.ExitStack
-) -> dict[str, OfParams]:
-    """What a process other than 0 does for the engine of process 0; ``at_end`` ends what serves its weights.
+) -> list[Act[FollowerState]]:
+    """Makes the acts of the engine that a process other than 0 follows; ``at_end`` closes the files that it serves.
 
     Raises:
-      ConfigError: as ``make_own_parts``.
+      ConfigError: The files cannot be kept, or cannot be served.
     """
     if config.rollout.engine not in SERVED:
-        return engine_acts(make_run_engine(config, policy, mesh, StopRequest()))
-    functions = policy_functions(policy, config.rollout.dtype)
-    acts = function_acts(functions, processes)
-    parts = make_own_parts(config, functions, processes)
-    if parts is None:
-        return acts
-    at_end.callback(parts.close)
-    return acts | part_acts(parts, processes)
+        return SharedEngine(processes, make_run_engine(config, policy, mesh, StopRequest())).acts
+    publish, parts = make_publish(config, policy, processes)
+    if parts is not None:
+        at_end.callback(parts.close)
+    return [publish]
 
 
 def build(
@@ -187,7 +199,7 @@ def build(
         tokenizer=tokenizer,
         rewards=rewards,
         evaluate=evaluate,
-        update=LedUpdate(update, processes) if processes.count > 1 else update,
+        update=Step(processes, update) if processes.count > 1 else update,
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
         guard=Guard(config.guard),
         skipped=SkippedUpdates(config.guard.max_skipped_updates, config.loss.mini_batches * config.loss.epochs),

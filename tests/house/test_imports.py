@@ -25,7 +25,7 @@ DOORS = {
         "weights.mirror",
         "weights.writer",
         "rollout.servers.parts",
-        "run.lead",
+        "distributed.acts",
     },
     "zstandard": {"weights.delta"},
     "xxhash": {"weights.safetensors_file", "weights.version"},

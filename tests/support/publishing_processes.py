@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.distributed.processes import ProcessOptions, start_processes
+from rljax.distributed.acts import Act, follow
+from rljax.distributed.start import ProcessOptions, start_processes
 from rljax.errors import NotWrittenError
 from rljax.policy.hf import load_params
 from rljax.policy.hf_config import read_config
@@ -24,8 +25,7 @@ from rljax.rollout.build import policy_functions
 from rljax.rollout.servers.parts import make_parts
 from rljax.rollout.servers.publishing import make_files
 from rljax.rollout.types import PublishConfig, RolloutConfig
-from rljax.run.follow import function_acts, part_acts
-from rljax.run.lead import led_functions, led_parts
+from rljax.run.acts import PublishToServers
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.api_key import find_key_file
 from rljax.weights.sums import bits_of
@@ -45,39 +45,54 @@ def moved(params, key, share):
     )
 
 
+class Policy:
+    """The newest parameters of a process, which the acts read."""
+
+    def __init__(self, params):
+        self.newest = params
+
+    def params(self):
+        return self.newest
+
+
+class Move(Act):
+    """The change of the parameters before a version is published."""
+
+    name = "move"
+
+    def move(self, policy, number, share):
+        with self.lead(fields={"number": number, "share": share}):
+            policy.newest = moved(policy.newest, jax.random.key(number), share)
+
+    def follow(self, request, local):
+        local.newest = moved(local.newest, jax.random.key(request.fields["number"]), request.fields["share"])
+
+
 def main(index, count, coordinator, store, host, directory, heartbeat_s):
     """One process."""
     root = Path(directory)
     publish = PublishConfig(store=store, host=host, anchor_every=3)
     rollout = RolloutConfig(transfer_dir=str(root / f"process_{index}"))
     with start_processes(ProcessOptions(count, index, coordinator, heartbeat_s=float(heartbeat_s))) as processes:
-        policy = read_config(MODEL)
+        config = read_config(MODEL)
         mesh = make_mesh(MeshConfig())
-        params = load_params(MODEL, policy, param_shardings(policy, mesh))
-        functions = policy_functions(policy, "bfloat16")
+        params = load_params(MODEL, config, param_shardings(config, mesh))
+        functions = policy_functions(config, "bfloat16")
         parts = make_parts(PartWriter(functions.parts, str(index)), publish, rollout, index, processes.coordinator)
+        policy, act, move = Policy(params), PublishToServers(processes, functions, parts), Move(processes)
         if index:
-            acts = function_acts(functions, processes) | part_acts(parts, processes)
-            while (act := processes.listen()).name != "end":
-                with processes.doing(act.name):
-                    if act.name == "move":
-                        params = moved(params, jax.random.key(act.fields["number"]), act.fields["share"])
-                    else:
-                        acts[act.name](act, params)
+            follow(processes, [act, move], policy)
             parts.close()
         else:
-            whole = led_functions(functions, processes).tensors
-            led = led_parts(functions, parts, processes)
-            files = make_files(publish, rollout.transfer_dir, find_key_file(None), led.writer)
+            files = make_files(publish, rollout.transfer_dir, find_key_file(None), act)
             for folder in ("truth", "answers"):
                 (root / folder).mkdir()
             for number, line in enumerate(sys.stdin):
-                with processes.together("move", {"number": number, "share": float(line)}):
-                    params = moved(params, jax.random.key(number), float(line))
-                truth = {name: bits_of(array) for name, array in whole(params)}
+                move.move(policy, number, float(line))
+                truth = {name: bits_of(array) for name, array in act.tensors(policy.params())}
                 np.savez(root / f"truth/{number}.npz", **truth)
                 try:
-                    version = files.write(led.tensors(params), number, led.checksums(params))
+                    version = files.write(policy.params(), number, act.checksums(policy.params()))
                     told = {"source": version.source, "path": str(version.path), "bytes": version.num_bytes}
                     files.keep_only(version)
                 except NotWrittenError as error:

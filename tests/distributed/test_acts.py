@@ -8,9 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from rljax.distributed.processes import Processes, ProcessOptions, _packed, _unpacked, is_of_devices, start_processes
+from rljax.distributed.acts import Act, gather_results, to_the_end, values_of
+from rljax.distributed.messages import Request, pack_request, ragged, unpack_request, vectors_of
+from rljax.distributed.processes import Processes, is_of_devices
+from rljax.distributed.start import ProcessOptions, start_processes
 from rljax.errors import ConfigError
-from rljax.run.lead import ragged, sequence_arrays, sequences_of, to_the_end, vectors_of
+from rljax.run.acts import sequence_arrays, sequences_of
 from rljax.trainer.packing import TrainSequence
 
 
@@ -28,9 +31,9 @@ def test_sequences_come_out_as_they_went_in():
         )
         for p, r in lengths
     ]
-    act = _unpacked(_packed("pack", {"a": 1}, sequence_arrays(sequences), inline=True))
-    found = sequences_of(act.arrays)
-    assert (act.name, act.fields) == ("pack", {"a": 1})
+    request = unpack_request(pack_request(Request("step", "pack", {"a": 1}, sequence_arrays(sequences))))
+    found = sequences_of(request.arrays)
+    assert (request.act, request.part, request.fields) == ("step", "pack", {"a": 1})
     assert len(found) == len(sequences)
     for one, other in zip(found, sequences, strict=True):
         assert (one.advantage, one.in_loss) == (other.advantage, other.in_loss)
@@ -73,10 +76,24 @@ def test_options_that_do_not_go_together_are_refused(options, message):
         start_processes(options)
 
 
+class Anything(Act):
+    name = "anything"
+
+
+def test_what_one_process_cannot_write_is_an_error_that_names_it():
+    def refuse():
+        raise OSError("no room")
+
+    assert values_of(gather_results(Processes(), lambda: (1, 2)), tuple[int, ...]) == [(1, 2)]
+    with pytest.raises(OSError, match="process 0: no room"):
+        values_of(gather_results(Processes(), refuse), int)
+
+
 def test_one_process_does_everything_alone():
-    processes = Processes()
-    with processes, processes.together("anything", {}, {"x": np.zeros(3)}):
-        pass
+    processes, done = Processes(), []
+    with processes, Anything(processes).lead("a part", {}, {"x": np.zeros(3)}):
+        done.append("work")
+    assert done == ["work"]
     assert (processes.index, processes.count, processes.is_leader, processes.signal()) == (0, 1, True, None)
     processes.end(0)
 
@@ -89,7 +106,7 @@ def test_one_process_does_everything_alone():
     ],
 )
 def test_several_processes_that_do_not_find_each_other_do_not_train_alone(environment, message):
-    line = "from rljax.distributed.processes import *; start_processes(ProcessOptions())"
+    line = "from rljax.distributed.start import *; start_processes(ProcessOptions())"
     found = subprocess.run([sys.executable, "-c", line], env=os.environ | environment, capture_output=True, text=True)
     assert found.returncode == 1
     assert "ConfigError" in found.stderr

@@ -1,0 +1,115 @@
+"""The acts of a run: work that all processes do at the same time, with both sides of it in one class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from rljax.distributed.messages import Request
+from rljax.distributed.processes import STOP, Processes
+
+Local = TypeVar("Local")
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+
+class Act(Generic[Local]):
+    """Work that all processes of a run do at the same time.
+
+    Process 0 leads: a method of a subclass announces the work with ``lead`` and does it. Every other process follows:
+    it hears the announcement and does the same work on its own shards in ``follow``.
+
+    Attributes:
+      name: The name that announcements carry; each act of a run has another one.
+      processes: The processes of the run.
+    """
+
+    name: ClassVar[str]
+    processes: Processes
+
+    def __init__(self, processes: Processes) -> None:
+        """Stores the processes of the run."""
+        self.processes = processes
+
+    def lead(
+        self, part: str = "", fields: Mapping[str, Any] | None = None, arrays: Mapping[str, np.ndarray] | None = None
+    ) -> AbstractContextManager[None]:
+        """Announces a part of this act; process 0 does its side in the block. See ``Processes.together``.
+
+        Args:
+          part: The name of the part; "" where the act has only one.
+          fields: The settings of the work, JSON values by name.
+          arrays: The numpy arrays that the work needs, by name.
+        """
+        return self.processes.together(Request(self.name, part, fields or {}, arrays or {}))
+
+    def follow(self, request: Request, local: Local) -> None:
+        """Does the side of a process other than 0.
+
+        Args:
+          request: The announcement of process 0.
+          local: The objects of this process that acts read and replace.
+        """
+        raise NotImplementedError
+
+
+def follow(processes: Processes, acts: Iterable[Act[Local]], local: Local) -> int:
+    """Does what process 0 announces, until it announces the end of the run.
+
+    Args:
+      processes: The processes of the run; this one is not process 0.
+      acts: The acts that process 0 may announce.
+      local: The objects of this process that acts read and replace.
+
+    Returns:
+      The exit status of the run.
+    """
+    by_name = {act.name: act for act in acts}
+    while (request := processes.listen()).act != STOP:
+        with processes.following():
+            by_name[request.act].follow(request, local)
+    return int(request.fields["status"])
+
+
+def gather_results(processes: Processes, work: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Does ``work`` in every process and gathers what it returned, or its OSError. All processes call it.
+
+    An OSError in one process is not raised here, so that the processes stay at the same place.
+
+    Returns:
+      The results in the order of the processes, for ``values_of``.
+    """
+    try:
+        result: Any = {"value": msgspec.to_builtins(work())}
+    except OSError as error:
+        result = {"error": f"process {processes.index}: {error}"}
+    return processes.gather(result)
+
+
+def values_of(results: Sequence[Mapping[str, Any]], kind: type[Value]) -> list[Value]:
+    """Returns the values that ``gather_results`` gathered, each as a ``kind``.
+
+    Raises:
+      OSError: The work failed in at least one process. The message has the error of each of them.
+    """
+    errors = [result["error"] for result in results if "error" in result]
+    if errors:
+        raise OSError("; ".join(errors))
+    return [msgspec.convert(result["value"], kind) for result in results]
+
+
+def to_the_end(items: Iterator[Item]) -> Iterator[Item]:
+    """Yields the items. If the caller stops early, the remaining items are computed all the same.
+
+    The other processes compute all of them, too, and wait for this one in collectives.
+    """
+    try:
+        for item in items:  # noqa: UP028 ("yield from" would close the items with this generator)
+            yield item
+    finally:
+        for _ in items:
+            pass
