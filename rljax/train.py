@@ -15,10 +15,10 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -36,7 +36,6 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf_config import read_config
 from rljax.policy.hub import model_directory
 from rljax.policy.kernels import choose_kernels
-from rljax.record.rows import Row
 from rljax.record.summary import format_summary, summarize, write_summary
 from rljax.record.writers import Recorder
 from rljax.rollout.build import check_engine
@@ -185,45 +184,31 @@ def follow(config: Config, processes: Processes) -> int:
 
 
 def run(config: Config, owner: Ownership, processes: Processes) -> int:
-    """Trains in the run directory, which is this process's; returns the exit status."""
+    """Trains in the run directory, which this process owns; returns the exit status."""
     run_dir = Path(config.run.dir)
     config, policy, tokenizer, mesh = find_setting(config)
+    stop = StopRequest(config.run.grace_s, processes)
     with caller_errors():
         problems = load_problems(config, tokenizer)
-        store = start_from_store(config, run_dir, lambda: processes.at("download"))
+        store = start_from_store(config, run_dir, stop)
         prepare_directory(config, run_dir)
-        stop = StopRequest(config.run.grace_s, processes.signal)
         engine = make_run_engine(config, policy, mesh, stop, processes)
     with full_disk_errors(), contextlib.ExitStack() as stack:
         stack.callback(engine.close)
         with Restore(processes).lead(), caller_errors():
             checkpointer = make_checkpointer(config, processes)
             stack.callback(checkpointer.close)
-            run_parts = (config, policy, tokenizer, mesh, engine, checkpointer, problems, stop.gives_up, processes)
-            components = build(*run_parts)
-            stack.callback(components.rewards.close)
-            stop.is_unwanted = components.batches.is_unwanted
-            state, progress = starting_point(components, mesh)
+            parts = build(config, policy, tokenizer, mesh, engine, checkpointer, problems, stop, processes)
+            stack.callback(parts.rewards.close)
+            state, progress = starting_point(parts, mesh)
         with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)
         stack.callback(recorder.close)
         write_config(config, run_dir)
-
-        def record(row: Row, histograms: dict[str, np.ndarray]) -> None:
-            check_owner(owner)
-            recorder.write(row, histograms)
-            stop.begin_step(row["time/step_s"], checkpointer.last_save_s)
-
-        def sync() -> None:
-            check_owner(owner)
-            recorder.sync()
-
-        end_waits = (stop.left_s, lambda: processes.at("upload"))
-        with stop, uploading(store, config, lambda: check_owner(owner), *end_waits):
+        with stop, uploading(store, config, owner, stop):
             last_row = next(reversed(recorded_rows(run_dir)), None)
-            stop.begin_step(last_row["time/step_s"] if last_row else None, checkpointer.last_save_s)
             try:
-                train(components, state, progress, record, stop.is_requested, last_row, sync)
+                train(parts, state, progress, OwnedRecord(recorder, owner), last_row)
             except OwnedError as error:
                 raise ConfigError(error) from error
     with full_disk_errors(), writing(run_dir):
@@ -239,13 +224,31 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
     return 0
 
 
+class OwnedRecord:
+    """The record of a run, which is written only while this process owns the run directory."""
+
+    def __init__(self, recorder: Recorder, owner: Ownership) -> None:
+        """Wraps ``recorder``; ``owner`` is the claim of this process."""
+        self._recorder, self._owner = recorder, owner
+
+    def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray]) -> None:
+        """Records the next step. Raises OwnedError if another process took the directory over."""
+        check_owner(self._owner)
+        self._recorder.write(row, histograms)
+
+    def sync(self) -> None:
+        """Waits until every row is on the disk. Raises OwnedError if another process took the directory over."""
+        check_owner(self._owner)
+        self._recorder.sync()
+
+
 def process_options(config: RunConfig) -> ProcessOptions:
     """What ``run`` says of the processes."""
     return ProcessOptions(config.processes, config.process_id, config.coordinator, config.heartbeat_s, config.stuck_s)
 
 
 def write_config(config: Config, run_dir: Path) -> None:
-    """Writes config.yaml in one rename: a resume is compared with it."""
+    """Writes config.yaml in one rename; a resume is compared with it."""
     temporary = run_dir / "config.yaml.tmp"
     with writing(temporary):
         temporary.write_text(config_to_yaml(config))

@@ -1,11 +1,11 @@
-"""Puts a run together from its configuration: problems, engine, update, and the components of the loop."""
+"""Puts the parts of a run together from its configuration; each feature of a step is chosen here."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,14 +25,14 @@ from rljax.rollout.types import SERVED, SamplingParams
 from rljax.run.acts import FollowerState, PublishToServers, Save, SharedEngine, Step
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
-from rljax.run.evaluation import evaluate_datasets
+from rljax.run.evaluation import Evaluation
 from rljax.run.fingerprint import json_checksum
 from rljax.run.guard import Guard, SkippedUpdates
-from rljax.run.loop import Components
-from rljax.run.pipeline import Ahead, Batches, InTurn
+from rljax.run.pipeline import Batches, BatchesAhead, BatchesInTurn
 from rljax.run.progress import Progress
 from rljax.run.rate import make_rate_controller
-from rljax.run.sampling import sample_batch
+from rljax.run.sampling import Sampler
+from rljax.run.step import RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
 from rljax.trainer.state import TrainState
@@ -41,12 +41,12 @@ from rljax.weights.writer import PartWriter
 
 @dataclass(frozen=True)
 class Problems:
-    """What is trained on, in its order, and what is evaluated on by name.
+    """The problems of a run.
 
     Attributes:
-      stream: of the training problems.
-      fingerprint: of their prompts and answers, in the order of the data.
-      evaluation: problems by name.
+      stream: The training problems in their order.
+      fingerprint: The checksum of their prompts and answers, in the order of the data.
+      evaluation: The problems to evaluate on by the name of their dataset.
     """
 
     stream: PromptStream
@@ -55,10 +55,10 @@ class Problems:
 
 
 def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
-    """Reads the problems; warns when nothing is evaluated on.
+    """Reads the problems, and warns on stderr if there is no dataset to evaluate on.
 
     Raises:
-      ValueError: they cannot be read, a prompt is too long, or they are fewer than a batch takes.
+      ValueError: The problems cannot be read, a prompt is too long, or there are fewer than a batch takes.
     """
     data, limit = config.data, config.data.max_prompt_tokens
     command = f"rljax prepare {data.path} OUT.parquet --model {config.model.path} --max-prompt-tokens {limit}"
@@ -166,47 +166,51 @@ def build(
     engine: RolloutEngine,
     checkpointer: Checkpointer,
     problems: Problems,
-    gives_up: Callable[[], bool] = lambda: False,
+    stop: StopRequest | None = None,
     processes: Processes = ALONE,
-) -> Components:
-    """The components of a run at its first step; ``gives_up`` ends what is sampled (``StopRequest.gives_up``).
+) -> RunParts:
+    """Puts the parts of a run together, as they are at its first step.
 
-    Of several processes, 0 calls it, while the others make what they have of it (``make_trainer``).
+    Process 0 calls it. The other processes meanwhile build the part of it that they share (``make_trainer``).
+
+    Args:
+      config: The configuration of the run.
+      policy: The shape of the policy.
+      tokenizer: The tokenizer of the policy.
+      mesh: The mesh of the trainer.
+      engine: The engine that samples.
+      checkpointer: The checkpoints of the run.
+      problems: The problems to train on and to evaluate on.
+      stop: The answers whether the run was asked to stop. None: nobody asks.
+      processes: The processes of the run.
 
     Raises:
-      ConfigError: the reward cannot be used.
-      OSError, ValueError: as ``load_reference``.
+      ConfigError: The reward cannot be used.
+      OSError: Frozen weights cannot be read.
+      ValueError: Frozen weights are not those of a policy of this shape.
     """
+    stop = stop or StopRequest()
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
     with caller_errors():
         rewards = RewardPool(config.data.reward_name, config.data.reward_workers, config.data.reward_timeout_s)
-    wanted, evaluate = config.eval, None
-    if problems.evaluation:
-        limit = wanted.max_response_tokens or config.rollout.max_response_tokens
-        sampling = SamplingParams(limit, wanted.temperature, stops)
-        run = (engine, tokenizer, problems.evaluation, rewards, sampling)
-        evaluate = functools.partial(
-            evaluate_datasets, *run, n=wanted.n, pass_k=wanted.pass_k, seed=wanted.seed, gives_up=gives_up
-        )
     trainer = make_trainer(config, policy, mesh)
     update = trainer.update
-    return Components(
+    return RunParts(
         config=config,
         policy=policy,
         engine=engine,
-        stream=problems.stream,
-        batches=make_batches(config, engine, tokenizer, rewards, stops, problems.stream, gives_up),
+        batches=make_batches(config, engine, tokenizer, rewards, stops, problems.stream, stop),
         tokenizer=tokenizer,
         rewards=rewards,
-        evaluate=evaluate,
+        evaluation=make_evaluation(config, engine, tokenizer, rewards, stops, problems.evaluation, stop),
         update=Step(processes, update) if processes.count > 1 else update,
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),
         guard=Guard(config.guard),
         skipped=SkippedUpdates(config.guard.max_skipped_updates, config.loss.mini_batches * config.loss.epochs),
         checkpointer=checkpointer,
         fingerprints={"problems": problems.fingerprint} | trainer.fingerprints,
+        stop=stop,
         weights=trainer.weights,
-        enter_phase=processes.at,
     )
 
 
@@ -217,35 +221,63 @@ def make_batches(
     rewards: RewardPool,
     stop_token_ids: tuple[int, ...],
     stream: PromptStream,
-    gives_up: Callable[[], bool],
+    stop: StopRequest,
 ) -> Batches:
-    """Where the run's batches come from; ``rollout.max_staleness`` says whether they are sampled ahead."""
+    """Builds the source of the run's batches; ``rollout.max_staleness`` says whether they are sampled ahead."""
     rollout = config.rollout
-    sample = functools.partial(
-        sample_batch,
+    sampler = Sampler(
         engine,
         tokenizer,
         rewards,
         SamplingParams(rollout.max_response_tokens, rollout.temperature, stop_token_ids),
-        group_size=rollout.group_size,
-        run_seed=config.run.seed,
-        gives_up=gives_up,
+        rollout.group_size,
+        seed=config.run.seed,
+        stop=stop,
+        counts_mixed=rollout.update != "wait",
     )
     if not rollout.max_staleness:
-        return InTurn(stream, sample, rewards.pop_metrics)
-    return Ahead(stream, sample, rewards.pop_metrics, steps=config.run.steps, max_staleness=rollout.max_staleness)
+        return BatchesInTurn(stream, sampler)
+    return BatchesAhead(
+        stream,
+        sampler,
+        engine,
+        stop,
+        steps=config.run.steps,
+        max_staleness=rollout.max_staleness,
+        always_drains=rollout.update == "wait",
+    )
 
 
-def starting_point(run: Components, mesh: Mesh) -> tuple[TrainState, Progress]:
-    """The newest whole checkpoint's state, the components put where it was taken; or the model's at step 0.
+def make_evaluation(
+    config: Config,
+    engine: RolloutEngine,
+    tokenizer: Tokenizer,
+    rewards: RewardPool,
+    stop_token_ids: tuple[int, ...],
+    datasets: Mapping[str, Sequence[Problem]],
+    stop: StopRequest,
+) -> Evaluation:
+    """Builds the evaluation of the run."""
+    wanted = config.eval
+    limit = wanted.max_response_tokens or config.rollout.max_response_tokens
+    params = SamplingParams(limit, wanted.temperature, stop_token_ids)
+    sampler = Sampler(engine, tokenizer, rewards, params, wanted.n, stop=stop)
+    return Evaluation(wanted, config.run.steps, sampler, datasets)
 
-    Once that has been read, a line on stderr says what is trained where.
+
+def starting_point(parts: RunParts, mesh: Mesh) -> tuple[TrainState, Progress]:
+    """Reads the newest whole checkpoint and puts the parts into its state, or else reads the model.
+
+    A line on stderr then says what is trained, and where.
+
+    Returns:
+      The device state at which the run starts, and its counters.
 
     Raises:
-      ConfigError: the model or the checkpoint cannot be used.
-      StartAgainError: as ``starting_state``.
+      ConfigError: The model or the checkpoint cannot be used.
+      StartAgainError: One of several processes found the newest checkpoint damaged, and moved it away.
     """
-    config = run.config
-    state, host = starting_state(config, run.policy, mesh, run.checkpointer, run.load_state_dict)
+    config = parts.config
+    state, host = starting_state(config, parts.policy, mesh, parts.checkpointer, parts.load_state_dict)
     print(f"training {config.model.path} for {config.run.steps} steps into {config.run.dir}", file=sys.stderr)
     return state, Progress.from_state_dict(host) if host else Progress()

@@ -1,11 +1,11 @@
-"""Where the loop takes the rollouts of a step from: sampled when it asks for them, or ahead of it on a thread.
+"""The batches of a run: sampled when the loop asks for them, or ahead of it on a thread.
 
 With ``rollout.max_staleness`` k above 0 the batch of step s may be sampled as soon as policy version s - 1 - k is
-published: while one step trains, the next batches are sampled. What bounds the staleness is when a prompt is sent, so
-nothing that was sampled is dropped, whatever its length. Batches are made of prompts in their order and are sampled one
+published: while one step trains, the next batches are sampled. The staleness is bounded by when a prompt is sent, so
+no sampled response is dropped, whatever its length. Batches are made of prompts in their order and are sampled one
 after the other; sampling excludes evaluating. Before version t is published the batch of step t + 1 is begun, if the
-version before allows it. With ``rollout.update: wait`` it ends before that, too, so that with k = 1 each batch but the
-first is one version old in every run; otherwise it goes on with version t, and is at most as old.
+version before allows it. With ``rollout.update: wait`` it also ends before that, so that with k = 1 each batch but the
+first is one version old in every run. Otherwise it goes on with version t, and is at most as old.
 """
 
 from __future__ import annotations
@@ -19,121 +19,101 @@ from typing import Any, NamedTuple, Protocol
 
 from rljax.data.prompts import Problem, PromptStream
 from rljax.errors import ServersLostError
-from rljax.record.rows import Row
-from rljax.run.sampling import Rollouts
+from rljax.policy.model import Params
+from rljax.rollout.engine import RolloutEngine
+from rljax.run.sampling import Sampled, Sampler
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
 
-_TICK_S = 0.25  # between two looks at what is sampled
-_END_S = 60.0  # that what is still sampled may take to end once it is given up
-
-# (problems, step, called with each response, true gives it up) -> their responses, scored.
-Sample = Callable[[Sequence[Problem], int, Callable[[], None], Callable[[], bool]], Rollouts]
-
-
-class Sampled(NamedTuple):
-    """The rollouts of one step.
-
-    Attributes:
-      rollouts: of its problems, in the order of the stream.
-      row: what was counted while they were sampled.
-    """
-
-    rollouts: Rollouts
-    row: Row
+_END_S = 60.0  # the longest wait for a batch to end once it is given up
 
 
 class Batches(Protocol):
-    """Gives the batches of the steps in their order, each once.
+    """The batches of the steps, in their order and each once."""
 
-    Attributes:
-      phase: name of what a step spends on ``take``.
-    """
+    def start(self, step: int) -> None:
+        """Allows sampling to begin, now that the policy after ``step`` is published."""
 
-    phase: str
+    def take(self, timers: Timers) -> Sampled:
+        """Returns the batch of the next step.
 
-    def start(self, step: int, should_stop: Callable[[], bool]) -> None:
-        """Sampling may begin: the policy after ``step`` is published. No step begins once ``should_stop`` is true."""
-
-    def take(self, progressed: Callable[[], None]) -> Sampled:
-        """The next step's; ``progressed`` is called, on the caller's thread, as more of it is sampled.
-
-        Raises as ``RolloutEngine.generate``.
+        Raises:
+          RuntimeError: The engine is broken or gone for good.
+          StoppedWaitingError: The run was asked to stop, and sampling is given up.
         """
 
-    def paused(self, progressed: Callable[[], None], *, drains: bool = True) -> AbstractContextManager[None]:
-        """Within it the caller alone uses the engine; at its end the policy of the last batch taken is published.
+    def paused(
+        self, params: Params, policy_version: int, timers: Timers, *, drains: bool
+    ) -> AbstractContextManager[None]:
+        """Opens a block in which the caller publishes ``params`` as ``policy_version``.
 
-        Without ``drains`` a batch that is under way goes on, and only a new one does not begin.
+        No batch begins inside the block.
+
+        Args:
+          params: The parameters that are published.
+          policy_version: Their version, which is the number of the last step taken.
+          timers: The timers of that step.
+          drains: Whether the batch under way ends before the block, so that the caller alone uses the engine.
         """
-
-    def is_unwanted(self) -> bool:
-        """Whether what the calling thread samples will not be trained on."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the stream after the problems of the last batch taken."""
+        """Returns the state of the stream after the problems of the last batch taken."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues the stream from ``state_dict``; called before ``start``."""
 
     def close(self) -> None:
-        """Gives up what is being sampled, and waits for that."""
+        """Gives up the batch under way, and waits for its end."""
 
 
-class InTurn:
-    """``Batches`` that are sampled when they are asked for."""
+class BatchesInTurn:
+    """Batches that are sampled when they are asked for."""
 
-    phase = "rollout"
+    def __init__(self, stream: PromptStream, sampler: Sampler) -> None:
+        """Samples nothing yet.
 
-    def __init__(self, stream: PromptStream, sample: Sample, pop_metrics: Callable[[], Row]):
-        """``sample`` is called with the problems of each batch, ``pop_metrics`` after it for its row."""
-        self._stream, self._sample, self._pop_metrics, self._step = stream, sample, pop_metrics, 0
+        Args:
+          stream: The problems in their order.
+          sampler: The sampler of the run.
+        """
+        self._stream, self._sampler, self._step = stream, sampler, 0
 
-    def start(self, step: int, should_stop: Callable[[], bool]) -> None:
-        """See Batches."""
-        del should_stop
+    def start(self, step: int) -> None:
+        """Makes the next batch that of ``step`` + 1."""
         self._step = step
 
-    def take(self, progressed: Callable[[], None]) -> Sampled:
-        """See Batches."""
+    def take(self, timers: Timers) -> Sampled:
+        """Samples the batch of the next step."""
         self._step += 1
-        rollouts = self._sample(self._stream.next_batch(), self._step, progressed, self.is_unwanted)
-        return Sampled(rollouts, self._pop_metrics())
+        with timers.phase("rollout"):
+            return self._sampler.sample(self._stream.next_batch(), self._step)
 
-    def paused(self, progressed: Callable[[], None], *, drains: bool = True) -> AbstractContextManager[None]:
-        """See Batches."""
-        del progressed, drains
+    def paused(
+        self, params: Params, policy_version: int, timers: Timers, *, drains: bool
+    ) -> AbstractContextManager[None]:
+        """Opens an empty block: no batch is ever under way."""
         return contextlib.nullcontext()
 
-    def is_unwanted(self) -> bool:
-        """See Batches."""
-        return False
-
     def state_dict(self) -> dict[str, Any]:
-        """See Batches."""
+        """Returns the state of the stream."""
         return self._stream.state_dict()
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues the stream."""
+        self._stream.load_state_dict(state)
+
     def close(self) -> None:
-        """See Batches."""
-
-
-class _Done(NamedTuple):
-    """A batch that was sampled.
-
-    Attributes:
-      sampled: what the loop takes.
-      job: that it was.
-      began: when its sampling did (``time.perf_counter()``).
-    """
-
-    sampled: Sampled
-    job: _Job
-    began: float
+        """Does nothing: no batch is ever under way."""
 
 
 class _Job(NamedTuple):
-    """A batch that is sampled, or is to be sampled again.
+    """A batch that is sampled, or that is to be sampled again.
 
     Attributes:
-      step: that it is for.
-      problems: of it.
-      data: state of the stream after them.
-      version: published when it was begun.
+      step: The step that trains on it.
+      problems: The problems.
+      data: The state of the stream after the problems.
+      version: The newest policy version when its sampling began.
     """
 
     step: int
@@ -142,60 +122,80 @@ class _Job(NamedTuple):
     version: int
 
 
-class Ahead:
-    """``Batches`` that are sampled on a thread, up to ``max_staleness`` steps before their turn.
+class _Done(NamedTuple):
+    """A batch that was sampled.
 
-    A server that comes back is verified with the policy, which a step under way has taken over. So where all servers
-    are lost, the batch is asked for again after the next publish, or in ``take`` on the caller's thread, if that comes
-    first.
+    Attributes:
+      sampled: The rollouts.
+      job: The batch as it was asked for.
+      began: The time at which its sampling began (``time.perf_counter()``).
     """
 
-    phase = "wait"
+    sampled: Sampled
+    job: _Job
+    began: float
+
+
+class BatchesAhead:
+    """Batches that are sampled on a thread, up to ``max_staleness`` steps before their turn.
+
+    When all servers are lost, one that comes back can only be verified with the next policy: a step under way has
+    donated the current one. The lost batch is sampled again after the next publish, or by ``take`` on the caller's
+    thread if that comes first.
+    """
 
     def __init__(
-        self, stream: PromptStream, sample: Sample, pop_metrics: Callable[[], Row], *, steps: int, max_staleness: int
-    ):
+        self,
+        stream: PromptStream,
+        sampler: Sampler,
+        engine: RolloutEngine,
+        stop: StopRequest,
+        *,
+        steps: int,
+        max_staleness: int,
+        always_drains: bool = True,
+    ) -> None:
         """Begins nothing yet.
 
         Args:
-          stream: of the problems.
-          sample: called on the thread, or by ``take``, never by both at once.
-          pop_metrics: called after it, for the batch's row.
-          steps: of the run; no batch is sampled for a later one.
-          max_staleness: most policy versions from the one that samples a batch to the one that it is trained from.
+          stream: The problems in their order.
+          sampler: The sampler of the run; the thread or ``take`` uses it, never both at once.
+          engine: The engine, which prepares each version while a batch is still sampled.
+          stop: The answers whether the run was asked to stop.
+          steps: The last step of the run; no batch is sampled for a later one.
+          max_staleness: The most policy versions from the one that samples a batch to the one it is trained from.
+          always_drains: Whether every publish waits for the batch under way (``rollout.update: wait``).
         """
-        self._stream, self._sample, self._pop_metrics = stream, sample, pop_metrics
-        self._steps, self._max_staleness = steps, max_staleness
-        self._should_stop: Callable[[], bool] = lambda: False
+        self._stream, self._sampler, self._engine, self._stop = stream, sampler, engine, stop
+        self._steps, self._max_staleness, self._always_drains = steps, max_staleness, always_drains
         self._thread = threading.Thread(target=self._run, name="rljax-sampling", daemon=True)
-        self._changed = threading.Condition()  # guards all that follows
+        self._changed = threading.Condition()  # guards the fields below
         self._version = self._taken = self._begun = 0
-        self._data: dict[str, Any] | None = None  # None before the start: what the stream says then
+        self._data: dict[str, Any] | None = None  # None before the start, when the stream itself says it
         self._ready: dict[int, _Done] = {}
         self._under_way: _Job | None = None
         self._lost: _Job | None = None
         self._error: BaseException | None = None
-        self._is_paused = self._is_publishing = self._is_closed = False
-        self._awaited = 0  # step whose batch is waited for
-        self._responses = 0  # sampled so far
+        self._is_paused = self._is_closed = False
 
-    def start(self, step: int, should_stop: Callable[[], bool]) -> None:
-        """See Batches."""
+    def start(self, step: int) -> None:
+        """Starts the thread, which samples the batch of ``step`` + 1 first."""
         self._version = self._taken = self._begun = step
-        self._data, self._should_stop = self._stream.state_dict(), should_stop
+        self._data = self._stream.state_dict()
         self._thread.start()
 
-    def take(self, progressed: Callable[[], None]) -> Sampled:
-        """See Batches."""
+    def take(self, timers: Timers) -> Sampled:
+        """Waits for the batch of the next step; ``time/ahead_s`` says how long before this call its sampling began."""
         step, asked = self._taken + 1, time.perf_counter()
-        with self._changed:
-            self._awaited = step
-            self._wait(lambda: step in self._ready or self._lost is not None or self._error is not None, progressed)
-            job = None if step in self._ready else self._lost
+        with timers.phase("wait"):
+            with self._changed:
+                self._stop.awaited_step = step
+                self._wait(lambda: step in self._ready or self._lost is not None or self._error is not None)
+                job = None if step in self._ready else self._lost
+                if job is not None:
+                    self._lost, self._under_way = None, job
             if job is not None:
-                self._lost, self._under_way = None, job
-        if job is not None:
-            self._finish(job, progressed)
+                self._finish(job)
         with self._changed:
             if step not in self._ready:
                 assert self._error is not None
@@ -205,55 +205,51 @@ class Ahead:
             return sampled._replace(row=sampled.row | {"time/ahead_s": asked - began})
 
     @contextlib.contextmanager
-    def paused(self, progressed: Callable[[], None], *, drains: bool = True) -> Iterator[None]:
-        """See Batches."""
+    def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
+        """Has the engine prepare the version, and waits for the batch under way if the block is to have no other."""
+        with timers.phase("prepare"):
+            self._engine.prepare(params, policy_version)
         following = self._taken + 1
-        with self._changed:
-            self._wait(lambda: self._begun >= following or not self._may_begin(following), progressed)
+        with timers.phase("drain"), self._changed:
+            self._wait(lambda: self._begun >= following or not self._may_begin(following))
             self._is_paused = True
-            if drains:
-                self._wait(lambda: self._under_way is None, progressed)
-            self._is_publishing = True
+            if drains or self._always_drains:
+                self._wait(lambda: self._under_way is None)
         yield
         with self._changed:
-            self._is_paused = self._is_publishing = False
+            self._is_paused = False
             self._version = self._taken
             self._changed.notify_all()
 
-    def is_unwanted(self) -> bool:
-        """See Batches."""
-        job = self._under_way
-        if threading.current_thread() is not self._thread or job is None:
-            return False
-        return self._is_closed or (self._should_stop() and job.step != self._awaited)
-
     def state_dict(self) -> dict[str, Any]:
-        """See Batches."""
+        """Returns the state of the stream after the problems of the last batch taken."""
         return self._stream.state_dict() if self._data is None else self._data
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues the stream."""
+        self._stream.load_state_dict(state)
+
     def close(self) -> None:
-        """See Batches."""
+        """Ends the thread; the batch under way is given up."""
+        self._stop.end_ahead()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(_END_S)
 
-    def _wait(self, is_so: Callable[[], bool], progressed: Callable[[], None]) -> None:
-        """Waits until ``is_so``; the caller has the condition."""
-        seen = self._responses
-        while not self._changed.wait_for(is_so, _TICK_S):
-            if self._responses != seen:
-                seen = self._responses
-                progressed()
+    def _wait(self, is_so: Callable[[], bool]) -> None:
+        """Waits until ``is_so``; the caller holds the condition."""
+        with self._stop.waiting_for_ahead():
+            self._changed.wait_for(is_so)
 
     def _may_begin(self, step: int) -> bool:
-        """Whether the thread goes on to the batch of ``step`` without a further publish."""
+        """Returns whether the thread goes on to the batch of ``step`` without a further publish."""
         is_over = self._is_closed or self._error is not None or self._lost is not None
         return not is_over and step <= min(self._steps, self._version + 1 + self._max_staleness)
 
     def _next_job(self) -> _Job | None:
-        """What the thread is to sample now, if anything; the caller has the condition."""
+        """Returns the batch that the thread samples now, if any; the caller holds the condition."""
         if self._is_paused or self._is_closed or self._under_way is not None:
             return None
         if self._lost is not None:
@@ -268,7 +264,7 @@ class Ahead:
         return _Job(self._begun, problems, self._stream.state_dict(), self._version)
 
     def _run(self) -> None:
-        """The thread: all batches, in their order."""
+        """Samples all batches in their order, on the thread."""
         while True:
             with self._changed:
                 while (job := self._next_job()) is None:
@@ -276,24 +272,17 @@ class Ahead:
                         return
                     self._changed.wait()
                 self._under_way = job
+                self._stop.work_ahead(job.step)
                 self._changed.notify_all()
-            self._finish(job, lambda: None)
+            self._finish(job)
 
-    def _finish(self, job: _Job, progressed: Callable[[], None]) -> None:
+    def _finish(self, job: _Job) -> None:
         """Samples the batch that is under way, on the caller's thread."""
-
-        def count() -> None:
-            self._responses += 1
-            progressed()
-
         began = time.perf_counter()
         outcome: Sampled | BaseException
         try:
-            rollouts = self._sample(job.problems, job.step, count, self.is_unwanted)
-            seconds = time.perf_counter() - began
-            with self._changed:  # what a publish counts is of its own step
-                self._changed.wait_for(lambda: not self._is_publishing or self._is_closed)
-            outcome = Sampled(rollouts, self._pop_metrics() | {"time/rollout_s": seconds})
+            outcome = self._sampler.sample(job.problems, job.step)
+            outcome.row["time/rollout_s"] = time.perf_counter() - began
         except BaseException as error:
             outcome = error
         with self._changed:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,155 +13,178 @@ import numpy as np
 from rljax.algorithms.advantages import compute_advantages, groups_with_loss, groups_with_signal
 from rljax.data.prompts import Problem
 from rljax.data.tokenizer import Tokenizer
-from rljax.errors import stop_sampling
 from rljax.record.rows import Row
 from rljax.rewards.pool import RewardPool
-from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.engine import RolloutEngine, check_wanted
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config
+from rljax.run.stop import StopRequest
 from rljax.trainer.packing import TrainSequence
 
 _TICK_S = 0.25  # between two questions whether to give up
 
 
 class Scored(NamedTuple):
-    """One response to a problem, and its reward."""
+    """A response to a problem, and its reward.
 
-    prompt: np.ndarray  # int32 [p]
+    Attributes:
+      prompt: The token ids of the prompt, int32 [p].
+      response: The response.
+      text: The text of the response, without special tokens.
+      reward: The reward.
+    """
+
+    prompt: np.ndarray
     response: Response
-    text: str  # of the response, special tokens removed
+    text: str
     reward: float
 
     @property
     def place(self) -> tuple[int, int]:
-        """(position of its problem, 0 .. n-1 among the responses to it)."""
+        """The position of the problem, and the position (0 .. n-1) among the responses to it."""
         return self.response.prompt_index, self.response.sample_index
 
 
 @dataclass
 class Rollouts:
-    """The responses of a step, [b][g]."""
+    """The responses of a step.
 
-    prompts: list[np.ndarray]  # int32 [p] each
+    Attributes:
+      prompts: The token ids of each prompt, b vectors int32 [p].
+      responses: The responses to each prompt, [b][g].
+      rewards: The rewards, float32 [b, g].
+    """
+
+    prompts: list[np.ndarray]
     responses: list[list[Response]]
-    rewards: np.ndarray  # float32 [b, g]
-    metrics: dict[str, float] = field(default_factory=dict)  # of sampling them (``Samples.metrics``)
+    rewards: np.ndarray
 
     def all(self) -> list[Response]:
-        """Row by row."""
+        """Returns all responses, prompt by prompt."""
         return [response for group in self.responses for response in group]
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of sampled tokens."""
+        return sum(response.length for response in self.all())
+
+
+class Sampled(NamedTuple):
+    """The rollouts of one step, and what sampling them took.
+
+    Attributes:
+      rollouts: The responses in the order of the problems.
+      row: The counts and seconds of their sampling, for the row of the step.
+    """
+
+    rollouts: Rollouts
+    row: Row
 
 
 def step_seed(seed: int, step: int) -> int:
-    """An independent 32-bit seed for each step of a run."""
+    """Returns an independent 32-bit seed for each step of a run."""
     return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
 
 
-def score_responses(
-    engine: RolloutEngine,
-    tokenizer: Tokenizer,
-    problems: Sequence[Problem],
-    rewards: RewardPool,
-    sampling: SamplingParams,
-    *,
-    n: int = 1,
-    seed: int = 0,
-    gives_up: Callable[[], bool] = lambda: False,
-    metrics: dict[str, float] | None = None,
-) -> Iterator[Scored]:
-    """Samples ``n`` responses to each problem and yields them scored; each goes to the pool as soon as it arrives.
+class Sampler:
+    """Samples responses to problems, and has each scored as soon as it arrives.
 
-    Args:
-      engine: with a published policy, or one that its server was started with.
-      tokenizer: of the policy.
-      problems: each ``prompt`` as the text that is tokenised.
-      rewards: scores them.
-      sampling: temperature, length limit and stop tokens.
-      n: responses to each problem.
-      seed: of the sampling.
-      gives_up: asked with every response, and while rewards are waited for; true ends it.
-      metrics: gets what the engine counted (``Samples.metrics``) once the last response is there.
-
-    Raises:
-      StoppedWaitingError: ``gives_up`` said so, or the engine.
+    Attributes:
+      rewards: The pool that scores responses.
     """
-    prompts = [tokenizer.encode(problem["prompt"]) for problem in problems]
-    waiting: deque[tuple[Response, str, Future[float]]] = deque()
 
-    def first_scored() -> Scored:
-        response, text, reward = waiting.popleft()
-        while not wait([reward], _TICK_S).done:
-            stop_sampling(gives_up)
-        return Scored(prompts[response.prompt_index], response, text, reward.result())
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: Tokenizer,
+        rewards: RewardPool,
+        params: SamplingParams,
+        n: int,
+        *,
+        seed: int = 0,
+        stop: StopRequest | None = None,
+        counts_mixed: bool = False,
+    ) -> None:
+        """Puts the parts together and samples nothing yet.
 
-    samples = engine.generate(prompts, n, sampling, seed=seed)
-    for response in samples:
-        stop_sampling(gives_up)
-        text = tokenizer.decode(response.token_ids)
-        waiting.append((response, text, rewards.submit(problems[response.prompt_index], text, response.truncated)))
-        while waiting and waiting[0][2].done():
+        Args:
+          engine: The engine; it has a policy before anything is sampled.
+          tokenizer: The tokenizer of the policy.
+          rewards: The pool that scores responses.
+          params: The temperature, the length limit and the stop tokens.
+          n: The number of responses to each problem.
+          seed: The seed of the run.
+          stop: The answers whether to give up. None: sampling is never given up.
+          counts_mixed: Whether a batch reports ``rollout/mixed_fraction``.
+        """
+        self._engine, self._tokenizer, self.rewards = engine, tokenizer, rewards
+        self._params, self._n, self._seed = params, n, seed
+        self._stop, self._counts_mixed = stop or StopRequest(), counts_mixed
+
+    def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
+        """Samples the rollouts of ``step``, which decides their seed.
+
+        Raises:
+          RuntimeError: The engine returned another number of responses, or is broken.
+          StoppedWaitingError: The run was asked to stop, and sampling is given up.
+        """
+        prompts = self._encoded(problems)
+        samples = self._engine.generate(prompts, self._n, self._params, seed=step_seed(self._seed, step))
+        rollouts = collect_rollouts(self._scored(problems, prompts, samples), len(problems), self._n)
+        row: Row = {**self.rewards.pop_metrics(), **samples.metrics}
+        if self._counts_mixed:
+            row["rollout/mixed_fraction"] = mixed_fraction(rollouts)
+        return Sampled(rollouts, row)
+
+    def scored(self, problems: Sequence[Problem], seed: int) -> Iterator[Scored]:
+        """Samples responses and yields them scored, in the order in which they arrive.
+
+        Args:
+          problems: The problems; each ``prompt`` is the text that is tokenised.
+          seed: The seed of the sampling.
+
+        Raises:
+          RuntimeError: The engine is broken.
+          StoppedWaitingError: The run was asked to stop, and sampling is given up.
+        """
+        prompts = self._encoded(problems)
+        return self._scored(problems, prompts, self._engine.generate(prompts, self._n, self._params, seed=seed))
+
+    def _encoded(self, problems: Sequence[Problem]) -> list[np.ndarray]:
+        return [self._tokenizer.encode(problem["prompt"]) for problem in problems]
+
+    def _scored(
+        self, problems: Sequence[Problem], prompts: Sequence[np.ndarray], responses: Iterable[Response]
+    ) -> Iterator[Scored]:
+        waiting: deque[tuple[Response, str, Future[float]]] = deque()
+
+        def first_scored() -> Scored:
+            response, text, reward = waiting.popleft()
+            while not wait([reward], _TICK_S).done:
+                check_wanted(self._stop)
+            self._stop.progress()
+            return Scored(prompts[response.prompt_index], response, text, reward.result())
+
+        for response in responses:
+            check_wanted(self._stop)
+            text, problem = self._tokenizer.decode(response.token_ids), problems[response.prompt_index]
+            waiting.append((response, text, self.rewards.submit(problem, text, response.truncated)))
+            while waiting and waiting[0][2].done():
+                yield first_scored()
+        while waiting:
             yield first_scored()
-    if metrics is not None:
-        metrics.update(samples.metrics)
-    while waiting:
-        yield first_scored()
-
-
-def sample_batch(
-    engine: RolloutEngine,
-    tokenizer: Tokenizer,
-    rewards: RewardPool,
-    sampling: SamplingParams,
-    problems: Sequence[Problem],
-    step: int,
-    progressed: Callable[[], None],
-    is_unwanted: Callable[[], bool],
-    *,
-    group_size: int,
-    run_seed: int,
-    gives_up: Callable[[], bool],
-) -> Rollouts:
-    """The scored rollouts of one step, ``group_size`` responses to each problem.
-
-    Args:
-      engine: as ``score_responses``, as the next three.
-      tokenizer: likewise.
-      rewards: likewise.
-      sampling: likewise.
-      problems: likewise.
-      step: that they are for; with ``run_seed`` it gives the seed of the sampling.
-      progressed: called with each response.
-      is_unwanted: asked as ``gives_up`` is.
-      group_size: responses to each problem.
-      run_seed: of the run.
-      gives_up: true ends it.
-
-    Raises:
-      RuntimeError: the engine returned another number of responses.
-      StoppedWaitingError: given up.
-    """
-
-    def ends() -> bool:
-        return is_unwanted() or gives_up()
-
-    metrics: dict[str, float] = {}
-
-    def counted() -> Iterator[Scored]:
-        seed = step_seed(run_seed, step)
-        for one in score_responses(
-            engine, tokenizer, problems, rewards, sampling, n=group_size, seed=seed, gives_up=ends, metrics=metrics
-        ):
-            progressed()
-            yield one
-
-    return replace(collect_rollouts(counted(), len(problems), group_size), metrics=metrics)
 
 
 def collect_rollouts(scored: Iterable[Scored], count: int, group_size: int) -> Rollouts:
-    """The scored responses to ``count`` problems, ``group_size`` to each, in the order of the problems.
+    """Puts scored responses into the order of their problems.
+
+    Args:
+      scored: The responses in any order.
+      count: The number of problems.
+      group_size: The number of responses to each problem.
 
     Raises:
-      RuntimeError: the engine returned another number of responses.
+      RuntimeError: There is another number of responses.
     """
     by_place = {one.place: one for one in scored}
     if len(by_place) != count * group_size:
@@ -175,7 +198,12 @@ def collect_rollouts(scored: Iterable[Scored], count: int, group_size: int) -> R
 
 
 def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
-    """What the host sees of a batch, over all responses, before anything is dropped."""
+    """Returns the metrics of a batch, over all responses, before anything is dropped.
+
+    Args:
+      rollouts: The responses of the step.
+      policy_version: The policy version that is trained from.
+    """
     responses = rollouts.all()
     lengths = np.asarray([response.length for response in responses], np.float64)
     truncated = np.asarray([response.truncated for response in responses])
@@ -193,12 +221,18 @@ def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
 
 
 def mixed_fraction(rollouts: Rollouts) -> float:
-    """Share of the responses that more than one policy version sampled."""
+    """Returns the fraction of the responses that more than one policy version sampled."""
     return float(np.mean([len(response.versions) > 1 for response in rollouts.all()]))
 
 
 def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) -> list[TrainSequence]:
-    """Each response with its advantage, and whether its group carries loss."""
+    """Returns each response with its advantage, and whether its group carries loss.
+
+    Args:
+      rollouts: The responses of the step.
+      config: The configuration of the run.
+      policy_version: The policy version that is trained from.
+    """
     lengths = np.asarray([[response.length for response in group] for group in rollouts.responses])
     advantages = compute_advantages(
         rollouts.rewards,
@@ -223,7 +257,7 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
 
 
 def staleness_of(response: Response, policy_version: int) -> np.ndarray:
-    """Policy versions between the one that sampled each token and the trainer's, int32 [t]."""
+    """Returns the policy versions from the one that sampled each token to ``policy_version``, int32 [t]."""
     behind = np.zeros(response.length, np.int32)
     for span in response.versions:
         behind[span.start : span.end] = policy_version - span.version

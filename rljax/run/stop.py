@@ -1,65 +1,120 @@
-"""The request to stop: the first SIGINT or SIGTERM ends a run with or without the step under way, a second at once."""
+"""The request to stop a run, and the questions that whoever waits asks about it."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from rljax.distributed.processes import ALONE, Processes
+from rljax.run.checkpoint import Checkpointer
+
 
 class StopRequest:
-    """Turns the first SIGINT or SIGTERM inside a ``with`` block into a request; a second one acts as usual."""
+    """Answers whether a run was asked to stop, by when, and whether what waits should give up.
 
-    def __init__(self, grace_s: float = math.inf, signal_elsewhere: Callable[[], int | None] = lambda: None) -> None:
-        """A run that nobody asked to stop.
+    Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. Whoever waits
+    for servers, responses, rewards or an upload takes this object, a ``Stopping``. It also tells the processes of the
+    run what it is at, so that a run that stands still ends (``run.stuck_s``).
+
+    Attributes:
+      signal: The number of the signal that asked the run to stop. None: nobody asked.
+      awaited_step: The step whose batch the run waits for; work ahead for this step is not given up early.
+    """
+
+    def __init__(self, grace_s: float = math.inf, processes: Processes = ALONE) -> None:
+        """Makes the object of a run that nobody asked to stop.
 
         Args:
-          grace_s: from the request to the end of the run, saving included (seconds).
-          signal_elsewhere: the signal that another process of the run was sent, which counts like one of this process.
+          grace_s: The longest time from the request to the end of the run, saving included, in seconds.
+          processes: The processes of the run; a signal to any of them counts.
         """
         self.signal: int | None = None
-        self._elsewhere = signal_elsewhere
-        self._grace_s, self._asked_at = grace_s, 0.0
+        self.awaited_step = 0
+        self._grace_s, self._asked_at, self._processes = grace_s, 0.0, processes
         self._began = time.monotonic()
         self._step_s: float | None = None
-        self._save_s: Callable[[], float | None] = lambda: None
+        self._checkpointer: Checkpointer | None = None
         self._previous: dict[int, Any] = {}
-        self.is_unwanted: Callable[[], bool] = lambda: False
-        """Whether what the calling thread samples will not be trained on."""
+        self._place = "starting"
+        self._ahead: dict[int, int] = {}  # thread that works ahead -> the step that its work is for
+        self._waits_for_ahead = self._ahead_is_over = False
+
+    # ---- the questions ----
 
     def is_requested(self) -> bool:
-        """True once a signal came."""
-        if self.signal is None and (number := self._elsewhere()) is not None:
+        """Returns whether a signal has come."""
+        if self.signal is None and (number := self._processes.signal()) is not None:
             self.request(number)
         return self.signal is not None
 
-    def begin_step(self, last_step_s: float | None, last_save_s: Callable[[], float | None]) -> None:
-        """A step begins. Given what the last step and the last save took (seconds); None where that is not known."""
-        self._began, self._step_s, self._save_s = time.monotonic(), last_step_s, last_save_s
+    def left_s(self) -> float:
+        """Returns the seconds that are left of the grace, infinity while nobody asked."""
+        return self._asked_at + self._grace_s - time.monotonic() if self.is_requested() else math.inf
 
     def gives_up(self) -> bool:
-        """Whether to end what is sampled: it is unwanted, or the step under way, which wants it, is not expected to be
-        done, and saved, in what is left of the grace."""
-        if self.is_unwanted():
+        """Returns whether the calling thread should give up what it waits for.
+
+        A thread that works ahead gives up as soon as the run was asked to stop, unless the run waits for its step. Any
+        other thread gives up when the step is not expected to be done and saved within the grace.
+        """
+        ahead = self._ahead.get(threading.get_ident())
+        if ahead is not None and (self._ahead_is_over or (self.is_requested() and ahead != self.awaited_step)):
             return True
         if not self.is_requested():
             return False
-        return remaining_s(self._step_s, time.monotonic() - self._began, self._save_s()) > self.left_s()
+        save_s = None if self._checkpointer is None else self._checkpointer.last_save_s()
+        return remaining_s(self._step_s, time.monotonic() - self._began, save_s) > self.left_s()
 
-    def left_s(self) -> float:
-        """What is left of the grace (seconds); infinite while nobody asked."""
-        return self._asked_at + self._grace_s - time.monotonic() if self.is_requested() else math.inf
+    # ---- what the run tells ----
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.request(number)
+    def begin_step(self, last_step_s: float | None, checkpointer: Checkpointer) -> None:
+        """Notes that a step begins.
+
+        Args:
+          last_step_s: The time that the step before took, in seconds. None: it is not known.
+          checkpointer: The checkpoints of the run, which know how long the last save took.
+        """
+        self._began, self._step_s, self._checkpointer = time.monotonic(), last_step_s, checkpointer
+
+    def at(self, place: str) -> None:
+        """Notes that the run has come to ``place``, a phase of a step."""
+        self._place = place
+        self._processes.at(place)
+
+    def progress(self) -> None:
+        """Notes that something was done, such as a response that arrived.
+
+        On a thread that works ahead it counts only while the run waits for such work.
+        """
+        if self._waits_for_ahead or threading.get_ident() not in self._ahead:
+            self._processes.at(self._place)
+
+    def work_ahead(self, step: int) -> None:
+        """Notes that the calling thread now works ahead, for ``step``."""
+        self._ahead[threading.get_ident()] = step
+
+    @contextlib.contextmanager
+    def waiting_for_ahead(self) -> Iterator[None]:
+        """Marks a block in which the run waits for a thread that works ahead."""
+        self._waits_for_ahead = True
+        try:
+            yield
+        finally:
+            self._waits_for_ahead = False
+
+    def end_ahead(self) -> None:
+        """Makes all threads that work ahead give up: the run takes no further step."""
+        self._ahead_is_over = True
 
     def request(self, number: int) -> None:
-        """The run is asked to stop, by this signal, of this process or another of the run."""
+        """Asks the run to stop, because this or another process of the run was sent the signal ``number``."""
         self.signal, self._asked_at = number, time.monotonic()
         for each, handler in self._previous.items():
             signal.signal(each, handler)
@@ -67,6 +122,10 @@ class StopRequest:
         if self.gives_up():
             what = f"without what is still sampled, which is not expected within run.grace_s = {self._grace_s:g} s"
         print(f"\nstopping {what} (once more to stop at once)", file=sys.stderr)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.request(number)
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -79,7 +138,13 @@ class StopRequest:
 
 
 def remaining_s(step_s: float | None, elapsed_s: float, save_s: float | None) -> float:
-    """Expected time to the end of a step and its save, where the last ones took so long and this one has so far."""
+    """Returns the expected time to the end of a step and its save, in seconds; infinity if that is not known.
+
+    Args:
+      step_s: The time that the last step took, in seconds. None: it is not known.
+      elapsed_s: The time since this step began, in seconds.
+      save_s: The time that the last save took, in seconds. None: it is not known.
+    """
     if step_s is None or save_s is None:
         return math.inf
     return max(step_s - elapsed_s, 0.0) + save_s

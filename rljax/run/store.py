@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from rljax.run.stop import StopRequest
 from rljax.weights.object_stores import open_store
 
 MANIFEST = "manifest.json"
@@ -101,19 +102,19 @@ class Store:
                     self._delete(other)
 
     def download(
-        self, step: int, folder: Path, names: tuple[str, ...] = (), moved: Callable[[], None] = lambda: None
+        self, step: int, folder: Path, names: tuple[str, ...] = (), stop: StopRequest | None = None
     ) -> None:
-        """Writes the files of a copy into ``folder`` and compares sizes and checksums with its manifest.
+        """Writes the files of a copy into ``folder``, and compares their sizes and checksums with its manifest.
 
         Args:
-          step: of ``steps``.
-          folder: made if it is missing.
-          names: of files that are wanted; () for all.
-          moved: called after each file.
+          step: The step of the copy, one of ``steps``.
+          folder: The folder of the files, which is made if it is missing.
+          names: The names of the files to download. Empty: all of them.
+          stop: The stop request of the run, which is told of each file. None: nobody is told.
 
         Raises:
-          DamagedCopyError: they differ, or are not there.
-          StoreError: the store refused, or cannot be reached.
+          DamagedCopyError: A file is missing, or differs from the manifest.
+          StoreError: The store refuses, or cannot be reached.
         """
         with self._told(f"checkpoint {step} could not be downloaded"):
             records = self._manifest(step)
@@ -126,7 +127,8 @@ class Store:
                 self._fs.get_file(self._path(step, name), str(target))
                 if _record(target) != records[name]:
                     raise self._damaged(step, f"other content than was written in {name}")
-                moved()
+                if stop is not None:
+                    stop.at("download")
 
     def _path(self, step: int, name: str) -> str:
         return f"{self._root}/{step}/{name}"

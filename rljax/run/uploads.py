@@ -1,4 +1,4 @@
-"""An object store's part in a run: what is downloaded when it starts, what is uploaded while it goes on."""
+"""The copies of a run in an object store: downloaded when the run starts, uploaded while it goes on."""
 
 from __future__ import annotations
 
@@ -11,31 +11,40 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from rljax.distributed.ownership import Ownership
 from rljax.errors import ConfigError, OwnedError
 from rljax.run.config import Config
-from rljax.run.directory import check_same_run, saved_steps
+from rljax.run.directory import check_owner, check_same_run, saved_steps
+from rljax.run.stop import StopRequest
 from rljax.run.store import DamagedCopyError, StoppedUploadError, Store, StoreError
 
-CHECKPOINT = "checkpoint"  # folder of a copy
-RECORD = ("config.yaml", "metrics.jsonl")  # what else a resume needs
+CHECKPOINT = "checkpoint"
+"""The folder of a copy that holds the checkpoint."""
+RECORD = ("config.yaml", "metrics.jsonl")
+"""The other files of a copy, which a resume needs."""
 _LOOK_S = 1.0  # between two looks at the checkpoints
-_AGAIN_S = 60.0  # before an upload that failed is tried again
-_FINISH_S = 3.0  # of the grace, for what a run does after its last upload
+_AGAIN_S = 60.0  # before a failed upload is tried again
+_FINISH_S = 3.0  # the part of the grace that a run needs after its last upload
 
 
-def start_from_store(config: Config, run_dir: Path, moved: Callable[[], None] = lambda: None) -> Store | None:
-    """The store of ``checkpoint.upload``, None without; a later copy than the run directory holds is put there.
+def start_from_store(config: Config, run_dir: Path, stop: StopRequest | None = None) -> Store | None:
+    """Opens the store of ``checkpoint.upload``; a copy later than the run directory's checkpoints is put there.
 
     Args:
-      config: of the run.
-      run_dir: this process's.
-      moved: called after each file that is downloaded.
+      config: The configuration of the run.
+      run_dir: The run directory, which this process owns.
+      stop: The stop request of the run, which is told of each file that is downloaded. None: nobody is told.
+
+    Returns:
+      The store. None: the run has none.
 
     Raises:
-      StoreError: the store cannot be used.
-      ConfigError: it holds another run, or copies of which none is whole while the run directory holds no checkpoint.
+      StoreError: The store cannot be used.
+      ConfigError: The store holds another run; or no copy in it is whole, and the run directory has no checkpoint.
     """
     if not config.checkpoint.upload:
         return None
@@ -47,11 +56,11 @@ def start_from_store(config: Config, run_dir: Path, moved: Callable[[], None] = 
             f"run.resume: {store.url} already holds a run, to step {there[-1]}, and run.resume = {config.run.resume}; "
             "give another checkpoint.upload, or run.resume = auto to go on"
         )
-    # What was put aside as damaged is not taken back from a copy of the same damage.
+    # A copy of a checkpoint that was set aside may have the same damage.
     later = [step for step in there if step > here and not (run_dir / "damaged" / str(step)).exists()]
     for step in reversed(later):
         try:
-            fetch(store, step, config, run_dir, moved)
+            fetch(store, step, config, run_dir, stop)
         except DamagedCopyError as error:
             print(f"warning: {error}; the one before it is tried", file=sys.stderr)
             continue
@@ -62,19 +71,20 @@ def start_from_store(config: Config, run_dir: Path, moved: Callable[[], None] = 
     return store
 
 
-def fetch(store: Store, step: int, config: Config, run_dir: Path, moved: Callable[[], None]) -> None:
-    """Puts a copy into the run directory; after an interrupted download nothing of it counts there.
+def fetch(store: Store, step: int, config: Config, run_dir: Path, stop: StopRequest | None) -> None:
+    """Puts a copy into the run directory; the files of an interrupted download do not count there.
 
     Raises:
-      DamagedCopyError, StoreError: as ``Store.download``.
-      ConfigError: it is of a run with other settings.
+      DamagedCopyError: The copy does not read back as it was written.
+      StoreError: The store cannot be reached, or refuses.
+      ConfigError: The copy is one of a run with other settings.
     """
     partial = run_dir / "checkpoints.partial"
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        store.download(step, partial, RECORD, moved)
+        store.download(step, partial, RECORD, stop)
         check_same_run(config, partial, store.url)
-        store.download(step, partial, moved=moved)
+        store.download(step, partial, stop=stop)
         for name in RECORD:
             (partial / name).replace(run_dir / name)
         (run_dir / "checkpoints").mkdir(exist_ok=True)
@@ -84,10 +94,10 @@ def fetch(store: Store, step: int, config: Config, run_dir: Path, moved: Callabl
 
 
 class Uploads:
-    """Uploads the newest complete checkpoint of a run directory, in a thread. A context manager.
+    """The uploads of a run, a context manager: a thread copies each newest complete checkpoint to the store.
 
-    Leaving it waits, within limits, until the newest one is uploaded. What fails is said in one line on stderr, and
-    again only after an upload that did not fail.
+    Leaving the context waits, within limits, until the newest one is uploaded. A failure is said in one line on
+    stderr, and the next one only after an upload that succeeded.
     """
 
     def __init__(
@@ -98,22 +108,20 @@ class Uploads:
         keep: int,
         wait_s: float,
         check_owner: Callable[[], None] = lambda: None,
-        left_s: Callable[[], float] = lambda: math.inf,
-        waiting: Callable[[], None] = lambda: None,
-    ):
-        """Nothing happens before the context is entered.
+        stop: StopRequest | None = None,
+    ) -> None:
+        """Prepares the thread, which starts when the context is entered.
 
         Args:
-          store: takes the copies.
-          run_dir: has ``checkpoints``, in which a folder whose name is a number is complete.
-          keep: copies to keep.
-          wait_s: longest time that leaving the context takes (seconds).
-          check_owner: raises OwnedError once the directory is another process's; nothing is uploaded then.
-          left_s: what is left of the time to end in (seconds).
-          waiting: called while the end waits.
+          store: The store that takes the copies.
+          run_dir: The run directory; a folder of its ``checkpoints`` whose name is a number is complete.
+          keep: The number of copies to keep.
+          wait_s: The longest time that leaving the context takes, in seconds.
+          check_owner: A function that raises OwnedError once another process owns the directory, which ends uploads.
+          stop: The answers by when the run ends. None: it may take any time.
         """
         self._store, self._run_dir, self._keep, self._wait_s = store, run_dir, keep, wait_s
-        self._check_owner, self._left_s, self._waiting = check_owner, left_s, waiting
+        self._check_owner, self._stop = check_owner, stop or StopRequest()
         self._links = run_dir / "checkpoints.upload"
         self._ending = threading.Event()
         self._uploaded: int | None = None
@@ -128,9 +136,12 @@ class Uploads:
         self._ending.set()
         wait_s = 0.0 if kind is not None and issubclass(kind, KeyboardInterrupt) else self._wait_s
         deadline = time.monotonic() + wait_s
-        while self._thread.is_alive() and (left := min(deadline - time.monotonic(), self._left_s() - _FINISH_S)) > 0:
-            self._waiting()
-            self._thread.join(min(left, 0.2))
+        while self._thread.is_alive():
+            left_s = min(deadline - time.monotonic(), self._stop.left_s() - _FINISH_S)
+            if left_s <= 0:
+                break
+            self._stop.at("upload")
+            self._thread.join(min(left_s, 0.2))
         newest = self._newest()
         if self._thread.is_alive() and newest != self._uploaded:
             print(f"warning: no time was left to upload checkpoint {newest} to {self._store.url}", file=sys.stderr)
@@ -152,7 +163,7 @@ class Uploads:
         shutil.rmtree(self._links, ignore_errors=True)
 
     def _upload(self, step: int) -> bool:
-        """Returns whether it was tried to the end: False when a later one is wanted instead."""
+        """Uploads the checkpoint of ``step``; returns False if a later one is wanted instead."""
 
         def check() -> None:
             if self._ending.is_set() and self._newest() != step:
@@ -181,7 +192,10 @@ class Uploads:
 
 
 def link_files(run_dir: Path, step: int, folder: Path) -> None:
-    """Makes ``folder`` what is uploaded of a step: its files, linked since the run deletes old ones, and the record."""
+    """Fills ``folder`` with the files to upload for a step: links to its checkpoint's files, and the record so far.
+
+    The run may delete the checkpoint meanwhile; the links keep its files.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(run_dir / "checkpoints" / str(step), folder / CHECKPOINT, copy_function=_link)
     shutil.copyfile(run_dir / "config.yaml", folder / "config.yaml")
@@ -197,19 +211,11 @@ def _link(source: str, target: str) -> None:
 
 
 @contextlib.contextmanager
-def uploading(
-    store: Store | None,
-    config: Config,
-    check_owner: Callable[[], None],
-    left_s: Callable[[], float],
-    waiting: Callable[[], None],
-) -> Iterator[None]:
-    """Inside it, the complete checkpoints of the run are uploaded; nothing happens without a store. See ``Uploads``."""
+def uploading(store: Store | None, config: Config, owner: Ownership, stop: StopRequest) -> Iterator[None]:
+    """Uploads the complete checkpoints of the run inside the block; without a store it does nothing."""
     if store is None:
         yield
         return
-    wanted = config.checkpoint
-    limits = {"keep": wanted.keep, "wait_s": wanted.upload_wait_s}
-    hooks = {"check_owner": check_owner, "left_s": left_s, "waiting": waiting}
-    with Uploads(store, Path(config.run.dir), **limits, **hooks):  # type: ignore[arg-type]
+    limits: dict[str, Any] = {"keep": config.checkpoint.keep, "wait_s": config.checkpoint.upload_wait_s}
+    with Uploads(store, Path(config.run.dir), **limits, check_owner=partial(check_owner, owner), stop=stop):
         yield

@@ -1,0 +1,221 @@
+"""One step of a run: ``one_step`` reads as its docstring's points, and ``RunParts`` holds what it is made of."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rljax.data.tokenizer import Tokenizer
+from rljax.policy.config import PolicyConfig
+from rljax.policy.model import Params
+from rljax.record.rows import Row
+from rljax.rewards.pool import RewardPool
+from rljax.rollout.engine import RolloutEngine
+from rljax.run.checkpoint import Checkpointer
+from rljax.run.config import Config
+from rljax.run.evaluation import Evaluation
+from rljax.run.guard import Guard, SkippedUpdates
+from rljax.run.pipeline import Batches
+from rljax.run.progress import Progress, check_fingerprints, check_policy, policy_record
+from rljax.run.rate import RateController, load_fork, observed_value, schedule_row
+from rljax.run.rollout_files import write_rollouts
+from rljax.run.sampling import Rollouts, rollout_row, step_seed, training_sequences
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
+from rljax.trainer.measure import without_empty_buckets
+from rljax.trainer.packing import useful_fraction
+from rljax.trainer.state import TrainState
+from rljax.trainer.update import Update, Updated, UpdateOptions
+
+
+@dataclass
+class RunParts:
+    """The parts of a run, which ``rljax.run.build.build`` puts together.
+
+    Attributes:
+      config: The configuration.
+      policy: The shape of the policy.
+      engine: The engine that samples.
+      batches: The rollouts of the steps, sampled in turn or ahead.
+      tokenizer: The tokenizer of the policy.
+      rewards: The pool that scores responses.
+      evaluation: The evaluations, where they are due.
+      update: The function that makes the updates of a step.
+      controller: The controller of the learning rate.
+      guard: The rules on metrics that warn of a run or stop it.
+      skipped: The count of updates that were skipped in a row.
+      checkpointer: The checkpoints.
+      fingerprints: The checksums of the problems and of frozen weights.
+      stop: The answers whether the run was asked to stop.
+      weights: A function from the state's parameters to the policy that the engine samples from.
+    """
+
+    config: Config
+    policy: PolicyConfig
+    engine: RolloutEngine
+    batches: Batches
+    tokenizer: Tokenizer
+    rewards: RewardPool
+    evaluation: Evaluation
+    update: Update
+    controller: RateController
+    guard: Guard
+    skipped: SkippedUpdates
+    checkpointer: Checkpointer
+    fingerprints: dict[str, str]
+    stop: StopRequest
+    weights: Callable[[Params], Params] = lambda params: params
+
+    def state_dict(self, progress: Progress) -> dict[str, Any]:
+        """Returns the JSON part of a checkpoint, which later changes of the parts do not reach."""
+        return copy.deepcopy(
+            progress.state_dict()
+            | {
+                "guard": self.guard.state_dict(),
+                "skipped_updates": self.skipped.state_dict(),
+                "data": self.batches.state_dict(),
+                "schedule": self.controller.state_dict(),
+                "policy": policy_record(self.policy),
+                "fingerprints": self.fingerprints,
+            }
+        )
+
+    def load_state_dict(self, host: dict[str, Any]) -> Progress:
+        """Puts the parts into the state in which a checkpoint was taken.
+
+        Args:
+          host: The JSON part of the checkpoint.
+
+        Returns:
+          The progress of the run at the checkpoint.
+
+        Raises:
+          ValueError: The checkpoint is one of another policy, reference or training data.
+          LookupError, TypeError, AttributeError, ArithmeticError: ``host`` is not the JSON part of a run's checkpoint.
+        """
+        check_policy(host["policy"], self.policy, self.config.model.path)
+        model, data = self.config.model.path, self.config.data
+        names = {"reference": model, "base": model, "problems": data.path or data.task}
+        check_fingerprints(host.get("fingerprints", {}), self.fingerprints, names)
+        self.batches.load_state_dict(host["data"])
+        if Path(self.config.run.fork).name == str(host["step"]):
+            load_fork(self.controller, host["schedule"], self.config.schedule)
+        else:
+            self.controller.load_state_dict(host["schedule"])
+        self.guard.load_state_dict(host["guard"])
+        # A checkpoint of an rljax that did not count them has no such entry.
+        self.skipped.load_state_dict(host.get("skipped_updates", {"in_a_row": 0, "since_step": 0}))
+        return Progress.from_state_dict(host)
+
+
+@dataclass
+class NewestStep:
+    """The newest finished step of a run, which is saved when the run ends, whatever ends it.
+
+    A step is finished when its update is made. If something after it fails, its row lacks that part.
+
+    Attributes:
+      state: The device state after the step; the next step donates it.
+      progress: The counters of the run; they are advanced in place.
+      host: The JSON part of a checkpoint of the newest recorded step.
+      row: The metrics of the step.
+      histograms: The histograms of the step.
+      is_recorded: Whether the row is in the record, so that ``host`` is that of this step.
+    """
+
+    state: TrainState
+    progress: Progress
+    host: dict[str, Any]
+    row: Row
+    histograms: dict[str, np.ndarray] = field(default_factory=dict)
+    is_recorded: bool = True
+
+    def advance(self, updated: Updated, row: Row) -> None:
+        """Goes on to the next step, whose update is made; ``row`` may still grow."""
+        self.state, self.row, self.histograms, self.is_recorded = updated.state, row, updated.histograms, False
+        self.progress.step += 1
+        self.progress.policy_version += 1
+
+
+def one_step(parts: RunParts, newest: NewestStep) -> None:
+    """Makes the next step of a run, all but its record. ``newest`` becomes this step once its update is made.
+
+    1. Take ``batch_size`` problems.
+    2. Sample ``group_size`` responses to each with a published policy, and score each response as it arrives.
+    3. Observe the mean response length over all of them; the rate of this very update follows.
+    4. Compute the advantages. A group whose rewards are all equal carries no loss.
+    5. Pack the responses into rows.
+    6. Make the update: one compiled step, or several mini-batches. If no group carries loss it is skipped.
+    7. Publish the weights as the next policy version.
+    8. Evaluate the policy when that is due.
+    """
+    config, progress, timers = parts.config, newest.progress, Timers(parts.stop)
+    step, version = progress.step + 1, progress.policy_version
+    row: Row = {"step": step} | parts.evaluation.at_start(step, timers)
+
+    # 1 and 2
+    rollouts, sampling_row = parts.batches.take(timers)
+    row |= rollout_row(rollouts, version) | sampling_row
+
+    # 3
+    observed = observed_value(config.schedule.metric, row, newest.row)
+    rate = parts.controller.step(observed, row["response_length/truncated_fraction"])
+
+    # 4
+    sequences = training_sequences(rollouts, config, version)
+
+    # 5
+    with timers.phase("pack"):
+        batch = parts.update.pack(sequences)
+
+    # 6
+    with timers.phase("train"):
+        updated = parts.update(newest.state, batch, sequences, update_options(config, step, rate))
+    newest.advance(updated, row)
+    row |= without_empty_buckets(updated.row) | schedule_row(parts.controller)
+    has_loss = any(sequence.in_loss for sequence in sequences)
+    row |= progress.observe(row, has_loss=has_loss, reference_steps=config.diagnosis.reference_steps)
+    row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
+
+    with completing(row, timers, rollouts):
+        # 7
+        params = parts.weights(newest.state.params)
+        with parts.batches.paused(params, version + 1, timers, drains=parts.evaluation.is_due(step)):
+            with timers.phase("publish"):
+                row |= parts.engine.publish(params, version + 1)
+            write_rollouts(config, step, version, rollouts, sequences, updated.trainer_logprobs, parts.tokenizer)
+
+            # 8
+            row |= parts.evaluation.after(step, timers)
+
+
+def update_options(config: Config, step: int, learning_rate: float) -> UpdateOptions:
+    """Returns the options of the update of ``step``: its rate, its seed, and the measurements that are due."""
+    diagnosis = config.diagnosis
+    return UpdateOptions(
+        learning_rate,
+        step_seed(config.run.seed, step),
+        noise=is_due(diagnosis.grad_noise_every, step),
+        free_routing=is_due(diagnosis.free_routing_every, step),
+    )
+
+
+def is_due(every: int, step: int) -> bool:
+    """Returns whether something that happens every so many steps (0: never) happens at ``step``."""
+    return every > 0 and step % every == 0
+
+
+@contextlib.contextmanager
+def completing(row: Row, timers: Timers, rollouts: Rollouts) -> Iterator[None]:
+    """Adds the times of the step to ``row`` at the end of the block, even if the block fails."""
+    try:
+        yield
+    finally:
+        row |= timers.row | {"time/step_s": timers.seconds()}
+        row["perf/response_tokens_per_s"] = rollouts.num_tokens / row["time/rollout_s"]
