@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,9 +119,20 @@ class SleepingUpdate:
         return updated
 
 
+class Rows(list[dict[str, Any]]):
+    """A record of a run in memory."""
+
+    def write(self, row: Mapping[str, Any], histograms: Mapping[str, Any]) -> None:
+        """Adds a row."""
+        self.append(dict(row))
+
+    def sync(self) -> None:
+        """Does nothing: there is no disk."""
+
+
 def rows_of(times: Times, max_staleness: int, update: InFlight) -> list[dict[str, Any]]:
     """The rows of a run."""
-    rows: list[dict[str, Any]] = []
+    rows = Rows()
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         config = Config(
             run=RunConfig(dir=directory, steps=STEPS),
@@ -140,7 +151,7 @@ def rows_of(times: Times, max_staleness: int, update: InFlight) -> list[dict[str
         stack.callback(parts.rewards.close)
         parts = dataclasses.replace(parts, update=SleepingUpdate(parts.update, times.train))
         state, progress = starting_point(parts, mesh)
-        train(parts, state, progress, lambda row, histograms: rows.append(row))
+        train(parts, state, progress, rows)
     return rows[WARM_UP:-1]
 
 

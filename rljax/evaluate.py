@@ -36,7 +36,7 @@ from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
 from rljax.run.directory import recorded_config
 from rljax.run.evaluation import summarize_scores
-from rljax.run.sampling import Scored, score_responses
+from rljax.run.sampling import Sampler, Scored
 from rljax.run.weights import load_merged
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import TrainState, abstract_state, make_optimizer
@@ -255,9 +255,9 @@ def main(argv: Sequence[str]) -> int:
         open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=total, desc=name, unit="response", file=sys.stderr) as bar,
     ):
+        sampler = Sampler(engine, tokenizer, pool, sampling, arguments.n)
         for start, part in in_batches(problems, at_once):
-            seed = arguments.seed + start
-            for one in score_responses(engine, tokenizer, part, pool, sampling, n=arguments.n, seed=seed):
+            for one in sampler.scored(part, arguments.seed + start):
                 response = dataclasses.replace(one.response, prompt_index=one.response.prompt_index + start)
                 scored.append(one._replace(response=response))
                 bar.update()

@@ -165,7 +165,7 @@ def mark_phases(phase: Any) -> None:
     """Wraps what a step is made of, so that ``phase`` holds the place in ``PHASES`` of what is under way."""
     from rljax.record.writers import Recorder
     from rljax.run.checkpoint import Checkpointer
-    from rljax.run.loop import Timers
+    from rljax.run.timers import Timers
 
     places = {"rollout": 1, "wait": 1, "train": 2, "publish": 3, "eval": 6}
     timed, write, save = Timers.phase, Recorder.write, Checkpointer.save

@@ -143,7 +143,7 @@ def pace(gate: Any, handed_on: Path) -> None:
     A line of ``handed_on`` is the seed of a step, and the place of a response in it.
     """
     from rljax.rollout.servers.engine import ServedEngine
-    from rljax.run.loop import Timers
+    from rljax.run.timers import Timers
 
     timed, generate = Timers.phase, ServedEngine.generate
 

@@ -31,7 +31,7 @@ from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.run.directory import prepare_directory
 from rljax.run.fingerprint import array_checksums
-from rljax.run.loop import Components
+from rljax.run.step import RunParts
 from rljax.run.stop import StopRequest
 from rljax.sharding import make_mesh
 
@@ -82,7 +82,7 @@ def sound_run() -> SoundRun:
             run = make(checkpointer=checkpointer)
             state, progress = starting_point(run, mesh)
             for step in STEPS:
-                run.stream.next_batch()
+                make.keywords["problems"].stream.next_batch()
                 run.controller.step(10.0 + step, 0.0)
                 progress = dataclasses.replace(progress, step=step, policy_version=step, grad_norm_ema=0.5 * step)
                 state = jax.tree.map(lambda x: x + jnp.ones_like(x), state)
@@ -131,7 +131,7 @@ def go_on(words: Sequence[str]) -> int:
     return 0
 
 
-def _check_restored(run: Components, state: Any, progress: Any, said: str) -> None:
+def _check_restored(run: RunParts, state: Any, progress: Any, said: str) -> None:
     """What was restored is one of the saved states, wholly."""
     sound, step = sound_run(), progress.step
     assert step in STEPS, f"begun anew at step {step}"

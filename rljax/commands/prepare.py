@@ -36,7 +36,7 @@ from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.evaluation import SOLVED
-from rljax.run.sampling import score_responses
+from rljax.run.sampling import Sampler
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 
@@ -258,12 +258,13 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
         open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=len(problems), initial=done, desc="scoring", unit="problem") as bar,
     ):
+        sampler = Sampler(engine, tokenizer, pool, sampling, n)
         for start, batch in in_batches(problems, at_once):
             waiting = [problem for problem in batch if problem_key(problem) not in scores.rewards]
             found: list[dict[int, float]] = [{} for _ in waiting]
             if not waiting:
                 continue
-            for one in score_responses(engine, tokenizer, waiting, pool, sampling, n=n, seed=arguments.seed + start):
+            for one in sampler.scored(waiting, arguments.seed + start):
                 index, sample = one.place
                 rewards = found[index]
                 rewards[sample] = one.reward

@@ -46,17 +46,17 @@ class Progress:
           The keys that the row gains: ``optimizer/grad_norm_ema`` and ``mismatch/sum_*``.
         """
         if has_loss:
-            self._observe_grad_norm(row["optimizer/grad_norm"])
-        return self._sum_rise(row, reference_steps) | {"optimizer/grad_norm_ema": self.grad_norm_ema}
+            self.observe_grad_norm(row["optimizer/grad_norm"])
+        return self.sum_rise(row, reference_steps) | {"optimizer/grad_norm_ema": self.grad_norm_ema}
 
-    def _observe_grad_norm(self, norm: float) -> None:
+    def observe_grad_norm(self, norm: float) -> None:
         """Adds a gradient norm to the moving average, unless it is not finite."""
         if not np.isfinite(norm):
             return
         ema = self.grad_norm_ema
         self.grad_norm_ema = norm if ema is None else GRAD_NORM_EMA_DECAY * ema + (1 - GRAD_NORM_EMA_DECAY) * norm
 
-    def _sum_rise(self, row: Row, reference_steps: int) -> Row:
+    def sum_rise(self, row: Row, reference_steps: int) -> Row:
         """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` since the first steps; longer responses are one part.
 
         Each of the first ``reference_steps`` rows is added to the reference instead, and gives nothing.

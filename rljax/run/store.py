@@ -101,9 +101,7 @@ class Store:
                 if other not in kept:
                     self._delete(other)
 
-    def download(
-        self, step: int, folder: Path, names: tuple[str, ...] = (), stop: StopRequest | None = None
-    ) -> None:
+    def download(self, step: int, folder: Path, names: tuple[str, ...] = (), stop: StopRequest | None = None) -> None:
         """Writes the files of a copy into ``folder``, and compares their sizes and checksums with its manifest.
 
         Args:

@@ -13,8 +13,8 @@ from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config, EvalConfig
 from rljax.run.config_file import load_config
-from rljax.run.evaluation import evaluate_datasets, mean_accuracy, pass_at_k, summarize_scores
-from rljax.run.sampling import Scored, score_responses
+from rljax.run.evaluation import Evaluation, mean_accuracy, pass_at_k, summarize_scores
+from rljax.run.sampling import Sampler, Scored
 
 SAMPLING = SamplingParams(8, 1.0)
 PROBLEMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}]
@@ -95,7 +95,7 @@ def test_the_order_of_arrival_changes_nothing(seed, workers, tokenizer):
     order = [list(RESPONSES)[i] for i in np.random.default_rng(seed).permutation(len(RESPONSES))]
     engine = ScriptedEngine(tokenizer, order)
     with RewardPool("addition", workers) as pool:
-        sampled = list(score_responses(engine, tokenizer, PROBLEMS, pool, SAMPLING, n=3, seed=5))
+        sampled = list(Sampler(engine, tokenizer, pool, SAMPLING, 3).scored(PROBLEMS, 5))
     assert engine.asked == [(["1+1=", "2+3="], 3, SAMPLING, 5)]
     assert {one.place: one.text for one in sampled} == RESPONSES
     result = summarize_scores(sampled, n=3, pass_k=(2,))
@@ -118,10 +118,12 @@ def test_an_evaluation_names_its_datasets_and_counts_its_own_errors(tokenizer):
     with RewardPool(breaks, 0) as pool:
         pool.submit(PROBLEMS[0], "44", False)
         pool.pop_metrics()
-        run = (engine, tokenizer, {"a": PROBLEMS, "b": PROBLEMS}, pool, SAMPLING)
-        row = evaluate_datasets(*run, n=3, pass_k=(1,), seed=9)
+        config = EvalConfig(n=3, pass_k=(1,), seed=9, temperature=SAMPLING.temperature)
+        sampler = Sampler(engine, tokenizer, pool, SAMPLING, 3)
+        evaluation = Evaluation(config, 1, sampler, {"a": PROBLEMS, "b": PROBLEMS})
+        row = evaluation.evaluate()
         assert pool.pop_metrics()["reward/errors"] == 0
-        assert evaluate_datasets(*run, n=3, pass_k=(1,), seed=9) == row
+        assert evaluation.evaluate() == row
     assert {asked[3] for asked in engine.asked} == {9}
     assert row["eval/a/reward_errors"] == row["eval/b/reward_errors"] == 1
     assert row["eval/a/accuracy"] == row["eval/b/accuracy"] == pytest.approx(1 / 3)

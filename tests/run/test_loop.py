@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from row_list import RowList
 from scripted_engine import ScriptedEngine
 from toy_problems import load_once
 from toy_runs import TOY_BASE
@@ -106,6 +107,31 @@ class NotFinite:
         return self.update(state, batch, sequences, options)
 
 
+class Stop(StopRequest):
+    """A request to stop that also comes when ``is_over`` says so."""
+
+    def __init__(self, grace_s, is_over):
+        super().__init__(grace_s)
+        self.is_over = is_over
+
+    def is_requested(self):
+        return super().is_requested() or self.is_over()
+
+
+class FailingRecord(RowList):
+    """A record that cannot be written at step 2, as often as ``failures``."""
+
+    def __init__(self, failures):
+        super().__init__()
+        self.failures = failures
+
+    def write(self, row, histograms):
+        if row["step"] == 2 and self.failures:
+            self.failures -= 1
+            raise OSError(28, "No space left on device")
+        super().write(row, histograms)
+
+
 @pytest.fixture
 def go(update, tmp_path):
     """Runs ``train`` from where a directory stands."""
@@ -117,7 +143,6 @@ def go(update, tmp_path):
         stop_after=None,
         last_row=None,
         rows=None,
-        record=None,
         grace_s=0.0,
         not_finite=(),
         keep=9,
@@ -125,31 +150,20 @@ def go(update, tmp_path):
     ):
         config = settings(tmp_path / name, **changes)
         engine = engine or ScriptedEngine(TOKENIZER, half_right)
-        rows, stop = [] if rows is None else rows, StopRequest(grace_s)
-
-        def record_and_time(row, histograms):
-            (record or (lambda row, histograms: rows.append(row)))(row, histograms)
-            stop.begin_step(row["time/step_s"], checkpointer.last_save_s)
-
+        rows = RowList() if rows is None else rows
+        stop = Stop(grace_s, lambda: engine.is_gone or len(rows) == stop_after)
         with contextlib.ExitStack() as stack:
             checkpointer = stack.enter_context(
                 contextlib.closing(Checkpointer(tmp_path / name / "checkpoints", keep=keep))
             )
             problems = load_once(config, TOKENIZER)
-            components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems, stop.gives_up)
+            components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems, stop)
             stack.callback(components.rewards.close)
             components = dataclasses.replace(components, update=NotFinite(update, not_finite))
             state, progress = starting_point(components, MESH)
             before = jax.device_get(state.params)
             with stop:
-                state = train(
-                    components,
-                    state,
-                    progress,
-                    record_and_time,
-                    lambda: stop.is_requested() or engine.is_gone or len(rows) == stop_after,
-                    last_row,
-                )
+                state = train(components, state, progress, rows, last_row)
             saved = checkpointer.all_steps()
         return Finished(tmp_path / name, rows, engine, progress, saved, before, jax.device_get(state.params))
 
@@ -458,7 +472,7 @@ def without_evaluation(rows):
 )
 @pytest.mark.parametrize("answers", [0, 3])
 def test_a_failed_rollout_saves_the_step_before(error, answers, go, capsys):
-    whole, rows = go("whole"), []
+    whole, rows = go("whole"), RowList()
     with pytest.raises(type(error)) as raised:
         go(engine=Failing(error, call=2, answers=answers), rows=rows)
     assert raised.value is error
@@ -471,7 +485,7 @@ def test_a_failed_rollout_saves_the_step_before(error, answers, go, capsys):
 
 
 def test_a_failed_publish_records_and_saves_the_new_state_and_is_made_up_for(go, capsys):
-    whole, rows = go("whole"), []
+    whole, rows = go("whole"), RowList()
     with pytest.raises(TimeoutError, match="900 s"):
         go(engine=Failing(TimeoutError("no server took it in 900 s"), version=1), rows=rows)
     assert capsys.readouterr().err.endswith("\nstep 1 is saved; the same command goes on from there\n")
@@ -484,7 +498,7 @@ def test_a_failed_publish_records_and_saves_the_new_state_and_is_made_up_for(go,
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [{"version": 2}, {"call": 3, "answers": 7}])
 def test_an_evaluation_that_fails_is_all_that_its_row_lacks(engine, go, capsys):
-    whole, rows = go("whole"), []
+    whole, rows = go("whole"), RowList()
     with pytest.raises(RuntimeError, match="broken"):
         go(engine=Failing(RuntimeError("broken"), **engine), rows=rows)
     said = "step 2 is saved, its row without the evaluation that was due; the same command goes on from there"
@@ -496,7 +510,7 @@ def test_an_evaluation_that_fails_is_all_that_its_row_lacks(engine, go, capsys):
 
 
 def test_a_dump_that_fails_loses_no_row(go, tmp_path):
-    whole, rows = go("whole"), []
+    whole, rows = go("whole"), RowList()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "rollouts").write_text("a file where the folder should be")
     with pytest.raises(OSError, match="rollouts"):
@@ -508,28 +522,16 @@ def test_a_dump_that_fails_loses_no_row(go, tmp_path):
 
 def test_a_row_that_fails_is_tried_again(go):
     """The first write of row 2 fails; what ends the run then records and saves it."""
-    whole, rows, failures = go("whole"), [], [OSError(28, "No space left on device")]
-
-    def record(row, histograms):
-        if row["step"] == 2 and failures:
-            raise failures.pop()
-        rows.append(row)
-
+    whole, rows = go("whole"), FailingRecord(1)
     with pytest.raises(OSError, match="No space left"):
-        go(record=record, rows=rows)
+        go(rows=rows)
     assert resumed_rows(go, rows)[0] == without_clock(whole.rows)
 
 
 def test_a_row_that_cannot_be_recorded_keeps_the_last_checkpoint(go, capsys):
-    whole, rows = go("whole"), []
-
-    def record(row, histograms):
-        if row["step"] == 2:
-            raise OSError(28, "No space left on device")
-        rows.append(row)
-
+    whole, rows = go("whole"), FailingRecord(2)
     with pytest.raises(OSError, match="No space left"):
-        go(record=record, rows=rows, checkpoint={"every": 1})
+        go(rows=rows, checkpoint={"every": 1})
     said = "step 2 could not be saved: [Errno 28] No space left on device; what remains is the checkpoint of step 1"
     assert capsys.readouterr().err.endswith(f"\n{said}\n")
     assert resumed_rows(go, rows)[0] == without_clock(whole.rows)
@@ -537,7 +539,7 @@ def test_a_row_that_cannot_be_recorded_keeps_the_last_checkpoint(go, capsys):
 
 def test_an_update_that_fails_says_what_remains(go, update, monkeypatch, capsys):
     """The compiled step has taken its state when the numbers it gives are fetched."""
-    whole, rows, calls = go("whole"), [], []
+    whole, rows, calls = go("whole"), RowList(), []
 
     def fetch(metrics, *, noise):
         calls.append(noise)
@@ -564,16 +566,18 @@ def test_rows_are_synced_before_each_save(update, tmp_path):
             events.append(("save", step))
             super().save(step, state, host)
 
+    class WatchedRows(RowList):
+        def write(self, row, histograms):
+            events.append(("row", row["step"]))
+
+        def sync(self):
+            events.append(("sync",))
+
     with contextlib.closing(Watched(tmp_path / "run" / "checkpoints")) as checkpointer:
         components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, load_once(config, TOKENIZER))
         components = dataclasses.replace(components, update=update)
         with contextlib.closing(components.rewards):
-            train(
-                components,
-                *starting_point(components, MESH),
-                lambda row, histograms: events.append(("row", row["step"])),
-                sync=lambda: events.append(("sync",)),
-            )
+            train(components, *starting_point(components, MESH), WatchedRows())
     rows = [("row", step) for step in range(1, 5)]
     assert events == [*rows[:3], ("sync",), ("save", 3), rows[3], ("sync",), ("save", 4)]
 
@@ -662,7 +666,7 @@ def test_an_engine_that_breaks_ahead_ends_the_run_at_its_own_step(go):
     def breaks_at_the_third(prompt, sample, seed):
         return half_right(prompt, sample, seed) if seed != step_seed(0, 3) else 1 / 0
 
-    rows = []
+    rows = RowList()
     with pytest.raises(ZeroDivisionError):
         go(rows=rows, engine=ScriptedEngine(TOKENIZER, breaks_at_the_third), rollout={"max_staleness": 2})
     assert [row["step"] for row in rows] == [1, 2]
@@ -745,7 +749,7 @@ class Breaking(Watched):
 @pytest.mark.parametrize(("how", "where"), [("wait", "prepare"), ("keep", "publish")])
 def test_a_publish_that_fails_while_the_next_batch_is_sampled_leaves_its_step_saved(go, how, where):
     changes = {"rollout": {"max_staleness": 1, "update": how}, "eval": {"every": 0}}
-    whole, rows, broken = go("whole", **changes), [], Breaking(TOKENIZER, half_right, where=where)
+    whole, rows, broken = go("whole", **changes), RowList(), Breaking(TOKENIZER, half_right, where=where)
     with pytest.raises(RuntimeError, match="planted"):
         go(rows=rows, engine=broken, **changes)
     assert [row["step"] for row in rows] == [1, 2]

@@ -8,6 +8,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from row_list import RowList
 from scripted_engine import ScriptedEngine
 from toy_problems import load_once
 from toy_runs import TOY_BASE
@@ -98,7 +99,7 @@ class Watching(ScriptedEngine):
 @pytest.fixture
 def go(tmp_path):
     def run(name, *, change=lambda update: update, **options):
-        config, engine, rows = settings(tmp_path / name, **options), Watching(), []
+        config, engine, rows = settings(tmp_path / name, **options), Watching(), RowList()
         with contextlib.ExitStack() as stack:
             checkpointer = Checkpointer(tmp_path / name / "checkpoints", keep=9)
             stack.callback(checkpointer.close)
@@ -107,7 +108,7 @@ def go(tmp_path):
             components.update = change(components.update)
             stack.callback(components.rewards.close)
             state, progress = starting_point(components, MESH)
-            state = train(components, state, progress, lambda row, histograms: rows.append(row))
+            state = train(components, state, progress, rows)
         return types.SimpleNamespace(engine=engine, rows=rows, state=state, saved=checkpointer.all_steps())
 
     return run

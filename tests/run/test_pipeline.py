@@ -9,57 +9,85 @@ import pytest
 
 from rljax.data.prompts import PromptStream
 from rljax.errors import ServersLostError, StoppedWaitingError
-from rljax.run.pipeline import Ahead, InTurn
+from rljax.run.pipeline import BatchesAhead, BatchesInTurn
+from rljax.run.sampling import Sampled
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
 
 PROBLEMS = [{"prompt": str(i), "answer": ""} for i in range(10)]
 SEED = 3
 
 
-def nothing():
-    """Takes no notice of progress."""
+class Places:
+    """The processes of a run, as a stop request sees them: it keeps what the run is said to be at."""
+
+    def __init__(self):
+        self.seen = []
+
+    def at(self, place):
+        self.seen.append(place)
+
+    def signal(self):
+        return None
+
+
+class Stop(StopRequest):
+    """A request to stop that a test makes."""
+
+    def __init__(self):
+        self.places, self.is_asked = Places(), False
+        super().__init__(processes=self.places)
+
+    def is_requested(self):
+        return self.is_asked
 
 
 class Engine:
-    """Samples a batch as (its problems, its step, the version published then); knows who uses it at the same time."""
+    """Engine and sampler: a batch is (its problems, its step, the version published then); one may use it at a time."""
 
     def __init__(self, sampling_s=lambda step: 0.0):
-        self.version, self.users, self.calls, self.failures = 0, 0, [], {}
-        self.sampling_s, self.counted = sampling_s, 0
+        self.version, self.users, self.calls, self.failures, self.stop = 0, 0, [], {}, Stop()
+        self.sampling_s = sampling_s
 
     @contextlib.contextmanager
     def used(self):
         self.users += 1
         assert self.users == 1, "two use the engine at once"
-        yield
-        self.users -= 1
+        try:
+            yield
+        finally:
+            self.users -= 1
 
-    def sample(self, problems, step, progressed, is_unwanted):
+    def sample(self, problems, step):
         with self.used():
             version = self.version
             self.calls.append((step, version, threading.current_thread() is threading.main_thread()))
             until = time.monotonic() + self.sampling_s(step)
             while time.monotonic() < until:
-                progressed()
-                if is_unwanted():
-                    self.users -= 1
+                self.stop.progress()
+                if self.stop.gives_up():
                     raise StoppedWaitingError("unwanted")
                 time.sleep(0.002)
             failure = self.failures.pop(step, None)
             if failure is not None:
-                self.users -= 1
                 raise failure
             assert self.version == version
-            self.counted += 1
-            return [problem["prompt"] for problem in problems], step, version
+            return Sampled(([problem["prompt"] for problem in problems], step, version), {"sampled": 1})
+
+    def prepare(self, params, version):
+        pass
 
     def publish(self, version):
         with self.used():
             time.sleep(0.002)
             self.version = version
 
-    def pop_metrics(self):
-        counted, self.counted = self.counted, 0
-        return {"sampled": counted}
+
+class Saved:
+    """Checkpoints whose last save took no time."""
+
+    def last_save_s(self):
+        return -1e9
 
 
 def stream_at(batches=0):
@@ -68,28 +96,34 @@ def stream_at(batches=0):
     return stream
 
 
-def make(engine, k, steps=8, at=0):
+def make(engine, k, steps=8, at=0, **options):
     stream = stream_at(at)
     if k == 0:
-        return InTurn(stream, engine.sample, engine.pop_metrics)
-    return Ahead(stream, engine.sample, engine.pop_metrics, steps=steps, max_staleness=k)
+        return BatchesInTurn(stream, engine)
+    return BatchesAhead(stream, engine, engine, engine.stop, steps=steps, max_staleness=k, **options)
 
 
-def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0, should_stop=lambda: False):
+def take(batches, engine):
+    return batches.take(Timers(engine.stop))
+
+
+def paused(batches, engine, version, drains=True):
+    return batches.paused({}, version, Timers(engine.stop), drains=drains)
+
+
+def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0):
     """Steps as the loop makes them. Returns what each was trained on, and (step, state of the stream) after each."""
     trained, states = [], []
-    batches.start(first - 1, should_stop)
+    batches.start(first - 1)
     engine.version = first - 1
     try:
         for step in range(first, last + 1):
-            sampled = batches.take(nothing)
+            sampled = take(batches, engine)
             time.sleep(training_s(step))
-            with batches.paused(nothing):
+            with paused(batches, engine, step):
                 engine.publish(step)
             trained.append(sampled)
             states.append(batches.state_dict())
-            if should_stop():
-                break
     finally:
         batches.close()
     return trained, states
@@ -160,14 +194,8 @@ def test_the_row_says_how_long_before_its_step_a_batch_was_begun():
 
 @pytest.mark.parametrize("k", [0, 1])
 def test_before_the_start_the_state_is_that_which_was_loaded(k):
-    stream = stream_at()
-    engine = Engine()
-    batches = (
-        Ahead(stream, engine.sample, engine.pop_metrics, steps=8, max_staleness=k)
-        if k
-        else InTurn(stream, engine.sample, engine.pop_metrics)
-    )
-    stream.load_state_dict({"problems_drawn": 6})
+    batches = make(Engine(), k)
+    batches.load_state_dict({"problems_drawn": 6})
     assert batches.state_dict() == {"problems_drawn": 6}
 
 
@@ -206,36 +234,42 @@ def test_a_failure_is_raised_when_its_batch_is_due_and_not_before():
     engine = Engine()
     engine.failures[3] = RuntimeError("the engine broke")
     batches = make(engine, 4)
-    batches.start(0, lambda: False)
+    batches.start(0)
     for step in (1, 2):
-        assert batches.take(nothing).rollouts[1] == step
-        with batches.paused(nothing):
+        assert take(batches, engine).rollouts[1] == step
+        with paused(batches, engine, step):
             engine.publish(step)
     with pytest.raises(RuntimeError, match="the engine broke"):
-        batches.take(nothing)
+        take(batches, engine)
     batches.close()
 
 
-def test_who_waits_sees_progress():
-    engine, seen = Engine(lambda step: 0.7), []
+def test_progress_counts_while_the_run_waits_for_it():
+    engine = Engine(lambda step: 0.3)
     batches = make(engine, 1)
-    batches.start(0, lambda: False)
-    batches.take(lambda: seen.append(threading.current_thread()))
+    batches.start(0)
+    take(batches, engine)
+    assert set(engine.stop.places.seen) == {"wait"}
+    assert len(engine.stop.places.seen) > 1
+    engine.stop.at("train")
+    while len(engine.calls) < 2:
+        time.sleep(0.002)
+    time.sleep(0.05)
+    assert engine.stop.places.seen[-1] == "train"
+    assert engine.stop.places.seen.count("train") == 1
     batches.close()
-    assert seen
-    assert set(seen) == {threading.main_thread()}
 
 
 @pytest.mark.parametrize("how", ["asked", "closed"])
 def test_what_is_sampled_ahead_is_given_up_when_no_step_will_use_it(how):
     engine = Engine(lambda step: 30.0 if step > 1 else 0.0)
-    stop, began = threading.Event(), time.monotonic()
+    began = time.monotonic()
     batches = make(engine, 2)
-    batches.start(0, stop.is_set)
-    assert batches.take(nothing).rollouts[1] == 1
+    batches.start(0)
+    assert take(batches, engine).rollouts[1] == 1
     if how == "asked":
-        stop.set()
-        with batches.paused(nothing):
+        engine.stop.is_asked = True
+        with paused(batches, engine, 1):
             engine.publish(1)
         assert batches.state_dict() == {"problems_drawn": 2}
     batches.close()
@@ -244,70 +278,61 @@ def test_what_is_sampled_ahead_is_given_up_when_no_step_will_use_it(how):
 
 
 def test_the_batch_that_is_waited_for_is_not_given_up_when_a_stop_is_asked_for():
-    engine, stop = Engine(lambda step: 0.3), threading.Event()
+    engine = Engine(lambda step: 0.3)
+    engine.stop.begin_step(0.0, Saved())
     batches = make(engine, 1)
-    batches.start(0, stop.is_set)
-    threading.Timer(0.1, stop.set).start()
-    assert batches.take(nothing).rollouts[1] == 1
+    batches.start(0)
+    threading.Timer(0.1, lambda: setattr(engine.stop, "is_asked", True)).start()
+    assert take(batches, engine).rollouts[1] == 1
     batches.close()
 
 
 def test_nothing_is_sampled_while_it_is_paused():
     engine = Engine()
     batches = make(engine, 4)
-    batches.start(0, lambda: False)
-    batches.take(nothing)
-    with batches.paused(nothing):
+    batches.start(0)
+    take(batches, engine)
+    with paused(batches, engine, 1):
         calls = len(engine.calls)
         time.sleep(0.05)
         assert len(engine.calls) == calls
         engine.publish(1)
-    np.testing.assert_equal(batches.take(nothing).rollouts[1], 2)
+    np.testing.assert_equal(take(batches, engine).rollouts[1], 2)
     batches.close()
 
 
 class Sharing(Engine):
     """Samples while others publish; a batch is (its problems, its step, the version that began it, that ended it)."""
 
-    def __init__(self, sampling_s):
-        super().__init__(sampling_s)
-        self.published = 0
-
     @contextlib.contextmanager
     def used(self):
         yield
 
-    def sample(self, problems, step, progressed, is_unwanted):
+    def sample(self, problems, step):
         first = self.version
         self.calls.append((step, first))
         time.sleep(self.sampling_s(step))
-        return [problem["prompt"] for problem in problems], step, first, self.version
+        return Sampled(([problem["prompt"] for problem in problems], step, first, self.version), {})
 
     def publish(self, version):
         time.sleep(0.06)
         self.version = version
-        self.published += 1
-
-    def pop_metrics(self):
-        published, self.published = self.published, 0
-        return {"published": published}
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("slow", ["sampling", "training"])
 def test_a_batch_under_way_goes_on_across_publishes_and_none_begins_within_one(k, slow):
-    """Whatever version it ends with, none is older than asked, and what a publish counts is of its own step."""
+    """Whatever version it ends with, none is older than asked."""
     engine = Sharing(lambda step: 0.2 if slow == "sampling" else 0.0)
-    batches, trained = make(engine, k), []
-    batches.start(0, lambda: False)
+    batches, trained = make(engine, k, always_drains=False), []
+    batches.start(0)
     for step in range(1, 9):
-        sampled = batches.take(nothing)
+        sampled = take(batches, engine)
         time.sleep(0.05 if slow == "training" else 0.0)
-        with batches.paused(nothing, drains=False):
+        with paused(batches, engine, step, drains=False):
             begun = len(engine.calls)
             engine.publish(step)
             assert len(engine.calls) == begun
-            assert engine.pop_metrics()["published"] == 1
         trained.append(sampled)
     batches.close()
     assert [call[0] for call in engine.calls] == list(range(1, 9))
@@ -315,18 +340,17 @@ def test_a_batch_under_way_goes_on_across_publishes_and_none_begins_within_one(k
         _, of_step, first, last = sampled.rollouts
         assert of_step == step
         assert 0 <= step - 1 - last <= step - 1 - first <= k
-        assert sampled.row["published"] == 0
     crossed = [first < last for sampled in trained for _, _, first, last in [sampled.rollouts]]
     assert any(crossed) == (slow == "sampling")
 
 
 def test_an_evaluation_waits_for_the_batch_under_way():
     engine = Sharing(lambda step: 0.1)
-    batches, trained = make(engine, 1), []
-    batches.start(0, lambda: False)
+    batches, trained = make(engine, 1, always_drains=False), []
+    batches.start(0)
     for step in range(1, 5):
-        trained.append(batches.take(nothing))
-        with batches.paused(nothing):
+        trained.append(take(batches, engine))
+        with paused(batches, engine, step):
             engine.publish(step)
     batches.close()
     assert [sampled.rollouts[2:] for sampled in trained] == [(0, 0), (0, 0), (1, 1), (2, 2)]

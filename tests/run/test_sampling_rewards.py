@@ -8,8 +8,9 @@ import pytest
 from rljax.data.prompts import PromptStream
 from rljax.data.toy import build_tokenizer
 from rljax.rewards.pool import RewardPool
+from rljax.rollout.engine import Samples
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
-from rljax.run.sampling import collect_rollouts, score_responses
+from rljax.run.sampling import Sampler
 
 # The longer the response, the sooner it is scored.
 REWARD = """
@@ -30,6 +31,9 @@ class Landing:
 
     def generate(self, prompts, n, sampling, *, seed):
         self.prompts = prompts
+        return Samples(self.respond(prompts, n))
+
+    def respond(self, prompts, n):
         places = [(i, j) for i in range(len(prompts)) for j in range(n)]
         for k in np.random.default_rng(self.seed).permutation(len(places))[self.missing :]:
             i, j = places[k]
@@ -49,8 +53,7 @@ def pool(tmp_path, monkeypatch):
 def sample(engine, pool):
     problems = PromptStream(PROBLEMS, 4, seed=0).next_batch()
     sampling = SamplingParams(8, 1.0, (14,))
-    scored = score_responses(engine, build_tokenizer(), problems, pool, sampling, n=3, seed=0)
-    return collect_rollouts(scored, len(problems), 3)
+    return Sampler(engine, build_tokenizer(), pool, sampling, 3).sample(problems, 1).rollouts
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import signal
 import threading
 import time
 
@@ -12,6 +13,7 @@ from rljax.errors import ConfigError, OwnedError
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml
 from rljax.run.directory import saved_steps
+from rljax.run.stop import StopRequest
 from rljax.run.store import DamagedCopyError, StoppedUploadError, Store, StoreError
 from rljax.run.uploads import Uploads, start_from_store
 
@@ -207,10 +209,11 @@ def test_a_store_that_fails_costs_one_line_and_is_tried_again(on_disk, tmp_path,
 
 
 def test_the_end_of_a_run_waits_no_longer_than_it_may(on_disk, tmp_path, capsys):
-    run_dir, hold = make_run(tmp_path / "run", [2]), threading.Event()
+    run_dir, hold, stop = make_run(tmp_path / "run", [2]), threading.Event(), StopRequest(1.0)
+    stop.request(signal.SIGTERM)
     began = time.monotonic()
     # Less time than a run needs to end, and an upload that is not done before that by chance.
-    upload_all(on_disk, run_dir, left_s=lambda: 1.0, check_owner=lambda: hold.wait(20))
+    upload_all(on_disk, run_dir, stop=stop, check_owner=lambda: hold.wait(20))
     hold.set()
     assert time.monotonic() - began < 1.0
     assert "warning: no time was left to upload checkpoint 2 to file://" in capsys.readouterr().err
