@@ -33,7 +33,7 @@ import numpy as np
 
 from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import load_tokenizer
-from rljax.policy.hf_config import read_config
+from rljax.policy.families import read_config
 from rljax.rollout.engine import Samples
 from rljax.rollout.types import InFlight, Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.run.build import build, load_problems, starting_point

@@ -27,8 +27,8 @@ from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import caller_errors, run_cli
 from rljax.mismatch import mismatch_metrics
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.model import Params
 from rljax.policy.score import make_scorer
 from rljax.rollout.build import make_engine

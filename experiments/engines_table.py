@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rljax.policy.hf_config import read_config
+from rljax.policy.families import read_config
 from rljax.rollout.servers.sglang import server as sglang
 from rljax.rollout.servers.vllm import server as vllm
 

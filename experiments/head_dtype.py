@@ -27,9 +27,9 @@ from rljax.data.toy import addition_problems
 from rljax.errors import caller_errors, run_cli
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import read_config
 from rljax.policy.head import matmul_precision, token_logprobs
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.model import Params, cast_params, hidden_states, lm_head_table
 from rljax.rollout.build import connect
 from rljax.rollout.embedded import JaxEngine

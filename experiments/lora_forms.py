@@ -33,14 +33,13 @@ from rljax.errors import caller_errors, run_cli
 from rljax.evaluate import find_policy
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
-from rljax.policy.families import FAMILIES
+from rljax.policy.families import FAMILIES, QWEN3
 from rljax.policy.hf import save_params
 from rljax.policy.layers import MLP, Attention, Block, apply_rotary, param
 from rljax.policy.linear import linear
 from rljax.policy.lora import LoraConfig
 from rljax.policy.model import Params, cast_params
 from rljax.policy.peft import save_adapters
-from rljax.policy.qwen3 import FAMILY
 from rljax.policy.score import make_scorer
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
@@ -195,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
 
     beside_config = replace(config, family=APART)
     FAMILIES[APART] = replace(
-        FAMILY,
+        QWEN3,
         model_type=APART,
         block=lambda c, rngs: Block(c, rngs, AttentionBeside(c, rngs, lora.rank), MLPBeside(c, rngs, lora.rank)),
     )

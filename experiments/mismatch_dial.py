@@ -22,8 +22,8 @@ from rljax.data.toy import addition_problems
 from rljax.errors import caller_errors, run_cli
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.model import Params, param_shardings
 from rljax.rollout.build import make_engine
 from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams

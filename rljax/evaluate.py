@@ -23,8 +23,8 @@ from rljax.data.prompts import FILE_REWARD, TOYS, DataConfig, Problem, evaluatio
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import caller_errors, check_at_least, run_cli
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.hub import model_directory
 from rljax.policy.model import param_shardings
 from rljax.rewards.pool import RewardPool

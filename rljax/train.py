@@ -33,7 +33,7 @@ from rljax.plan.compile import compile_step, describe, report
 from rljax.plan.dry_run import check_shapes, dry_run
 from rljax.plan.machines import parse_machine
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf_config import read_config
+from rljax.policy.families import read_config
 from rljax.policy.hub import model_directory
 from rljax.policy.kernels import choose_kernels
 from rljax.record.summary import format_summary, summarize, write_summary

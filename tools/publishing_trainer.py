@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from rljax.errors import run_cli
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.rollout.build import make_engine
 from rljax.rollout.types import PublishConfig, RolloutConfig, VerifyConfig
 from rljax.sharding import MeshConfig, make_mesh

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import ConfigError, caller_errors
-from rljax.policy.hf_config import read_config
+from rljax.policy.families import read_config
 from rljax.run.build import build, load_problems, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config

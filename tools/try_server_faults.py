@@ -33,8 +33,8 @@ import jax
 import numpy as np
 
 from rljax.errors import ServerError
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.rollout.build import make_engine
 from rljax.rollout.engine import Samples
 from rljax.rollout.servers.engine import ServedEngine

@@ -39,9 +39,8 @@ from rljax.commands import check_step as training
 from rljax.errors import ConfigError
 from rljax.plan.dry_run import in_units
 from rljax.policy.attention import choose_attention, find_implementation
-from rljax.policy.config import PolicyConfig
+from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
-from rljax.policy.options import AttentionName
 
 ROOT = Path(__file__).parents[2]
 Found = dict[str, Any]

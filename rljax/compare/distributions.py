@@ -24,9 +24,9 @@ import numpy as np
 
 from rljax.compare.scorers import check_vocabulary, hf_log_softmax, open_server, split_model, split_spec
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import read_config
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.model import Params, cast_params, hidden_states, lm_head_table
 from rljax.record.token_dumps import TokenDump
 from rljax.rollout.types import SERVED

@@ -14,7 +14,7 @@ from rljax.compare.scorers import counted, local_source, open_server, parse_spec
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import check_at_least
-from rljax.policy.hf_config import read_config
+from rljax.policy.families import read_config
 from rljax.record.token_dumps import TokenDump, common_prefix, dump_of_responses, make_dump
 from rljax.rollout.build import load_jax_engine
 from rljax.rollout.embedded import JaxEngine

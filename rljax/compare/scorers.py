@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from rljax.compare.importers import read_tokens
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.score import make_scorer
 from rljax.record.token_dumps import ColumnSource, TokenDump, after_prompts, common_prefix
 from rljax.rollout.build import connect, load_jax_engine

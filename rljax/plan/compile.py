@@ -21,9 +21,9 @@ from rljax.plan.hlo import parse_module
 from rljax.plan.kernels import KernelUse, attention_flops, full_row, kernel_uses
 from rljax.plan.machines import Machine, node_of, topology_devices
 from rljax.plan.roofline import Times, crosses_nodes, times
-from rljax.policy.ahead import compiled_for_hopper
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import policy_shape
+from rljax.policy.kernels import compiled_for_hopper
 from rljax.policy.lora import OFF, LoraConfig, targets_of
 from rljax.policy.model import abstract_params, logical_axes
 from rljax.run.config import Config

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rljax.policy.ahead import compiled_for_hopper
 from rljax.policy.attention import PackedAttention, choose_attention, find_implementation, packed_attention
-from rljax.policy.attention_cudnn import CAPABILITY
 from rljax.policy.config import PolicyConfig
+from rljax.policy.cudnn import CAPABILITY
 from rljax.policy.experts import round_size
 from rljax.policy.head import vocabulary_chunks
+from rljax.policy.kernels import compiled_for_hopper
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.policy.trained import Trained, find_trained
 from rljax.run.config import Config

@@ -1,4 +1,4 @@
-"""Grouped-query attention over packed rows and over a key-value cache; scores and softmax in float32."""
+"""Grouped-query attention over packed rows and over a key-value cache. Scores and softmax are float32."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.policy.attention_blocks import block_attention
-from rljax.policy.attention_cudnn import CAPABILITY, cudnn_attention
-from rljax.policy.attention_splash import LANES, splash_attention
-from rljax.policy.options import AttentionName
+from rljax.policy.config import AttentionName
+from rljax.policy.cudnn import CAPABILITY, cudnn_attention
+from rljax.policy.flash import block_attention
+from rljax.policy.splash import LANES, splash_attention
 
 ONE_PIECE = 1024
-"""Longest row (tokens) whose scores exist all at once."""
+"""The longest row (tokens) whose scores are all in memory at once."""
 _MASKED = -1e30
 
 
@@ -29,18 +29,23 @@ class PackedAttention(Protocol):
         segment_ids: Int[Array, "b t"],
         /,
     ) -> Float[Array, "b t h k"]:
-        """The output of every query head, in the dtype of the inputs.
+        """Computes the output of every query head, in the dtype of the inputs.
 
-        Query head i is on key-value head i // (h / g), and scores are scaled by k ** -0.5. ``segment_ids`` is 0 for
-        padding, otherwise equal for the tokens of one sequence, which stand together. A token attends to those of its
-        segment that are not later; what a segment holds changes no bit of another's output or gradient. The output of a
-        padding token is finite and means nothing.
+        Query head i attends to key-value head i // (h / g). Scores are scaled by k ** -0.5. A token attends to itself
+        and the earlier tokens of its segment. The content of a segment changes no bit of another segment's output or
+        gradient. The output of a padding token is finite and meaningless.
+
+        Args:
+          q: The queries.
+          k: The keys.
+          v: The values.
+          segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
         """
         ...
 
 
 def segment_mask(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b t t"]:
-    """Causal inside each segment: ``mask[b, i, j]`` says that token i attends to token j."""
+    """Returns the causal mask inside each segment: ``mask[b, i, j]`` is True if token i attends to token j."""
     t = segment_ids.shape[1]
     causal = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
     return causal[None] & (segment_ids[:, :, None] == segment_ids[:, None, :])
@@ -49,10 +54,10 @@ def segment_mask(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b t t"]:
 def attend(
     q: Float[Array, "b t h k"], k: Float[Array, "b s g k"], v: Float[Array, "b s g k"], mask: Bool[Array, "b t s"]
 ) -> Float[Array, "b t h k"]:
-    """Softmax attention of h query heads on g key-value heads (h a multiple of g), head i on key-value head i // (h/g).
+    """Computes softmax attention. Query head i attends to key-value head i // (h / g); g divides h.
 
-    Works on any backend and any float dtype: the contractions accumulate in float32. A query whose mask is empty
-    attends to all tokens equally; the caller must mask its output.
+    It works on any backend and with any float dtype. The contractions accumulate in float32. A query whose mask is
+    empty attends to all tokens equally; the caller must mask its output.
     """
     b, t, h, d = q.shape
     groups = k.shape[2]
@@ -71,7 +76,7 @@ def packed_attention(
     segment_ids: Int[Array, "b t"],
     /,
 ) -> Float[Array, "b t h k"]:
-    """``PackedAttention`` on any backend: a row of up to ``ONE_PIECE`` tokens in one piece, longer ones in blocks."""
+    """Computes ``PackedAttention`` on any backend: up to ``ONE_PIECE`` tokens in one piece, longer rows in blocks."""
     return (_one_piece if q.shape[1] <= ONE_PIECE else block_attention)(q, k, v, segment_ids)
 
 
@@ -87,9 +92,9 @@ def _short_rows_in_one_piece(kernel: PackedAttention) -> PackedAttention:
 
 
 def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> AttentionName:
-    """What ``policy.attention`` comes to for rows of more than ``ONE_PIECE`` tokens: never auto.
+    """Returns the kernel that ``policy.attention`` means for rows of more than ``ONE_PIECE`` tokens; never "auto".
 
-    Arguments and errors as those of ``choose_attention``.
+    The arguments and errors are the same as for ``choose_attention``.
     """
     refusals = {
         "cudnn": _why_not_cudnn(device, dtype, head_dim),
@@ -99,26 +104,26 @@ def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: 
         fitting: tuple[AttentionName, ...] = ("cudnn", "splash")
         return next((one for one in fitting if not refusals[one]), "xla")
     if refusal := refusals.get(name):
-        raise ValueError(f"policy.attention = {name} {refusal}; auto takes what fits")
+        raise ValueError(f"policy.attention = {name} {refusal}; auto chooses one that fits")
     return name
 
 
 def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> PackedAttention:
-    """The implementation of ``policy.attention``.
+    """Chooses the implementation that ``policy.attention`` means.
 
     Args:
-      name: what is asked for.
-      device: any of the mesh, which may be one that is only compiled for.
-      dtype: of the heads.
-      head_dim: width of a head.
+      name: The value of ``policy.attention``.
+      device: Any device of the mesh. It may exist only for compilation ahead of time.
+      dtype: The dtype of queries, keys and values.
+      head_dim: The width of a head.
 
     Raises:
-      ValueError: the device or the heads are not for what was asked for; opens with the key.
+      ValueError: The kernel does not support the device or the heads. The message begins with the key.
     """
     kernels: dict[str, PackedAttention] = {"cudnn": cudnn_attention, "splash": splash_attention}
-    found = find_implementation(name, device, dtype, head_dim)
-    kernel = kernels.get(found, packed_attention)
-    return _short_rows_in_one_piece(kernel) if name == "auto" and found in kernels else kernel
+    chosen = find_implementation(name, device, dtype, head_dim)
+    kernel = kernels.get(chosen, packed_attention)
+    return _short_rows_in_one_piece(kernel) if name == "auto" and chosen in kernels else kernel
 
 
 def _why_not_cudnn(device: Any, dtype: Any, head_dim: int) -> str | None:
@@ -129,7 +134,7 @@ def _why_not_cudnn(device: Any, dtype: Any, head_dim: int) -> str | None:
     if jnp.dtype(dtype).itemsize != 2:
         return f"needs bfloat16 or float16, got {jnp.dtype(dtype)}"
     if head_dim % 8 or head_dim > 256:
-        return f"needs heads of at most 256 and a multiple of 8, got {head_dim}"
+        return f"needs a head width of at most 256 that is a multiple of 8, got {head_dim}"
     return None
 
 
@@ -139,7 +144,7 @@ def _why_not_splash(device: Any, dtype: Any, head_dim: int) -> str | None:
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"needs bfloat16, got {jnp.dtype(dtype)}"
     if head_dim % LANES:
-        return f"needs heads of a multiple of {LANES}, got {head_dim}"
+        return f"needs a head width that is a multiple of {LANES}, got {head_dim}"
     return None
 
 

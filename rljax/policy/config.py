@@ -1,40 +1,61 @@
-"""The shape of a policy: the sizes and switches that its family's declaration reads."""
+"""The shape of a policy, and the choices of its computation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from rljax.errors import check_at_least
 
+AttentionName = Literal["auto", "xla", "cudnn", "splash"]
+ExpertsName = Literal["auto", "xla", "mosaic", "ragged"]
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
 @dataclass(frozen=True)
+class PolicyOptions:
+    """The choices that change the speed and rounding of the trainer's forward and backward, not the function."""
+
+    attention: AttentionName = "auto"
+    """Attention of packed rows. xla: in blocks, on any backend. cudnn: NVIDIA's kernel for 16-bit numbers on Hopper
+    GPUs and newer. splash: JAX's kernel for bfloat16 on TPUs. auto: the backend's kernel if it supports the dtype and
+    the heads, otherwise xla; always xla for rows of up to 1,024 tokens."""
+    experts: ExpertsName = "auto"
+    """Products of a mixture's experts. xla: in blocks of one expert's tokens, on any backend. mosaic: JAX's kernels for
+    16-bit numbers on NVIDIA Hopper GPUs. ragged: ``jax.lax.ragged_dot``, which has a kernel on TPUs. auto: the
+    backend's kernel if it supports the dtype and the widths, otherwise xla."""
+
+
+DEFAULTS = PolicyOptions()
+
+
+@dataclass(frozen=True)
 class PolicyConfig:
-    """Sizes of a decoder of one of the families of ``rljax.policy.families`` (the fields that change the function).
+    """The sizes and switches of a decoder of one of the families in ``rljax.policy.families``.
 
     Attributes:
-      vocab_size: v, rows of the embedding table.
-      hidden_size: d.
-      intermediate_size: inner width of the SwiGLU.
-      num_layers: blocks.
-      num_heads: h, query heads.
-      num_kv_heads: kv heads; divides ``num_heads``.
-      head_dim: width of a head, even; need not be hidden_size / num_heads.
-      rope_theta: base of the rotary frequencies.
-      rms_norm_eps: epsilon of every RMSNorm.
-      tie_word_embeddings: the LM head is the embedding table.
-      initializer_range: standard deviation of a fresh weight.
-      max_position_embeddings: longest sequence the checkpoint was made for (tokens).
-      bos_token_id, eos_token_id, pad_token_id: as in the file; the forward does not use them.
-      family: ``model_type`` of the ``config.json``.
-      num_experts: experts of each block in place of its one SwiGLU; 0: a dense policy.
-      experts_per_token: k, experts that each token goes to.
-      expert_size: inner width of an expert's SwiGLU.
-      normalize_gates: the k gates of a token are divided by their sum.
+      vocab_size: The number of tokens v, the rows of the embedding table.
+      hidden_size: The model width d.
+      intermediate_size: The inner width of the SwiGLU.
+      num_layers: The number of blocks.
+      num_heads: The number of query heads h.
+      num_kv_heads: The number of key-value heads. It divides ``num_heads``.
+      head_dim: The width of a head, even. It need not be hidden_size / num_heads.
+      rope_theta: The base of the rotary frequencies.
+      rms_norm_eps: The epsilon of every RMSNorm.
+      tie_word_embeddings: Whether the LM head is the embedding table.
+      initializer_range: The standard deviation of a new weight.
+      max_position_embeddings: The longest sequence for which the checkpoint was made (tokens).
+      bos_token_id: The begin-of-sequence token of the file. The forward does not use it.
+      eos_token_id: The end-of-sequence token or tokens of the file. The forward does not use them.
+      pad_token_id: The padding token of the file. The forward does not use it.
+      family: The ``model_type`` of the ``config.json``.
+      num_experts: The number of experts that replace the SwiGLU of each block. 0: a dense policy.
+      experts_per_token: The number of experts k for each token.
+      expert_size: The inner width of an expert's SwiGLU.
+      normalize_gates: Whether the k gates of a token are divided by their sum.
     """
 
     vocab_size: int
@@ -73,24 +94,24 @@ class PolicyConfig:
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of the routes of one token, in the narrowest integers with room for "free" besides; 0 of no mixture."""
+        """The bytes of one token's routes, in ``route_dtype``. 0 for a dense policy."""
         return self.num_layers * self.experts_per_token * np.dtype(route_dtype(self.num_experts)).itemsize
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The end-of-sequence ids as a tuple, empty when the file names none."""
+        """The end-of-sequence ids as a tuple. It is empty if the file names none."""
         if self.eos_token_id is None:
             return ()
         return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
 
 
 def route_dtype(num_experts: int) -> Any:
-    """The narrowest dtype of the experts that tokens go to: with room for one number more than there are experts."""
+    """Returns the narrowest dtype of expert indices that has room for one more value, which means "free"."""
     return np.uint8 if num_experts < 256 else np.uint16
 
 
 def toy_config(vocab_size: int = 16) -> PolicyConfig:
-    """The policy of the toy tasks: 124k parameters, 2 layers of width 64, 4 query heads and 2 key-value heads.
+    """Returns the policy of the toy tasks: 124k parameters, 2 layers of width 64, 4 query heads and 2 key-value heads.
 
     The heads have size 32, the smallest that vLLM supports on a CPU.
 

@@ -1,14 +1,15 @@
-"""A mixture's experts, applied to the tokens that were sent to them: no token is dropped, none waits for room.
+"""The experts of a mixture and their router. No token is dropped.
 
-    gather the tokens of the devices that share the experts -> sort pairs of token and choice by expert -> in rounds:
-    grouped products, weighed by the gates and added up for each token -> give every device its tokens back
+1. Gather the tokens of the devices that share the experts, and sort the pairs of token and choice by expert.
+2. In rounds: compute the grouped products, weight them by the gates, and add them up for each token.
+3. Return its tokens to every device.
 
-Experts are split over the mesh axis ``expert``, which splits rows, too. Each device gets the tokens of all that hold
-other experts beside its own, computes what goes to its experts, and the results are added and scattered. Inside an
-expert the inner width is split over ``tp``, as that of a dense MLP. A round has room for somewhat more than a device's
-share of the pairs; where the routing is uneven a device takes more rounds. The backward pass keeps the tokens alone and
-computes gate and up again. Products are of the activations' dtype and accumulate in float32; sums across devices of
-activations travel in that dtype, those of weights' gradients in float32.
+Experts are split over the mesh axis ``expert``, which also splits rows. Each device receives the tokens of all devices
+that hold other experts, and computes the pairs that go to its own experts. The results are added and scattered. The
+inner width of an expert is split over ``tp``, as in a dense MLP. A round has room for somewhat more than a device's
+share of the pairs. With uneven routing a device takes more rounds. The backward pass keeps only the tokens and computes
+gate and up again. Products have the dtype of the activations and accumulate in float32. Across devices, sums of
+activations travel in that dtype, and sums of the gradients of weights in float32.
 """
 
 from __future__ import annotations
@@ -20,57 +21,137 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from rljax.policy.config import PolicyConfig
 from rljax.policy.grouped import Grouped
+from rljax.policy.layers import Routed, Routing, param
 from rljax.sharding import axis_size, on_each_device, split_over
 
 _SLACK = 1.25
-"""Room of a round over a device's share of the pairs, where experts are split."""
-_MULTIPLE = 256
+"""Ratio of the room of a round to a device's share of the pairs, if experts are split."""
+_MULTIPLE = 256  # The room of a round is a multiple of it.
 _INNER: tuple[tuple[str | None, ...], ...] = (
     ("experts", None, "mlp"),
     ("experts", None, "mlp"),
     ("experts", "mlp", None),
 )
-"""Logical axes of gate, up and down as a device computes with them: of the model's width it has all."""
+"""The logical axes of gate, up and down in the computation of a device, which has the whole model width."""
 
 
-class _Mesh(NamedTuple):
-    """Mesh axes by what the work across them is."""
+class Experts(nnx.Module):
+    """A float32 router and e SwiGLUs, in the place of a block's MLP. Each token goes to k of them."""
 
-    shared: tuple[str, ...]  # tokens are gathered over them, and results scattered
-    experts: tuple[str, ...]  # a device has some of the experts
-    inner: tuple[str, ...]  # a device has a part of every expert's inner width
-    batch: tuple[str, ...]  # a device has other tokens, and the same experts
-    width: tuple[str, ...]  # of them, those that split the gradients of weights by the model's width
+    def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
+        normal = jax.nn.initializers.normal(c.initializer_range)
+        d, e, f = c.hidden_size, c.num_experts, c.expert_size
+        into, back = ("experts", "expert_embed", "mlp"), ("experts", "mlp", "expert_embed")
+        self.k, self.normalize = c.experts_per_token, c.normalize_gates
+        self.router = param(rngs, (d, e), ("embed", "router"), normal, "mlp.gate.weight", 1)
+        self.gate = param(rngs, (e, d, f), into, normal, "mlp.experts.{}.gate_proj.weight", 1)
+        self.up = param(rngs, (e, d, f), into, normal, "mlp.experts.{}.up_proj.weight", 1)
+        self.down = param(rngs, (e, f, d), back, normal, "mlp.experts.{}.down_proj.weight", 1)
+
+    def __call__(self, x: Float[Array, "b t d"], routing: Routing) -> tuple[Array, Array, Routed]:
+        """Sends each token to its experts and adds up their outputs.
+
+        Returns:
+          The output, with the shape and dtype of ``x``; the largest absolute values inside the experts, [b, 1, f]; and
+          the record of the routing.
+        """
+        probabilities = jax.nn.softmax(router_logits(x, self.router[...]), axis=-1)
+        gates, own = jax.lax.top_k(probabilities, self.k)
+        choices = own
+        if routing.choices is not None:
+            choices = jnp.where(routing.choices < 0, own, routing.choices)
+            gates = jnp.take_along_axis(probabilities, choices, axis=-1)
+        if self.normalize:
+            gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+        weights = (self.gate[...], self.up[...], self.down[...])
+        out, inside = experts(routing.grouped, x, choices, gates, weights)
+        return out, inside[:, None], _routed(probabilities, own, choices, routing)
+
+
+@jax.custom_vjp
+def router_logits(x: Float[Array, "b t d"], weight: Float[Array, "d e"]) -> Float[Array, "b t e"]:
+    """Computes float32 logits that are not rounded to the dtype of the operands.
+
+    The operands of the backward products have the dtype of ``x`` and ``weight``.
+    """
+    return jnp.einsum("btd,de->bte", x, weight, preferred_element_type=jnp.float32)
+
+
+def _router_logits_fwd(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return router_logits(x, weight), (x, weight)
+
+
+def _router_logits_bwd(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    x, weight = saved
+    cotangent = cotangent.astype(x.dtype)
+    d_x = jnp.einsum("bte,de->btd", cotangent, weight, preferred_element_type=jnp.float32)
+    d_weight = jnp.einsum("btd,bte->de", x, cotangent, preferred_element_type=jnp.float32)
+    return d_x.astype(x.dtype), d_weight.astype(weight.dtype)
+
+
+router_logits.defvjp(_router_logits_fwd, _router_logits_bwd)
+
+
+def _routed(probabilities: Array, own: Array, choices: Array, routing: Routing) -> Routed:
+    """Records the routing of a block. ``own`` are the choices of the router itself."""
+    valid = jnp.ones(choices.shape[:2], bool) if routing.valid is None else routing.valid
+    chosen = choices[..., None] == jnp.arange(probabilities.shape[-1])[None, None, None]
+    logarithms = jnp.log(jnp.maximum(probabilities, jnp.finfo(jnp.float32).tiny))
+    of_token = -jnp.sum(probabilities * logarithms, axis=-1)
+    given = jnp.zeros(choices.shape, bool) if routing.choices is None else routing.choices >= 0
+    given &= valid[..., None]
+    agrees = jnp.any(choices[..., None] == own[..., None, :], axis=-1)
+    return Routed(
+        choices=choices,
+        tokens=jnp.sum(valid, axis=1, dtype=jnp.int32),
+        load=jnp.sum(chosen & valid[..., None, None], axis=(1, 2), dtype=jnp.int32),
+        probability=jnp.sum(jnp.where(valid[..., None], probabilities, 0.0), axis=1),
+        entropy=jax.lax.stop_gradient(jnp.sum(jnp.where(valid, of_token, 0.0), axis=1)),
+        given=jnp.sum(given, axis=(1, 2), dtype=jnp.int32),
+        differing=jnp.sum(given & ~agrees, axis=(1, 2), dtype=jnp.int32),
+    )
+
+
+class _MeshAxes(NamedTuple):
+    """The mesh axes of each kind of work."""
+
+    shared: tuple[str, ...]  # Tokens are gathered over these axes, and results are scattered.
+    experts: tuple[str, ...]  # Along these axes, devices hold different experts.
+    inner: tuple[str, ...]  # Along these axes, devices hold different parts of every expert's inner width.
+    batch: tuple[str, ...]  # Along these axes, devices hold other tokens and the same experts.
+    width: tuple[str, ...]  # The axes of ``batch`` that split the gradients of weights by the model width.
 
 
 class _Round(NamedTuple):
     """A window of the sorted pairs."""
 
-    first: Int[Array, ""]
-    token: Int[Array, " c"]
-    weight: Float[Array, "c 1"]  # the gate of each pair; 0 after this device's pairs
-    sizes: Int[Array, " e"]  # pairs of each expert
+    first: Int[Array, ""]  # place of the first pair
+    token: Int[Array, " c"]  # token of each pair
+    weight: Float[Array, "c 1"]  # gate of each pair; 0 after this device's pairs
+    sizes: Int[Array, " e"]  # number of pairs of each expert
 
 
-class _Sorted(NamedTuple):
-    """Pairs of n tokens and their k choices, in the order of this device's e experts, all others at the end."""
+class _SortedPairs(NamedTuple):
+    """Pairs of n tokens and their k choices, sorted by this device's e experts; pairs of other devices come last."""
 
-    pair: Int[Array, " m"]  # of n times k, token by token; filled up to whole rounds
-    place: Int[Array, "n k"]  # of each pair in the order
+    pair: Int[Array, " m"]  # index of each pair among the n times k, token by token; padded to whole rounds
+    place: Int[Array, "n k"]  # place of each pair in the sorted order
     gates: Float[Array, "n k"]  # 0 where the expert is on another device
     ends: Int[Array, " e"]  # place after the last pair of each expert
-    room: int  # pairs of a round
+    room: int  # number of pairs in a round
 
     @property
     def rounds(self) -> Int[Array, ""]:
-        """How many hold this device's pairs."""
+        """The number of rounds that hold this device's pairs."""
         return -(-self.ends[-1] // self.room)
 
     def window(self, number: Int[Array, ""] | int) -> _Round:
-        """The pairs of one round."""
+        """Returns the pairs of one round."""
         first = jnp.int32(number * self.room)
         pair = jax.lax.dynamic_slice_in_dim(self.pair, first, self.room)
         inside = jnp.clip(self.ends - first, 0, self.room)
@@ -78,25 +159,25 @@ class _Sorted(NamedTuple):
         return _Round(first, pair // self.gates.shape[1], weight[:, None], jnp.diff(inside, prepend=0))
 
     def add_up(self, one: _Round, values: Float[Array, "c d"], weights: Float[Array, "n k"]) -> Float[Array, "n d"]:
-        """Of each token the weighed sum over its choices in a round, in float32."""
+        """Computes for each token the weighted sum over its choices in a round, in float32."""
         place, here = self._places(one)
         weights = jnp.where(here, weights, 0.0)
         terms = (weights[:, i, None] * values[place[:, i]].astype(jnp.float32) for i in range(place.shape[1]))
         return functools.reduce(jnp.add, terms)
 
     def of_pairs(self, one: _Round, values: Float[Array, " c"]) -> Float[Array, "n k"]:
-        """A round's values by token and choice; 0 where the pair is in another round."""
+        """Arranges the values of a round by token and choice; 0 for pairs of other rounds."""
         place, here = self._places(one)
         return jnp.where(here, values[place], 0.0)
 
     def _places(self, one: _Round) -> tuple[Array, Array]:
-        """Place of each pair in a round, and whether it is in it."""
+        """Returns the place of each pair in a round, and whether the pair is in that round."""
         place = self.place - one.first
         here = (place >= 0) & (place < self.room)
         return jnp.where(here, place, 0), here
 
     def over_rounds(self, body: Callable[[_Round, Any], Any], start: Any) -> Any:
-        """``body`` folded over the rounds; of one alone where all pairs fit."""
+        """Folds ``body`` over the rounds. There is one round without a loop if all pairs fit."""
         if self.room == len(self.pair):
             return body(self.window(0), start)
         return jax.lax.fori_loop(0, self.rounds, lambda number, so_far: body(self.window(number), so_far), start)
@@ -109,17 +190,18 @@ def experts(
     gates: Float[Array, "b t k"],
     weights: tuple[Float[Array, "e d f"], Float[Array, "e d f"], Float[Array, "e f d"]],
 ) -> tuple[Float[Array, "b t d"], Float[Array, "b f"]]:
-    """The sum over a token's choices of gate times down(silu(gate(x)) * up(x)) of that expert.
+    """Sums, over the choices of each token, the gate times down(silu(gate(x)) * up(x)) of the chosen expert.
 
     Args:
-      grouped: implementation of the grouped products.
-      x: tokens.
-      choices: experts that each token goes to.
-      gates: float32, what each is weighed by.
-      weights: gate, up and down of all experts, in the dtype of ``x``.
+      grouped: The implementation of the grouped products.
+      x: The tokens.
+      choices: The experts of each token.
+      gates: The weight of each choice, float32.
+      weights: The matrices gate, up and down of all experts, in the dtype of ``x``.
 
     Returns:
-      The sums, in the dtype of ``x``, and largest absolute values inside the experts, of which the largest is right.
+      The sums, in the dtype of ``x``, and absolute values inside the experts. Only the maximum of the latter over all
+      rows is exact.
     """
     out, inside = _experts(grouped, x, choices, gates, weights)
     return out, jax.lax.stop_gradient(inside)
@@ -130,8 +212,8 @@ def _experts(grouped: Grouped, x: Array, choices: Array, gates: Array, weights: 
     mesh = _axes(*x.shape[::2])
 
     def of_device(x: Array, choices: Array, gates: Array, gate: Array, up: Array, down: Array) -> tuple[Array, Array]:
-        tokens, chosen, weighed = _gathered(mesh, x, choices, gates)
-        order = _sort(mesh, chosen, weighed, len(gate))
+        tokens, all_choices, all_gates = _gathered(mesh, x, choices, gates)
+        order = _sort(mesh, all_choices, all_gates, len(gate))
 
         def add(one: _Round, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
             rows = tokens[one.token]
@@ -161,17 +243,17 @@ def _backward(grouped: Grouped, saved: Any, cotangents: tuple[Array, Array]) -> 
     def of_device(
         x: Array, choices: Array, gates: Array, gate: Array, up: Array, down: Array, d_out: Array
     ) -> tuple[Array, ...]:
-        tokens, chosen, weighed, d_tokens = _gathered(mesh, x, choices, gates, d_out)
-        order = _sort(mesh, chosen, weighed, len(gate))
-        ones = jnp.ones_like(weighed)
+        tokens, all_choices, all_gates, d_tokens = _gathered(mesh, x, choices, gates, d_out)
+        order = _sort(mesh, all_choices, all_gates, len(gate))
+        ones = jnp.ones_like(all_gates)
 
         def add(one: _Round, so_far: Any) -> Any:
             rows, d_rows = tokens[one.token], d_tokens[one.token]
             gated, upped = (grouped.product(rows, matrix, one.sizes) for matrix in (gate, up))
             silu, d_silu = jax.vjp(jax.nn.silu, gated)
             inner = (silu * upped).astype(jnp.float32)
-            unweighed = grouped.product(d_rows, down, one.sizes, transposed=True).astype(jnp.float32)
-            d_inner = (one.weight * unweighed).astype(x.dtype)
+            unweighted = grouped.product(d_rows, down, one.sizes, transposed=True).astype(jnp.float32)
+            d_inner = (one.weight * unweighted).astype(x.dtype)
             (d_gated,), d_upped = d_silu(d_inner * upped), d_inner * silu
             d_down = grouped.outer((one.weight * inner).astype(x.dtype), d_rows, one.sizes)
             d_gate, d_up = (grouped.outer(rows, each, one.sizes) for each in (d_gated, d_upped))
@@ -180,11 +262,11 @@ def _backward(grouped: Grouped, saved: Any, cotangents: tuple[Array, Array]) -> 
                 for each, matrix in ((d_gated, gate), (d_upped, up))
             ]
             d_x = functools.reduce(jnp.add, (order.add_up(one, part, ones) for part in parts))
-            d_gates = order.of_pairs(one, jnp.sum(inner * unweighed, axis=1))
-            found = (d_x, d_gates, d_gate, d_up, d_down)
-            return jax.tree.map(lambda total, more: total + more.astype(jnp.float32), so_far, found)
+            d_gates = order.of_pairs(one, jnp.sum(inner * unweighted, axis=1))
+            gradients = (d_x, d_gates, d_gate, d_up, d_down)
+            return jax.tree.map(lambda total, more: total + more.astype(jnp.float32), so_far, gradients)
 
-        start = [jnp.zeros(each.shape, jnp.float32) for each in (tokens, weighed, gate, up, down)]
+        start = [jnp.zeros(each.shape, jnp.float32) for each in (tokens, all_gates, gate, up, down)]
         d_x, d_gates, *d_weights = order.over_rounds(add, tuple(start))
         return (
             _given_back(mesh, d_x.astype(x.dtype), x.shape),
@@ -199,25 +281,25 @@ def _backward(grouped: Grouped, saved: Any, cotangents: tuple[Array, Array]) -> 
     return d_x, None, d_gates, tuple(d.astype(w.dtype) for d, w in zip(d_weights, weights, strict=True))
 
 
-def _axes(rows: int, d: int) -> _Mesh:
-    """On the mesh of the context; ``rows`` that it does not divide are on every device."""
+def _axes(rows: int, d: int) -> _MeshAxes:
+    """Returns the axes on the mesh of the context. Rows that the mesh does not divide are on every device."""
     own = split_over("experts")
     by_rows = split_over("rows") if rows % axis_size("rows") == 0 else ()
     batch = tuple(axis for axis in by_rows if axis not in own)
     width = split_over("expert_embed") if d % axis_size("expert_embed") == 0 else ()
     shared = tuple(axis for axis in own if axis in by_rows)
-    return _Mesh(shared, own, split_over("mlp"), batch, tuple(axis for axis in width if axis in batch))
+    return _MeshAxes(shared, own, split_over("mlp"), batch, tuple(axis for axis in width if axis in batch))
 
 
-def _gathered(mesh: _Mesh, *arrays: Array) -> tuple[Array, ...]:
-    """Arrays [b, t, ...] of all devices that share these tokens, as [n, ...]."""
+def _gathered(mesh: _MeshAxes, *arrays: Array) -> tuple[Array, ...]:
+    """Gathers arrays [b, t, ...] of all devices that share these tokens, as [n, ...]."""
     if mesh.shared:
         arrays = tuple(jax.lax.all_gather(array, mesh.shared, axis=0, tiled=True) for array in arrays)
     return tuple(array.reshape(-1, *array.shape[2:]) for array in arrays)
 
 
-def _given_back(mesh: _Mesh, values: Array, shape: tuple[int, ...]) -> Array:
-    """Values [n, ...] summed over the devices that hold parts of them, for the tokens of this device [b, t, ...]."""
+def _given_back(mesh: _MeshAxes, values: Array, shape: tuple[int, ...]) -> Array:
+    """Sums values [n, ...] over the devices that hold parts of them, and keeps this device's tokens [b, t, ...]."""
     whole = values.reshape(-1, *shape[1:])
     if mesh.inner:
         whole = jax.lax.psum(whole, mesh.inner)
@@ -226,8 +308,8 @@ def _given_back(mesh: _Mesh, values: Array, shape: tuple[int, ...]) -> Array:
     return jax.lax.psum(whole, mesh.experts) if mesh.experts else whole
 
 
-def _sort(mesh: _Mesh, choices: Int[Array, "n k"], gates: Float[Array, "n k"], here: int) -> _Sorted:
-    """The pairs by expert; ``here`` experts are on this device."""
+def _sort(mesh: _MeshAxes, choices: Int[Array, "n k"], gates: Float[Array, "n k"], here: int) -> _SortedPairs:
+    """Sorts the pairs by expert. ``here`` is the number of experts on this device."""
     first = jax.lax.axis_index(mesh.experts) * here if mesh.experts else 0
     local = choices - first
     mine = (local >= 0) & (local < here)
@@ -237,18 +319,18 @@ def _sort(mesh: _Mesh, choices: Int[Array, "n k"], gates: Float[Array, "n k"], h
     place = jnp.zeros(len(pair), jnp.int32).at[pair].set(jnp.arange(len(pair), dtype=jnp.int32), unique_indices=True)
     room = round_size(len(pair), jax.lax.psum(1, mesh.experts) if mesh.experts else 1)
     filled = jnp.pad(pair, (0, -len(pair) % room))
-    return _Sorted(filled, place.reshape(choices.shape), jnp.where(mine, gates, 0.0), ends, room)
+    return _SortedPairs(filled, place.reshape(choices.shape), jnp.where(mine, gates, 0.0), ends, room)
 
 
 def round_size(pairs: int, ways: int) -> int:
-    """Pairs of a round: all of them where experts are not split."""
+    """Returns the number of pairs in a round: all pairs if experts are not split (``ways`` 1)."""
     if ways == 1:
         return pairs
     return min(pairs, -(-math.ceil(_SLACK * pairs / ways) // _MULTIPLE) * _MULTIPLE)
 
 
-def _of_batch(mesh: _Mesh, gradient: Array, width: int) -> Array:
-    """A weight's gradient summed over the devices that have other tokens, in float32; of its width a device's part."""
+def _of_batch(mesh: _MeshAxes, gradient: Array, width: int) -> Array:
+    """Sums the gradient of a weight in float32 over the devices with other tokens, and keeps this device's width."""
     gradient = gradient.astype(jnp.float32)
     if mesh.width:
         gradient = jax.lax.psum_scatter(gradient, mesh.width, scatter_dimension=width, tiled=True)

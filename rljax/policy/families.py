@@ -1,9 +1,201 @@
-"""The families of policies that there are."""
+"""The families of policies: the block that each declares, and its Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
-from rljax.policy import moe, qwen2, qwen3
-from rljax.policy.family import Family
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (qwen2.FAMILY, qwen3.FAMILY, moe.FAMILY)}
-"""``model_type`` -> family."""
+from flax import nnx
+
+from rljax.errors import parse_json
+from rljax.policy.config import SIZES, PolicyConfig
+from rljax.policy.experts import Experts
+from rljax.policy.layers import MLP, Attention, Block
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: its additions to the common decoder, and its form of the ``config.json``.
+
+    Attributes:
+      model_type: The ``model_type`` of the ``config.json``, and the value of ``PolicyConfig.family``.
+      architecture: The class of transformers and vLLM.
+      block: A function that declares one block of the policy.
+      fixed: The keys of the file that have the same value in every model that the policy can compute.
+      defaults: The values that transformers uses if the file has none, by our field names. A missing ``head_dim`` that
+        is not among them is hidden_size / num_heads.
+      fields: The keys of the file for the fields that only this family has, by our field names.
+      aliases: Alternative keys in some files of this family, by the usual key.
+      check: A function that raises ValueError for a shape that the family does not allow.
+    """
+
+    model_type: str
+    architecture: str
+    block: Callable[[PolicyConfig, nnx.Rngs], Block]
+    fixed: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[PolicyConfig], None] = lambda config: None
+
+
+_FIXED = {"hidden_act": "silu", "use_sliding_window": False}
+"""The features that every family fixes, because no policy here computes anything else."""
+
+
+def _check_qwen2(c: PolicyConfig) -> None:
+    """Raises ValueError for a head width that vLLM's Qwen2 would ignore, because it does not read ``head_dim``."""
+    if c.head_dim * c.num_heads != c.hidden_size:
+        raise ValueError(f"head_dim of a qwen2 must be hidden_size / num_heads, got {c.head_dim}")
+
+
+# Qwen2 and Qwen2.5: query, key and value have a bias and no norm.
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    block=lambda c, rngs: Block(c, rngs, Attention(c, rngs, bias=True), MLP(c, rngs)),
+    fixed=_FIXED,
+    defaults={"num_kv_heads": 32},
+    check=_check_qwen2,
+)
+# Dense Qwen3: grouped-query attention with a norm of each head's query and key, and a SwiGLU.
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    block=lambda c, rngs: Block(c, rngs, Attention(c, rngs, norms=True), MLP(c, rngs)),
+    fixed={**_FIXED, "attention_bias": False},
+    defaults={"num_kv_heads": 32, "head_dim": 128},
+)
+# Qwen3-MoE: the MLP of dense Qwen3 is replaced by a router and experts. There is no shared expert.
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    block=lambda c, rngs: Block(c, rngs, Attention(c, rngs, norms=True), Experts(c, rngs)),
+    fixed={**_FIXED, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    defaults={
+        "num_kv_heads": 4,
+        "num_experts": 128,
+        "experts_per_token": 8,
+        "expert_size": 768,
+        "normalize_gates": False,
+    },
+    fields={
+        "num_experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "expert_size": "moe_intermediate_size",
+        "normalize_gates": "norm_topk_prob",
+    },
+    aliases={"num_experts": "num_local_experts"},
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE)}
+"""The families by ``model_type``."""
+
+_SPECIAL_FIELDS = ("rope_theta", "family", "num_experts", "experts_per_token", "expert_size", "normalize_gates")
+"""The fields that not every family's file has, or that have their own way of reading."""
+_KEYS = {name: name for name in (f.name for f in dataclasses.fields(PolicyConfig)) if name not in _SPECIAL_FIELDS} | {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
+"""The keys of the file for the fields that every family has, by our field names."""
+_BOOLEANS = ("tie_word_embeddings", "normalize_gates")
+_FLOATS = ("rope_theta", "rms_norm_eps", "initializer_range")
+
+
+def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
+    """Reads a ``config.json`` dictionary, in the form of transformers v5 (``rope_parameters``) or the older form.
+
+    Raises:
+      ValueError: No policy here computes the model type or a feature (sliding window, scaled RoPE, another activation,
+        quantised weights), or a size is missing. The message names the key and its value.
+    """
+    if not isinstance(raw, dict):
+        raise ValueError(f"expected an object, got {type(raw).__name__}")
+    family = FAMILIES.get(raw["model_type"]) if isinstance(raw.get("model_type"), str) else None
+    if family is None:
+        raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got {raw.get('model_type')!r:.60}")
+    raw = {key: raw.get(other) for key, other in family.aliases.items()} | raw
+    rope = _check_features(raw, family)
+    keys = {**_KEYS, **family.fields}
+    values: dict[str, Any] = {
+        **family.defaults,
+        **{name: raw[key] for name, key in keys.items() if raw.get(key) is not None},
+        "rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+    }
+    for name in (*SIZES, *family.fields):
+        if name not in values and name != "head_dim":
+            raise ValueError(f"config.json has no {keys[name]!r}")
+    for name, value in values.items():
+        if not _is_of_type(name, value):
+            raise ValueError(f"{keys.get(name, name)} cannot be {value!r:.60}")
+    values["rope_theta"] = float(values["rope_theta"])
+    values.setdefault("head_dim", values["hidden_size"] // max(1, values["num_heads"]))
+    if isinstance(values.get("eos_token_id"), list):
+        values["eos_token_id"] = tuple(values["eos_token_id"])
+    config = PolicyConfig(**values, family=family.model_type)
+    family.check(config)
+    return config
+
+
+def _check_features(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Raises ValueError for a feature that the family's policy does not compute, and returns the rotary parameters."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters must be an object, got {rope!r:.60}")
+    features = {**raw, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    for key, only in {**family.fixed, "rope_type": "default", "quantization_config": None}.items():
+        if (features.get(key) or only) != only:
+            raise ValueError(f"{key} = {features[key]!r:.60} is not supported by the {family.model_type} policy")
+    layer_types = raw.get("layer_types") or ["full_attention"]
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise ValueError(f"layer_types = {layer_types!r:.60} is not supported: each must be 'full_attention'")
+    return rope
+
+
+def _is_of_type(name: str, value: Any) -> bool:
+    """Whether a value of a ``config.json`` has the type of our field and a sensible size."""
+    if name == "eos_token_id" and isinstance(value, (list, tuple)):
+        return all(_is_of_type(name, one) for one in value)
+    if name in _BOOLEANS:
+        return isinstance(value, bool)
+    if name in _FLOATS:
+        return type(value) in (int, float) and 0 <= value < 1e30
+    return type(value) is int and 0 <= value < 2**31
+
+
+def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
+    """Returns the ``config.json`` dictionary.
+
+    RoPE is written in the old and the new form, so that every version of transformers and vLLM can read it.
+    """
+    family = FAMILIES[config.family]
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.fixed,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        **{key: getattr(config, name) for name, key in {**_KEYS, **family.fields}.items()},
+    }
+
+
+def read_config(directory: str | Path) -> PolicyConfig:
+    """Reads ``directory/config.json``.
+
+    Raises:
+      ValueError: The file is missing or cannot be used. The message names its path.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"no model at {directory}: {path} does not exist")
+    try:
+        return config_from_hf(parse_json(path.read_bytes()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

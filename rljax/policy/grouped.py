@@ -1,7 +1,7 @@
-"""Products of sorted rows with the matrices of their groups: what the experts of a mixture compute.
+"""Grouped products, which the experts of a mixture compute: sorted rows times the matrices of their groups.
 
-``jax.lax.ragged_dot`` is that product; XLA has a kernel of its own for it on TPUs only, and elsewhere multiplies every
-row with every matrix. So there are three implementations behind one contract, chosen as ``policy.experts`` says.
+``jax.lax.ragged_dot`` is this product, but XLA has a kernel for it on TPUs only. On other backends it multiplies every
+row with every matrix. So there are three implementations of one contract, and ``policy.experts`` chooses between them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rljax.policy.grouped_mosaic import TILE, mosaic_outer, mosaic_product
-from rljax.policy.options import ExpertsName
+from rljax.policy.config import ExpertsName
 
-_LEAST_ROWS, _MOST_ROWS = 8, 256
+_LEAST_ROWS, _MOST_ROWS = 8, 256  # of a block
+_MOSAIC_TILE = 128
+_MOSAIC_TILES: dict[str, Any] = {
+    "block_m": _MOSAIC_TILE,
+    "block_n": _MOSAIC_TILE,
+    "block_k": 64,
+    "max_concurrent_steps": 4,
+    "grid_block_n": 4,
+}
 
 
 class Grouped(NamedTuple):
-    """An implementation.
+    """An implementation of the two grouped products.
 
     Attributes:
-      product: (rows [m, d], matrices [e, d, f], sizes [e]) -> [m, f] in the dtype of the rows, accumulated in float32.
-        The first ``sizes[0]`` rows are multiplied with the first matrix, and so on; with ``transposed=True`` with
-        matrices [e, f, d]. Rows after all groups give 0.
-      outer: (rows [m, d], others [m, f], sizes [e]) -> [e, d, f]: of each group the sum over its rows of their outer
-        products, accumulated in float32, and in float32 unless a kernel rounds it to the dtype of the rows.
+      product: A function (rows [m, d], matrices [e, d, f], sizes [e]) -> [m, f], in the dtype of the rows, accumulated
+        in float32. The first ``sizes[0]`` rows are multiplied with the first matrix, and so on. With
+        ``transposed=True`` the matrices are [e, f, d]. Rows after all groups give 0.
+      outer: A function (rows [m, d], others [m, f], sizes [e]) -> [e, d, f], accumulated in float32: the sum over the
+        rows of each group of their outer products. The result is float32, except from kernels that round it to the
+        dtype of the rows.
     """
 
     product: Callable[..., Float[Array, "m f"]]
@@ -35,16 +43,16 @@ class Grouped(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """Blocks of rows, none of which has rows of two groups; the last of a group may reach beyond it."""
+    """Blocks of rows. Each block serves one group; the last block of a group may extend into the next group's rows."""
 
-    rows: int
-    number: Int[Array, ""]
-    ends: Int[Array, " e"]  # number of the block after a group's last one
+    rows: int  # rows of a block
+    number: Int[Array, ""]  # number of blocks
+    ends: Int[Array, " e"]  # index of the block after the last one of each group
     starts: Int[Array, " e"]  # first row of each group
-    sizes: Int[Array, " e"]
+    sizes: Int[Array, " e"]  # rows of each group
 
     def at(self, number: Array) -> tuple[Array, Array, Array]:
-        """(group, first row, bool [rows, 1]: which rows are the group's) of a block."""
+        """Returns the group of a block, its first row, and which of its rows belong to the group, bool [rows, 1]."""
         group = jnp.searchsorted(self.ends, number, side="right")
         before = jnp.where(group > 0, self.ends[group - 1], 0)
         done = (number - before) * self.rows
@@ -52,7 +60,7 @@ class _Blocks(NamedTuple):
         return group, self.starts[group] + done, mine
 
 
-def _cut(sizes: Array, m: int) -> _Blocks:
+def _divide(sizes: Array, m: int) -> _Blocks:
     per_group = m // len(sizes)
     rows = min(_MOST_ROWS, max(_LEAST_ROWS, 1 << max(0, per_group - 1).bit_length()))
     ends = jnp.cumsum(-(-sizes // rows))
@@ -60,8 +68,8 @@ def _cut(sizes: Array, m: int) -> _Blocks:
 
 
 def blocks_product(rows: Array, matrices: Array, sizes: Array, *, transposed: bool = False) -> Array:
-    """``Grouped.product`` on any backend: a loop over blocks of rows of one group, as many as there are."""
-    blocks = _cut(sizes, len(rows))
+    """Computes ``Grouped.product`` on any backend, with a loop over blocks of rows of one group."""
+    blocks = _divide(sizes, len(rows))
     padded = jnp.pad(rows, ((0, blocks.rows), (0, 0)))
     spec = "mf,df->md" if transposed else "md,df->mf"
 
@@ -69,9 +77,9 @@ def blocks_product(rows: Array, matrices: Array, sizes: Array, *, transposed: bo
         group, first, mine = blocks.at(number)
         block = jax.lax.dynamic_slice_in_dim(padded, first, blocks.rows)
         matrix = jax.lax.dynamic_index_in_dim(matrices, group, keepdims=False)
-        found = jnp.einsum(spec, block, matrix, preferred_element_type=jnp.float32).astype(rows.dtype)
-        # What a block leaves beyond its group, the next block overwrites.
-        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, found, 0), first, 0)
+        product = jnp.einsum(spec, block, matrix, preferred_element_type=jnp.float32).astype(rows.dtype)
+        # The next block overwrites the rows after the group's end.
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, product, 0), first, 0)
 
     width = matrices.shape[1 if transposed else 2]
     out = jnp.zeros((len(padded), width), rows.dtype)
@@ -79,70 +87,81 @@ def blocks_product(rows: Array, matrices: Array, sizes: Array, *, transposed: bo
 
 
 def blocks_outer(rows: Array, others: Array, sizes: Array) -> Array:
-    """``Grouped.outer`` on any backend, in float32."""
-    blocks = _cut(sizes, len(rows))
+    """Computes ``Grouped.outer`` on any backend, in float32."""
+    blocks = _divide(sizes, len(rows))
     padded, beside = (jnp.pad(each, ((0, blocks.rows), (0, 0))) for each in (rows, others))
 
     def one(number: Array, out: Array) -> Array:
         group, first, mine = blocks.at(number)
         block, other = (jax.lax.dynamic_slice_in_dim(each, first, blocks.rows) for each in (padded, beside))
         block, other = (jnp.where(mine, each, 0) for each in (block, other))
-        found = jnp.einsum("md,mf->df", block, other, preferred_element_type=jnp.float32)
+        product = jnp.einsum("md,mf->df", block, other, preferred_element_type=jnp.float32)
         so_far = jax.lax.dynamic_index_in_dim(out, group, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(out, so_far + found, group, 0)
+        return jax.lax.dynamic_update_index_in_dim(out, so_far + product, group, 0)
 
     out = jnp.zeros((len(sizes), rows.shape[1], others.shape[1]), jnp.float32)
     return jax.lax.fori_loop(0, blocks.number, one, out)
 
 
-def _before_end(found: Array, sizes: Array) -> Array:
-    return jnp.where(jnp.arange(len(found))[:, None] < jnp.sum(sizes), found, 0)
+def _zero_after_groups(products: Array, sizes: Array) -> Array:
+    return jnp.where(jnp.arange(len(products))[:, None] < jnp.sum(sizes), products, 0)
 
 
 def ragged_product(rows: Array, matrices: Array, sizes: Array, *, transposed: bool = False) -> Array:
-    """``Grouped.product`` by ``jax.lax.ragged_dot``, for TPUs."""
+    """Computes ``Grouped.product`` with ``jax.lax.ragged_dot``, for TPUs."""
     matrices = jnp.swapaxes(matrices, 1, 2) if transposed else matrices
-    found = jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=jnp.float32)
-    return _before_end(found.astype(rows.dtype), sizes)
+    products = jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=jnp.float32)
+    return _zero_after_groups(products.astype(rows.dtype), sizes)
 
 
 def ragged_outer(rows: Array, others: Array, sizes: Array) -> Array:
-    """``Grouped.outer`` by ``jax.lax.ragged_dot_general``, for TPUs; in float32."""
+    """Computes ``Grouped.outer`` with ``jax.lax.ragged_dot_general`` in float32, for TPUs."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
     return jax.lax.ragged_dot_general(rows, others, sizes, numbers, preferred_element_type=jnp.float32)
 
 
-def _mosaic_product(rows: Array, matrices: Array, sizes: Array, *, transposed: bool = False) -> Array:
-    return _before_end(mosaic_product(rows, matrices, sizes, transposed=transposed), sizes)
+def mosaic_product(rows: Array, matrices: Array, sizes: Array, *, transposed: bool = False) -> Array:
+    """Computes ``Grouped.product`` with JAX's Pallas kernel for Hopper GPUs."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot  # It imports parts of a GPU build.
+
+    products = ragged_dot(rows, matrices, group_sizes=sizes, transpose_rhs=transposed, **_MOSAIC_TILES)
+    return _zero_after_groups(products, sizes)
+
+
+def mosaic_outer(rows: Array, others: Array, sizes: Array) -> Array:
+    """Computes ``Grouped.outer`` with JAX's Pallas kernel for Hopper GPUs, rounded to the dtype of the rows."""
+    from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
+
+    return transposed_ragged_dot(rows, others, group_sizes=sizes, **_MOSAIC_TILES)
 
 
 IN_BLOCKS = Grouped(blocks_product, blocks_outer)
 IMPLEMENTATIONS: dict[str, Grouped] = {
     "xla": IN_BLOCKS,
     "ragged": Grouped(ragged_product, ragged_outer),
-    "mosaic": Grouped(_mosaic_product, mosaic_outer),
+    "mosaic": Grouped(mosaic_product, mosaic_outer),
 }
 
 
 def choose_experts(name: ExpertsName, device: Any, dtype: Any, widths: tuple[int, int]) -> Grouped:
-    """The implementation of ``policy.experts``.
+    """Chooses the implementation that ``policy.experts`` means.
 
     Args:
-      name: what is asked for.
-      device: any of the mesh, which may be one that is only compiled for.
-      dtype: of the rows and matrices.
-      widths: d and f.
+      name: The value of ``policy.experts``.
+      device: Any device of the mesh. It may exist only for compilation ahead of time.
+      dtype: The dtype of the rows and matrices.
+      widths: The widths d and f on each device.
 
     Raises:
-      ValueError: the device or the sizes are not for what was asked for; opens with the key.
+      ValueError: The implementation does not support the device or the sizes. The message begins with the key.
     """
     refusals = {"mosaic": _why_not_mosaic(device, dtype, widths), "ragged": _why_not_ragged(device)}
     if name == "auto":
         return IMPLEMENTATIONS[next((one for one, refusal in refusals.items() if not refusal), "xla")]
     if refusal := refusals.get(name):
-        raise ValueError(f"policy.experts = {name} {refusal}; auto takes what fits")
+        raise ValueError(f"policy.experts = {name} {refusal}; auto chooses one that fits")
     return IMPLEMENTATIONS[name]
 
 
@@ -152,8 +171,8 @@ def _why_not_mosaic(device: Any, dtype: Any, widths: tuple[int, int]) -> str | N
         return f"needs an NVIDIA Hopper GPU, got {device.device_kind}"
     if jnp.dtype(dtype).itemsize != 2:
         return f"needs bfloat16 or float16, got {jnp.dtype(dtype)}"
-    if any(width % TILE for width in widths):
-        return f"needs widths of a multiple of {TILE} on each device, got {widths}"
+    if any(width % _MOSAIC_TILE for width in widths):
+        return f"needs widths that are multiples of {_MOSAIC_TILE} on each device, got {widths}"
     return None
 
 

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from rljax.errors import parse_json
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf_config import config_to_hf
+from rljax.policy.families import config_to_hf
 from rljax.policy.layers import Stored
 from rljax.policy.model import Params, abstract_params, stored_tensors
 from rljax.sharding import fetch

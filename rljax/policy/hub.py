@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf_config import read_config
+from rljax.policy.families import read_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 """The configurations that the package carries, with the quickstart's base model."""

@@ -1,19 +1,30 @@
-"""The implementations that a policy's forward is computed with, chosen together."""
+"""The kernels of a policy's forward: their choice for a mesh, and tracing for a Hopper GPU that is not here."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
-from rljax.policy.config import PolicyConfig
+from rljax.policy.config import PolicyConfig, PolicyOptions
+from rljax.policy.cudnn import CAPABILITY, CUDNN
 from rljax.policy.grouped import IN_BLOCKS, Grouped, choose_experts
-from rljax.policy.options import PolicyOptions
+
+_MULTIPROCESSORS = 132  # of an H100 SXM
 
 
 class Kernels(NamedTuple):
-    """Of packed rows' attention, and of the experts' products; those that every backend has by default."""
+    """The implementations of a policy's forward. The defaults work on every backend.
+
+    Attributes:
+      attention: The attention of packed rows.
+      grouped: The products of a mixture's experts.
+    """
 
     attention: PackedAttention = packed_attention
     grouped: Grouped = IN_BLOCKS
@@ -23,7 +34,7 @@ ON_ANY_BACKEND = Kernels()
 
 
 def check_experts(config: PolicyConfig, mesh: Any) -> None:
-    """Raises ValueError where the mesh, which may have no devices, does not divide the experts of a mixture."""
+    """Raises ValueError if the mesh, which may have no devices, does not divide the experts of a mixture."""
     for axis, name in (("expert", "num_experts"), ("tp", "expert_size")):
         if config.num_experts and getattr(config, name) % mesh.shape[axis]:
             raise ValueError(f"mesh.{axis} = {mesh.shape[axis]} must divide {name} = {getattr(config, name)}")
@@ -32,14 +43,48 @@ def check_experts(config: PolicyConfig, mesh: Any) -> None:
 
 
 def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mesh: Mesh) -> Kernels:
-    """What ``policy.attention`` and ``policy.experts`` come to on the devices of the mesh.
+    """Chooses the implementations that ``policy.attention`` and ``policy.experts`` mean on the devices of the mesh.
 
     Raises:
-      ValueError: the devices or the policy are not for what was asked for, or the mesh does not divide the experts;
-        opens with the key.
+      ValueError: An implementation does not support the devices or the policy, or the mesh does not divide the experts.
+        The message begins with the configuration key.
     """
     check_experts(config, mesh)
     device = mesh.devices.flat[0]
     attention = choose_attention(options.attention, device, dtype, config.head_dim)
     inner = config.expert_size // mesh.shape["tp"]
     return Kernels(attention, choose_experts(options.experts, device, dtype, (config.hidden_size, inner)))
+
+
+class _JaxOfHopper:
+    """The module ``jax`` as seen by a kernel that asks the first device for its number of multiprocessors."""
+
+    def devices(self) -> list[Any]:
+        return [SimpleNamespace(core_count=_MULTIPROCESSORS)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jax, name)
+
+
+@contextlib.contextmanager
+def compiled_for_hopper() -> Iterator[None]:
+    """Makes JAX trace programs for a Hopper GPU: its compute capability, cuDNN version and number of multiprocessors.
+
+    JAX asks the GPU of the process for these. A process that compiles ahead of time has none, and JAX would refuse.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as outer
+
+    answers: list[tuple[Any, dict[str, Any]]] = [
+        (attention, {"check_compute_capability": lambda asked: asked <= CAPABILITY}),
+        (attention, {"check_cudnn_version": lambda: CUDNN}),
+        (outer, {"jax": _JaxOfHopper()}),
+    ]
+    originals = [(module, {name: getattr(module, name) for name in names}) for module, names in answers]
+    for module, answer in answers:
+        vars(module).update(answer)
+    try:
+        yield
+    finally:
+        for module, original in originals:
+            vars(module).update(original)

@@ -18,9 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.attention import PackedAttention, packed_attention
-from rljax.policy.attention_blocks import LSE_NAME, OUT_NAME
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import FAMILIES
+from rljax.policy.flash import LSE_NAME, OUT_NAME
 from rljax.policy.grouped import IN_BLOCKS, Grouped
 from rljax.policy.layers import (
     Activations,

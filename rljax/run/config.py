@@ -10,8 +10,8 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.data.prompts import DataConfig
 from rljax.errors import check_at_least, check_finite
+from rljax.policy.config import PolicyOptions
 from rljax.policy.lora import LoraConfig
-from rljax.policy.options import PolicyOptions
 from rljax.rollout.types import SERVED, PublishConfig, RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.guard import GuardConfig

@@ -21,12 +21,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from rljax.mismatch import Statistics
-from rljax.policy.config import PolicyConfig
+from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.kernels import Kernels, choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy
 from rljax.policy.model import Params, Seen, abstract_params, cast_params, hidden_states, lm_head_table, param_shardings
-from rljax.policy.options import DEFAULTS, PolicyOptions
 from rljax.policy.trained import find_trained
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure

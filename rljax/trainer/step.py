@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh
 
 from rljax.mismatch import Statistics, merge, zeros
-from rljax.policy.config import PolicyConfig, route_dtype
+from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions, route_dtype
 from rljax.policy.head import matmul_precision
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels, choose_kernels
 from rljax.policy.layers import Routed
@@ -35,7 +35,6 @@ from rljax.policy.model import (
     logical_axes,
     param_shardings,
 )
-from rljax.policy.options import DEFAULTS, PolicyOptions
 from rljax.policy.score import Scores, packed_logprobs
 from rljax.policy.trained import find_trained
 from rljax.sharding import constrain, named_sharding, replicated

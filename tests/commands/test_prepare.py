@@ -12,7 +12,7 @@ from rljax.data.files import read_problems, read_provenance, read_rows
 from rljax.data.toy import build_tokenizer
 from rljax.errors import run_cli
 from rljax.policy.config import toy_config
-from rljax.policy.hf_config import config_to_hf
+from rljax.policy.families import config_to_hf
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests/data"

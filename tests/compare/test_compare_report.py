@@ -14,8 +14,8 @@ from rljax.compare.scorers import score_column
 from rljax.errors import run_cli
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params, save_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.model import init_params
 from rljax.record.token_dumps import ColumnSource, make_dump, read_dump, write_dump
 

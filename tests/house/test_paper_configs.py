@@ -13,7 +13,7 @@ import pytest
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.plan.dry_run import dry_run
 from rljax.policy.config import PolicyConfig, toy_config
-from rljax.policy.hf_config import config_to_hf
+from rljax.policy.families import config_to_hf
 from rljax.policy.model import init_params
 from rljax.run.config import Config
 from rljax.run.config_file import load_config

@@ -15,8 +15,8 @@ from stopping import StopWhen
 from vllm_processes import ONE_THREAD
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import read_config
 from rljax.policy.hf import hf_checksums, hf_tensors, load_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.vllm.backend import VllmBackend

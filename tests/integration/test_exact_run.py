@@ -6,8 +6,8 @@ import pytest
 from toy_runs import command, comparable, complete
 
 from rljax.compare.importers import read_tokens
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.model import logical_axes
 from rljax.policy.score import make_scorer
 from rljax.rollout.injected import add_noise

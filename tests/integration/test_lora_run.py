@@ -11,8 +11,8 @@ from toy_runs import ROOT, command, comparable, complete, outcome, start, tiny, 
 
 from rljax import evaluate
 from rljax.commands.export import main as export_main
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params, save_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.lora import LoraConfig, abstract_adapters, merge_adapters, targets_of, with_targets
 from rljax.policy.model import cast_params
 from rljax.policy.peft import CONFIG_NAME, load_adapters, save_adapters

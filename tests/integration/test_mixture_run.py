@@ -5,8 +5,8 @@ import json
 import pytest
 from toy_runs import TOY_BASE, complete, tiny
 
+from rljax.policy.families import config_from_hf, config_to_hf
 from rljax.policy.hf import save_params
-from rljax.policy.hf_config import config_from_hf, config_to_hf
 from rljax.policy.model import init_params
 from rljax.record.rows import read_rows
 

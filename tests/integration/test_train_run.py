@@ -14,8 +14,8 @@ from toy_runs import ROOT, TIMEOUT, command, comparable, complete, outcome, star
 from rljax import evaluate
 from rljax.commands import export
 from rljax.policy.config import toy_config
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.config_file import load_config

@@ -10,8 +10,8 @@ import pytest
 
 from rljax.errors import VerificationError
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import config_to_hf
 from rljax.policy.hf import save_params
-from rljax.policy.hf_config import config_to_hf
 from rljax.policy.model import init_params
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.vllm.backend import VllmBackend

@@ -12,7 +12,7 @@ from rljax.errors import ConfigError, run_cli
 from rljax.plan.compile import CompiledStep, describe, model_flops, needed_bytes, report
 from rljax.plan.machines import INSTALL, parse_machine
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf_config import config_to_hf, read_config
+from rljax.policy.families import config_to_hf, read_config
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.policy.lora import LoraConfig
 from rljax.run.config import Config

@@ -7,7 +7,7 @@ import pytest
 from packed_rows import equations, gradients, heads, reference, row
 
 from rljax.policy.attention import attend, packed_attention, segment_mask
-from rljax.policy.attention_blocks import block_attention, block_pairs, block_size
+from rljax.policy.flash import block_attention, block_pairs, block_size
 
 ROWS = {
     "one sequence a row": ([96], [95]),

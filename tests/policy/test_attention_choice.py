@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from rljax.policy.attention import choose_attention, packed_attention
-from rljax.policy.attention_cudnn import cudnn_attention
-from rljax.policy.attention_splash import splash_attention
+from rljax.policy.cudnn import cudnn_attention
+from rljax.policy.splash import splash_attention
 
 CPU = jax.devices("cpu")[0]
 H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
@@ -45,13 +45,19 @@ def test_auto_is_the_kernel_of_the_backend(device):
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "head_dim", "message"),
     [
-        ("cudnn", CPU, "bfloat16", 128, "policy.attention = cudnn needs an NVIDIA GPU, got cpu; auto takes what fits"),
+        (
+            "cudnn",
+            CPU,
+            "bfloat16",
+            128,
+            "policy.attention = cudnn needs an NVIDIA GPU, got cpu; auto chooses one that fits",
+        ),
         ("cudnn", A100, "bfloat16", 128, r"needs compute capability 9.0, got 8.0 \(NVIDIA A100\)"),
         ("cudnn", H100, "float32", 128, "needs bfloat16 or float16, got float32"),
-        ("cudnn", H100, "bfloat16", 260, "needs heads of at most 256 and a multiple of 8, got 260"),
+        ("cudnn", H100, "bfloat16", 260, "needs a head width of at most 256 that is a multiple of 8, got 260"),
         ("splash", H100, "bfloat16", 128, "needs a TPU, got NVIDIA H100"),
         ("splash", V5P, "float16", 128, "needs bfloat16, got float16"),
-        ("splash", V5P, "bfloat16", 64, "needs heads of a multiple of 128, got 64"),
+        ("splash", V5P, "bfloat16", 64, "needs a head width that is a multiple of 128, got 64"),
     ],
 )
 def test_what_the_device_lacks_is_refused(name, device, dtype, head_dim, message):

@@ -101,7 +101,7 @@ def test_auto_takes_the_kernel_that_fits(device, dtype, widths, found):
     [
         ("mosaic", AMPERE, "bfloat16", (2048, 768), "mosaic needs an NVIDIA Hopper GPU, got NVIDIA A100"),
         ("mosaic", HOPPER, "float32", (2048, 768), "mosaic needs bfloat16 or float16, got float32"),
-        ("mosaic", HOPPER, "bfloat16", (2048, 96), "mosaic needs widths of a multiple of 128"),
+        ("mosaic", HOPPER, "bfloat16", (2048, 96), "mosaic needs widths that are multiples of 128"),
         ("ragged", CPU, "bfloat16", (2048, 768), "ragged needs a TPU, got cpu"),
     ],
 )

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import read_config
 from rljax.policy.hf import INDEX_NAME, load_params, save_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.model import hidden_states, init_params, lm_head_table, param_shardings
 from rljax.policy.score import make_scorer
 from rljax.sharding import MeshConfig, make_mesh

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 from test_lora import MIXTURE, random_adapters
 from test_parity import MIXTURES, SHAPES, SHAPES_QWEN2, hf_model, jax_logits, mixture, torch_logits
 
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.lora import LoraConfig, merge_adapters, targets_of, with_targets
 from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME, load_adapters, save_adapters
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf_config import config_from_hf, config_to_hf
+from rljax.policy.families import config_from_hf, config_to_hf
 
 POLICY = PolicyConfig(32, 32, 64, 3, 4, 2, 8, eos_token_id=(3, 4))
 RAW = config_to_hf(POLICY, "float32")

@@ -18,7 +18,7 @@ from rljax.data.prompts import DataConfig
 from rljax.data.toy import build_tokenizer
 from rljax.plan.dry_run import dry_run
 from rljax.policy.config import toy_config
-from rljax.policy.hf_config import read_config
+from rljax.policy.families import read_config
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, init_adapters
 from rljax.policy.model import abstract_params
 from rljax.policy.peft import save_adapters

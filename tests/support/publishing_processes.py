@@ -18,8 +18,8 @@ import numpy as np
 from rljax.distributed.acts import Act, follow
 from rljax.distributed.start import ProcessOptions, start_processes
 from rljax.errors import NotWrittenError
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.model import param_shardings
 from rljax.rollout.build import policy_functions
 from rljax.rollout.servers.parts import make_parts

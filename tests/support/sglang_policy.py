@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import config_to_hf, read_config
 from rljax.policy.hf import hf_checksums, hf_tensors, load_params
-from rljax.policy.hf_config import config_to_hf, read_config
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.sglang.backend import SglangBackend

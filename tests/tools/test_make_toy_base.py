@@ -10,8 +10,8 @@ from rljax.data import toy, toy_swaps
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import ToyBaseConfig
 from rljax.policy.config import toy_config
+from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.policy.hf_config import read_config
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 

@@ -198,7 +198,7 @@ def test_the_balance_loss_is_that_of_transformers():
 
 def router_logits(params, tokens, segments, positions):
     """Log-probabilities of the experts [b * t, e] in each layer, recorded on the way of a forward."""
-    from rljax.policy import moe as ours
+    from rljax.policy import experts as ours
 
     recorded, own = [], ours.router_logits
 

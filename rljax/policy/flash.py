@@ -1,9 +1,9 @@
-"""Attention of packed rows in plain JAX, block by block: scores exist for one pair of blocks at a time.
+"""Flash attention of packed rows in plain JAX: only the scores of one pair of blocks are in memory at a time.
 
-FlashAttention-2 (arXiv 2307.08691) as a scan over the pairs (query block i, key block j <= i) of a row: a pair whose
-blocks share no segment is skipped, softmax is computed online, and the backward pass computes the probabilities again
-from the saved log-sum-exp. Scores, softmax and sums are float32; probabilities and their cotangents are rounded to the
-dtype of the inputs before a product. The number of pairs is static, so that a compiled program tells its FLOPs.
+This is FlashAttention-2 (arXiv 2307.08691) as a scan over the pairs (query block i, key block j <= i) of a row. A pair
+whose blocks share no segment is skipped. Softmax is computed online. The backward pass recomputes the probabilities
+from the saved log-sum-exp. Scores, softmax and sums are float32. Probabilities and their cotangents are rounded to the
+dtype of the inputs before a product. The number of pairs is static, so that a compiled program shows its FLOPs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.sharding import axis_size, on_each_device
 
 BLOCKS = (512, 256, 128)
-"""Tokens of a block: the first of which a row has ``FEWEST``, or the last."""
-FEWEST = 11  # n blocks have n (n + 1) / 2 pairs: 54.5% of the square with 11
+"""Block sizes in tokens. The first size that gives a row at least ``FEWEST`` blocks is used, or else the last."""
+FEWEST = 11  # n blocks have n (n + 1) / 2 pairs, which is 54.5% of the square for n = 11
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
-"""Names (``jax.ad_checkpoint.checkpoint_name``) of the output and the log-sum-exp: a remat policy that keeps both does
-not compute the forward pass again."""
+"""Names (``jax.ad_checkpoint.checkpoint_name``) of the output and the log-sum-exp. A remat policy that saves both does
+not recompute the forward pass."""
 FLOAT16_SHIFT = 2.0**8
-"""Gradients of scores are this many times larger while they are float16. They are products with probabilities, which
-are small in long segments, and would otherwise lose digits below 6e-5."""
+"""The factor of float16 gradients of scores. They are products with probabilities, which are small in long segments.
+Without the factor they would lose digits below 6e-5."""
 _MASKED = -1e30
 _LAST = np.iinfo(np.int32).max
 
@@ -36,7 +36,7 @@ Triple = tuple[Array, Array, Array]
 
 
 class Blocks(NamedTuple):
-    """One row of one device in blocks: n of them, b tokens each; r query heads on each of g key-value heads."""
+    """One row of one device: n blocks of b tokens, with r query heads on each of g key-value heads."""
 
     q: Float[Array, "n g r*b k"]
     k: Float[Array, "n g b k"]
@@ -45,17 +45,17 @@ class Blocks(NamedTuple):
 
 
 def block_size(t: int) -> int:
-    """Tokens of a block in a row of ``t``."""
+    """Returns the block size in tokens for a row of ``t`` tokens."""
     return next((size for size in BLOCKS if -(-t // size) >= FEWEST), BLOCKS[-1])
 
 
 def block_pairs(n: int) -> Int[np.ndarray, "pairs 2"]:
-    """(query block, key block) of every pair on or below the diagonal, row by row."""
+    """Returns every pair (query block, key block) on or below the diagonal, row by row."""
     return np.stack(np.tril_indices(n), axis=1).astype(np.int32)
 
 
 def shared_blocks(segment_ids: Int[Array, "n b"]) -> Bool[Array, "n n"]:
-    """Whether the ranges of ids in two blocks of a row overlap: if not, they share no segment. Padding is none."""
+    """Marks the pairs of blocks whose ranges of ids overlap. Other pairs share no segment. Padding does not count."""
     lowest = jnp.min(jnp.where(segment_ids > 0, segment_ids, _LAST), axis=1)
     highest = jnp.max(segment_ids, axis=1)
     starts_before = lowest[:, None] <= highest[None, :]
@@ -63,13 +63,13 @@ def shared_blocks(segment_ids: Int[Array, "n b"]) -> Bool[Array, "n n"]:
 
 
 def pad_rows(block: int, *arrays: Array) -> list[Array]:
-    """Arrays [b, t, ...] with t filled up by zeros to a multiple of ``block``."""
+    """Pads arrays [b, t, ...] with zeros, so that t is a multiple of ``block``."""
     missing = -arrays[0].shape[1] % block
     return [jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) for x in arrays]
 
 
 def head_axes(k: Float[Array, "b t g k"]) -> tuple[str | None, ...]:
-    """Logical axes of queries, keys and values: heads are split where each device gets whole groups."""
+    """Returns the logical axes of queries, keys and values. Heads are split only if each device gets whole groups."""
     return ("rows", "tokens", "act_heads" if k.shape[2] % axis_size("act_heads") == 0 else None, "head_dim")
 
 
@@ -81,17 +81,17 @@ def block_attention(
     *,
     block: int | None = None,
 ) -> Float[Array, "b t h k"]:
-    """Causal attention inside each segment, as ``rljax.policy.attention.PackedAttention`` says.
+    """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
 
-    Memory is that of the inputs in float32 and of one pair of blocks, never t * t. On a mesh in the context each device
-    computes the rows and heads it has.
+    It needs memory for the inputs in float32 and for one pair of blocks, never for t * t scores. On the mesh of the
+    context each device computes its own rows and heads.
 
     Args:
-      q: queries; query head i is on key-value head i // (h / g).
-      k: keys.
-      v: values.
-      segment_ids: 0 for padding, otherwise equal for the tokens of one sequence, which stand together.
-      block: tokens of a block; None: ``block_size``.
+      q: The queries. Query head i attends to key-value head i // (h / g).
+      k: The keys.
+      v: The values.
+      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
+      block: The block size in tokens. None: ``block_size``.
     """
     t = q.shape[1]
     block = block or block_size(t)
@@ -105,7 +105,7 @@ def _attention(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> 
 
 
 def _forward(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> tuple[Array, Array]:
-    """(output [b, t, h, k], log-sum-exp float32 [b, t, h, 1])."""
+    """Computes the output [b, t, h, k] and the log-sum-exp, float32 [b, t, h, 1]."""
     heads = head_axes(k)
     run = on_each_device(
         lambda *rows: lax.map(lambda row: _row_forward(row, block), rows),
@@ -139,7 +139,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _row_forward(arrays: tuple[Array, ...], block: int) -> tuple[Array, Array]:
-    """Output [t, h, k] and log-sum-exp [t, h, 1] from (q, k, v, segment_ids) of a row."""
+    """Computes the output [t, h, k] and the log-sum-exp [t, h, 1] from (q, k, v, segment_ids) of a row."""
     q, k, v, segment_ids = arrays
     row = _in_blocks(q, k, v, segment_ids, block)
     n, g, rb, d = row.q.shape
@@ -164,11 +164,16 @@ def _row_forward(arrays: tuple[Array, ...], block: int) -> tuple[Array, Array]:
 
 
 def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
-    """Gradients of q, k and v of a row from (q, k, v, segment_ids, output, log-sum-exp, gradient of the output)."""
+    """Computes the gradients of q, k and v of a row.
+
+    Args:
+      arrays: The tuple (q, k, v, segment_ids, output, log-sum-exp, gradient of the output) of the row.
+      block: The block size in tokens.
+    """
     q, k, v, segment_ids, out, lse, d_out = arrays
     row = _in_blocks(q, k, v, segment_ids, block)
     g, d = k.shape[1:]
-    # sum_j p_ij dp_ij, the term of the softmax's normalisation, is d_out . out.
+    # The term of the softmax's normalisation, sum_j p_ij dp_ij, equals d_out . out.
     mean = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
     lse_of, mean_of, d_out_of = (_heads_in_blocks(x, g, block) for x in (lse, mean, d_out))
     shared = shared_blocks(row.segment_ids)
@@ -196,7 +201,7 @@ def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
 
 
 def _over_pairs(add_pair: Any, start: Triple, shared: Bool[Array, "n n"]) -> Triple:
-    """``add_pair(state, i, j)`` over the pairs that share a segment, the state updated in place."""
+    """Folds ``add_pair(state, i, j)`` over the pairs that share a segment. The state is updated in place."""
     n = start[0].shape[0]
 
     def body(state: Triple, pair: Array) -> tuple[Triple, None]:
@@ -207,7 +212,7 @@ def _over_pairs(add_pair: Any, start: Triple, shared: Bool[Array, "n n"]) -> Tri
 
 
 def _scores(row: Blocks, i: Array, j: Array) -> tuple[Float[Array, "g r*b b"], Bool[Array, "1 r*b b"]]:
-    """Scaled and masked scores of a pair, and its mask."""
+    """Computes the scaled and masked scores of a pair of blocks, and the mask."""
     block, d = row.segment_ids.shape[1], row.q.shape[-1]
     place = jnp.arange(block)
     segment, others = _get(row.segment_ids, i)[:, None], _get(row.segment_ids, j)[None, :]
@@ -218,7 +223,7 @@ def _scores(row: Blocks, i: Array, j: Array) -> tuple[Float[Array, "g r*b b"], B
 
 
 def _dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Array:
-    """Product over one axis of each, heads (axis 0) side by side, summed in float32."""
+    """Contracts one axis of each array. Axis 0 (heads) is a batch axis, and sums are float32."""
     dims = (((contract_a,), (contract_b,)), ((0,), (0,)))
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 

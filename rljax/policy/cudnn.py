@@ -1,8 +1,8 @@
-"""Attention of packed rows on an NVIDIA GPU: cuDNN's flash attention, each segment a sequence of its own.
+"""Attention of packed rows on an NVIDIA GPU by cuDNN's flash attention, with each segment as a sequence.
 
-cuDNN takes a packed row as sequences with offsets and lengths, so that no score across two of them exists. The public
-``jax.nn.dot_product_attention`` has no argument for them; the private wrapper below it has, imported only here.
-It needs compute capability 9.0 (Hopper) and 16-bit operands.
+cuDNN takes a packed row as sequences with offsets and lengths, and computes no score across two of them. The public
+``jax.nn.dot_product_attention`` has no arguments for offsets. The private wrapper below it has; only this module
+imports it. The kernel needs compute capability 9.0 (Hopper) and 16-bit operands.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from rljax.policy.attention_blocks import block_attention, head_axes
+from rljax.policy.flash import block_attention, head_axes
 from rljax.sharding import on_each_device
 
 TOKENS_PER_SEGMENT = 256
-"""A row has room for one segment in so many tokens: cuDNN keeps the log-sum-exp of t places for each."""
+"""The tokens of a row per segment that it may hold. cuDNN keeps a log-sum-exp of t tokens for each segment."""
 FEWEST_SEGMENTS = 16
 CAPABILITY, CUDNN = "9.0", 91000
-"""Least compute capability of a GPU, and the version of cuDNN (9.10) that a program compiled ahead is traced for."""
+"""The lowest compute capability of a GPU, and the cuDNN version (9.10) for ahead-of-time compilation."""
 
 
 def max_segments(t: int) -> int:
-    """Segments of a row of ``t`` tokens that go through cuDNN."""
+    """Returns the largest number of segments for which cuDNN computes a row of ``t`` tokens."""
     return max(FEWEST_SEGMENTS, t // TOKENS_PER_SEGMENT)
 
 
@@ -35,17 +35,16 @@ def cudnn_attention(
     v: Float[Array, "b t g k"],
     segment_ids: Int[Array, "b t"],
 ) -> Float[Array, "b t h k"]:
-    """Causal attention inside each segment, as ``rljax.policy.attention.PackedAttention`` says.
+    """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
 
-    A device one of whose rows has more than ``max_segments`` segments computes ``block_attention`` instead. Whether the
-    sums of the backward pass are made in the same order each time is the choice of XLA's flag
-    ``xla_gpu_deterministic_ops``.
+    A device with a row of more than ``max_segments`` segments computes ``block_attention`` instead. XLA's flag
+    ``xla_gpu_deterministic_ops`` decides whether the backward pass sums in the same order each time.
 
     Args:
-      q: queries, bfloat16 or float16.
-      k: keys, likewise.
-      v: values, likewise.
-      segment_ids: 0 for padding, otherwise equal for the tokens of one sequence, which stand together.
+      q: The queries, bfloat16 or float16.
+      k: The keys, in the same dtype.
+      v: The values, in the same dtype.
+      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
     """
     heads = head_axes(k)
     run = on_each_device(_rows, (heads, heads, heads, ("rows", "tokens")), (heads,), rows=q.shape[0])
@@ -65,8 +64,8 @@ def _rows(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array]:
     return (_zero_outside(out, inside),)
 
 
-# cuDNN leaves the places of padding as it found them, in the output and in the gradients. With the two functions below
-# they are 0, and no mask of the heads' shape is kept for the backward pass.
+# cuDNN does not write the padding of the output and of the gradients. The two functions below set it to 0, and keep no
+# mask of the heads' shape for the backward pass.
 
 
 @jax.custom_vjp
@@ -91,7 +90,12 @@ _zero_gradient_outside.defvjp(lambda x, inside: (x, inside), _zero_bwd)
 def segment_offsets(
     segment_ids: Int[Array, "b t"], most: int
 ) -> tuple[Int[Array, "b most+1"], Int[Array, "b most"], Int[Array, " b"]]:
-    """First token and length of each row's first ``most`` segments, -1 where there is none, and how many it has."""
+    """Finds the segments of each row.
+
+    Returns:
+      The first token and the length of the first ``most`` segments of each row, -1 where there is no segment; and the
+      number of segments of each row.
+    """
     before = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
     inside = segment_ids > 0
     is_first = inside & (segment_ids != before)

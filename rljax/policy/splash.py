@@ -1,7 +1,7 @@
-"""Attention of packed rows on a TPU: splash attention, the Pallas kernel of JAX, with segment ids.
+"""Attention of packed rows on a TPU by splash attention, the Pallas kernel of JAX, with segment ids.
 
-The kernel skips blocks above the diagonal; its table of blocks is cut down here, at run time, by those that share no
-segment. It takes no scale: queries are scaled first and rounded to their dtype.
+The kernel skips the blocks above the diagonal. At run time, this module also removes pairs of blocks that share no
+segment from its table. The kernel takes no scale, so queries are scaled first and rounded to their dtype.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from rljax.policy.attention_blocks import OUT_NAME, head_axes, pad_rows, shared_blocks
+from rljax.policy.flash import OUT_NAME, head_axes, pad_rows, shared_blocks
 from rljax.sharding import on_each_device
 
 LANES = 128
-"""Of a vector register: a block is a multiple of it, and so must a head's width be."""
+"""The lanes of a vector register. The block size and the width of a head must be multiples of it."""
 MAX_BLOCK = 512
 
 
@@ -29,15 +29,15 @@ def splash_attention(
     block: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "b t h k"]:
-    """Causal attention inside each segment, as ``rljax.policy.attention.PackedAttention`` says.
+    """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
 
     Args:
-      q: queries.
-      k: keys.
-      v: values.
-      segment_ids: 0 for padding, otherwise equal for the tokens of one sequence, which stand together.
-      block: tokens of a block, a multiple of 128; None: 512, or what a shorter row fills.
-      interpret: run the kernel's operations one by one on any backend, slowly.
+      q: The queries.
+      k: The keys.
+      v: The values.
+      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
+      block: The block size in tokens, a multiple of 128. None: 512, or less for a shorter row.
+      interpret: Whether to run the operations of the kernel one by one, slowly, on any backend.
     """
     t = q.shape[1]
     block = block or min(MAX_BLOCK, -(-t // LANES) * LANES)
@@ -62,7 +62,7 @@ def _row(arrays: tuple[Array, ...], block: int, interpret: bool) -> Float[Array,
 
 
 def _kernel(t: int, num_heads: int, block: int, shared: Array, interpret: bool) -> Any:
-    """The kernel of a row of ``t`` tokens whose pairs of blocks that share no segment are marked as empty."""
+    """Builds the kernel for a row of ``t`` tokens. Pairs of blocks that share no segment are marked as empty."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
 
@@ -74,7 +74,7 @@ def _kernel(t: int, num_heads: int, block: int, shared: Array, interpret: bool) 
         residual_checkpoint_name=OUT_NAME,
         interpret=interpret,
     )
-    # A block on the diagonal always counts: a query without any key would divide by zero.
+    # A block on the diagonal is never empty, because a query without any key would divide by zero.
     kept = shared | jnp.eye(t // block, dtype=bool)
 
     def cut(info: Any) -> Any:
