@@ -1,10 +1,11 @@
-"""Scorers compared by their whole next-token distributions, and not only by the tokens that were sampled.
+"""Compares scorers by their whole next-token distributions.
 
-A sampled token's log-ratio says little of the tokens that were not sampled: two engines may agree on every token of a
-dump and differ elsewhere. At each response token the distributions p of the rollout engine and q of the trainer, given
-the same tokens before it, are compared by KL(p || q) = sum_i p_i log(p_i / q_i). Where a side knows only its likeliest
-tokens, the tokens that both know are kept and all others become one outcome, "the rest". A KL over merged outcomes is
-never above that over all of them (the data processing inequality), so that it is a lower bound.
+The log-ratio of a sampled token says little about other tokens: two engines may agree on every token of a dump and
+differ elsewhere. At each response token, given the same tokens before it, the rollout engine has a distribution p and
+the trainer a distribution q. They are compared by KL(p || q) = sum_i p_i log(p_i / q_i).
+
+A side may know only its likeliest tokens. Then the tokens that both sides know are kept, and all others become one
+outcome, "the rest". By the data processing inequality the KL over merged outcomes is a lower bound.
 """
 
 from __future__ import annotations
@@ -32,39 +33,40 @@ from rljax.record.token_dumps import TokenDump
 from rljax.rollout.types import SERVED
 
 KINDS = ("jax", "hf", *SERVED)
-"""Kinds of scorers that know distributions; a server knows the likeliest tokens alone."""
+"""The kinds of scorers that know distributions; a server knows only the likeliest tokens."""
 
-_MULTIPLE = 64  # tokens and places are padded to it, so that few shapes are compiled
-_LEAST_REST = 1e-7  # what a rest is at least: the rounding of a sum of float32 probabilities
+_MULTIPLE = 64  # tokens and places are padded to a multiple of this, so that few shapes are compiled
+_LEAST_REST = 1e-7  # the smallest rest: the rounding of a sum of float32 probabilities
 
 
-class Known(NamedTuple):
-    """What a scorer knows of the distributions at n places.
+class TokenLogprobs(NamedTuple):
+    """The log-probabilities that a scorer knows at n places.
 
     Attributes:
-      logprobs: float32 [n, k], nats; -inf where a place has fewer than k known tokens.
-      ids: int32 [n, k], whose they are, -1 where there is none; None: of every token of the vocabulary in order.
+      logprobs: The log-probabilities, float32 [n, k], nats; -inf fills places with fewer than k known tokens.
+      ids: The token ids, int32 [n, k], with -1 as fill; None if every token of the vocabulary is known, in order.
     """
 
     logprobs: np.ndarray
     ids: np.ndarray | None = None
 
 
-Source = Callable[[np.ndarray, np.ndarray], Known]
-"""(token ids [t], places [n], each at least 1) -> the distributions of the tokens at these places."""
+DistributionsAt = Callable[[np.ndarray, np.ndarray], TokenLogprobs]
+"""A function (token ids [t], places [n], each at least 1) -> the distributions of the tokens at these places."""
 
 
 @dataclass(frozen=True)
 class DistributionPair:
-    """Two scorers at every response token of a dump.
+    """The comparison of two scorers at every response token of a dump.
 
     Attributes:
-      trainer: the scorer in the place of q.
-      rollout: the scorer in the place of p.
-      is_complete: whether both know every token; otherwise every number but ``top1_agreement`` is of merged outcomes.
-      metrics: ``kl`` mean KL(p || q), ``kl_max`` the largest, ``reverse_kl`` mean KL(q || p) (nats);
-        ``total_variation`` mean of half the sum of abs(p - q); ``top1_agreement`` share of places with one likeliest
-        token; ``rest_mass`` mean of p's mass on the rest; ``token_count`` places.
+      trainer: The scorer with the distribution q.
+      rollout: The scorer with the distribution p.
+      is_complete: Whether both know every token. If not, all numbers but ``top1_agreement`` are over merged outcomes.
+      metrics: The numbers by name: ``kl`` is the mean of KL(p || q), ``kl_max`` its maximum, ``reverse_kl`` the mean of
+        KL(q || p) (nats). ``total_variation`` is the mean of half the sum of abs(p - q). ``top1_agreement`` is the
+        share of places where both have the same likeliest token, ``rest_mass`` the mean mass of p on the rest, and
+        ``token_count`` the number of places.
     """
 
     trainer: str
@@ -84,52 +86,52 @@ def compare_distributions(
 ) -> list[DistributionPair]:
     """Compares every two of the scorers that know distributions; other specs are left out.
 
-    One sequence is taken at a time. All scorers' models are in memory together, and of one sequence 4 bytes for each
-    response token, token of the vocabulary and scorer.
+    The models of all scorers are in memory together. Sequences are scored one after another; one needs 4 bytes for each
+    scorer, response token and token of the vocabulary.
 
     Args:
-      specs: as ``score_column`` takes them. A server stands in the rollout's place; otherwise the earlier of two specs
-        is the trainer's.
-      dump: the sequences; its columns are not read.
-      model: Hugging Face directory of the specs that name none.
-      temperature: of the distributions; 1 where one of them is a server's.
-      top_k: how many of its likeliest tokens a server is asked for; at most its --max-logprobs, 20 by default. Of a
-        smaller vocabulary, as the server or another scorer's directory gives it, all tokens.
-      progress: called with a number of sequences when so many have been compared.
+      specs: The specs of the scorers, in the forms of ``score_column``. A server takes the rollout's place; otherwise
+        the earlier of two specs takes the trainer's place.
+      dump: The sequences; their columns are not read.
+      model: The Hugging Face directory for specs that name none.
+      temperature: The temperature of the distributions; it must be 1 with a server.
+      top_k: The number of likeliest tokens that a server returns, at most its --max-logprobs (20 by default). A smaller
+        vocabulary of another scorer's model limits it.
+      progress: A function that gets the number of newly compared sequences.
 
     Raises:
-      ValueError: fewer than two of the specs know distributions; a temperature that a server does not score; a
-        scorer without a model directory; two scorers with vocabularies of different sizes; a token outside one.
-      ServerError: a server does not answer, or refuses.
+      ValueError: Fewer than two specs know distributions, a server does not score the temperature, a scorer has no
+        model directory, two vocabularies differ in size, or a token is outside a vocabulary.
+      ServerError: A server does not answer, or refuses.
     """
     known = with_distributions(specs)
     kinds = {spec: split_spec(spec)[0] for spec in known}
     if temperature != 1.0 and any(kinds[spec] in SERVED for spec in known):
-        raise ValueError(f"a server's prompt log-probabilities are at temperature 1, {temperature:g} was asked for")
+        raise ValueError(f"a server's prompt log-probabilities are at temperature 1, got {temperature:g}")
     directories = [split_model(split_spec(spec)[1], model)[1] for spec in known if kinds[spec] not in SERVED]
     top_k = min([top_k, *(read_config(Path(path)).vocab_size for path in directories if path is not None)])
     pairs = list(itertools.combinations(known, 2))
-    found: dict[tuple[str, str], list[np.ndarray]] = {pair: [] for pair in pairs}
+    columns: dict[tuple[str, str], list[np.ndarray]] = {pair: [] for pair in pairs}
     with contextlib.ExitStack() as stack:
-        sources = {spec: stack.enter_context(_opened(spec, dump, model, temperature, top_k)) for spec in known}
+        scorers = {spec: stack.enter_context(_open_scorer(spec, dump, model, temperature, top_k)) for spec in known}
         for ids, mask in zip(dump.token_ids, dump.response_mask, strict=True):
             places = np.flatnonzero(mask[1:]) + 1
             if len(places):
-                rows = {spec: source(ids, places) for spec, source in sources.items()}
+                rows = {spec: distributions_at(ids, places) for spec, distributions_at in scorers.items()}
                 for q, p in pairs:
-                    found[q, p].append(divergences(rows[p], rows[q]))
+                    columns[q, p].append(divergences(rows[p], rows[q]))
             progress(1)
     return [
-        DistributionPair(q, p, not {kinds[p], kinds[q]} & {*SERVED}, _summary(columns))
-        for (q, p), columns in found.items()
+        DistributionPair(q, p, not {kinds[p], kinds[q]} & {*SERVED}, _summary(parts))
+        for (q, p), parts in columns.items()
     ]
 
 
 def with_distributions(specs: Sequence[str]) -> list[str]:
-    """Those of the specs whose scorers know distributions, servers last.
+    """Returns the specs whose scorers know distributions, with servers last.
 
     Raises:
-      ValueError: there are fewer than two, or a spec is unknown.
+      ValueError: There are fewer than two, or a spec is unknown.
     """
     kinds = {spec: split_spec(spec)[0] for spec in dict.fromkeys(specs)}
     known = sorted((spec for spec in kinds if kinds[spec] in KINDS), key=lambda spec: kinds[spec] in SERVED)
@@ -140,11 +142,15 @@ def with_distributions(specs: Sequence[str]) -> list[str]:
     return known
 
 
-def divergences(p: Known, q: Known) -> np.ndarray:
-    """Float64 [n, 5]: KL(p || q), KL(q || p), total variation, whether both have one likeliest token, p's rest.
+def divergences(p: TokenLogprobs, q: TokenLogprobs) -> np.ndarray:
+    """Computes how two scorers differ at n places.
+
+    Returns:
+      The columns KL(p || q), KL(q || p), total variation, whether both have the same likeliest token, and p's mass on
+      the rest, float64 [n, 5].
 
     Raises:
-      ValueError: both know every token, of vocabularies of different sizes.
+      ValueError: Both know every token, but their vocabularies differ in size.
     """
     same_top = _top(p) == _top(q)
     x, y = _shared(p, q)
@@ -157,27 +163,27 @@ def divergences(p: Known, q: Known) -> np.ndarray:
 
 
 def _kl(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """KL [n] of the outcomes with log-probabilities x against y [n, k], term by term as p log(p / q) - p + q.
+    """Computes the KL [n] of outcomes with log-probabilities x against y [n, k] from terms p log(p / q) - p + q.
 
-    No term is negative, and the sum is the KL plus what float32 leaves of sum q - sum p: tiny KLs keep their digits.
+    No term is negative, so tiny KLs keep their digits. The sum also contains the rounding of sum q - sum p.
     """
     with np.errstate(invalid="ignore"):
         gap = np.where(np.isneginf(x), 0.0, x - y)
         return np.where(np.isneginf(x), np.exp(y), np.exp(x) * (np.expm1(-gap) + gap)).sum(1)
 
 
-def _top(known: Known) -> np.ndarray:
-    """The likeliest token at each place, [n]."""
+def _top(known: TokenLogprobs) -> np.ndarray:
+    """Returns the likeliest token at each place, [n]."""
     best = np.argmax(known.logprobs, axis=1)
     return best if known.ids is None else known.ids[np.arange(len(best)), best]
 
 
-def _shared(p: Known, q: Known) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities of the outcomes that both know, float64 [n, k] each; -inf on both sides where there is none."""
+def _shared(p: TokenLogprobs, q: TokenLogprobs) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the log-probabilities of the outcomes that both sides know, float64 [n, k] each, filled with -inf."""
     x, y = p.logprobs.astype(np.float64), q.logprobs.astype(np.float64)
     if p.ids is None and q.ids is None:
         if x.shape != y.shape:
-            raise ValueError(f"vocabularies of {x.shape[1]} and {y.shape[1]} tokens: of different models?")
+            raise ValueError(f"vocabularies of {x.shape[1]} and {y.shape[1]} tokens; are the models different?")
         return x, y
     if p.ids is None:
         y, x = _shared(q, p)
@@ -199,26 +205,28 @@ def _summary(columns: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _opened(spec: str, dump: TokenDump, model: str | Path | None, temperature: float, top_k: int) -> Iterator[Source]:
+def _open_scorer(
+    spec: str, dump: TokenDump, model: str | Path | None, temperature: float, top_k: int
+) -> Iterator[DistributionsAt]:
     kind, argument = split_spec(spec)
     if kind in SERVED:
         with open_server(argument, kind) as server:
-            yield lambda ids, places: _listed(server.top_logprobs(ids, top_k), places)
+            yield lambda ids, places: _read_top(server.top_logprobs(ids, top_k), places)
         return
     dtype, directory = split_model(argument, model)
     if directory is None:
         raise ValueError(f"scorer {spec!r} needs a model directory")
     check_vocabulary(dump, read_config(Path(directory)).vocab_size)
-    yield (_jax_source if kind == "jax" else _hf_source)(Path(directory), dtype, temperature)
+    yield (_jax_scorer if kind == "jax" else _hf_scorer)(Path(directory), dtype, temperature)
 
 
-def _listed(tops: Sequence[dict[int, float]], places: np.ndarray) -> Known:
-    """What a server listed at these places."""
+def _read_top(tops: Sequence[dict[int, float]], places: np.ndarray) -> TokenLogprobs:
+    """Converts a server's likeliest tokens at these places to arrays."""
     width = max(len(tops[place]) for place in places)
     ids, logprobs = np.full((len(places), width), -1, np.int32), np.full((len(places), width), -np.inf, np.float32)
     for row, place in enumerate(places):
         ids[row, : len(tops[place])], logprobs[row, : len(tops[place])] = [*tops[place]], [*tops[place].values()]
-    return Known(logprobs, ids)
+    return TokenLogprobs(logprobs, ids)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))
@@ -232,7 +240,7 @@ def _log_softmax(
     config: PolicyConfig,
     dtype: str,
 ) -> jax.Array:
-    """Float32 [n, v] of one row ``tokens`` [1, t], after each of the places ``before`` [n]."""
+    """Computes the log-softmax after each of the places ``before`` [n] of one row ``tokens`` [1, t], float32 [n, v]."""
     with jax.default_matmul_precision(matmul_precision(dtype)):
         cast = cast_params(params, dtype)
         positions = jnp.arange(tokens.shape[1])[None]
@@ -244,22 +252,22 @@ def _log_softmax(
     return jax.nn.log_softmax(logits / temperature, axis=-1)
 
 
-def _jax_source(directory: Path, dtype: str, temperature: float) -> Source:
+def _jax_scorer(directory: Path, dtype: str, temperature: float) -> DistributionsAt:
     config = read_config(directory)
     params = load_params(directory, config)
 
-    def source(ids: np.ndarray, places: np.ndarray) -> Known:
+    def distributions_at(ids: np.ndarray, places: np.ndarray) -> TokenLogprobs:
         width, count = (math.ceil(n / _MULTIPLE) * _MULTIPLE for n in (len(ids), len(places)))
         tokens, segments = (np.zeros((1, width), np.int32) for _ in range(2))
         tokens[0, : len(ids)], segments[0, : len(ids)] = ids, 1
         before = np.zeros(count, np.int32)
         before[: len(places)] = places - 1
         rows = _log_softmax(params, tokens, segments, before, np.float32(temperature), config=config, dtype=dtype)
-        return Known(np.asarray(rows[: len(places)]))
+        return TokenLogprobs(np.asarray(rows[: len(places)]))
 
-    return source
+    return distributions_at
 
 
-def _hf_source(directory: Path, dtype: str, temperature: float) -> Source:
+def _hf_scorer(directory: Path, dtype: str, temperature: float) -> DistributionsAt:
     rows = hf_log_softmax(directory, dtype, temperature)
-    return lambda ids, places: Known(rows(ids, places))
+    return lambda ids, places: TokenLogprobs(rows(ids, places))

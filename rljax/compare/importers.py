@@ -1,7 +1,7 @@
-"""Reads what other frameworks write about their tokens into a ``TokenDump``.
+"""Reads token files of other frameworks into a ``TokenDump``.
 
-``read_tokens`` knows a file by what is in it: a dump of our own, prime-rl's token export, or generic JSONL, which is
-what the exporters for TRL and verl of docs/compare.md write. Pickles are refused.
+``read_tokens`` recognises a file by its content: a token dump, prime-rl's token export, or generic JSONL. The
+documented exporters for TRL and verl write generic JSONL. Pickles are refused.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from rljax.data.files import Row, json_lines
 from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump
 
 PRIME_RL_SCHEMA = 1
-"""The ``schema_version`` of prime-rl's token export that is understood."""
+"""The ``schema_version`` of prime-rl's token export that this module reads."""
 
 _PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt"}
 _HEADER = "rljax_tokens"
 
 
 def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
-    """Reads any file this module knows, or a directory of prime-rl's token export.
+    """Reads a file of any known kind, or a directory of prime-rl's token export.
 
     Raises:
-      OSError: there is no such file.
-      ValueError: it is a pickle, or of no known kind, or damaged; the message names the line.
+      OSError: There is no such file.
+      ValueError: The file is a pickle, damaged, or of an unknown kind; the message names the line.
     """
     place = Path(path)
     if place.is_dir():
@@ -38,24 +38,24 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
     if place.suffix.lower() in _PICKLES or start[:1] == b"\x80" or start == b"PK\x03\x04":
         raise ValueError(
             f"{place} is a pickle (torch.save writes these): loading one runs whatever code it holds, so it is not "
-            "read; export JSONL from the process that has the tensors, as docs/compare.md shows"
+            "read; export JSONL from the process that has the tensors"
         )
     _, first = next(json_lines(place), (0, {}))
     return read_prime_rl(place) if "schema_version" in first else read_jsonl(place)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> TokenDump:
-    """Reads generic JSONL: one object a sequence, after an optional header.
+    """Reads generic JSONL: one object for each sequence, after an optional header.
 
-    A sequence is ``{"sequence_id": ..., "token_ids": [...], "response_mask": [...], "logprobs": {column: [...]}}``;
-    instead of ``token_ids`` and ``response_mask`` it may have ``prompt_ids`` and ``response_ids``, and its columns may
-    then cover the response only. ``sequence_id`` defaults to the sequence's number, from 0. null is "no number here".
+    A sequence is ``{"sequence_id": ..., "token_ids": [...], "response_mask": [...], "logprobs": {column: [...]}}``.
+    It may have ``prompt_ids`` and ``response_ids`` instead of ``token_ids`` and ``response_mask``; then its columns may
+    cover the response alone. ``sequence_id`` defaults to the sequence's number, from 0. null is an unknown number.
     The header is ``{"rljax_tokens": 1, "columns": {column: {engine, dtype, weights_hash, temperature, role}},
-    "sampling": {...}}``, every part of it optional.
+    "sampling": {...}}``; all its parts but the first are optional.
 
     Raises:
-      OSError: there is no such file.
-      ValueError: a line is not of this form; the message names it.
+      OSError: There is no such file.
+      ValueError: A line has another form; the message names the line.
     """
     place = Path(path)
     lines = list(json_lines(place))
@@ -73,17 +73,17 @@ def read_jsonl(path: str | os.PathLike[str]) -> TokenDump:
 def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
     """Reads prime-rl's token export (``enable_token_export``): a ``rank_*.jsonl``, or a directory with such files.
 
-    Columns ``trainer`` and ``inference``; the mask is prime-rl's loss mask. Sequences are named
-    ``step/rank/number`` after their export step.
+    The columns are ``trainer`` and ``inference``; the mask is prime-rl's loss mask. A sequence's name is
+    ``step/rank/number``, with the step of the export.
 
     Raises:
-      OSError: there is no such file.
-      ValueError: no file is there, another schema version, or a field is missing.
+      OSError: There is no such file.
+      ValueError: The directory has no such file, the schema version is another one, or a field is missing.
     """
     place = Path(path)
     files = sorted(place.rglob("rank_*.jsonl")) if place.is_dir() else [place]
     if not files:
-        raise ValueError(f"{place}: no rank_*.jsonl in it, as prime-rl's token export writes")
+        raise ValueError(f"{place}: expected rank_*.jsonl files of prime-rl's token export, found none")
     lines = ((file, number, record) for file in files for number, record in json_lines(file))
     sources = {
         "trainer": ColumnSource(engine="prime-rl trainer", role="trainer"),
@@ -93,9 +93,9 @@ def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
 
 
 def _jsonl_sequence(record: Row, number: int) -> TokenDump:
-    """A dump of one line of generic JSONL; columns that cover the response only are padded in front."""
+    """Makes a dump of one line of generic JSONL; columns that cover the response alone are padded in front."""
     if _HEADER in record:
-        raise ValueError(f"expected one header, first, of version 1, got {record[_HEADER]!r}")
+        raise ValueError(f"expected one header of version 1 in the first line, got {record[_HEADER]!r}")
     if "token_ids" in record:
         token_ids, mask, front = record["token_ids"], record["response_mask"], 0
     else:
@@ -110,7 +110,7 @@ def _jsonl_sequence(record: Row, number: int) -> TokenDump:
 
 
 def _prime_rl_sequence(record: Row, _: int) -> TokenDump:
-    """A dump of one line of prime-rl's token export."""
+    """Makes a dump of one line of prime-rl's token export."""
     if record.get("schema_version") != PRIME_RL_SCHEMA:
         raise ValueError(f"schema_version {record.get('schema_version')!r}, expected {PRIME_RL_SCHEMA}")
     run = f"{record['run_id']}/" if record.get("run_id") else ""
@@ -126,7 +126,7 @@ def _assemble(
     sources: Mapping[str, ColumnSource],
     sampling: Mapping[str, Any],
 ) -> TokenDump:
-    """The dump of all lines, each (file, line number, record); a mistake names its line."""
+    """Makes a dump of all lines, each (file, line number, record); an error names its line."""
     parts: list[TokenDump] = []
     for file, line, record in lines:
         try:
@@ -137,7 +137,7 @@ def _assemble(
         except KeyError as error:
             raise ValueError(f"{file}:{line}: {error} is missing") from error
         except (TypeError, AttributeError) as error:
-            raise ValueError(f"{file}:{line}: a field is not of the form that docs/compare.md shows") from error
+            raise ValueError(f"{file}:{line}: a field is not of the form that the format requires: {error}") from error
         except ValueError as error:
             raise ValueError(f"{file}:{line}: {error}") from error
     if not parts:

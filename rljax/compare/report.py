@@ -1,4 +1,4 @@
-"""The pairwise comparison of a dump's columns: metrics, growth with position, noise floors, verdicts; and its texts."""
+"""Compares the columns of a dump in pairs (metrics, growth with position, noise floors, verdicts) and prints tables."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_b
 from rljax.record.token_dumps import ColumnSource, TokenDump
 
 SECOND_RUN = "@2"
-"""Ending of the column that is the second run of the scorer whose column has the name before it."""
+"""The suffix of a scorer's second run; the part before it is the name of the first run's column."""
 
 POSITION_EDGES = (16, 64, 256, 1024, 4096, 16384)
-_PLACES = ("trainer", "", "rollout")  # roles in the order in which a pair's columns stand
+_PLACES = ("trainer", "", "rollout")  # the roles in the order of a pair's columns
 MATRIX_METRICS = ("logprob_abs_diff_mean", "k3_kl", "log_ppl_abs_diff")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two columns against each other.
+    """The comparison of two columns.
 
     Attributes:
-      trainer: column in the trainer's place of every formula.
-      rollout: column in the rollout engine's place.
-      roles_known: whether the roles of the columns say so. When they do not, the columns stand as they were named, and
-        the sign of ``kl`` and the direction of ``k3_kl`` may be the opposite of what is meant.
-      metrics: what ``mismatch_metrics`` gives.
-      growth: position bucket -> token_count, k3_kl, logprob_abs_diff_mean; buckets without a token are left out.
-      verdict: what is to be thought of it.
+      trainer: The column in the trainer's place of every formula.
+      rollout: The column in the rollout engine's place.
+      roles_known: Whether the roles of the columns decide their places. If not, the columns keep their order, and the
+        sign of ``kl`` and the direction of ``k3_kl`` may be reversed.
+      metrics: The metrics of ``mismatch_metrics``.
+      growth: The token_count, k3_kl and logprob_abs_diff_mean of each position bucket that has tokens.
+      verdict: The verdict on the pair.
     """
 
     trainer: str
@@ -49,13 +49,13 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All pairs of a dump's columns, and what each scorer differs from itself.
+    """All pairs of a dump's columns, and how much each scorer differs from its own second run.
 
     Attributes:
-      columns: name -> where it comes from and its role, in the order of the matrix; second runs are left out.
-      pairs: every two columns once.
-      noise_floor: column -> metrics between its two runs, where there is a second one.
-      distributions: whole distributions of scorers against each other, where they were compared.
+      columns: The source and role of each column by name, in the order of the matrix, without second runs.
+      pairs: The pairs of columns; every two columns make one pair.
+      noise_floor: The metrics between the two runs of a column, for columns with a second run.
+      distributions: The comparisons of whole distributions, if any were made.
     """
 
     columns: dict[str, ColumnSource]
@@ -70,28 +70,32 @@ class Comparison:
 
 
 def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, same_weights: bool = False) -> Comparison:
-    """Compares every two of the columns (all of them unless named).
+    """Compares every two of the columns.
 
-    A pair's places follow from the roles of its columns (``TokenDump.role``): a trainer stands before a column without
-    a role, and that before a rollout engine. Two columns of one role, or of none, stand in the order of ``columns``, or
-    by name when that is None, and the pair says that its roles are not known. The order of the columns in a file
-    changes no number.
+    The roles of two columns (``TokenDump.role``) decide their places: a trainer comes first, then a column without a
+    role, then a rollout engine. Two columns of the same role keep their order, and the pair says that the roles are
+    unknown. The order of the columns in a file changes no number.
 
-    A pair with the column that the tokens were sampled with (``sampling`` names it; else every one of the role
-    "rollout") is refused when top_p, top_k or min_p cut the distribution that was sampled from. ``same_weights``:
-    columns with different weight hashes are of one model, as before and after a conversion.
+    A pair with the sampler's column is refused if top_p, top_k or min_p cut the distribution. ``sampling`` names that
+    column; otherwise it is every column with the role "rollout".
+
+    Args:
+      dump: The dump with the columns.
+      columns: The names of the columns to compare; None means all of them, in the order of their names.
+      same_weights: Whether columns with different weight hashes have the same weights, such as before and after a
+        conversion.
 
     Raises:
-      ValueError: a named column is not there, or there are fewer than two.
+      ValueError: A named column is missing, or there are fewer than two.
     """
-    given = list(columns) if columns is not None else sorted(c for c in dump.logprobs if not c.endswith(SECOND_RUN))
-    missing = [name for name in given if name not in dump.logprobs]
+    chosen = list(columns) if columns is not None else sorted(c for c in dump.logprobs if not c.endswith(SECOND_RUN))
+    missing = [name for name in chosen if name not in dump.logprobs]
     if missing:
         raise ValueError(f"no column {missing[0]!r} in the dump, which has {sorted(dump.logprobs)}")
-    if len(set(given)) != len(given) or len(given) < 2:
-        raise ValueError(f"a comparison needs at least two columns, each once, got {given}")
-    roles = {name: dump.role(name) for name in given}
-    names = sorted(given, key=lambda name: _PLACES.index(roles[name]))
+    if len(set(chosen)) != len(chosen) or len(chosen) < 2:
+        raise ValueError(f"a comparison needs at least two columns, each once, got {chosen}")
+    roles = {name: dump.role(name) for name in chosen}
+    names = sorted(chosen, key=lambda name: _PLACES.index(roles[name]))
     mask = _pad(dump.response_mask, False)
     cut, sampler = _cut(dump.sampling), dump.sampling.get("column")
     cuts = {name: cut if (name == sampler if sampler else roles[name] == "rollout") else "" for name in names}
@@ -125,31 +129,31 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
 
 
 def _cut(sampling: Mapping[str, Any]) -> str:
-    """Which settings of the sampling gave some tokens no chance; empty: none."""
+    """Names the settings of the sampling that excluded some tokens; empty if there are none."""
     off = {"top_p": lambda value: value >= 1, "top_k": lambda value: value < 1, "min_p": lambda value: value <= 0}
     numbers = {name: sampling[name] for name in off if isinstance(sampling.get(name), (int, float))}
     return ", ".join(f"{name} = {value:g}" for name, value in numbers.items() if not off[name](value))
 
 
 def to_json(comparison: Comparison) -> str:
-    """Everything in the comparison, as one JSON object; numbers that are not finite become null."""
+    """Formats the whole comparison as one JSON object; numbers that are not finite become null."""
     plain = {"passed": comparison.passed, **dataclasses.asdict(comparison)}
     finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
     return json.dumps(finite, indent=1, allow_nan=False) + "\n"
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """The tables as Markdown."""
+    """Formats the tables as Markdown."""
     return _join(comparison, "## {}\n\n{}", _markdown_table)
 
 
 def to_text(comparison: Comparison) -> str:
-    """The tables for a terminal."""
+    """Formats the tables for a terminal."""
     return _join(comparison, "{}\n{}", _text_table)
 
 
 def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]) -> str:
-    """The tables, and a paragraph on the columns that share a role."""
+    """Joins the tables and a paragraph about columns that share a role."""
     matrices = [_matrix(comparison, metric) for metric in MATRIX_METRICS]
     tables = [_columns_table(comparison), *matrices, _growth_table(comparison), _verdict_table(comparison)]
     if comparison.distributions:
@@ -159,7 +163,7 @@ def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]
 
 
 def _pad(vectors: Sequence[np.ndarray], fill: float) -> np.ndarray:
-    """The vectors as rows [n, longest], with ``fill`` after the end of each."""
+    """Returns the vectors as rows [n, longest], filled with ``fill`` after the end of each."""
     width = max(map(len, vectors), default=0)
     rows = [np.pad(vector, (0, width - len(vector)), constant_values=fill) for vector in vectors]
     return np.asarray(rows).reshape(len(vectors), width)
@@ -180,7 +184,7 @@ _Rows = list[list[str]]
 
 
 def _unknown_roles(comparison: Comparison) -> list[str]:
-    """One paragraph about the columns that share a role, or none."""
+    """Returns one paragraph about the columns that share a role, or an empty list."""
     groups = [[name for name, source in comparison.columns.items() if source.role == role] for role in _PLACES]
     unordered = "; ".join(", ".join(group) for group in groups if len(group) > 1)
     if not unordered:
@@ -188,7 +192,7 @@ def _unknown_roles(comparison: Comparison) -> list[str]:
     return [
         f"Nothing says which of these columns is the trainer's and which the rollout engine's: {unordered}. In each "
         "pair of them the first was taken as the trainer's. The other way round kl and log_ppl_diff change their sign, "
-        "and k3_kl and the numbers beside the limits change their value. --trainer NAME and --rollout NAME say it."
+        "and k3_kl and the numbers beside the limits change their value. --trainer NAME and --rollout NAME decide it."
     ]
 
 
@@ -202,7 +206,7 @@ def _columns_table(comparison: Comparison) -> tuple[str, _Rows]:
 
 
 def _matrix(comparison: Comparison, metric: str) -> tuple[str, _Rows]:
-    """Row: the trainer's place, column: the rollout's; below the diagonal nothing, on it the noise floor."""
+    """Makes a table with the trainer's place in rows and the rollout's in columns, and noise floors on the diagonal."""
     names = list(comparison.columns)
     cells = {(pair.trainer, pair.rollout): f"{pair.metrics[metric]:.3g}" for pair in comparison.pairs}
     cells |= {(name, name): f"({floor[metric]:.3g})" for name, floor in comparison.noise_floor.items()}

@@ -1,4 +1,4 @@
-"""New responses to the prompts of a dump, sampled by an engine, with the log-probabilities it sampled them at."""
+"""Samples new responses to the prompts of a dump, with the log-probabilities of the engine that sampled."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rljax.rollout.types import SERVED, Response, SamplingParams
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """How responses are sampled.
+    """The settings of the sampling.
 
     Attributes:
-      responses: a prompt; named ``<sequence id>/<number>``.
-      max_response_tokens: a response ends here or with an end-of-sequence token of the model (tokens).
-      temperature: of sampling; positive.
-      seed: of sampling.
-      batch_size: requests at a server at a time; the embedded engine samples all responses at once.
-      second_run: whether a server samples a second time, at half the batch size and with the same seeds, for its noise
-        floor: up to the first token that differs the two sampled from the same prefix.
+      responses: The number of responses to each prompt. Their names are ``<sequence id>/<number>``.
+      max_response_tokens: The longest response, in tokens; an end-of-sequence token of the model ends one earlier.
+      temperature: The temperature of the sampling, positive.
+      seed: The seed of the sampling.
+      batch_size: The number of requests to a server at a time; the embedded engine samples all responses at once.
+      second_run: Whether a server samples a second time for its noise floor, at half the batch size with the same
+        seeds. Both runs sample from the same prefix up to the first token that differs.
     """
 
     responses: int = 1
@@ -57,23 +57,23 @@ def sample_responses(
     *,
     progress: Callable[[int], object] = lambda count: None,
 ) -> TokenDump:
-    """Samples responses to each prompt of ``dump`` and returns them as a dump with one column, or two.
+    """Samples responses to each prompt of ``dump`` and returns them as a dump with one or two columns.
 
     Args:
-      dump: its prompts are what stands before the first response token; its columns are not carried over.
-      model: Hugging Face directory; of a server's only the end-of-sequence tokens and the vocabulary are read.
-      spec: ``jax-decode:DTYPE`` (the embedded engine) or ``vllm-decode:URL`` or
+      dump: The dump with the prompts, which end before the first response token. Its columns are not copied.
+      model: The Hugging Face directory of the model. A server needs only its end-of-sequence tokens and vocabulary.
+      spec: The spec of the sampler: ``jax-decode:DTYPE`` (the embedded engine), ``vllm-decode:URL`` or
         ``sglang-decode:URL`` (a running server).
-      config: how; None takes the defaults.
-      progress: called with a number of responses when so many have been sampled.
+      config: The settings of the sampling; None means the defaults.
+      progress: A function that gets the number of newly sampled responses.
 
     Returns:
-      A dump with the column ``jax-decode:DTYPE``, or ``vllm-decode:DTYPE`` and, of a second run, ``...@2``; its
+      A dump with the column ``jax-decode:DTYPE`` or ``vllm-decode:DTYPE``, and for a second run ``...@2``. Its
       ``sampling`` names the column.
 
     Raises:
-      ValueError: an unknown spec, a sequence without a prompt or with a token outside the vocabulary.
-      ServerError: the server does not answer, or refuses.
+      ValueError: The spec is unknown, or a sequence has no prompt or a token outside the vocabulary.
+      ServerError: The server does not answer, or refuses.
     """
     how = config or SampleConfig()
     kind, argument = split_sampler(spec)
@@ -118,19 +118,19 @@ def sample_responses(
 
 
 def split_sampler(spec: str) -> tuple[str, str]:
-    """``("jax-decode", "float32")`` of ``jax-decode:float32``.
+    """Splits a sampler's spec: ``jax-decode:float32`` becomes ``("jax-decode", "float32")``.
 
     Raises:
-      ValueError: it is none of the forms ``sample_responses`` takes.
+      ValueError: The spec has no form that ``sample_responses`` accepts.
     """
     return parse_spec("sampler", spec, {"jax-decode": "DTYPE"} | {f"{kind}-decode": "URL" for kind in SERVED})
 
 
 def toy_prompts(count: int, model: str | Path) -> TokenDump:
-    """The first problems of the toy task's eval split in the tokens of ``model``'s tokenizer, and no responses.
+    """Returns a dump of the first prompts of the toy task's eval split, in tokens of ``model``, without responses.
 
     Raises:
-      ValueError: there is no tokenizer, or there are fewer problems.
+      ValueError: There is no tokenizer, or there are fewer problems.
     """
     if count < 1:
         raise ValueError(f"the number of toy prompts must be at least 1, got {count}")
@@ -147,6 +147,6 @@ def _prompt(name: str, ids: np.ndarray, mask: np.ndarray, vocab_size: int) -> np
 
 
 def _on_common_prefix(first: Response, second: Response) -> np.ndarray:
-    """Of the second response's log-probabilities those of tokens that it shares with the first; NaN after them."""
+    """Returns the second response's log-probabilities on the tokens it shares with the first, and NaN after them."""
     shared = common_prefix(first.token_ids, second.token_ids)
     return np.concatenate([second.logprobs[:shared], np.full(first.length - shared, np.nan, np.float32)])

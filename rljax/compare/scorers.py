@@ -1,4 +1,4 @@
-"""Engines that give log-probabilities to the sequences of a dump, named by specs such as ``jax:bfloat16``."""
+"""Scores the sequences of a dump with an engine; a spec such as ``jax:bfloat16`` names the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rljax.rollout.types import SERVED, ClientLimits
 from rljax.weights.hash import weights_hash
 
 T = TypeVar("T")
-Vectors = Iterator[np.ndarray]  # log-probabilities, float32 [t], of each sequence; NaN: none
+Vectors = Iterator[np.ndarray]  # the log-probabilities of each sequence, float32 [t], NaN if unknown
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -48,28 +48,34 @@ def score_column(
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[list[np.ndarray], ColumnSource]:
-    """A column of log-probabilities for the sequences of a dump.
+    """Computes a column of log-probabilities for the sequences of a dump.
+
+    The forms of a spec are:
+
+    - ``jax:DTYPE``: the forward pass of this library.
+    - ``jax-decode:DTYPE``: the embedded engine, one token at a time through its key-value cache; responses only.
+    - ``hf:DTYPE``: transformers on torch.
+    - ``vllm:URL``, ``sglang:URL``: the prompt log-probabilities of a running server.
+    - ``dump:FILE#COLUMN``: a column of a file that ``read_tokens`` can read; sequences are matched by their ids.
+
+    The first three may name a model directory of their own: ``jax:DTYPE@DIR``.
 
     Args:
-      spec: ``jax:DTYPE`` (this library's forward), ``jax-decode:DTYPE`` (the embedded engine, one token at a time
-        through its key-value cache; responses only), ``hf:DTYPE`` (transformers on torch), ``vllm:URL`` or
-        ``sglang:URL`` (prompt log-probabilities of a running server) or ``dump:FILE#COLUMN`` (from any file
-        ``read_tokens`` reads; sequences go by their ids). The first three take a model directory of their own,
-        ``jax:DTYPE@DIR``.
-      dump: the sequences.
-      model: Hugging Face directory; for the first three, where they name none.
-      temperature: of the distribution scored; positive, and 1 for a server.
-      batch_size: sequences a forward, or requests at a time.
-      progress: called with a number of sequences when so many have been scored.
+      spec: The spec of the scorer.
+      dump: The sequences to score.
+      model: The Hugging Face directory for the first three forms, if the spec names none.
+      temperature: The temperature of the distribution, positive; it must be 1 for a server.
+      batch_size: The number of sequences in a forward pass, or of requests at a time.
+      progress: A function that gets the number of newly scored sequences.
 
     Returns:
-      Float32 [t] for each sequence of ``dump`` (nats, NaN where there is none), and where they come from.
+      The log-probabilities of each sequence, float32 [t] (nats, NaN if unknown), and their source.
 
     Raises:
-      ValueError: an unknown spec; a token id outside the vocabulary; sequences that are missing from FILE, or have
-        other tokens there; sequences that a server does not take.
-      OSError: a file is missing.
-      ServerError: a server does not answer, or refuses.
+      ValueError: The spec is unknown, a token id is outside the vocabulary, FILE lacks a sequence or has other tokens
+        for it, or a server does not accept a sequence.
+      OSError: A file is missing.
+      ServerError: A server does not answer, or refuses.
     """
     kind, argument = split_spec(spec)
     if kind == "dump":
@@ -82,7 +88,7 @@ def score_column(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if kind in SERVED:
         if temperature != 1.0:
-            raise ValueError(f"a server's prompt log-probabilities are at temperature 1, {temperature:g} was asked for")
+            raise ValueError(f"a server's prompt log-probabilities are at temperature 1, got {temperature:g}")
         with open_server(argument, kind) as server:
             vectors = list(counted(server.score(dump.token_ids, at_once=batch_size), progress))
             return vectors, server_source(server.info, "", 1.0, kind)
@@ -95,31 +101,31 @@ def score_column(
 
 
 def open_server(url: str, kind: str = "vllm") -> contextlib.closing[ServedModel]:
-    """The server of this kind (vllm or sglang) at ``url``, closed at the end of a ``with``.
+    """Connects to the server of a kind (vllm or sglang) at ``url``; the end of a ``with`` closes it.
 
     Raises:
-      ServerError: it does not answer, or refuses.
-      ValueError: it is no server of one model.
+      ServerError: The server does not answer, or refuses.
+      ValueError: The server does not serve exactly one model.
     """
     return contextlib.closing(connect([url], _SERVER_LIMITS, kind=kind))
 
 
 def counted(items: Iterable[T], progress: Callable[[int], object]) -> Iterator[T]:
-    """``items``, and after each a call of ``progress(1)``."""
+    """Yields the items and calls ``progress(1)`` after each."""
     for item in items:
         yield item
         progress(1)
 
 
 def server_label(info: ServerInfo) -> str:
-    """The dtype; the address of a server that does not say it."""
+    """Returns the dtype of a server, or its address if the dtype is unknown."""
     return info.dtype or info.url.partition("://")[2]
 
 
 def server_source(info: ServerInfo, way: str, temperature: float | None, kind: str = "vllm") -> ColumnSource:
-    """What a column of a server of ``kind`` is; ``way`` ends the engine's name.
+    """Returns the source of a column that a server of ``kind`` computes; ``way`` ends the engine's name.
 
-    Weights that were published to it have no known hash.
+    Weights that were published to the server have no known hash.
     """
     readable = info.has_first_weights and any(Path(info.root).glob("*.safetensors"))
     known_hash = weights_hash(info.root) if readable else ""
@@ -127,7 +133,7 @@ def server_source(info: ServerInfo, way: str, temperature: float | None, kind: s
 
 
 def local_source(kind: str, dtype: str, temperature: float, model: str | os.PathLike[str]) -> ColumnSource:
-    """What a column is that this process computes; ``kind`` is jax, jax-decode or hf."""
+    """Returns the source of a column that this process computes; ``kind`` is jax, jax-decode or hf."""
     engine = f"transformers {version('transformers')}" if kind == "hf" else f"jax {jax.__version__}"
     if kind == "jax-decode":
         return ColumnSource(f"{engine} decode", dtype, weights_hash(model), temperature, "rollout")
@@ -135,35 +141,35 @@ def local_source(kind: str, dtype: str, temperature: float, model: str | os.Path
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """``("jax", "float32")`` of ``jax:float32``.
+    """Splits a scorer's spec: ``jax:float32`` becomes ``("jax", "float32")``.
 
     Raises:
-      ValueError: it is none of the forms ``score_column`` takes.
+      ValueError: The spec has no form that ``score_column`` accepts.
     """
     if spec.startswith(tuple(f"{kind}-decode:" for kind in SERVED)):
         raise ValueError(
-            f"{spec!r} samples and cannot score: over HTTP no server decodes given tokens; score them with "
+            f"{spec!r} samples and cannot score, because no server decodes given tokens over HTTP; score them with "
             f"{spec.replace('-decode', '', 1)}, or sample with --sample"
         )
     return parse_spec("scorer", spec, _FORMS)
 
 
 def split_model(argument: str, model: str | os.PathLike[str] | None) -> tuple[str, str | os.PathLike[str] | None]:
-    """Dtype and model directory of ``DTYPE[@DIR]``; the directory is ``model`` where it names none."""
+    """Splits ``DTYPE[@DIR]`` into dtype and model directory; the directory is ``model`` if the text names none."""
     dtype, _, own = argument.partition("@")
     return dtype, own or model
 
 
 def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str]:
-    """Kind and argument of a spec.
+    """Splits a spec into kind and argument.
 
     Args:
-      what: "scorer" or "sampler", for the message.
-      spec: KIND:ARGUMENT.
-      forms: kind -> what its argument is: "DTYPE", "DTYPE[@DIR]", "URL" or "FILE#COLUMN".
+      what: The noun of the error message: "scorer" or "sampler".
+      spec: The spec, KIND:ARGUMENT.
+      forms: The form of the argument by kind: "DTYPE", "DTYPE[@DIR]", "URL" or "FILE#COLUMN".
 
     Raises:
-      ValueError: it has none of these forms.
+      ValueError: The spec has none of these forms.
     """
     kind, _, argument = spec.partition(":")
     form = forms.get(kind)
@@ -182,11 +188,11 @@ def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str
 
 
 def name_columns(specs: Sequence[str]) -> dict[str, str]:
-    """Spec -> name of its column: the spec itself, but ``vllm:DTYPE`` or the like for a server.
+    """Names the column of each spec: the spec itself, or for a server its kind and dtype, such as ``vllm:bfloat16``.
 
     Raises:
-      ValueError: a spec is unknown.
-      ServerError: a server does not answer, or refuses.
+      ValueError: A spec is unknown.
+      ServerError: A server does not answer, or refuses.
     """
     names: dict[str, str] = {}
     for spec in dict.fromkeys(specs):
@@ -221,11 +227,11 @@ def _read_column(argument: str, dump: TokenDump) -> tuple[list[np.ndarray], Colu
 
 
 def check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
-    """Raises ValueError when a token id of ``dump`` is none of the model's."""
+    """Raises ValueError if a token id of ``dump`` is outside the model's vocabulary."""
     for name, ids in zip(dump.sequence_ids, dump.token_ids, strict=True):
         if ids.max() >= vocab_size:
             raise ValueError(
-                f"sequence {name!r} has token {ids.max()}, but the model knows {vocab_size}: for another model?"
+                f"sequence {name!r} has token {ids.max()}, but the model has only {vocab_size}; is it another model's?"
             )
 
 
@@ -240,9 +246,9 @@ def _jax_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, ba
 
 
 def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
-    """Everything from the first response token on is decoded; the tokens before it are the prompt."""
+    """Decodes every token from the first response token on; the tokens before it are the prompt."""
     check_vocabulary(dump, read_config(model).vocab_size)
-    # A prompt has at least one token, and is the whole sequence where there is no response.
+    # A prompt has at least one token; it is the whole sequence if there is no response.
     starts = [max(int(np.argmax(mask)), 1) if mask.any() else len(mask) for mask in dump.response_mask]
     prompts = [ids[:start] for ids, start in zip(dump.token_ids, starts, strict=True)]
     responses = [ids[start:] for ids, start in zip(dump.token_ids, starts, strict=True)]
@@ -254,22 +260,25 @@ def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump,
 
 
 def hf_log_softmax(directory: Path, dtype: str, temperature: float) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Of a model in transformers, (token ids [t], places [n] from 1 on) -> float32 [n, v], the log-softmax there."""
+    """Returns a function of a transformers model: (token ids [t], places [n], each at least 1) -> log-softmax [n, v].
+
+    The log-softmax is float32 and belongs to the tokens at these places.
+    """
     torch, model, device = _load_hf(directory, dtype)
 
     def rows(ids: np.ndarray, places: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
             tokens = torch.tensor(ids[None], dtype=torch.long, device=device)
             logits = model(input_ids=tokens).logits[0, torch.tensor(places - 1, device=device)].float() / temperature
-            found: np.ndarray = torch.log_softmax(logits, dim=-1).cpu().numpy()
-        return found
+            logprobs: np.ndarray = torch.log_softmax(logits, dim=-1).cpu().numpy()
+        return logprobs
 
     return rows
 
 
 def _load_hf(directory: Path, dtype: str) -> tuple[Any, Any, str]:
-    """torch, the model and the device that it is on."""
-    try:  # here, because the other scorers do without torch
+    """Loads a model with transformers; returns torch, the model and its device."""
+    try:  # imported here because the other scorers need no torch
         import torch
         import transformers
     except ImportError as error:
@@ -289,6 +298,6 @@ def _hf_scores(directory: Path, dtype: str, temperature: float, dump: TokenDump,
         mask = pad_sequence([torch.ones(len(ids), dtype=torch.long) for ids in batch], batch_first=True).to(device)
         with torch.inference_mode():
             logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1].float() / temperature
-            found = torch.log_softmax(logits, dim=-1).gather(-1, tokens[:, 1:, None])[..., 0].cpu().numpy()
-        for row, ids in zip(found, batch, strict=True):
+            logprobs = torch.log_softmax(logits, dim=-1).gather(-1, tokens[:, 1:, None])[..., 0].cpu().numpy()
+        for row, ids in zip(logprobs, batch, strict=True):
             yield np.concatenate([_NONE, row[: len(ids) - 1]])

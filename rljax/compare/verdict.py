@@ -1,6 +1,6 @@
-"""What a gap between two columns of log-probabilities says: fine, too large, or not a comparison of like with like.
+"""Judges the gap between two columns of log-probabilities: within limits, too large, or not comparable.
 
-Reasons are tried in an order in which each rules out a false alarm of the next: what the columns say of themselves, an
+The checks have an order in which each prevents a false alarm of the next: the declared sources of the columns, an
 alignment off by one, a temperature, then the size of the gap, which the dtypes bound.
 """
 
@@ -16,31 +16,31 @@ from rljax.mismatch import framework_metrics, mismatch_statistics, read_tokens
 from rljax.mismatch.names import PUBLISHED_BARS
 from rljax.record.token_dumps import ColumnSource
 
-# Mean |difference| per token (nats) over the mean of 1 - p, because an error of the logits moves a certain token's
-# log-probability little. Between engines with equal weights: bf16 1.2e-2, fp16 1.6e-3, fp32 9e-7; each range leaves
-# room for other models.
+# The normalised gap is the mean |difference| per token (nats) over the mean of 1 - p, because an error of the logits
+# changes the log-probability of a likely token little. Measured between engines with equal weights: bf16 1.2e-2, fp16
+# 1.6e-3, fp32 9e-7. Each range leaves room for other models.
 GAP_RANGES = {"float32": (0.0, 1e-4), "float16": (1e-4, 8e-3), "bfloat16": (1e-3, 8e-2)}
-"""Dtype -> the range the normalised gap of two engines is expected in, when that is the coarser of their dtypes."""
+"""The expected range of the normalised gap of two engines, by the coarser of their dtypes."""
 
-_SHIFT_GAIN = 0.25  # a shift by one must shrink the mean gap to this share of itself
-_CLEAR_GAP = 1e-2  # nats; alignment and temperature are looked for in gaps above it only
-_SLOPE, _CORRELATION = 1.06, 0.9  # of one column on the other: what a temperature gives and other weights do not
+_SHIFT_GAIN = 0.25  # a shift by one must reduce the mean gap to this share
+_CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temperature
+_SLOPE, _CORRELATION = 1.06, 0.9  # the least slope and correlation that show a temperature and not other weights
 
 
 Bars = dict[str, tuple[float, float]]
-"""Framework and metric -> (its value for a pair, its published limit)."""
+"""The value of a metric for a pair and its published limit, by framework and metric."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be thought of a pair.
+    """The verdict on a pair of columns.
 
     Attributes:
-      status: "pass"; "fail" (comparable, and too far apart); "refused" (the numbers are not of the same thing).
-      cause: "none", "above_bar", "no_tokens", "truncated_sampling", "temperature", "other_weights", "off_by_one" or
-        "wrong_dtype".
-      reason: one sentence for a person.
-      bars: "framework name" -> (its number for this pair, its published limit).
+      status: The status: "pass", "fail" (comparable but too far apart) or "refused" (not comparable).
+      cause: The cause: "none", "above_bar", "no_tokens", "truncated_sampling", "temperature", "other_weights",
+        "off_by_one" or "wrong_dtype".
+      reason: The reason, one sentence for a reader.
+      bars: The number of this pair and the published limit, by "framework name".
     """
 
     status: str
@@ -62,17 +62,17 @@ def judge(
     """Judges a pair of columns.
 
     Args:
-      trainer: [b, t] float, log-probabilities (nats); NaN where there is none.
-      rollout: [b, t] float, the same of the other column.
-      mask: [b, t] bool, response tokens.
-      trainer_source: what is known of the first.
-      rollout_source: what is known of the second.
-      cut: what kept tokens from being sampled, such as "top_p = 0.95", where one column is of the sampling; empty:
-        nothing.
-      same_weights: whether different hashes are of one model's weights in two forms, so that numbers alone judge.
+      trainer: The log-probabilities of the first column, float [b, t] (nats), NaN if unknown.
+      rollout: The log-probabilities of the second column, float [b, t].
+      mask: The marks of response tokens, bool [b, t].
+      trainer_source: The source of the first column.
+      rollout_source: The source of the second column.
+      cut: The settings that excluded tokens from the sampling, such as "top_p = 0.95", if one column is the sampler's;
+        otherwise empty.
+      same_weights: Whether different hashes belong to the same weights in two forms, so that hashes are ignored.
 
     Returns:
-      The verdict. A cause is a finding from numbers, and its reason says how sure it is.
+      The verdict. Its cause is inferred from numbers, and its reason says how certain it is.
     """
     x, y = np.asarray(trainer, np.float64), np.asarray(rollout, np.float64)
     valid = np.asarray(mask, bool) & np.isfinite(x) & np.isfinite(y)
@@ -94,13 +94,13 @@ _Finding = tuple[str, str, str]  # status, cause, reason
 def _findings(
     x: np.ndarray, y: np.ndarray, valid: np.ndarray, a: ColumnSource, b: ColumnSource, bars: Bars, cut: str
 ) -> Iterator[_Finding]:
-    """What can be said of a pair; only the first finding counts, because it may have caused the later ones."""
+    """Yields the findings on a pair; only the first counts, because it may be the cause of the later ones."""
     if not valid.any():
         yield "refused", "no_tokens", "no response token has a finite log-probability in both columns"
     if cut:
         reason = (
-            f"the tokens were sampled with {cut}: the distribution sampled from is the engine's, divided by the mass "
-            "that survives the cut, and the ratio to it is not the mismatch of the engines"
+            f"the tokens were sampled with {cut}: their distribution is the engine's divided by the mass that remains "
+            "after the cut, so the ratio to it is not the mismatch of the engines"
         )
         yield "refused", "truncated_sampling", reason
     if a.temperature is not None and b.temperature is not None and a.temperature != b.temperature:
@@ -130,7 +130,7 @@ def _findings(
 
 
 def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
-    """How far (+1: to later positions) the first column must be moved to fit the second; None: no such move fits."""
+    """Returns the shift (+1: to later positions) that makes the first column fit the second; None if neither does."""
     for shift, (moved, kept) in {1: (np.s_[:, :-1], np.s_[:, 1:]), -1: (np.s_[:, 1:], np.s_[:, :-1])}.items():
         both = valid[moved] & valid[kept]
         if both.sum() < 8:
@@ -142,10 +142,10 @@ def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
 
 
 def _temperature_ratio(x: np.ndarray, y: np.ndarray) -> float | None:
-    """About T when one column is the other at temperature T < 1, else None.
+    """Estimates T if one column is the other at temperature T < 1; otherwise returns None.
 
-    log p at temperature T is log p / T and a part that depends on the context. The regression of the sharper column on
-    the other then has a slope near 1 / T; between different weights both regressions have slopes below 1.
+    log p at temperature T is log p / T plus a term that depends on the context. So the regression of the sharper column
+    on the other has a slope near 1 / T. Between different weights both regressions have slopes below 1.
     """
     low, high = sorted((float(np.std(x)), float(np.std(y))))
     if len(x) < 16 or low == 0.0:
@@ -156,7 +156,7 @@ def _temperature_ratio(x: np.ndarray, y: np.ndarray) -> float | None:
 
 
 def _gap_findings(gap: float, a: ColumnSource, b: ColumnSource) -> Iterator[_Finding]:
-    """What the normalised gap says, given the coarser of the declared dtypes."""
+    """Yields the findings from the normalised gap and the coarser of the declared dtypes."""
     ceiling = GAP_RANGES["bfloat16"][1]
     if gap > ceiling:
         reason = f"a gap of {gap:.2g} nats is beyond any dtype's ({ceiling:g}): other weights, such as a stale server's"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rljax.compare.distributions import Known, compare_distributions, divergences
+from rljax.compare.distributions import TokenLogprobs, compare_distributions, divergences
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params, save_params
 from rljax.policy.model import init_params
@@ -15,7 +15,7 @@ LN2 = np.log(2.0)
 
 
 def known(*rows, ids=None):
-    return Known(np.log(np.asarray(rows, np.float32)), None if ids is None else np.asarray(ids, np.int32))
+    return TokenLogprobs(np.log(np.asarray(rows, np.float32)), None if ids is None else np.asarray(ids, np.int32))
 
 
 def test_divergences_are_the_hand_worked_ones():
@@ -47,12 +47,12 @@ def test_two_lists_are_compared_on_the_tokens_that_both_have():
 
 def test_merged_outcomes_never_show_more_than_all_of_them():
     rng = np.random.default_rng(0)
-    p, q = (Known(np.log(rng.dirichlet(np.full(20, 0.4), 200)).astype(np.float32)) for _ in range(2))
+    p, q = (TokenLogprobs(np.log(rng.dirichlet(np.full(20, 0.4), 200)).astype(np.float32)) for _ in range(2))
     whole = divergences(p, q)
     before = np.zeros(200)
     for count in (1, 5, 20):
         ids = np.argsort(-p.logprobs, axis=1)[:, :count].astype(np.int32)
-        listed = divergences(Known(np.take_along_axis(p.logprobs, ids, 1), ids), q)
+        listed = divergences(TokenLogprobs(np.take_along_axis(p.logprobs, ids, 1), ids), q)
         assert (listed[:, 0] >= before - 1e-6).all()
         assert (listed[:, :3] <= whole[:, :3] + 1e-6).all()
         before = listed[:, 0]
@@ -61,7 +61,7 @@ def test_merged_outcomes_never_show_more_than_all_of_them():
 
 def test_tiny_divergences_keep_their_digits():
     """q moves 1e-4 from one token of probability 1/2 to the other: KL = -log(1 - 4e-8) / 2 = 2e-8."""
-    p, q = known([0.5, 0.5]), Known(np.log(np.asarray([[0.5001, 0.4999]])))
+    p, q = known([0.5, 0.5]), TokenLogprobs(np.log(np.asarray([[0.5001, 0.4999]])))
     assert divergences(p, q)[0, 0] == pytest.approx(2e-8, rel=1e-2)
 
 
@@ -90,7 +90,7 @@ def test_scorers_of_two_directories_are_compared_by_every_next_token(world, temp
             for place in np.flatnonzero(mask):
                 every = score(params, [np.append(ids[:place], np.int32(token)) for token in range(13)])
                 rows[seed].append([logprobs[-1] for logprobs in every])
-    q, p = (Known(np.asarray(row, np.float32)) for row in rows)
+    q, p = (TokenLogprobs(np.asarray(row, np.float32)) for row in rows)
     expected = divergences(p, q).mean(0)
     names = ("kl", "reverse_kl", "total_variation", "top1_agreement", "rest_mass")
     assert (pair.trainer, pair.rollout, pair.is_complete) == (*specs, True)
@@ -116,7 +116,7 @@ def test_torch_and_jax_give_one_distribution(world):
             "need two scorers of the kinds jax, hf, vllm, sglang",
         ),
         (["jax:float32", "jax:bfloat16"], {"model": None}, "scorer 'jax:float32' needs a model directory"),
-        (["jax:float32", "vllm:http://h:1"], {"temperature": 0.5}, "at temperature 1, 0.5 was asked for"),
+        (["jax:float32", "vllm:http://h:1"], {"temperature": 0.5}, "at temperature 1, got 0.5"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(world, specs, settings, said):
