@@ -231,7 +231,7 @@ def check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
     for name, ids in zip(dump.sequence_ids, dump.token_ids, strict=True):
         if ids.max() >= vocab_size:
             raise ValueError(
-                f"sequence {name!r} has token {ids.max()}, but the model has only {vocab_size}; is it another model's?"
+                f"sequence {name!r} has token {ids.max()}, but the model knows {vocab_size}; is it another model's?"
             )
 
 

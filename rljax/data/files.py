@@ -1,8 +1,8 @@
-"""Problems on disk: Parquet in the form that verl reads, or JSONL; written files record their origin.
+"""Reads and writes files of problems: Parquet in the form that verl reads, or JSONL.
 
-A row holds ``prompt``, a text or a list of chat messages ``{"role", "content"}``, and its right answer as
-``reward_model.ground_truth`` or ``answer``. ``data_source`` and ``extra_info`` are given to the reward. The schema's
-metadata of a written file holds a JSON object under ``rljax.problems``: the source file and the filters.
+A row has a ``prompt``, which is a text or a list of chat messages ``{"role", "content"}``. Its right answer is
+``reward_model.ground_truth`` or ``answer``. The reward also gets ``data_source`` and ``extra_info``. The metadata of a
+written file has a JSON object under ``rljax.problems`` with the source file and the filters.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Problem = dict[str, Any]
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
-    """Yields (number, row) of a Parquet or JSONL file, unchanged; numbers count from 1, in JSONL they are line numbers.
+    """Yields (number, row) of a Parquet or JSONL file. Numbers count from 1; in JSONL they are line numbers.
 
     Raises:
-      ValueError: the file does not exist, has neither form, or a line is no JSON object. The message is one line.
+      ValueError: The file does not exist or has another form, or a line is not a JSON object. The message is one line.
     """
     path = Path(path)
     if not path.is_file():
@@ -56,14 +56,14 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
 
 
 def parse_row(row: Mapping[str, Any], where: str) -> Problem:
-    """The problem of a row: ``prompt`` (text or list of messages), ``answer`` (text), ``data_source``, ``extra_info``.
+    """Reads the problem of a row: ``prompt`` (text or messages), ``answer`` (text), ``data_source``, ``extra_info``.
 
     Args:
-      row: as ``read_rows`` gives it.
-      where: file and row number, the beginning of the error message.
+      row: The row, from ``read_rows``.
+      where: The file and row number, for the error message.
 
     Raises:
-      ValueError: no prompt, no right answer, or one of another form.
+      ValueError: The prompt or the right answer is missing or has another form.
     """
     prompt = _parse_prompt(row.get("prompt"), where)
     nested = row.get("reward_model")
@@ -71,7 +71,7 @@ def parse_row(row: Mapping[str, Any], where: str) -> Problem:
     answer = row.get("answer") if answer is None else answer
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
         raise ValueError(f"{where}: the right answer must be text or a number, got {type(answer).__name__}")
-    if answer is None or not str(answer).strip() or answer != answer:  # a missing value of a table may be NaN
+    if answer is None or not str(answer).strip() or answer != answer:  # a table may have NaN for a missing value
         raise ValueError(f"{where}: no right answer (reward_model.ground_truth, or answer)")
     return {
         "prompt": prompt,
@@ -82,10 +82,10 @@ def parse_row(row: Mapping[str, Any], where: str) -> Problem:
 
 
 def read_problems(path: str | Path) -> tuple[Problem, ...]:
-    """All problems of a file, checked.
+    """Reads and checks all problems of a file.
 
     Raises:
-      ValueError: as ``read_rows`` and ``parse_row``; or the file holds none.
+      ValueError: The file cannot be read, a row is not a problem, or the file has no problems.
     """
     problems = tuple(parse_row(row, f"{path}: row {number}") for number, row in read_rows(path))
     if not problems:
@@ -94,19 +94,19 @@ def read_problems(path: str | Path) -> tuple[Problem, ...]:
 
 
 def prompt_text(prompt: str | list[dict[str, str]]) -> str:
-    """The text of a prompt: its messages' contents, separated by blank lines."""
+    """Returns the text of a prompt; the contents of messages are separated by blank lines."""
     return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
 
 
 def write_rows(path: str | Path, rows: Iterable[Row], *, like: str | Path, provenance: Mapping[str, Any]) -> None:
-    """Writes Parquet in verl's form; an interrupted write leaves no file.
+    """Writes rows as Parquet in verl's form; an interrupted write leaves no file.
 
     Args:
-      path: file to write; its directory is made.
-      rows: as ``read_rows`` gave them from ``like``; each may have an additional ``pass_rate``.
-      like: the file they were read from. Of a Parquet file all columns keep their types; a JSONL row becomes
+      path: The file to write; its directory is made.
+      rows: The rows, from ``read_rows`` of the file ``like``; each may have an additional ``pass_rate``.
+      like: The file that the rows came from. The columns of a Parquet file keep their types. A JSONL row becomes
         ``data_source``, ``prompt`` and ``reward_model.ground_truth``.
-      provenance: JSON values, put into the metadata.
+      provenance: The JSON values for the metadata.
     """
     path, rows = Path(path), list(rows)
     if Path(like).suffix == ".parquet":
@@ -127,7 +127,7 @@ def write_rows(path: str | Path, rows: Iterable[Row], *, like: str | Path, prove
 
 
 def read_provenance(path: str | Path) -> dict[str, Any] | None:
-    """The provenance that ``write_rows`` put into a Parquet file, or None. Raises ValueError when it is no Parquet."""
+    """Reads the provenance that ``write_rows`` stored, or None. Raises ValueError if the file is not Parquet."""
     with _open_parquet(Path(path)) as file:
         metadata = file.schema_arrow.metadata or {}
     return json.loads(metadata[_KEY]) if _KEY in metadata else None
@@ -141,10 +141,10 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
-    """Line number (from 1) and object of every line that is not blank.
+    """Yields the line number (from 1) and the object of every line that is not blank.
 
     Raises:
-      ValueError: a line is no JSON object, or the file is no text; the message names the line.
+      ValueError: A line is not a JSON object, or the file is not text; the message names the line.
     """
     with path.open(encoding="utf-8") as lines:
         try:
@@ -155,7 +155,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
                         raise ValueError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
                     yield number, row
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no JSONL: not UTF-8 text") from error
+            raise ValueError(f"{path} is not JSONL: it is not UTF-8 text") from error
 
 
 def _parse_line(line: str, where: str) -> Any:

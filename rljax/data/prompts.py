@@ -1,4 +1,4 @@
-"""The prompts of a run: problems of a toy task or a file, shuffled and repeated by grain; the state is a position."""
+"""The prompts of a run: problems of a toy task or a file, shuffled and repeated by grain, with a position as state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ToyTask:
     """A task that needs no file.
 
     Attributes:
-      problems: ``problems(split, seed=...)``; the splits "train" and "eval" share none.
-      reward: name of the reward that scores it.
-      max_response_tokens: longest useful response.
+      problems: A function ``problems(split, seed=...)``; the splits "train" and "eval" share no problem.
+      reward: The name of the reward that scores the responses.
+      max_response_tokens: The longest useful response, in tokens.
     """
 
     problems: Callable[..., Sequence[Problem]]
@@ -47,34 +47,35 @@ class DataConfig:
     task: Literal["toy", "toy_swaps", "file"] = "toy"
     """toy: three-digit addition. toy_swaps: letters that change places. file: the problems in ``path``."""
     path: str | None = None
-    """Parquet file in verl's format, or JSONL file with prompt and answer (docs/data.md lists the columns)."""
+    """A Parquet file in verl's format, or a JSONL file with ``prompt`` and ``answer``."""
     reward: str | None = None
     """The function that scores a response: addition, swaps or math, or your own as ``package.module:function``. None:
     the reward of the toy task; math if ``task`` is file."""
     reward_workers: int | None = None
-    """Processes that score responses. 0: score in the trainer's process. None: 0 for the toy tasks, otherwise chosen by
-    the number of CPU cores."""
+    """The number of processes that score responses. 0: score in the trainer's process. None: 0 for the toy tasks,
+    otherwise chosen by the number of CPU cores."""
     reward_timeout_s: float = 10.0
-    """Longest time to score one response (seconds). A response that takes longer gets reward 0 and is counted
+    """The longest time to score one response, in seconds. A response that takes longer gets reward 0 and is counted
     separately."""
     chat_template: bool | Literal["auto"] = "auto"
     """auto: apply the tokenizer's chat template, if it has one, to prompts that are lists of messages. true: also to
     plain texts, each as one user message. false: use the bare text, as base models need."""
     fraction: float = 1.0
-    """Fraction of the problems to train on, chosen with ``seed``. A smaller fraction is a subset of a larger one."""
+    """The fraction of the problems to train on, chosen with ``seed``. A smaller fraction is a subset of a larger
+    one."""
     batch_size: int = 64
-    """Prompts per step."""
+    """The number of prompts per step."""
     max_prompt_tokens: int = 1024
-    """Longest prompt (tokens)."""
+    """The longest prompt, in tokens."""
     seed: int = 0
-    """Seed of the toy problems, of their order, and of the choice that ``fraction`` makes."""
+    """The seed of the toy problems, of their order, and of the choice of ``fraction``."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "max_prompt_tokens")
         if self.task == "file" and not self.path:
             raise ValueError("path is needed with task = file")
         if self.task != "file" and self.path:
-            raise ValueError(f"path is given, but task = {self.task} reads no file: set task = file")
+            raise ValueError(f"path is given, but task = {self.task} reads no file; set task = file")
         if not 0.0 < self.fraction <= 1.0:
             raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction}")
         if self.reward_workers is not None:
@@ -89,14 +90,14 @@ class DataConfig:
 
 
 def training_problems(config: DataConfig, tokenizer: Tokenizer | None = None) -> Sequence[Problem]:
-    """The training problems, each ``prompt`` as the text that is tokenised.
+    """Returns the training problems; each ``prompt`` is the text to tokenise.
 
     Args:
-      config: says which.
-      tokenizer: its chat template is applied; the toy tasks need none.
+      config: The configuration of the data.
+      tokenizer: The tokenizer whose chat template is applied; the toy tasks need none.
 
     Raises:
-      ValueError: the file cannot be read, or a row of it is wrong; the message names the row.
+      ValueError: The file cannot be read, or a row is not a problem; the message names the row.
     """
     problems = _problems(TOYS.get(config.task), str(config.path), "train", config, tokenizer)
     if config.fraction == 1.0:
@@ -108,31 +109,32 @@ def training_problems(config: DataConfig, tokenizer: Tokenizer | None = None) ->
 def evaluation_datasets(
     names: Sequence[str], config: DataConfig, tokenizer: Tokenizer | None = None
 ) -> dict[str, Sequence[Problem]]:
-    """The datasets to evaluate on, by the names that their metrics carry.
+    """Returns the datasets to evaluate on, by their names in the metrics.
 
     Args:
-      names: each a file, ``NAME=FILE``, or a toy task for its eval split; none: that of the task, if it is a toy.
-      config: task, seed and chat template.
-      tokenizer: as for ``training_problems``.
+      names: The datasets: each is a file, ``NAME=FILE``, or a toy task for its eval split. Without names, a toy task is
+        evaluated on its own eval split.
+      config: The configuration of the data, with task, seed and chat template.
+      tokenizer: The tokenizer whose chat template is applied; the toy tasks need none.
 
     Raises:
-      ValueError: a file cannot be read, or two datasets would have one name.
+      ValueError: A file cannot be read, or two datasets have the same name.
     """
-    found: dict[str, Sequence[Problem]] = {}
+    datasets: dict[str, Sequence[Problem]] = {}
     for entry in names or [task for task in TOYS if task == config.task]:
         name, equals, path = entry.partition("=")
         if not equals:
             name, path = Path(entry).stem, entry
-        if name in found:
+        if name in datasets:
             raise ValueError(f"two datasets are called {name}: give one as NAME=FILE")
-        found[name] = _problems(TOYS.get(path), path, "eval", config, tokenizer)
-    return found
+        datasets[name] = _problems(TOYS.get(path), path, "eval", config, tokenizer)
+    return datasets
 
 
 def _problems(
     task: ToyTask | None, path: str, split: str, config: DataConfig, tokenizer: Tokenizer | None
 ) -> Sequence[Problem]:
-    """A split of the toy task or, without one, all problems of the file, prompts rendered."""
+    """Returns a split of the toy task, or all problems of the file with rendered prompts."""
     if task is not None:
         return task.problems(split, seed=config.seed)
     return [
@@ -142,13 +144,13 @@ def _problems(
 
 
 def render_prompt(prompt: str | list[dict[str, str]], tokenizer: Tokenizer | None, chat_template: ChatTemplate) -> str:
-    """The text that is tokenised; ``DataConfig.chat_template`` says how.
+    """Returns the text of a prompt to tokenise, rendered as ``DataConfig.chat_template`` describes.
 
     Raises:
-      ValueError: a chat template is asked for and the tokenizer has none.
+      ValueError: ``chat_template`` is True, but the tokenizer has no chat template.
     """
-    wanted = chat_template is True or (chat_template == "auto" and not isinstance(prompt, str))
-    if wanted and tokenizer is not None and tokenizer.has_chat_template:
+    is_chat = chat_template is True or (chat_template == "auto" and not isinstance(prompt, str))
+    if is_chat and tokenizer is not None and tokenizer.has_chat_template:
         return tokenizer.render_chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     if chat_template is True:
         raise ValueError("chat_template = true, but the tokenizer has none; false gives the model the bare text")
@@ -156,7 +158,7 @@ def render_prompt(prompt: str | list[dict[str, str]], tokenizer: Tokenizer | Non
 
 
 def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> None:
-    """Raises ValueError, with counts, when a prompt has more than ``limit`` tokens; ``remedy`` ends the line."""
+    """Raises ValueError, with counts, if a prompt has more than ``limit`` tokens; ``remedy`` ends the message."""
     lengths = [len(tokenizer.encode(problem["prompt"])) for problem in problems]
     too_long = sum(length > limit for length in lengths)
     if too_long:
@@ -169,48 +171,41 @@ def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int,
 class PromptStream:
     """An endless, shuffled stream of batches, reshuffled each epoch; the same seed gives the same stream."""
 
-    def __init__(
-        self, problems: Sequence[Problem], batch_size: int, seed: int, *, process: int = 0, process_count: int = 1
-    ):
+    def __init__(self, problems: Sequence[Problem], batch_size: int, seed: int):
         """Starts at the first batch.
 
         Args:
-          problems: what is shuffled and repeated.
-          batch_size: problems of a batch, over all processes.
-          seed: of the order.
-          process: which share of each batch this one takes: its problems ``process``, ``process + process_count``, ...
-          process_count: processes that share each batch.
+          problems: The problems to shuffle and repeat.
+          batch_size: The number of problems in a batch.
+          seed: The seed of the order.
 
         Raises:
-          ValueError: there are fewer problems than a batch takes, or a batch does not divide among the processes.
+          ValueError: There are fewer problems than a batch takes.
         """
         if len(problems) < batch_size:
             raise ValueError(f"a batch takes {batch_size} problems, but there are only {len(problems)}")
-        if batch_size % process_count or not 0 <= process < process_count:
-            raise ValueError(f"process {process} of {process_count} has no even share of batch_size = {batch_size}")
         self._problems, self._seed, self._batch_size = problems, seed, batch_size
-        self._share = range(process, batch_size, process_count)
         self._batches = 0
 
     @functools.cached_property
     def _dataset(self) -> Any:
-        import grain  # with orbax half a second, which the start of a command does not wait for
+        import grain  # grain takes half a second with orbax, so a command imports it late
 
         return grain.MapDataset.source(self._problems).seed(self._seed).shuffle().repeat()
 
     def next_batch(self) -> list[Problem]:
-        """This process's share of the next ``batch_size`` problems."""
+        """Returns the next ``batch_size`` problems."""
         start = self._batches * self._batch_size
         self._batches += 1
-        return [self._dataset[start + i] for i in self._share]
+        return [self._dataset[start + i] for i in range(self._batch_size)]
 
     def state_dict(self) -> dict[str, int]:
-        """The global position: it does not depend on the number of processes."""
+        """Returns the position, which is the number of problems drawn."""
         return {"problems_drawn": self._batches * self._batch_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues at the position of ``state_dict``. Raises ValueError when it is not one of this batch size."""
-        taken = int(state["problems_drawn"])
-        if taken % self._batch_size:
-            raise ValueError(f"{taken} problems were taken so far, not a multiple of batch_size = {self._batch_size}")
-        self._batches = taken // self._batch_size
+        """Continues at the position of ``state_dict``. Raises ValueError if another batch size led to it."""
+        drawn = int(state["problems_drawn"])
+        if drawn % self._batch_size:
+            raise ValueError(f"{drawn} problems were taken so far, not a multiple of batch_size = {self._batch_size}")
+        self._batches = drawn // self._batch_size

@@ -1,4 +1,4 @@
-"""The tokenizer of an HF directory, reduced to what training needs: ``tokenizers`` for ids, jinja2 for chats."""
+"""The tokenizer of a Hugging Face directory for training: ``tokenizers`` for ids, jinja2 for chat templates."""
 
 from __future__ import annotations
 
@@ -25,17 +25,23 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """A tokenizer that converts text to token ids and back.
 
     Attributes:
-      pad_token_id: fills unused places; the end-of-sequence id when the tokenizer names none.
-      eos_token_id: ends a response.
+      pad_token_id: The id that fills unused places; the end-of-sequence id if the tokenizer names no other.
+      eos_token_id: The id that ends a response.
     """
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, named: Mapping[str, str], chat_template: str | None = None
     ) -> None:
-        """``named`` has the special tokens by name (``eos_token``, ``pad_token``, ...), as chat templates see them."""
+        """Prepares the tokenizer.
+
+        Args:
+          tokenizer: The tokenizer of the ``tokenizers`` library, which is changed.
+          named: The special tokens by the names in chat templates (``eos_token``, ``pad_token``, ...).
+          chat_template: The chat template, a jinja2 text.
+        """
         if "eos_token" not in named:
             raise ValueError("the tokenizer names no eos_token")
         _add_missing(tokenizer, [tokenizers.AddedToken(token, special=True) for token in named.values()])
@@ -49,44 +55,42 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [t], without special tokens added."""
+        """Returns the token ids of a text, int32 [t]; no special tokens are added."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text without special tokens."""
+        """Returns the text of token ids without special tokens."""
         if self._by_bytes is not None:
             return self._by_bytes(np.asarray(token_ids, np.int32))
         return str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
 
     @functools.cached_property
     def _by_bytes(self) -> ByteLevelDecoder | None:
-        """None of a tokenizer whose vocabulary is not one of bytes."""
+        """The fast decoder; None if the vocabulary is not byte-level."""
         is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
         return ByteLevelDecoder(self._tokenizer) if is_byte_level else None
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``render_chat`` works."""
+        """Whether there is a chat template, which ``render_chat`` needs."""
         return bool(self._chat_template)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of a chat by the tokenizer's own template, up to where the model's answer begins.
+        """Renders a chat with the tokenizer's template, up to the beginning of the model's answer.
 
-        Raises ValueError when the template refuses the messages.
+        Raises ValueError if the template refuses the messages.
         """
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             template = compile_template(self._chat_template or "")
-            return template.render(
-                messages=given, tools=None, documents=None, add_generation_prompt=True, **self._named
-            )
+            return template.render(messages=chat, tools=None, documents=None, add_generation_prompt=True, **self._named)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses a prompt: {error}") from error
-        except Exception as error:  # the template is a program, and it may do anything wrong
+        except Exception as error:  # a template is a program that may raise anything
             raise ValueError(f"the chat template fails on a prompt ({type(error).__name__}): {error}") from error
 
     def save(self, directory: str | Path) -> None:
-        """Writes the tokenizer's files into an HF directory."""
+        """Writes the tokenizer's files into a Hugging Face directory."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._tokenizer.save(str(Path(directory) / TOKENIZER_FILE))
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self._named}
@@ -96,10 +100,10 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Reads the tokenizer of an HF directory; transformers converts one without tokenizer.json.
+    """Reads the tokenizer of a Hugging Face directory; without tokenizer.json transformers converts its files.
 
     Raises:
-      ValueError: there is none, or it cannot be read.
+      ValueError: There is no tokenizer, or it cannot be read.
     """
     directory = Path(directory)
     if not (directory / TOKENIZER_FILE).is_file() and not (directory / CONFIG_FILE).is_file():
@@ -118,7 +122,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 @functools.lru_cache(maxsize=8)
 def compile_template(text: str) -> jinja2.Template:
-    """A chat template in the environment that transformers gives it. Raises jinja2.TemplateError."""
+    """Compiles a chat template in the same environment as transformers. Raises jinja2.TemplateError."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
@@ -129,18 +133,18 @@ def compile_template(text: str) -> jinja2.Template:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` ... ``{% endgeneration %}`` marks what the model wrote; the text is what stands between."""
+    """The block ``{% generation %}`` ... ``{% endgeneration %}``, which marks text that the model wrote."""
 
-    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """The statements between the two tags, in a scope of their own."""
+        """Returns the statements between the two tags, in a scope of their own."""
         line = next(parser.stream).lineno
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Unlike jinja2's own filter this one leaves HTML characters as they are."""
+    """Formats a value as JSON; unlike jinja2's own filter it does not escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -149,7 +153,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _read(directory: Path) -> Tokenizer:
-    """From tokenizer.json, with the tokens that only the configuration beside it names added as transformers does."""
+    """Reads tokenizer.json and adds the tokens that only the configuration names, as transformers does."""
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / TOKENIZER_FILE))
     config = _read_json(directory / CONFIG_FILE)
     if "added_tokens_decoder" not in config:
@@ -170,7 +174,7 @@ def _read(directory: Path) -> Tokenizer:
 
 
 def _convert(directory: Path) -> Tokenizer:
-    """By transformers, from whatever files there are."""
+    """Lets transformers convert the tokenizer files of the directory."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(directory)
@@ -179,7 +183,7 @@ def _convert(directory: Path) -> Tokenizer:
 
 
 def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The default template: a file of its own, or in the configuration, alone or as one of several."""
+    """Reads the default template from its own file, or from the configuration, which may have several."""
     file, template = directory / "chat_template.jinja", config.get("chat_template")
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -196,18 +200,18 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str:
-    """The text of a token that is written as text or as a mapping; "" for anything else."""
+    """Returns the text of a token that is written as text or as a mapping; "" for anything else."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else ""
 
 
 def _add_missing(tokenizer: tokenizers.Tokenizer, tokens: Iterable[tokenizers.AddedToken]) -> None:
-    """Adds the tokens that are not among the added ones; one of the vocabulary keeps its id."""
+    """Adds the tokens that are not added yet; a token of the vocabulary keeps its id."""
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([token for token in tokens if token.content not in added])
 
 
 def _id(tokenizer: tokenizers.Tokenizer, token: str) -> int:
-    found = tokenizer.token_to_id(token)
-    assert found is not None, token
-    return found
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None, token
+    return token_id

@@ -1,8 +1,8 @@
-"""The embedded toy task: three-digit addition that a model may answer at once or work out digit by digit.
+"""The first toy task: three-digit addition. A model may answer at once or work the sum out digit by digit.
 
-A base model is fitted on direct answers, most of them deliberately a little wrong, and on rare scratchpads, most of
-them right. Reinforcement learning then finds that the scratchpad pays, so responses lengthen as reward rises: the
-response-length surge of arXiv 2602.01826 (figure 6), in minutes on a CPU.
+The base model is fitted on direct answers, most of them slightly wrong on purpose, and on rare scratchpads, most of
+them right. Reinforcement learning then finds that the scratchpad pays, so responses lengthen as the reward rises. This
+is the response-length surge of arXiv 2602.01826 (figure 6), in minutes on a CPU.
 
     123+456=579$                             a direct answer ($ is the end-of-sequence token)
     123+456=>3+6+0=09,2+5+0=07,1+4+0=05,579$  a scratchpad: a+b+carry=two digits, units first, then the answer
@@ -24,7 +24,7 @@ DIGITS = 3
 PAD, EOS = "_", "$"
 ALPHABET = "0123456789+=,>" + EOS + PAD
 PROMPT_TOKENS = 2 * DIGITS + 2
-MAX_RESPONSE_TOKENS = 10 * DIGITS + 6  # '>', 9 a digit, an answer of DIGITS + 1, EOS, and a little to spare
+MAX_RESPONSE_TOKENS = 10 * DIGITS + 6  # '>', 9 for each digit, an answer of DIGITS + 1, EOS, and some spare tokens
 EVAL_PROBLEMS = 200  # size of the eval split of a toy task
 _TRAIN_PROBLEMS = 20_000
 _LOW, _HIGH = 10 ** (DIGITS - 1), 10**DIGITS
@@ -32,18 +32,18 @@ _LOW, _HIGH = 10 ** (DIGITS - 1), 10**DIGITS
 
 @dataclass(frozen=True)
 class ToyBaseConfig:
-    """What the base model is fitted on.
+    """The settings of the base model's fit.
 
     Attributes:
-      scratchpad_rate: share of scratchpads at the end of fitting; a smaller one delays the surge in RL.
-      practice_rate: share of scratchpads until the last ``settle_steps``, so that they are learnt well though rare.
-      wrong_direct_rate: share of direct answers that are off by a small amount (addition only).
-      wrong_digit_rate: share of scratchpads with one wrong digit sum, or pair of letters, carried on consistently.
-      steps: AdamW steps in all.
-      settle_steps: last steps, at ``scratchpad_rate``.
-      batch_size: sequences a step.
-      learning_rate: peak, with warm-up and cosine decay.
-      seed: of the weights and the data.
+      scratchpad_rate: The share of scratchpads in the last ``settle_steps``. A smaller share delays the surge in RL.
+      practice_rate: The share of scratchpads before that, high enough to learn them well.
+      wrong_direct_rate: The share of direct answers that are off by a small amount (addition only).
+      wrong_digit_rate: The share of scratchpads with one wrong digit sum, or pair of letters, used consistently.
+      steps: The total number of AdamW steps.
+      settle_steps: The number of last steps with ``scratchpad_rate``.
+      batch_size: The number of sequences per step.
+      learning_rate: The peak learning rate, with warm-up and cosine decay.
+      seed: The seed of the weights and the data.
     """
 
     scratchpad_rate: float = 0.0125
@@ -58,7 +58,7 @@ class ToyBaseConfig:
 
 
 def build_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:
-    """One token a character of ``alphabet`` (with EOS and PAD in it), as an ordinary ``tokenizers`` tokenizer."""
+    """Makes a tokenizer with one token for each character of ``alphabet``, which includes EOS and PAD."""
     vocabulary = {character: i for i, character in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), behavior="isolated")
@@ -67,20 +67,20 @@ def build_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:
 
 
 class ToyProblems(Sequence[dict[str, str]]):
-    """A fixed list of the numbered problems of a toy task; the eval and the train split of a seed share none."""
+    """A fixed list of numbered problems of a toy task; the splits of one seed share no problem."""
 
     def __init__(self, make: Callable[[int], dict[str, str]], count: int, split: str, size: int | None, seed: int):
         """Chooses the list.
 
         Args:
-          make: the problem of a number.
-          count: the task has the problems 0 .. count - 1.
-          split: "train" or "eval"; the latter has ``EVAL_PROBLEMS``.
-          size: number of problems; None: all of the split.
-          seed: of the choice.
+          make: A function that returns the problem of a number.
+          count: The number of problems of the task; they are 0 .. count - 1.
+          split: The split, "train" or "eval"; the latter has ``EVAL_PROBLEMS`` problems.
+          size: The number of problems; None means the whole split.
+          seed: The seed of the choice.
 
         Raises:
-          ValueError: another split, or more problems than it has.
+          ValueError: The split is unknown, or has fewer problems.
         """
         order = np.random.default_rng(seed).permutation(count)
         splits = {"eval": order[:EVAL_PROBLEMS], "train": order[EVAL_PROBLEMS:]}
@@ -98,7 +98,7 @@ class ToyProblems(Sequence[dict[str, str]]):
 
 
 def addition_problems(split: str, size: int | None = None, seed: int = 0) -> ToyProblems:
-    """Problems ``{"prompt": "123+456=", "answer": "579"}``; of "train" 20,000 unless ``size`` says otherwise."""
+    """Returns problems ``{"prompt": "123+456=", "answer": "579"}``; "train" has 20,000 by default."""
     if size is None and split == "train":
         size = _TRAIN_PROBLEMS
     return ToyProblems(_addition_problem, (_HIGH - _LOW) ** 2, split, size, seed)
@@ -110,23 +110,23 @@ def _addition_problem(number: int) -> dict[str, str]:
 
 
 def addition_reward(problem: dict[str, str], response: str, truncated: bool) -> float:
-    """1.0 when the number after the last comma of a response, or all of it, is the right one, else 0.0.
+    """Returns 1.0 if the number after the last comma, or the whole response without a comma, is right, else 0.0.
 
     Args:
-      problem: with the right ``"answer"``.
-      response: decoded text, special tokens removed.
-      truncated: the length limit cut it off; such a response has no final answer.
+      problem: The problem with the right ``"answer"``.
+      response: The decoded text, without special tokens.
+      truncated: Whether the length limit cut the response off; then it has no final answer.
     """
     return final_part_reward(problem, response, truncated, ",")
 
 
 def final_part_reward(problem: dict[str, str], response: str, truncated: bool, separator: str) -> float:
-    """1.0 when what follows the last separator, or a response without one, is the right answer, else 0.0."""
+    """Returns 1.0 if the text after the last separator, or the whole response without one, is right, else 0.0."""
     return float(not truncated and response.rsplit(separator, 1)[-1] == problem["answer"])
 
 
 def scratchpad(a: int, b: int, wrong_digit: int | None = None, offset: int = 1) -> str:
-    """The worked addition; at place ``wrong_digit`` the sum is off by ``offset``, and carried on as written."""
+    """Writes the worked addition; the sum at place ``wrong_digit`` is off by ``offset`` and used as written."""
     steps, total, carry = [], 0, 0
     for place in range(DIGITS):
         x, y = a // 10**place % 10, b // 10**place % 10
@@ -157,18 +157,18 @@ def sample_batch(
     *,
     settled: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A batch of new demonstrations, one token a character.
+    """Samples a batch of demonstrations with one token for each character.
 
     Args:
-      demonstrate: writes one demonstration with a given share of scratchpads.
-      alphabet: the tokens.
-      width: t.
-      rng: of the samples.
-      config: the shares and b.
-      settled: whether the share of scratchpads is ``scratchpad_rate``, not ``practice_rate``.
+      demonstrate: A function that writes one demonstration with a given share of scratchpads.
+      alphabet: The characters of the vocabulary.
+      width: The length t of a padded sequence, in tokens.
+      rng: The random generator of the samples.
+      config: The settings, with the shares and the batch size b.
+      settled: Whether the share of scratchpads is ``scratchpad_rate`` instead of ``practice_rate``.
 
     Returns:
-      (tokens int32 [b, t] padded at the end, lengths int32 [b]).
+      The tokens, int32 [b, t] padded at the end, and the lengths, int32 [b].
     """
     rate = config.scratchpad_rate if settled else config.practice_rate
     tokens = np.full((config.batch_size, width), alphabet.index(PAD), np.int32)
@@ -181,4 +181,4 @@ def sample_batch(
 
 
 demonstration_batch = functools.partial(sample_batch, _demonstration, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS)
-"""``demonstration_batch(rng, config, settled=...)``: demonstrations of this task."""
+"""A function ``demonstration_batch(rng, config, settled=...)`` that samples demonstrations of this task."""

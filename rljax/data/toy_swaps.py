@@ -1,9 +1,8 @@
-"""The second toy task, without arithmetic: letters change places, and the order they end in is asked for.
+"""The second toy task, without arithmetic: letters change places, and the answer is their last order.
 
-Built as the addition task is (rljax/data/toy.py): a base fitted on direct answers, here random orders, and on rare
-scratchpads, most of them right, so that reinforcement learning lengthens the responses. The task must be one that a
-small model cannot do without a scratchpad; sorting letters, for example, it learns within 100 steps, and its responses
-stay short.
+The base model is fitted on direct answers, here random orders, and on rare scratchpads, most of them right. So
+reinforcement learning lengthens the responses, as in the addition task. A small model must be unable to do the task
+without a scratchpad. Sorting letters, for example, is too easy: it is learnt within 100 steps without longer responses.
 
     acbdaebc=cdeab$                               a direct answer ($ is the end-of-sequence token)
     acbdaebc=>ac:cbade,bd:cdabe,ae:cdeba,bc:bdeca$  a scratchpad: the two letters:the order after they changed places
@@ -24,17 +23,15 @@ LETTERS = "abcde"
 SWAPS = 4
 ALPHABET = LETTERS + "=>:," + EOS + PAD
 PROMPT_TOKENS = 2 * SWAPS + 1
-MAX_RESPONSE_TOKENS = SWAPS * (len(LETTERS) + 4) + 3  # '>', a step with its comma, EOS, and a little to spare
+MAX_RESPONSE_TOKENS = SWAPS * (len(LETTERS) + 4) + 3  # '>', each step with its comma, EOS, and some spare tokens
 _PAIRS = [one + other for one, other in itertools.combinations(LETTERS, 2)]
 
-
-"""The policy of the addition task, over this alphabet."""
 build_tokenizer = functools.partial(toy.build_tokenizer, ALPHABET)
-"""One token a character of this alphabet."""
+"""A function that makes a tokenizer with one token for each character of this alphabet."""
 
 
 def swap_problems(split: str, size: int | None = None, seed: int = 0) -> ToyProblems:
-    """Problems ``{"prompt": "acbdaebc=", "answer": "bdeca"}``; "train" has 9,800."""
+    """Returns problems ``{"prompt": "acbdaebc=", "answer": "bdeca"}``; "train" has 9,800."""
     return ToyProblems(_swap_problem, len(_PAIRS) ** SWAPS, split, size, seed)
 
 
@@ -44,15 +41,18 @@ def _swap_problem(number: int) -> dict[str, str]:
 
 
 def swaps_reward(problem: dict[str, str], response: str, truncated: bool) -> float:
-    """1.0 when the order after the last colon of a response, or all of it, is the right one, else 0.0.
+    """Returns 1.0 if the order after the last colon, or the whole response without a colon, is right, else 0.0.
 
-    The arguments are those of ``rljax.data.toy.addition_reward``.
+    Args:
+      problem: The problem with the right ``"answer"``.
+      response: The decoded text, without special tokens.
+      truncated: Whether the length limit cut the response off; then it has no final answer.
     """
     return final_part_reward(problem, response, truncated, ":")
 
 
 def orders(pairs: Sequence[str]) -> list[str]:
-    """The order of the letters after each pair has changed places, starting from ``LETTERS``."""
+    """Returns the order of the letters after each swap, starting from ``LETTERS``."""
 
     def swap(order: str, pair: str) -> str:
         return order.translate(str.maketrans(pair, pair[::-1]))
@@ -61,7 +61,7 @@ def orders(pairs: Sequence[str]) -> list[str]:
 
 
 def scratchpad(pairs: Sequence[str], wrong_place: int | None = None, offset: int = 1) -> str:
-    """The worked swaps; at ``wrong_place`` the pair ``offset`` further on in the list of pairs is written instead."""
+    """Writes the worked swaps; the pair at ``wrong_place`` is replaced by the one ``offset`` later in the list."""
     written = list(pairs)
     if wrong_place is not None:
         written[wrong_place] = _PAIRS[(_PAIRS.index(pairs[wrong_place]) + offset) % len(_PAIRS)]
@@ -69,7 +69,7 @@ def scratchpad(pairs: Sequence[str], wrong_place: int | None = None, offset: int
 
 
 def _demonstration(rng: np.random.Generator, config: ToyBaseConfig, scratchpad_rate: float) -> str:
-    """A direct answer is a random order: right once in 120 times, whatever ``wrong_direct_rate`` says."""
+    """Writes a scratchpad or a direct answer, which is a random order: 1 in 120 is right by chance."""
     pairs = [_PAIRS[int(x)] for x in rng.integers(0, len(_PAIRS), SWAPS)]
     prompt = "".join(pairs) + "="
     if rng.random() < scratchpad_rate:
@@ -79,4 +79,4 @@ def _demonstration(rng: np.random.Generator, config: ToyBaseConfig, scratchpad_r
 
 
 demonstration_batch = functools.partial(sample_batch, _demonstration, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS)
-"""``demonstration_batch(rng, config, settled=...)``: as ``rljax.data.toy.sample_batch`` gives it."""
+"""A function ``demonstration_batch(rng, config, settled=...)`` that samples demonstrations of this task."""

@@ -108,7 +108,7 @@ def test_what_would_be_cut_short_or_end_the_server_is_not_sent(fake, ids, messag
 def test_other_refusals(fake):
     with pytest.raises(ValueError, match=r"at temperature 1, got 0\.7"):
         score_column(f"vllm:{fake.url}", DUMP, temperature=0.7)
-    with pytest.raises(ValueError, match=r"cannot score: over HTTP no server decodes given tokens; .* vllm:http://h"):
+    with pytest.raises(ValueError, match=r"no server decodes given tokens over HTTP; .* vllm:http://h"):
         split_spec("vllm-decode:http://h")
     fake.logprob = 2.0
     with pytest.raises(ReplyError, match="gives logits"):

@@ -7,7 +7,6 @@ import pytest
 
 from rljax.data.prompts import (
     DataConfig,
-    PromptStream,
     check_lengths,
     evaluation_datasets,
     render_prompt,
@@ -58,10 +57,11 @@ def test_the_chat_template_is_applied_as_configured(prompt, template, with_templ
         assert render_prompt(prompt, None, template) == without
 
 
-def test_a_template_may_refuse_and_says_so(chatty):
-    chatty._chat_template = "{{ raise_exception('no system message') }}"
+def test_a_template_may_refuse_and_says_so(tmp_path):
+    build_tokenizer().save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
     with pytest.raises(ValueError, match="the chat template refuses a prompt: no system message"):
-        render_prompt(CHAT, chatty, "auto")
+        render_prompt(CHAT, load_tokenizer(tmp_path), "auto")
 
 
 def test_a_file_of_verls_form_becomes_problems(bare):
@@ -121,29 +121,6 @@ def test_prompts_that_are_too_long_are_counted(bare):
         ValueError, match=r"data.max_prompt_tokens = 4, but a prompt has 6 tokens, and 2 of 3 are longer; do this"
     ):
         check_lengths(problems, bare, 4, "; do this")
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_share_each_batch_and_the_position(count):
-    problems = [{"prompt": str(i)} for i in range(12)]
-    whole = PromptStream(problems, 8, seed=3)
-    shares = [PromptStream(problems, 8, seed=3, process=p, process_count=count) for p in range(count)]
-    for _ in range(3):
-        batch = whole.next_batch()
-        parts = [share.next_batch() for share in shares]
-        assert [len(part) for part in parts] == [8 // count] * count
-        assert [parts[i % count][i // count] for i in range(8)] == batch
-    assert {share.state_dict()["problems_drawn"] for share in shares} == {24}
-    # Another number of processes goes on from the same position.
-    alone = PromptStream(problems, 8, seed=3)
-    alone.load_state_dict(shares[0].state_dict())
-    assert alone.next_batch() == whole.next_batch()
-
-
-@pytest.mark.parametrize(("process", "count"), [(0, 3), (2, 2), (-1, 2)])
-def test_uneven_shares_are_refused(process, count):
-    with pytest.raises(ValueError, match=f"process {process} of {count} has no even share of batch_size = 4"):
-        PromptStream([{"prompt": "1"}] * 8, 4, seed=0, process=process, process_count=count)
 
 
 @pytest.mark.parametrize(
