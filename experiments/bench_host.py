@@ -33,7 +33,7 @@ from rljax.mismatch.histogram import bin_edges
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import abstract_params
 from rljax.record.writers import Recorder
-from rljax.rollout.servers.vllm.wire import GENERATE, VllmWire
+from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.run.config import Config, RunConfig
@@ -112,7 +112,7 @@ def make_parts(options: argparse.Namespace, directory: str) -> tuple[dict[str, P
     tokenizer = make_tokenizer(rng)
     rollouts = make_rollouts(rng, options.responses, options.tokens)
     first = rollouts.all()[0]
-    body, wire = reply_body(first.token_ids, first.logprobs), VllmWire()
+    body, wire = reply_body(first.token_ids, first.logprobs), VllmBackend()
     request = Request(rollouts.prompts[0], SamplingParams(options.tokens))
     sequences = training_sequences(rollouts, config, 0)
     pack = make_pack(config, config.num_sequences)

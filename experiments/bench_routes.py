@@ -22,7 +22,7 @@ import numpy as np
 from bench_host import reply_body
 
 from rljax.policy.hub import KNOWN_SHAPES
-from rljax.rollout.servers.vllm.wire import GENERATE, VllmWire
+from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import SamplingParams
 from rljax.trainer.packing import TrainSequence, pack
@@ -48,7 +48,7 @@ def make_parts() -> dict[str, Callable[[], object]]:
     sequences = {"without": [sequence] * SEQUENCES, "with": [sequence._replace(routes=routes)] * SEQUENCES}
 
     def read(which: str) -> None:
-        completion = VllmWire().completion(GENERATE, bodies[which], requests[which])
+        completion = VllmBackend().completion(GENERATE, bodies[which], requests[which])
         check_completion("", completion, requests[which], SHAPE.vocab_size)
 
     def fill(which: str) -> object:

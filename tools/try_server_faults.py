@@ -38,7 +38,7 @@ from rljax.policy.hf import load_params
 from rljax.rollout.build import make_engine
 from rljax.rollout.engine import Samples
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
@@ -277,7 +277,7 @@ def rollout(make: MakeEngine, proxy: Proxy, fault: str, times: int, prompts: int
     finally:
         planted = proxy.planted
         proxy.arm("", 0)
-        counts = engine.report() | samples.metrics
+        counts = engine.fleet.report() | samples.metrics
         engine.close()
     places = [(response.prompt_index, response.sample_index) for response in responses]
     expected = [(i, j) for i in range(prompts) for j in range(n)]

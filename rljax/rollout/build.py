@@ -26,9 +26,9 @@ from rljax.rollout.servers.client import check_url
 from rljax.rollout.servers.discovery import make_lookup
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.model import ServedModel
-from rljax.rollout.servers.sglang.backend import SglangBackend
+from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.verify import Score
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SERVED, ClientLimits, PublishConfig, RolloutConfig
 from rljax.sharding import MeshConfig, make_mesh, on_devices
 from rljax.weights.checksum import Checksum

@@ -18,8 +18,8 @@ DOORS = {
     "starlette": {"weights.server"},
     "uvicorn": {"weights.server"},
     "msgspec": {
-        "rollout.servers.vllm.wire",
-        "rollout.servers.sglang.wire",
+        "rollout.servers.vllm.client",
+        "rollout.servers.sglang.client",
         "weights.version",
         "weights.kept_delta",
         "weights.mirror",

@@ -19,7 +19,7 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import hf_checksums, hf_tensors, load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, start, vllm_python
 from rljax.rollout.types import PublishConfig, RolloutConfig
 

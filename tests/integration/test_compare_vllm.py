@@ -16,7 +16,7 @@ from rljax.compare.scorers import open_server, score_column
 from rljax.errors import run_cli
 from rljax.record.token_dumps import ColumnSource, make_dump
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 
 pytestmark = pytest.mark.vllm
 SOUND = {}

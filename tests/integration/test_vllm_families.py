@@ -14,7 +14,7 @@ from rljax.policy.families import config_to_hf
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SamplingParams
 from tests.integration.conftest import Model, Served
 

@@ -11,7 +11,7 @@ from rljax.errors import HandshakeError
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.process import free_port
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import RolloutConfig, SamplingParams
 
 pytestmark = pytest.mark.vllm

@@ -6,7 +6,7 @@ import pytest
 from in_flight import GROUP, check_versions, sampled_across_publishes
 
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 
 pytestmark = pytest.mark.vllm
 TOKENS = 300

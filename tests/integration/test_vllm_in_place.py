@@ -78,7 +78,7 @@ def test_a_tensor_that_is_not_written_is_named_and_comes_with_the_next_version(u
             engine.publish(adamw_step(params, seed=1), 1)
     finally:
         rpc(unpacked, "sabotage_patches", "off", "")
-    engine.report()
+    engine.fleet.report()
     params = adamw_step(params, seed=2)
     assert written(engine, params, 2) == 0
     assert written(engine, adamw_step(params, seed=3), 3) == 1
@@ -110,7 +110,7 @@ def test_weights_that_others_changed_are_not_written_into(unpacked, publishing):
     rpc(unpacked, "sabotage_scale", DOWN)
     with pytest.raises(VerificationError, match=OTHER_BITS):
         engine.publish(params, 1)
-    engine.report()
+    engine.fleet.report()
     assert written(engine, adamw_step(params, seed=2), 2) == 0
 
 
@@ -121,7 +121,7 @@ def test_an_update_that_ends_in_an_error_does_not_keep_the_next_from_coming(unpa
     rpc(unpacked, "sabotage_finish", "next")
     with pytest.raises(ServerRefusedError, match="planted"):
         engine.publish(adamw_step(params, seed=1), 1)
-    engine.report()
+    engine.fleet.report()
     assert written(engine, adamw_step(params, seed=2), 2) == 0
 
 

@@ -16,6 +16,7 @@ from test_vllm_sabotage import OTHER_BITS, adamw_step, check_use, rpc
 from toy_runs import ROOT
 
 from rljax.errors import HandshakeError, VerificationError
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import PublishConfig, SamplingParams
 from rljax.weights import safetensors_file
 from rljax.weights.directory import memory
@@ -42,7 +43,7 @@ def mirror_of(engine) -> Mirror:
     """That of this machine: the one whose state names the engine's version."""
     for root in memory().glob("rljax-mirror-*"):
         state = Mirror(root).state
-        if state is not None and state.tag.startswith(engine._files.run_tag):
+        if state is not None and state.tag.startswith(engine.files.run_tag):
             return Mirror(root)
     raise AssertionError("no mirror of this run")
 
@@ -61,7 +62,7 @@ def assert_bits(engine, served, params) -> None:
 
 def recounted(engine, served):
     """Exit status and output of the program of examples/ that recounts what the server's workers loaded."""
-    words = [sys.executable, str(ROOT / "examples/recount_weights.py"), str(engine._files.root), served.url]
+    words = [sys.executable, str(ROOT / "examples/recount_weights.py"), str(engine.files.root), served.url]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -179,14 +180,14 @@ def test_a_server_that_joins_late_or_missed_versions_is_brought_to_the_newest(bf
         params = adamw_step(params, seed=version)
         engine.publish(params, version)
     mirror_of(engine).clear()
-    engine._client.mark_down(bfloat16.url, "planted")
-    engine._client.call(bfloat16.url, "POST", "/start_weight_update")
-    engine._client.call(bfloat16.url, "POST", "/finish_weight_update", json={"weight_version": "another"})
+    engine.fleet.client.mark_down(bfloat16.url, "planted")
+    engine.fleet.client.call(bfloat16.url, "POST", "/start_weight_update")
+    engine.fleet.client.call(bfloat16.url, "POST", "/finish_weight_update", json={"weight_version": "another"})
     responses = list(engine.generate([np.array([1, 2], np.int32)], 2, SamplingParams(4), seed=0))
     assert [response.oldest_version for response in responses] == [2, 2]
-    metrics = engine.report()
+    metrics = engine.fleet.report()
     assert metrics["rollout/servers_brought_back"] == 1
-    assert metrics["publish/pulled_bytes"] > engine._files._chain[0].num_bytes(engine._files._chain[0].dense)
+    assert metrics["publish/pulled_bytes"] > engine.files._chain[0].num_bytes(engine.files._chain[0].dense)
     assert_bits(engine, bfloat16, params)
 
 
@@ -205,10 +206,10 @@ def test_what_a_server_samples_from_is_not_the_mirror(bfloat16, pulling):
     engine = pulling(bfloat16)
     moved = bfloat16.model.moved(7)
     tensors = bfloat16.model.tensors("bfloat16")
-    version = engine._files.write(tensors(moved), 1, bfloat16.model.checksums("bfloat16")(moved))
-    engine._pull(version, bfloat16.url)
+    version = engine.files.write(tensors(moved), 1, bfloat16.model.checksums("bfloat16")(moved))
+    VllmBackend().prepare(engine.fleet.client, bfloat16.url, version)
     assert_bits(engine, bfloat16, moved)
-    band = engine._verifier.band
+    band = engine.verifier.band
     assert check_use(engine, bfloat16.url, bfloat16.model.params).mean < band
     engine.publish(moved, 2)
     assert check_use(engine, bfloat16.url, moved).mean < band

@@ -11,7 +11,7 @@ from vllm_processes import kill_worker
 
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import RolloutConfig, SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.vllm
@@ -29,9 +29,9 @@ def test_weights_changed_behind_our_back(float32, prompts):
     params = float32.model.moved(8)
     try:
         engine.publish(params, 3)
-        engine._client.call(float32.url, "POST", "/update_weight_version", json={"new_version": "default"})
+        engine.fleet.client.call(float32.url, "POST", "/update_weight_version", json={"new_version": "default"})
         responses = list(engine.generate(prompts, 2, SamplingParams(8), seed=0))
-        metrics = engine.report()
+        metrics = engine.fleet.report()
     finally:
         engine.close()
     assert all(r.versions == (VersionSpan(3, 0, 8),) for r in responses)
@@ -63,7 +63,7 @@ def test_killed_in_mid_rollout_and_restarted(servers, mortal, prompts):
         responses = [next(stream)]
         thread.start()
         responses += stream
-        metrics = engine.report() | samples.metrics
+        metrics = engine.fleet.report() | samples.metrics
     finally:
         thread.join()
         engine.close()

@@ -10,7 +10,7 @@ from routers import started_router
 
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, start
 from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams
 
@@ -55,13 +55,13 @@ def test_one_of_two_is_killed_in_mid_rollout_and_comes_back(servers, make_model,
         for count, _ in enumerate(sampled(engine)):
             if count == 10:
                 servers[1].kill()
-        assert engine._client.opened() == [urls[0]]
-        metrics = engine.report()
+        assert engine.fleet.client.opened() == [urls[0]]
+        metrics = engine.fleet.report()
         assert metrics["rollout/server_losses"] >= 1
         again = VllmServer(dataclasses.replace(servers[1].config, port=servers[1].port, log_path=tmp_path / "2.log"))
         stack.callback(again.stop)
         again.wait_healthy(480)
         engine.publish(model.moved(1), 1)
-        assert set(engine._client.opened()) == set(urls)
+        assert set(engine.fleet.client.opened()) == set(urls)
         assert {span.version for response in sampled(engine) for span in response.versions} == {1}
-        assert engine.report()["rollout/server_losses"] == 0
+        assert engine.fleet.report()["rollout/server_losses"] == 0

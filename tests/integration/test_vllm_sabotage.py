@@ -15,7 +15,7 @@ import pytest
 
 from rljax.errors import VerificationError
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
@@ -52,14 +52,14 @@ def rpc(served, method: str, *arguments: str) -> list:
 
 def check_use(engine, url: str, params):
     """The second half of the verification alone."""
-    return engine._verifier.judge(url, engine._verifier.sample(engine._client, url), params)
+    return engine.verifier.judge(url, engine.verifier.sample(engine.fleet.client, url), params)
 
 
 def publish_fails_both_halves(engine, params, version: int, said: str) -> None:
     with pytest.raises(VerificationError, match=f"{OTHER_BITS}: {said}"):
         engine.publish(params, version)
     with pytest.raises(VerificationError, match=OUT_OF_BAND):
-        check_use(engine, engine._client.urls[0], params)
+        check_use(engine, engine.fleet.client.urls[0], params)
 
 
 def adamw_step(params, seed: int):
@@ -91,14 +91,14 @@ def test_one_step_at_the_papers_rate_that_goes_wrong_in_the_worker(bfloat16, cal
     try:
         with pytest.raises(VerificationError, match=f"{OTHER_BITS}: {said}"):
             engine.publish(stepped, 1)
-        assert 0.001 < engine._version.changed_fraction < 0.05
+        assert 0.001 < engine.version.changed_fraction < 0.05
     finally:
         rpc(bfloat16, "sabotage_load", "off", "")
     if "k_proj" not in of:  # a part of a fused tensor that is left out is whatever memory held
-        assert check_use(engine, bfloat16.url, stepped).mean < engine._verifier.band
+        assert check_use(engine, bfloat16.url, stepped).mean < engine.verifier.band
     with pytest.raises(RuntimeError, match="hold no verified policy"):
         engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(1), seed=0)
-    VllmBackend().push(engine._client, bfloat16.url, engine._version)  # no probe is sent to what memory held
+    VllmBackend().push(engine.fleet.client, bfloat16.url, engine.version)  # no probe is sent to what memory held
     metrics = engine.publish(stepped, 2)
     assert metrics["publish/verified_tensors"] == 24
     assert metrics["time/server_checksums_s"] > 0
@@ -113,7 +113,7 @@ def test_tied_head_not_repacked(bfloat16, calibrated):
         # Where the head has a copy of its own, which the processor decides, its use shows the old weights, too.
         is_stale = rpc(bfloat16, "head_is_stale")[0]["stale"]
         with pytest.raises(VerificationError, match=OUT_OF_BAND) if is_stale else contextlib.nullcontext():
-            check_use(engine, engine._client.urls[0], bfloat16.model.moved(1))
+            check_use(engine, engine.fleet.client.urls[0], bfloat16.model.moved(1))
     finally:
         rpc(bfloat16, "sabotage_tied_head", "off")
     engine.publish(bfloat16.model.moved(1), 2)
@@ -122,7 +122,7 @@ def test_tied_head_not_repacked(bfloat16, calibrated):
 def test_prefix_cache_not_reset(float32, calibrated):
     """The same update passes when the cache is reset and fails when it is not."""
     engine = calibrated(float32)
-    sound = engine._client.call
+    sound = engine.fleet.client.call
 
     def without_reset(url, method, path, *, params=None, **kwargs):
         if path == "/reset_prefix_cache":
@@ -131,10 +131,10 @@ def test_prefix_cache_not_reset(float32, calibrated):
             params = {"mode": "wait", "clear_cache": "false"}
         return sound(url, method, path, params=params, **kwargs)
 
-    engine._client.call = without_reset
+    engine.fleet.client.call = without_reset
     with pytest.raises(VerificationError, match=OUT_OF_BAND):
         engine.publish(float32.model.moved(2), 1)
-    engine._client.call = sound
+    engine.fleet.client.call = sound
     engine.publish(float32.model.moved(2), 2)
 
 
@@ -178,9 +178,9 @@ def test_bfloat16_published_to_a_float16_server(float16, calibrated):
     params = float16.model.moved(5)
     with pytest.raises(ValueError, match="published tensors are bfloat16, the rollout dtype is float16"):
         engine.publish(params, 1)
-    version = engine._files.write(coarse(params), 2, {})
+    version = engine.files.write(coarse(params), 2, {})
     assert version.dtype == np.dtype(ml_dtypes.bfloat16).name
-    VllmBackend().push(engine._client, float16.url, version)
+    VllmBackend().push(engine.fleet.client, float16.url, version)
     with pytest.raises(VerificationError, match=OUT_OF_BAND):
         check_use(engine, float16.url, params)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.rollout.servers.vllm.wire import COMPLETIONS
+from rljax.rollout.servers.vllm.client import COMPLETIONS
 from rljax.rollout.types import SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.vllm
@@ -104,7 +104,7 @@ def test_completions_endpoint_draws_the_same(float32, prompts):
     try:
         engine.publish(float32.model.params, 7)
         first = list(engine.generate(prompts, 2, SamplingParams(8), seed=3))
-        engine._client.set_route(float32.url, COMPLETIONS)
+        engine.fleet.client.set_route(float32.url, COMPLETIONS)
         second = list(engine.generate(prompts, 2, SamplingParams(8), seed=3))
     finally:
         engine.close()

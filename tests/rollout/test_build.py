@@ -1,5 +1,7 @@
 """The one place where an engine is made: which settings it refuses, and that each reaches the engine it belongs to."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from rljax.errors import ConfigError, run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
-from rljax.rollout.build import check_engine, connect, make_engine
+from rljax.rollout.build import check_engine, connect, make_engine, policy_functions
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.injected import InjectedEngine
 from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, SamplingParams, VerifyConfig
@@ -20,8 +22,8 @@ CONFIG = PolicyConfig(64, 8, 8, 1, 1, 1, 8, tie_word_embeddings=True)
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])
 
 
-def make(config):
-    return make_engine(config, CONFIG, MESH, max_prompt_tokens=6, max_tokens=20)
+def make(config, **options):
+    return make_engine(config, CONFIG, MESH, max_prompt_tokens=6, max_tokens=20, **options)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +107,13 @@ def test_every_setting_of_the_served_engine_is_read_and_reaches_it(fake, tmp_pat
             seeds.append(body["sampling_params"]["seed"])
         return answer(method, path, body)
 
-    engine = make(rollout)
+    def score(params, sequences):  # the stand-in's log-probabilities are its own, not those of a policy
+        return [np.full(len(ids), -1.0, np.float32) for ids in sequences]
+
+    engine = make(rollout, functions=dataclasses.replace(policy_functions(CONFIG, "float32"), score=score))
     try:
-        # The stand-in's log-probabilities are its own, so the policy that it should hold is not asked.
-        engine._verifier._score = lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences]
         metrics = engine.publish(init_params(CONFIG, 0), 0)
-        assert (tmp_path / "w") in engine._files.root.parents
+        assert (tmp_path / "w") in engine.files.root.parents
         assert metrics["publish/verify_band"] == 1e-4
         fake.answer = record
         list(engine.generate([np.array([3], np.int32)], 2, SamplingParams(1), seed=0))

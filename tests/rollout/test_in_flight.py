@@ -87,7 +87,7 @@ def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
         fake.after_load_s = 2.0  # before which the probes are not answered
         engine.publish(PARAMS, 1)
         responses = sampling.result(timeout=30)
-        metrics = engine.report() | samples.metrics
+        metrics = engine.fleet.report() | samples.metrics
     finally:
         engine.close()
     assert all(set(versions_of(response)) == {0, 1} for response in responses)
@@ -107,7 +107,7 @@ def test_what_a_server_sampled_that_fails_the_proof_is_sampled_again_elsewhere(f
         until(lambda: fake.running + other.running == 4)
         engine.publish(PARAMS, 1)
         responses = sampling.result(timeout=30)
-        assert engine._client.opened() == [other.url]
+        assert engine.fleet.client.opened() == [other.url]
     finally:
         engine.close()
         other.stop()

@@ -8,7 +8,7 @@ from routers import started_router
 from test_vllm_engine import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
-from rljax.rollout.servers.vllm.wire import GENERATE
+from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.types import ClientLimits, SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.router
@@ -61,7 +61,7 @@ def test_the_router_knows_verified_servers_alone(router, fakes):
         assert bad.seen[GENERATE] == before
         bad.not_loaded = set()
         engine.publish(PARAMS, 2)
-        assert set(engine._client.opened()) == {good.url, bad.url}
+        assert set(engine.fleet.client.opened()) == {good.url, bad.url}
     finally:
         engine.close()
     engine = make(good.url, router=router)
@@ -92,11 +92,11 @@ def test_a_server_that_is_lost_is_found_and_its_responses_sampled_again(router, 
                 else:
                     other.version = "another"
         assert sorted(places) == [(i, j) for i in range(2) for j in range(150)]
-        metrics = engine.report()
+        metrics = engine.fleet.report()
         assert metrics["rollout/server_losses"] >= 1
         if how != "ends":
             assert metrics["rollout/servers_brought_back"] == 1
-            assert other.version == engine._files.tag(0)
+            assert other.version == engine.files.tag(0)
     finally:
         engine.close()
 

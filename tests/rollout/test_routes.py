@@ -10,8 +10,7 @@ import pytest
 
 from rljax.errors import ReplyError
 from rljax.rollout.servers.backend import Expectation
-from rljax.rollout.servers.vllm.handshake import _differences
-from rljax.rollout.servers.vllm.wire import GENERATE, VllmWire
+from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend, differences
 from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import SamplingParams, VerifyConfig
 
@@ -33,7 +32,7 @@ def reply(routes):
 
 
 def read(routes, request=REQUEST):
-    completion = VllmWire().completion(GENERATE, reply(routes), request)
+    completion = VllmBackend().completion(GENERATE, reply(routes), request)
     check_completion("http://server", completion, request, 64)
     return completion
 
@@ -75,6 +74,6 @@ def test_a_server_that_does_not_report_them_is_refused_at_the_handshake():
     }  # fmt: skip
     wanted = Expectation("bfloat16", config, 16, VerifyConfig(), needs_routes=True)
     assert wanted.routes == (LAYERS, K, EXPERTS)
-    assert [line for line in _differences(described, wanted) if "--enable-return-routed-experts" in line]
-    assert not _differences(described | {"returns_routes": True}, wanted)
-    assert not _differences(described, Expectation("bfloat16", config, 16, VerifyConfig()))
+    assert [line for line in differences(described, wanted) if "--enable-return-routed-experts" in line]
+    assert not differences(described | {"returns_routes": True}, wanted)
+    assert not differences(described, Expectation("bfloat16", config, 16, VerifyConfig()))

@@ -32,9 +32,9 @@ def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere):
         # Nothing may be verified here: the trainer may have taken over the weights.
         responses = elsewhere.submit(sample, engine).result(timeout=30)
         assert len(responses) == 6
-        assert engine._client.opened() == [fake.url]
+        assert engine.fleet.client.opened() == [fake.url]
         engine.publish(PARAMS, 1)
-        assert sorted(engine._client.opened()) == sorted([fake.url, other.url])
+        assert sorted(engine.fleet.client.opened()) == sorted([fake.url, other.url])
         versions = {response.versions for response in elsewhere.submit(sample, engine).result(timeout=30)}
         assert versions == {(VersionSpan(1, 0, 5),)}
     finally:
@@ -54,7 +54,7 @@ def test_without_any_server_the_sampling_ends_at_once_and_the_publisher_recovers
             elsewhere.submit(sample, engine).result(timeout=30)
         # On the thread that published, with the weights at hand, it is recovered as ever.
         assert len(sample(engine)) == 6
-        np.testing.assert_equal(engine.report()["rollout/servers_brought_back"], 1)
+        np.testing.assert_equal(engine.fleet.report()["rollout/servers_brought_back"], 1)
     finally:
         engine.close()
         if again is not None:

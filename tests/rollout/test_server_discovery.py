@@ -13,7 +13,7 @@ from vllm_fake import FakeVllm
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.servers.client import ServerClient, check_url
 from rljax.rollout.servers.discovery import Discovery, make_lookup
-from rljax.rollout.servers.vllm.wire import GENERATE, VllmWire
+from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import ClientLimits, PublishConfig, SamplingParams
 
@@ -123,17 +123,17 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
                 write(file, first, second)
             if second.seen[GENERATE] > 40 and not of_first:
                 write(file, second)
-                until(lambda: engine._discovery.urls == (second.url,))
+                until(lambda: engine.fleet.discovery.urls == (second.url,))
                 of_first = first.seen[GENERATE]
         assert sorted(places) == [(i, j) for i in range(2) for j in range(400)]
         assert 0 < of_first <= first.seen[GENERATE] < of_first + 60
-        assert second.version == engine._files.tag(0)
-        assert engine._client.opened() == [second.url]
-        metrics = engine.report()
+        assert second.version == engine.files.tag(0)
+        assert engine.fleet.client.opened() == [second.url]
+        metrics = engine.fleet.report()
         assert (metrics["rollout/servers_joined"], metrics["rollout/servers_left"]) == (1, 1)
         assert (metrics["rollout/servers"], metrics["rollout/server_losses"]) == (1, 0)
         engine.publish(PARAMS, 1)
-        assert (first.version, second.version) == (engine._files.tag(0), engine._files.tag(1))
+        assert (first.version, second.version) == (engine.files.tag(0), engine.files.tag(1))
     finally:
         engine.close()
 
@@ -145,10 +145,10 @@ def test_a_publish_takes_in_the_servers_that_are_listed_by_then(fakes, tmp_path)
     try:
         engine.publish(PARAMS, 0)
         write(tmp_path / "servers", *servers[1:])
-        until(lambda: len(engine._discovery.urls) == 2)
+        until(lambda: len(engine.fleet.discovery.urls) == 2)
         engine.publish(PARAMS, 1)
-        assert engine._client.opened() == [each.url for each in servers[1:]]
-        assert [each.version for each in servers] == [engine._files.tag(version) for version in (0, 1, 1)]
+        assert engine.fleet.client.opened() == [each.url for each in servers[1:]]
+        assert [each.version for each in servers] == [engine.files.tag(version) for version in (0, 1, 1)]
         assert len(list(engine.generate(PROMPTS, 2, SamplingParams(1), seed=0))) == 4
     finally:
         engine.close()
@@ -176,7 +176,7 @@ def test_a_listed_server_that_does_not_fit_is_left_out_and_named(fakes, tmp_path
     engine = make(discovery=str(tmp_path / "servers"))
     try:
         engine.publish(PARAMS, 0)
-        assert engine._client.opened() == [good.url]
+        assert engine.fleet.client.opened() == [good.url]
         assert "the dtype is bfloat16, expected float32" in caplog.text
         assert other.seen[GENERATE] == 0
     finally:
@@ -193,11 +193,11 @@ def test_an_update_that_one_server_refuses_does_not_end_the_run(fakes, caplog):
         engine.publish(PARAMS, 0)
         other.refuse = {"/update_weights": 500}
         engine.publish(PARAMS, 1)
-        assert engine._client.opened() == [good.url]
+        assert engine.fleet.client.opened() == [good.url]
         assert f"{other.url}/update_weights answered 500" in caplog.text
         other.refuse = {}
         engine.publish(PARAMS, 2)
-        assert set(engine._client.opened()) == {good.url, other.url}
+        assert set(engine.fleet.client.opened()) == {good.url, other.url}
     finally:
         engine.close()
 
@@ -217,7 +217,7 @@ def test_servers_are_verified_side_by_side(fakes):
             took.append(time.monotonic() - began)
             for each in servers:
                 each.delay_s = 0.0
-            assert len(engine._client.opened()) == len(engine._client.urls)
+            assert len(engine.fleet.client.opened()) == len(engine.fleet.client.urls)
     finally:
         alone.close()
         together.close()
@@ -240,12 +240,12 @@ def test_a_server_that_is_slow_to_recover_delays_neither_rollouts_nor_their_end(
         began = time.monotonic()
         assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
         assert time.monotonic() - began < 15
-        assert engine._client.opened() == [quick.url]
+        assert engine.fleet.client.opened() == [quick.url]
         hold.set()
-        until(lambda: not engine._asked or all(each.done() for each in engine._asked.values()))
+        until(lambda: not engine.fleet.busy())
         assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
         # Where the first rollout ended before the slow server was asked, it is being recovered only now.
-        until(lambda: engine._recover_all() or set(engine._client.opened()) == {quick.url, slow.url})
+        until(lambda: engine.fleet.recover_all() or set(engine.fleet.client.opened()) == {quick.url, slow.url})
     finally:
         hold.set()
         engine.close()
@@ -258,7 +258,7 @@ def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
     answer, hold = slow.answer, threading.Event()
 
     def waits(method, path, body):
-        if path == "/update_weights" and body["update_info"]["tag"] == engine._files.tag(0):
+        if path == "/update_weights" and body["update_info"]["tag"] == engine.files.tag(0):
             hold.wait(20)
         return answer(method, path, body)
 
@@ -266,15 +266,15 @@ def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
         engine.publish(PARAMS, 0)
         slow.version, slow.answer = "another", waits
         list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
-        until(lambda: engine._recover_all() or slow.seen["/start_weight_update"] == 2)
+        until(lambda: engine.fleet.recover_all() or slow.seen["/start_weight_update"] == 2)
         engine.publish(PARAMS, 1)
-        assert engine._client.opened() == [quick.url]
+        assert engine.fleet.client.opened() == [quick.url]
         hold.set()
-        until(lambda: engine._asked[slow.url].done())
-        engine._take_answers()
-        assert engine._client.opened() == [quick.url]
-        until(lambda: engine._recover_all() or slow.url in engine._client.opened())
-        assert slow.version == engine._files.tag(1)
+        until(lambda: not engine.fleet.busy())
+        engine.fleet.take_answers()
+        assert engine.fleet.client.opened() == [quick.url]
+        until(lambda: engine.fleet.recover_all() or slow.url in engine.fleet.client.opened())
+        assert slow.version == engine.files.tag(1)
     finally:
         hold.set()
         engine.close()
@@ -298,12 +298,12 @@ def test_a_publish_waits_for_a_straggler_no_longer_than_it_is_told(fakes, path):
         began = time.monotonic()
         engine.publish(PARAMS, 1)
         assert 1.0 < time.monotonic() - began < 15
-        assert engine._client.opened() == [quick.url]
+        assert engine.fleet.client.opened() == [quick.url]
         engine.publish(PARAMS, 2)
-        assert engine._client.opened() == [quick.url]
+        assert engine.fleet.client.opened() == [quick.url]
         hold.set()
-        until(lambda: engine._recover_all() or slow.url in engine._client.opened())
-        assert slow.version == engine._files.tag(2)
+        until(lambda: engine.fleet.recover_all() or slow.url in engine.fleet.client.opened())
+        assert slow.version == engine.files.tag(2)
         assert len(list(engine.generate(PROMPTS, 4, SamplingParams(2), seed=0))) == 8
     finally:
         hold.set()
@@ -319,11 +319,11 @@ def test_one_that_fails_the_proof_is_named_whatever_the_others_do(fakes):
             each.not_loaded = {"a"}
         with pytest.raises(VerificationError, match=r"1 tensor differs: a \(not loaded"):
             engine.publish(PARAMS, 1)
-        assert engine.report()["rollout/servers_rejected"] == 3
+        assert engine.fleet.report()["rollout/servers_rejected"] == 3
         for each in servers[1:]:
             each.not_loaded = set()
         engine.publish(PARAMS, 2)
-        assert engine._client.opened() == [each.url for each in servers[1:]]
+        assert engine.fleet.client.opened() == [each.url for each in servers[1:]]
     finally:
         engine.close()
 
@@ -347,7 +347,9 @@ def test_the_responses_of_a_prompt_come_from_one_server_unless_it_is_full_or_gon
     def sampled(max_outstanding: int) -> None:
         for prompts in asked.values():
             prompts.clear()
-        client = ServerClient([each.url for each in servers], VllmWire(), ClientLimits(max_outstanding=max_outstanding))
+        client = ServerClient(
+            [each.url for each in servers], VllmBackend(), ClientLimits(max_outstanding=max_outstanding)
+        )
         try:
             for each in servers:
                 client.open(each.url, None)

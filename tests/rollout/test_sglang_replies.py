@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from rljax.errors import ReplyError
-from rljax.rollout.servers.sglang.wire import GENERATE, SglangWire
+from rljax.rollout.servers.sglang.client import GENERATE, SglangBackend
 from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import SamplingParams
 
 PROMPT = np.array([3, 4, 5], np.int32)
-WIRE = SglangWire()
+WIRE = SglangBackend()
 REPLY = {
     "output_ids": [14, 14],
     "meta_info": {

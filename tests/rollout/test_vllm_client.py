@@ -12,13 +12,13 @@ from vllm_fake import FakeVllm
 from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.wire import COMPLETIONS, GENERATE, VllmWire
+from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 PROMPT = np.array([3, 4, 5], np.int32)
 FAST = ClientLimits(backoff_s=0.01, max_backoff_s=0.02)
-WIRE = VllmWire()
+WIRE = VllmBackend()
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from vllm_fake import SHAPE, FakeVllm
 
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.vllm.backend import VllmBackend
-from rljax.rollout.servers.vllm.wire import COMPLETIONS
+from rljax.rollout.servers.vllm.client import COMPLETIONS, VllmBackend
 from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams, VersionSpan
 from rljax.weights.sums import array_checksum
 
@@ -72,7 +71,7 @@ def test_publish_keeps_its_order(fake):
         order = [event for i, event in enumerate(fake.events) if i == 0 or event != fake.events[i - 1]]
         update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
         assert order == ["sample", "/pause", *update, "/reset_prefix_cache", "/resume", "sample"]
-        assert fake.version == engine._files.tag(4)
+        assert fake.version == engine.files.tag(4)
         responses = list(engine.generate(PROMPTS, 3, SamplingParams(5), seed=0))
         assert sorted((r.prompt_index, r.sample_index) for r in responses) == [
             (i, j) for i in range(2) for j in range(3)
@@ -114,13 +113,13 @@ def test_a_server_restarted_between_rollouts_is_recovered_first(fake, caplog):
         fake.stop()
         again = FakeVllm(port)
         responses = list(engine.generate(PROMPTS, 2, SamplingParams(3), seed=0))
-        metrics = engine.report()
+        metrics = engine.fleet.report()
     finally:
         engine.close()
         again.stop()
     assert all(r.versions == (VersionSpan(2, 0, 3),) for r in responses)
     assert metrics["rollout/servers_brought_back"] == 1
-    assert again.version == engine._files.tag(2)
+    assert again.version == engine.files.tag(2)
     assert "is back with policy version 2, verified" in caplog.text
 
 
@@ -137,7 +136,7 @@ def test_a_server_gone_at_publish_is_waited_for(fake, caplog):
         timer.start()
         engine.publish(PARAMS, 1)
         timer.join()
-        assert started[0].version == engine._files.tag(1)
+        assert started[0].version == engine.files.tag(1)
     finally:
         engine.close()
         started[0].stop()
@@ -224,7 +223,7 @@ def test_a_broken_connection_alone_needs_no_update(fake):
     engine = make(fake.url)
     try:
         engine.publish(PARAMS, 0)
-        engine._client.mark_down(fake.url, "a reset connection")
+        engine.fleet.client.mark_down(fake.url, "a reset connection")
         assert len(list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))) == 2
         assert fake.seen["/update_weights"] == 1
     finally:
@@ -237,7 +236,7 @@ def test_two_servers_are_both_published_to_and_used(fake):
     try:
         engine.publish(PARAMS, 0)
         list(engine.generate(PROMPTS, 20, SamplingParams(2), seed=0))
-        assert fake.version == other.version == engine._files.tag(0)
+        assert fake.version == other.version == engine.files.tag(0)
         assert fake.seen["/update_weights"] == other.seen["/update_weights"] == 1
     finally:
         engine.close()
@@ -255,11 +254,11 @@ def test_a_publish_goes_on_with_the_others_and_recovers_the_one_that_was_gone(fa
         began = time.monotonic()
         lost = engine.publish(PARAMS, 1)["rollout/server_losses"]
         assert time.monotonic() - began < 30
-        assert engine._client.opened() == [fake.url]
+        assert engine.fleet.client.opened() == [fake.url]
         again = FakeVllm(port)
         metrics = engine.publish(PARAMS, 2)
-        assert fake.version == again.version == engine._files.tag(2)
-        assert sorted(engine._client.opened()) == sorted([fake.url, again.url])
+        assert fake.version == again.version == engine.files.tag(2)
+        assert sorted(engine.fleet.client.opened()) == sorted([fake.url, again.url])
     finally:
         engine.close()
         again.stop()
@@ -283,7 +282,7 @@ def test_a_server_that_comes_back_is_used_though_another_never_falls_silent(fake
             if len(places) == 50:
                 again = FakeVllm(port)
         assert sorted(places) == [(i, j) for i in range(2) for j in range(300)]
-        assert again.version == engine._files.tag(0)
+        assert again.version == engine.files.tag(0)
         assert again.seen["/inference/v1/generate"] > 100
     finally:
         engine.close()
@@ -295,7 +294,7 @@ def test_replies_of_another_version_of_this_run_are_refused(fake):
     engine = make(fake.url)
     try:
         engine.publish(PARAMS, 10)
-        answer, wrong = fake.answer, [engine._files.tag(1), engine._files.tag(11)]
+        answer, wrong = fake.answer, [engine.files.tag(1), engine.files.tag(11)]
 
         def stale(method, path, body):
             status, reply = answer(method, path, body)
@@ -308,7 +307,7 @@ def test_replies_of_another_version_of_this_run_are_refused(fake):
         assert len(responses) == 6
         assert not wrong
         assert all(r.versions == (VersionSpan(10, 0, 5),) for r in responses)
-        assert engine.report()["rollout/server_losses"] >= 1
+        assert engine.fleet.report()["rollout/server_losses"] >= 1
     finally:
         engine.close()
 
@@ -403,11 +402,11 @@ def test_a_server_that_ends_in_its_sleep_is_recovered(fake):
         port = other.port
         other.stop()
         engine.publish(PARAMS, 1)
-        assert engine._client.opened() == [fake.url]
+        assert engine.fleet.client.opened() == [fake.url]
         again = FakeVllm(port)
         again.asleep = again.paused = True  # what a run that was killed has left
         engine.publish(PARAMS, 2)
-        assert set(engine._client.opened()) == {fake.url, again.url}
+        assert set(engine.fleet.client.opened()) == {fake.url, again.url}
         assert not again.asleep
     finally:
         engine.close()
@@ -429,7 +428,7 @@ def test_bits_that_differ_stop_the_run_and_are_named(fake):
             engine.publish(PARAMS, 1)
         with pytest.raises(RuntimeError, match="publish first"):
             engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)
-        assert engine._client.opened() == []
+        assert engine.fleet.client.opened() == []
         fake.not_loaded = set()
         sent["a"] = np.nextafter(PARAMS["a"], np.float32(9))
         with pytest.raises(VerificationError, match=r"1 tensor differs: a \(other bits\)"):
@@ -455,7 +454,7 @@ def test_a_server_that_fails_the_proof_is_left_out_until_the_next_version(fake, 
         other.not_loaded = set()
         seen = len(other.events)
         engine.publish(PARAMS, 2)
-        assert set(engine._client.opened()) == {fake.url, other.url}
+        assert set(engine.fleet.client.opened()) == {fake.url, other.url}
         # Weights that are not finite leave NaN in a cache: it samples nothing before it has others.
         after = other.events[seen:]
         assert after.index("sample") > after.index("/finish_weight_update")
@@ -555,7 +554,7 @@ def test_the_metrics_are_those_that_the_glossary_explains(fake):
         samples = engine.generate(PROMPTS, 2, SamplingParams(3), seed=0)
         assert len(list(samples)) == 4
         assert not metrics.keys() & samples.metrics.keys()
-        metrics |= samples.metrics | engine.report()
+        metrics |= samples.metrics | engine.fleet.report()
     finally:
         engine.close()
         again.stop()
@@ -571,7 +570,7 @@ def test_weights_without_room_are_said_before_the_servers_hear_of_them(fake, tmp
         engine = make(fake.url, tmp_path=tmp_path)
 
         def on_disk():
-            return {path: path.read_bytes() for path in sorted(engine._files.root.rglob("*")) if path.is_file()}
+            return {path: path.read_bytes() for path in sorted(engine.files.root.rglob("*")) if path.is_file()}
 
         def sampled():
             return {span.version for r in engine.generate(PROMPTS, 2, SamplingParams(5), seed=0) for span in r.versions}
@@ -585,7 +584,7 @@ def test_weights_without_room_are_said_before_the_servers_hear_of_them(fake, tmp
             assert "\n" not in str(raised.value)
             assert fake.events == []
             assert on_disk() == before
-            assert [path.name for path in engine._files.root.glob("v*")] == ["v00000001-1"]
+            assert [path.name for path in engine.files.root.glob("v*")] == ["v00000001-1"]
             assert sampled() == {1}
             filler.unlink()
             engine.publish({name: array + 1 for name, array in params.items()}, 2)

@@ -13,9 +13,9 @@ import pytest
 from vllm_fake import FakeVllm
 
 from rljax.errors import ServerError
-from rljax.rollout.servers import descriptors
+from rljax.rollout.servers import pool
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.vllm.wire import COMPLETIONS, GENERATE, VllmWire
+from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import ClientLimits, SamplingParams
 
@@ -26,7 +26,7 @@ FAST = ClientLimits(backoff_s=0.001, max_backoff_s=0.002, max_attempts=3)
 
 @contextlib.contextmanager
 def opened(*urls, limits=FAST, version="default"):
-    client = ServerClient(urls, VllmWire(), limits)
+    client = ServerClient(urls, VllmBackend(), limits)
     try:
         for url in urls:
             client.open(url, version)
@@ -146,7 +146,7 @@ def test_two_choices_for_one_request_are_none(fake):
 
 
 def test_an_error_that_nobody_thought_of_is_one_line(fake, monkeypatch):
-    monkeypatch.setattr(VllmWire, "completion", lambda *_: 1 // 0)
+    monkeypatch.setattr(VllmBackend, "completion", lambda *_: 1 // 0)
     with (
         opened(fake.url) as client,
         pytest.raises(ServerError, match=r"response 0 from http.* failed: ZeroDivisionError"),
@@ -196,7 +196,7 @@ def test_a_client_whose_thread_has_ended_says_so(fake):
 )
 def test_what_is_no_url_is_refused(url, said):
     with pytest.raises(ValueError, match=said) as refused:
-        ServerClient([url], VllmWire())
+        ServerClient([url], VllmBackend())
     assert "secret-word" not in str(refused.value)
 
 
@@ -204,7 +204,7 @@ class TestDescriptors:
     @pytest.fixture
     def limit(self, monkeypatch):
         """Sets the limits that the process seems to have; 40 descriptors are open."""
-        monkeypatch.setattr(descriptors, "_open_now", lambda: 40)
+        monkeypatch.setattr(pool, "count_open_files", lambda: 40)
         state = {}
 
         def make(soft, hard):
@@ -227,7 +227,7 @@ class TestDescriptors:
     )
     def test_the_soft_limit_is_raised_as_far_as_the_hard_one_allows(self, limit, soft, hard, room, then):
         state = limit(soft, hard)
-        assert descriptors.room_for(1024) == room
+        assert pool.room_for(1024) == room
         assert state["now"] == (then, hard)
 
     def test_fewer_requests_go_out_where_it_cannot_be_raised(self, limit, caplog):

@@ -6,7 +6,7 @@ from vllm_fake import FakeVllm
 
 from rljax.errors import ServerGoneError
 from rljax.rollout.servers.model import ServedModel
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 FAST = ClientLimits(backoff_s=0.01, max_backoff_s=0.02, connect_timeout_s=0.5)

@@ -13,7 +13,7 @@ from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.sglang.backend import SglangBackend
+from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.sglang.server import ServerConfig, SglangServer, sglang_python, start
 from rljax.rollout.types import PublishConfig, SamplingParams, VersionSpan
 

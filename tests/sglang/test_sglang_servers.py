@@ -129,22 +129,22 @@ def test_servers_join_and_leave_while_responses_are_sampled(pair, engine_of, tmp
     listed = tmp_path / "servers"
     listed.write_text(f"{pair.urls[0]}\n")
     engine = engine_of(discovery=str(listed))
-    assert engine._client.opened() == pair.urls[:1]
+    assert engine.fleet.client.opened() == pair.urls[:1]
     params = pair.policy.moved(3)
     engine.publish(params, 1)
     responses = []
 
     def sample_until(opened) -> None:
         until = time.monotonic() + LONGEST_S
-        while engine._client.opened() != opened:
-            assert time.monotonic() < until, (engine._client.opened(), engine._client.down())
+        while engine.fleet.client.opened() != opened:
+            assert time.monotonic() < until, (engine.fleet.client.opened(), engine.fleet.client.down())
             responses.extend(engine.generate(PROMPTS, 8, SamplingParams(60), seed=len(responses)))
 
     for wanted in (pair.urls, pair.urls[1:]):
         listed.write_text("\n".join(wanted))
         sample_until(wanted)
     responses += engine.generate(PROMPTS, 8, SamplingParams(60), seed=0)
-    metrics = engine.report()
+    metrics = engine.fleet.report()
     assert [metrics[f"rollout/servers_{what}"] for what in ("joined", "left", "brought_back")] == [1, 1, 1]
     assert "rollout/servers_rejected" not in metrics
     assert {response.versions for response in responses} == {(VersionSpan(1, 0, 60),)}
@@ -162,22 +162,22 @@ def test_killed_in_mid_rollout_its_responses_are_sampled_elsewhere_and_it_is_bro
         responses = [next(stream)]
         restarting.start()
         responses += stream
-        metrics = engine.report() | samples.metrics
+        metrics = engine.fleet.report() | samples.metrics
         assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == 96
         assert metrics["rollout/server_losses"] == 1
         assert metrics["rollout/retries"] > 0
-        assert engine._client.opened() == pair.urls[1:]
+        assert engine.fleet.client.opened() == pair.urls[1:]
         until = time.monotonic() + START_S
         while "rollout/servers_brought_back" not in metrics:
-            assert time.monotonic() < until, engine._client.down()
+            assert time.monotonic() < until, engine.fleet.client.down()
             responses += engine.generate(PROMPTS, 1, SamplingParams(120), seed=1)
-            metrics = engine.report()
+            metrics = engine.fleet.report()
     finally:
         restarting.join()
-    assert engine._client.opened() == pair.urls
+    assert engine.fleet.client.opened() == pair.urls
     assert metrics["publish/verify_abs_diff_mean"] < 1e-5
     assert {response.versions for response in responses} == {(VersionSpan(1, 0, 120),)}
     assert worst_gap(pair.policy, params, responses) < 2e-5
-    (completion,) = engine._client.sample(lost, make_requests(PROMPTS[:1], 1, SamplingParams(24), 0, None))
+    (completion,) = engine.fleet.client.sample(lost, make_requests(PROMPTS[:1], 1, SamplingParams(24), 0, None))
     (scored,) = pair.policy.scorer()(params, [np.concatenate([PROMPTS[0], completion.token_ids])])
     np.testing.assert_allclose(completion.logprobs, scored[-24:], atol=2e-5)

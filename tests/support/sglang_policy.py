@@ -12,7 +12,7 @@ from rljax.policy.families import config_to_hf, read_config
 from rljax.policy.hf import hf_checksums, hf_tensors, load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.sglang.backend import SglangBackend
+from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.types import PublishConfig, RolloutConfig
 
 

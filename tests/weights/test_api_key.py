@@ -15,7 +15,7 @@ from rljax.record.token_dumps import make_dump
 from rljax.rollout.build import connect
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.foreground import serve
-from rljax.rollout.servers.vllm.backend import VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, command, environment, start
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.weights.api_key import KEY_FILE, find_key_file, read_api_key

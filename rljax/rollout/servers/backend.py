@@ -1,16 +1,26 @@
-"""What the engine asks of one kind of server beyond sampling. A new kind is a class with these methods."""
+"""The protocol of one kind of server beyond sampling, and the questions to its workers that every kind shares.
+
+A new kind of server is a class with the methods of :class:`Backend`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rljax.errors import ReplyError, ServerGoneError, VerificationError
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import ServerInfo, Wire
 from rljax.rollout.types import InFlight, VerifyConfig
 from rljax.weights.checksum import Checksum
 from rljax.weights.directory import WeightDirectory, WeightVersion
+
+_POLL_S = 0.05  # The time between two questions to workers whether they have pulled a version (seconds).
+
+AskWorkers = Callable[..., Sequence[Any]]
+"""A function of (method of rljax's plugin, its arguments) that returns the answer of each worker."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +28,12 @@ class Expectation:
     """The trainer's side of the handshake.
 
     Attributes:
-      dtype: "bfloat16", "float16" or "float32": of the published weights, so of the server.
-      hf_config: the policy's ``config.json`` as a mapping.
-      max_tokens: longest prompt plus longest response the run will ask for (tokens).
-      verify: how the use of weights is verified; the server must have room for its probes.
-      head_dtype: in which the server's LM head must compute, as ``dtype``; None: any.
-      needs_routes: whether the server must report the experts of each token.
+      dtype: The dtype of the published weights and so of the server: "bfloat16", "float16" or "float32".
+      hf_config: The policy's ``config.json`` as a mapping.
+      max_tokens: The longest prompt plus response that the run will ask for (tokens).
+      verify: The settings of the verification, for whose probes the server must have room.
+      head_dtype: The dtype in which the server's LM head must compute, or None for any.
+      needs_routes: Whether the server must report the experts of each token.
     """
 
     dtype: str
@@ -35,7 +45,7 @@ class Expectation:
 
     @property
     def routes(self) -> tuple[int, int, int] | None:
-        """(layers, experts of a token, experts) of what the server must report, or None."""
+        """The (layers, experts of a token, experts) of the routes that the server must report, or None."""
         if not self.needs_routes:
             return None
         layers, k, experts = (
@@ -46,12 +56,13 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What one worker of a server was given by the last update.
+    """The weights that one worker of a server was given by the last update.
 
     Attributes:
-      tensors: the checksum of each tensor, or of the worker's part of it, as it stood loaded; None: it was not loaded.
-      seconds: that the checksums took (seconds).
-      in_place: whether only what changed was written.
+      tensors: The checksum of each tensor, or of the worker's part of it, as it stood loaded; None where a tensor was
+        not loaded.
+      seconds: The time that the checksums took (seconds).
+      in_place: Whether only the changed elements were written.
     """
 
     tensors: Mapping[str, Checksum | None]
@@ -63,76 +74,137 @@ class Backend(Wire, Protocol):
     """One kind of server: its wire, and how weights come into it.
 
     Attributes:
-      start_command: the command that starts a server, for messages.
-      logprobs_hint: what to do about one whose log-probabilities are not of the distribution that it samples from.
+      start_command: The command that starts a server, for messages.
+      logprobs_hint: The remedy where a server's log-probabilities are not of the distribution that it samples from.
     """
 
     start_command: str
     logprobs_hint: str
 
     def describe(self, client: ServerClient, url: str) -> ServerInfo:
-        """What the server says of itself; sets the client to its model's name and its route.
+        """Returns the server's description of itself, and sets the client to its model's name and its route.
 
         Raises:
-          ServerGoneError: it does not answer.
-          ValueError: it is not a server of this kind with one model, or it is paused.
+          ServerGoneError: The server does not answer.
+          ValueError: It is not a server of this kind with one model, or it is paused.
         """
 
     def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
-        """Checks that trainer and server fit together and readies the weight transfer; nothing is sampled.
+        """Checks that trainer and server fit together, and shows the server the run's weights. Nothing is sampled.
 
         Raises:
-          HandshakeError: something differs.
-          ServerGoneError: it does not answer.
+          HandshakeError: Something differs. The message has one line for each thing that does.
+          ServerGoneError: The server does not answer.
+          ReplyError: The server's answer cannot be read.
         """
 
     def prepare(self, client: ServerClient, url: str, version: WeightVersion) -> Mapping[str, Any]:
-        """Brings one version's weights to the server's machine, while the server goes on; what ``push`` then loads.
+        """Brings one version's weights to the server's machine while the server goes on, for ``push`` to load.
 
         Returns:
-          What was done there (``pull.Pulled``); {} where servers read the version where it was written.
+          The figures of the pull (``pull.Pulled``), or {} where servers read the version where it was written.
 
         Raises:
-          ServerGoneError: it does not answer, or its machine could not read the version.
+          ServerGoneError: The server does not answer, or its machine could not read the version.
         """
 
     def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
-        """Gives the server one version's weights. It is not proof that they arrived.
+        """Has the server load one version's weights. It is not proof that they arrived.
 
         Args:
-          client: of the server.
-          url: its own.
-          version: that its machine has.
-          in_flight: what becomes of the responses that it samples. No key and no value of the weights before is used
-            for a token after.
+          client: The client of the server.
+          url: The server.
+          version: The version, which the server's machine has.
+          in_flight: What becomes of the responses that the server samples. No key and no value of the old weights is
+            used for a token of the new ones.
 
         Raises:
-          ServerGoneError: it does not answer.
-          RuntimeError: it refused a step; it stays paused, because it may hold half of the weights.
+          ServerGoneError: The server does not answer.
+          RuntimeError: The server refused a step. It stays paused, because it may hold half of the weights.
         """
 
     def sleep(self, client: ServerClient, url: str) -> None:
-        """Has the server give back the memory of its devices, weights and caches, once its requests are answered.
+        """Has the server give back its devices' memory, weights and caches, once its requests are answered.
 
         Raises:
-          ServerGoneError: it does not answer.
-          RuntimeError: it refused.
+          ServerGoneError: The server does not answer.
+          RuntimeError: The server refused.
         """
 
     def wake(self, client: ServerClient, url: str) -> None:
-        """Has a server that sleeps take its memory again. It holds no weights then. Raises as :meth:`sleep`."""
+        """Has a sleeping server take its memory again. It holds no weights then. Raises as :meth:`sleep`."""
 
     def serves(self, client: ServerClient, url: str, version: WeightVersion) -> bool:
-        """Whether the server says that it holds ``version``.
-
-        Raises:
-          ServerGoneError: it does not answer.
-        """
+        """Returns whether the server says that it holds ``version``. Raises ServerGoneError if it does not answer."""
 
     def loaded(self, client: ServerClient, url: str, version: WeightVersion) -> Sequence[Loaded]:
-        """What each worker of the server holds of ``version``, by its own account.
+        """Returns what each worker of the server holds of ``version``, by its own account.
 
         Raises:
-          ServerGoneError: it does not answer.
-          VerificationError: the last update of a worker was another version.
+          ServerGoneError: The server does not answer.
+          VerificationError: The last update of a worker was another version.
         """
+
+
+def pull_version(
+    ask: AskWorkers, url: str, version: WeightVersion, timeout_s: float, *, keep_delta: bool = False
+) -> Mapping[str, Any]:
+    """Has the workers pull a version and waits for it; the common part of ``Backend.prepare``.
+
+    The workers only start the pull and are then asked how far it is, so that no request waits for it.
+
+    Args:
+      ask: The function that asks the workers.
+      url: The server, for messages.
+      version: The version to pull.
+      timeout_s: The longest that the pull may take (seconds).
+      keep_delta: Whether the workers keep what changed, to write it in place.
+
+    Returns:
+      The figures of the slowest worker's pull, or {} where the version is read where it was written.
+
+    Raises:
+      ServerGoneError: A worker could not pull the version, or not in time.
+      ReplyError: A worker's answer cannot be read.
+    """
+    if not version.source:
+        return {}
+    name, begun = version.path.name, time.monotonic()
+    ask("rljax_pull", name, *([True] if keep_delta else []))
+    while time.monotonic() - begun < timeout_s:
+        answers = ask("rljax_pulled", name)
+        try:
+            done = [worker for worker in answers if worker is not None]
+            failed = [worker["error"] for worker in done if worker["error"]]
+        except (KeyError, TypeError) as error:
+            raise ReplyError(f"{url} answered without {error}: {str(answers)[:300]}") from error
+        if failed:
+            raise ServerGoneError(f"{url} could not pull {version.tag}: {failed[0]}")
+        if len(done) == len(answers):
+            return max(done, key=lambda worker: worker["seconds"])
+        time.sleep(_POLL_S)
+    raise ServerGoneError(f"{url} did not pull {version.tag} within {timeout_s:g} s")
+
+
+def read_loaded(ask: AskWorkers, url: str, version: WeightVersion) -> Sequence[Loaded]:
+    """Asks the workers for the checksums of what they loaded; the common part of ``Backend.loaded``.
+
+    Raises:
+      VerificationError: The last update of a worker was another version.
+      ReplyError: A worker's answer cannot be read.
+    """
+    answers = ask("rljax_checksums")
+    try:
+        tags = {worker["tag"] for worker in answers}
+        if tags != {version.tag}:
+            raise VerificationError(f"{url} was last given the weights {sorted(tags)}, not {version.tag!r}")
+        return [
+            Loaded(
+                {name: sums and Checksum(*sums) for name, sums in each["tensors"].items()},
+                each["seconds"],
+                bool(each.get("in_place")),
+            )
+            for each in answers
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ReplyError(f"{url} answered without {error}: {str(answers)[:300]}") from error

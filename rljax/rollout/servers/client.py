@@ -1,76 +1,48 @@
 """HTTP to one or several servers, from an event loop on a thread of its own.
 
 The requests of a group, which have one prompt, go to one open server while it has room, so that it computes the prompt
-once; the first of a group goes to the server with the least outstanding work. Responses come back as they complete. A
-server is *paused* until its weights are verified, *open* while it may sample rollouts, and *down* from a failure until
-somebody proves it current again, at the start too; the requests of a server that is down are sent again to another, or
-wait. Servers may join and leave; one that left answers what it was asked, or its requests are sent again.
+once. The first request of a group goes to the server with the least outstanding work. Responses come back as they
+complete. The requests of a server that goes down are sent again to another one, or wait.
 
-With a router rollouts go to it, and it knows the open servers alone; everything else goes to each server itself.
+With a router rollouts go to it, and everything else goes to each server itself.
 
-A reply may be of several weight versions where new weights come while it is sampled. It is handed on once the server
-that sampled it is open with the newest of them; a part of a response that the server gave up for the new weights is
+A reply may hold several weight versions where new weights come while it is sampled. It is handed on once the server
+that sampled it is open with the newest of them. A part of a response that the server gave up for the new weights is
 kept, and the rest is asked of any server.
 
-Every exchange has a deadline, from the connection to the last byte; whoever waits for the event loop's thread looks
-whether it still runs. A wait for a server to open is the caller's to bound: :meth:`ServerClient.stream` yields to it.
+Every exchange has a deadline, from the connection to the last byte. The caller bounds the wait for a server to open:
+:meth:`ServerClient.stream` yields to it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import math
 import queue
 import random
 import threading
 import time
-from collections.abc import Coroutine, Generator, Iterable, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
-from http import HTTPStatus
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
-from rljax.errors import HandshakeError, ReplyError, ServerError, ServerGoneError, ServerRefusedError
-from rljax.rollout.servers.descriptors import room_for
-from rljax.rollout.servers.wire import Completion, Request, Wire, check_completion, continued, joined
+from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
+from rljax.rollout.servers.pool import Group, Server, ServerPool, json_object, refusal_text
+from rljax.rollout.servers.wire import Completion, Request, Wire, check_completion, join_parts, remaining_request
 from rljax.rollout.types import ClientLimits
 from rljax.weights.api_key import find_key_file, read_api_key
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-State = Literal["paused", "open", "down"]
-_TICK_S = 0.25
-_ALIVE_S = 5.0  # how often a wait looks whether the event loop still runs (seconds)
-_CLOSE_S = 10.0  # that closing connections may take (seconds)
-_ROUTER_S = 30.0  # that a router may take to add or remove a server (seconds)
-_PROBE_S = 600.0  # that a probe may take: a few tokens, and what the server compiles for them (seconds)
-
-
-@dataclass
-class _Server:
-    url: str
-    route: str
-    model: str
-    reason: str
-    state: State = "down"
-    outstanding: int = 0
-    versions: list[str] = field(default_factory=list)  # of weights that it was opened with, the newest last
-
-
-@dataclass
-class _Group:
-    """Requests of one prompt, and the server that was given the last of them."""
-
-    home: _Server | None = None
+_TICK_S = 0.25  # The time between two yields to the caller of a stream (seconds).
+_ALIVE_S = 5.0  # The time between two checks that the event loop still runs (seconds).
+_CLOSE_S = 10.0  # The longest that closing connections may take (seconds).
+_PROBE_S = 600.0  # The longest that a probe may take: a few tokens, and what the server compiles for them (seconds).
 
 
 class ServerClient:
-    """Thread-safe facade; every method blocks its caller, never the loop."""
+    """A thread-safe client of servers of one kind. Every method blocks its caller, never the event loop."""
 
     def __init__(
         self,
@@ -81,17 +53,17 @@ class ServerClient:
         api_key_file: str | None = None,
         router: str | None = None,
     ) -> None:
-        """Sends nothing yet; every server is down until it is opened. Raises the soft limit of file descriptors.
+        """Sends nothing yet. Every server is down until it is opened. Raises the soft limit of file descriptors.
 
         Args:
-          urls: of the servers, all of one kind, as ``http://host:port``; none where they join later.
-          wire: how that kind is spoken to.
-          limits: how long to wait, and how much to send.
-          api_key_file: as ``RolloutConfig.api_key_file``.
-          router: as ``RolloutConfig.router``.
+          urls: The addresses of the servers, as ``http://host:port``; empty where servers join later.
+          wire: How this kind of server is spoken to.
+          limits: How long the client waits, and how much it sends.
+          api_key_file: The file with the servers' key, as ``RolloutConfig.api_key_file``.
+          router: The URL of a router of rollouts, as ``RolloutConfig.router``.
 
         Raises:
-          ValueError: of ``urls`` one stands twice, is no URL, or holds a password; or the key file is not one.
+          ValueError: One of ``urls`` stands twice, is no URL or holds a password, or the key file cannot be used.
         """
         key_file = find_key_file(api_key_file)
         headers = {} if key_file is None else {"Authorization": f"Bearer {read_api_key(key_file)}"}
@@ -101,14 +73,11 @@ class ServerClient:
             raise ValueError(f"urls must be distinct, got {list(urls)}")
         self.limits = limits or ClientLimits()
         self._wire, self._router = wire, router and router.rstrip("/")
-        self._servers: dict[str, _Server] = {}
-        self._most = self.limits.max_outstanding  # requests at one server
-        self._take(url.rstrip("/") for url in urls)
-        self._losses = 0
+        self._pool = ServerPool(wire, self.limits.max_outstanding, self._exchange, self._router)
+        self._pool.take(url.rstrip("/") for url in urls)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-server-client", daemon=True)
         self._thread.start()
-        self._changed, self._telling = asyncio.Condition(), asyncio.Lock()
         self._http = httpx.AsyncClient(
             # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500,
             # and a response takes so long that opening a connection costs nothing beside it.
@@ -119,138 +88,99 @@ class ServerClient:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The servers, in the order given."""
-        return tuple(self._servers)
+        """The servers, in the order in which they were given."""
+        return self._pool.urls
 
     @property
     def has_router(self) -> bool:
-        """Whether rollouts go through a router, so that nobody sees which server is gone."""
+        """Whether rollouts go through a router, so that a failed rollout does not show which server is gone."""
         return self._router is not None
-
-    def set_urls(self, urls: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Takes in the servers of ``urls`` that are new, down as yet, and leaves those that are not among them.
-
-        Returns:
-          The URLs that joined, and those that left.
-        """
-
-        async def take() -> None:
-            async with self._changed:
-                self._take(urls)
-                self._changed.notify_all()
-
-        before = self.urls
-        if set(before) != set(urls):
-            self._await(take())
-            self._await(self._tell_router())
-        return [url for url in urls if url not in before], [url for url in before if url not in urls]
-
-    def _take(self, urls: Iterable[str]) -> None:
-        def made(url: str) -> _Server:
-            reason = f"{url}: /health does not answer 200"
-            return _Server(url, self._wire.routes[0], self._wire.model, reason=reason)
-
-        self._servers = {url: self._servers.get(url) or made(url) for url in urls}
-        count = max(1, len(self._servers))
-        most = max(1, room_for(count * self.limits.max_outstanding) // count)
-        if most < min(self._most, self.limits.max_outstanding):
-            log.warning(
-                "at most %d requests at a time go to each server, not %d: the hard limit of file descriptors "
-                "(ulimit -Hn) allows no more",
-                most,
-                self.limits.max_outstanding,
-            )
-        self._most = most
-
-    def _server(self, url: str) -> _Server:
-        try:
-            return self._servers[url]
-        except KeyError:
-            raise ServerGoneError(f"{url} is no server of this run any more") from None
 
     @property
     def losses(self) -> int:
         """How many times a server went down so far."""
-        return self._losses
+        return self._pool.losses
+
+    def down(self) -> dict[str, str]:
+        """Returns each server that is down, and the reason."""
+        return {server.url: server.reason for server in self._pool.all_in("down")}
+
+    def opened(self) -> list[str]:
+        """Returns the servers that rollouts may go to."""
+        return [server.url for server in self._pool.all_in("open")]
+
+    def set_urls(self, urls: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Takes in the servers of ``urls`` that are new, which are down as yet, and drops those that are not listed.
+
+        Returns:
+          The URLs that joined, and those that left.
+        """
+        before = self.urls
+        if set(before) != set(urls):
+            self._await(self._pool.replace(urls))
+        return [url for url in urls if url not in before], [url for url in before if url not in urls]
+
+    def pause(self, url: str) -> None:
+        """Sends no further rollout to ``url`` until :meth:`open`. Those under way go on."""
+        self._await(self._pool.set_state(self._pool.get(url), "paused"))
+
+    def open(self, url: str, version: str | None) -> None:
+        """Admits rollouts to ``url``; a reply that another weight ``version`` sampled marks it down (None: any may).
+
+        A reply may also name the versions that the server was opened with since the request was sent. A reply that
+        names no version is handed on.
+        """
+        server = self._pool.get(url)
+        if version is not None and server.versions[-1:] != [version]:
+            server.versions.append(version)
+        self._await(self._pool.set_state(server, "open"))
+
+    def mark_down(self, url: str, reason: str) -> None:
+        """Sends no further rollout to ``url`` until it is opened again."""
+        self._await(self._pool.set_state(self._pool.get(url), "down", reason))
+
+    def set_route(self, url: str, route: str) -> None:
+        """Sets the path that samples at ``url``."""
+        self._pool.get(url).route = route
+
+    def set_model(self, url: str, model: str) -> None:
+        """Sets the name that the server at ``url`` gives its model; servers that rljax starts use ``wire.model``."""
+        self._pool.get(url).model = model
 
     def call(self, url: str, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
-        """One request of the control plane, not retried; ``content`` is ``params`` and ``json`` as httpx takes them.
+        """Sends one request of the control plane, which is not tried again, and returns the reply's JSON object.
+
+        Args:
+          url: The server.
+          method: The HTTP method.
+          path: The path of the endpoint.
+          timeout_s: The longest wait for the whole reply (seconds).
+          **content: ``params`` and ``json`` as httpx takes them.
 
         Raises:
-          ServerGoneError: no answer, or 5xx from a server that is not healthy any more.
-          ServerRefusedError: any other status but 200; the message holds the server's.
+          ServerGoneError: No answer, or status 5xx from a server that is not healthy any more.
+          ServerRefusedError: Any other status but 200. The message holds the server's.
         """
-        return self._await(self._call(self._server(url).url, method, path, timeout_s, **content))
+        reply = self._await(self._exchange(self._pool.get(url).url, method, path, timeout_s, **content))
+        return json_object(reply) if reply.content and path != "/health" else {}
 
     def answers(self, url: str) -> bool:
-        """Whether ``/health`` answers 200 within 5 seconds."""
+        """Returns whether ``/health`` answers 200 within 5 seconds."""
         try:
             self.call(url, "GET", "/health", timeout_s=5.0)
         except ServerGoneError:
             return False
         return True
 
-    def set_route(self, url: str, route: str) -> None:
-        """Which endpoint samples at ``url``."""
-        self._server(url).route = route
-
-    def find_route(self, url: str) -> None:
-        """Sets the endpoint that samples at ``url``, the first that is there; nothing is sampled.
-
-        Raises:
-          HandshakeError: none is there. Otherwise as :meth:`call`.
-        """
-        for route in self._wire.routes:
-            self.set_route(url, route)
-            try:
-                self.call(url, "GET", route)
-                return
-            except ServerRefusedError as error:
-                if error.status == HTTPStatus.METHOD_NOT_ALLOWED:  # it is there, and takes POST alone
-                    return
-                if error.status != HTTPStatus.NOT_FOUND:
-                    raise
-        raise HandshakeError(f"{url}: not there: {', '.join(self._wire.routes)}")
-
-    def set_model(self, url: str, model: str) -> None:
-        """What the server at ``url`` calls its model; those that rljax starts call it ``wire.model``."""
-        self._server(url).model = model
-
     def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
-        """Samples from one server, in whatever state; for probes. Raises as :meth:`call`."""
-        sampled = [self._start(self._probe(self._server(url), request)) for request in requests]
+        """Samples from one server, in whatever state it is. This is for probes. Raises as :meth:`call`."""
+        server = self._pool.get(url)
+        sampled = [self._start(self._probe(server, request)) for request in requests]
         try:
             return [self._result(future) for future in sampled]
         finally:
             for future in sampled:
                 future.cancel()
-
-    def pause(self, url: str) -> None:
-        """Sends no further rollout to ``url`` until :meth:`open`; those under way go on."""
-        self._await(self._set(self._server(url), "paused"))
-
-    def open(self, url: str, version: str | None) -> None:
-        """Admits rollouts to ``url``; a reply sampled under another weight ``version`` marks it down (None: under any).
-
-        A reply may be of the versions before, too, that the server was opened with since it was asked for. One that
-        does not name its version is handed on.
-        """
-        server = self._server(url)
-        if version is not None and server.versions[-1:] != [version]:
-            server.versions.append(version)
-        self._await(self._set(server, "open"))
-
-    def mark_down(self, url: str, reason: str) -> None:
-        """Sends no further rollout to ``url`` until it is opened again."""
-        self._await(self._set(self._server(url), "down", reason))
-
-    def down(self) -> dict[str, str]:
-        """Each server that is down, and why."""
-        return {s.url: s.reason for s in self._servers.values() if s.state == "down"}
-
-    def opened(self) -> list[str]:
-        """The servers that rollouts may go to."""
-        return [s.url for s in self._servers.values() if s.state == "open"]
 
     def stream(
         self,
@@ -266,16 +196,16 @@ class ServerClient:
         iterator gives up what has not completed.
 
         Args:
-          requests: what to sample; each is answered once.
-          vocab_size: token ids of a reply are below it; None: not known.
-          group_size: so many of ``requests``, one after the other, have one prompt.
+          requests: The responses to sample. Each is answered once.
+          vocab_size: The number that token ids of a reply are below, or None where it is not known.
+          group_size: The number of consecutive ``requests`` that have one prompt.
           metrics: The mapping in which ``rollout/requests`` and ``rollout/retries`` are counted up meanwhile, or None.
 
         Raises:
-          ServerError: a response failed ``max_attempts`` times, or was refused; one line, with the server's URL.
+          ServerError: A response failed ``max_attempts`` times, or was refused. The message is one line with the URL.
         """
         completed: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
-        groups = [_Group() for _ in range(0, len(requests), group_size)]
+        groups = [Group() for _ in range(0, len(requests), group_size)]
         metrics = {} if metrics is None else metrics
         for name in ("rollout/requests", "rollout/retries"):
             metrics.setdefault(name, 0.0)
@@ -304,7 +234,7 @@ class ServerClient:
                 future.cancel()
 
     def close(self) -> None:
-        """Closes connections and ends the thread; may be called twice."""
+        """Closes connections and ends the thread. It may be called twice."""
         if self._loop.is_closed():
             return
 
@@ -332,7 +262,7 @@ class ServerClient:
         return self._result(self._start(work))
 
     def _result(self, future: Future[T]) -> T:
-        """The result of work that ends by itself, as long as the event loop runs."""
+        """Returns the result of work that ends by itself, as long as the event loop runs."""
         while not wait([future], timeout=_ALIVE_S).done:
             self._check_loop()
         return future.result()
@@ -341,15 +271,91 @@ class ServerClient:
         if not self._thread.is_alive():
             raise ServerError("the event loop of the HTTP client has ended")
 
-    async def _call(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> dict[str, Any]:
-        reply = await self._exchange(url, method, path, timeout_s, **content)
-        return _object(reply) if reply.content and path != "/health" else {}
+    async def _complete(
+        self, index: int, request: Request, vocab_size: int | None, group: Group, metrics: dict[str, float]
+    ) -> Completion:
+        """Returns the completion of request ``index``, which is one of ``group``.
+
+        Raises:
+          ServerError: The request is refused, all attempts have failed, or something unforeseen went wrong.
+        """
+        failure, failures = "", 0
+        parts: list[Completion] = []
+        while failures < self.limits.max_attempts:
+            if failure:
+                metrics["rollout/retries"] += 1
+                await self._back_off(failures)
+            server = await self._pool.acquire(group)
+            metrics["rollout/requests"] += 1
+            try:
+                parts.append(await self._rollout(server, remaining_request(request, parts), vocab_size))
+                if parts[-1].finish_reason != "abort":
+                    return join_parts(parts)
+                failure = ""
+                continue
+            except ServerGoneError as error:
+                failure = str(error)
+                for each in self._pool.servers if self._router else (server,):
+                    await self._pool.set_state(each, "down", failure)
+            except ReplyError as error:
+                failure = str(error)
+            except ServerRefusedError as error:
+                if not _may_pass(error):
+                    raise
+                failure = str(error)
+            except Exception as error:
+                said = " ".join(f"{type(error).__name__} {error}".split())
+                raise ServerError(f"response {index} from {self._router or server.url} failed: {said}") from error
+            finally:
+                await self._pool.release(server)
+            failures += 1
+        raise ServerError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}")
+
+    async def _rollout(self, server: Server, request: Request, vocab_size: int | None) -> Completion:
+        """Returns a completion that may be trained on, or a part of one where new weights came meanwhile."""
+        url, first = self._router or server.url, max(0, len(server.versions) - 1)
+        completion = await self._sample(server, request, self.limits.request_timeout_s, url)
+        is_updated = server.state == "paused" or len(server.versions) - 1 > first
+        check_completion(url, completion, request, vocab_size, may_be_part=is_updated)
+        tags = [tag for tag, _, _ in completion.spans or ()]
+
+        def foreign() -> set[str]:
+            return set(tags).difference(server.versions[first:]) if server.versions else set()
+
+        await self._pool.wait_for(lambda: not foreign() or server.state != "paused" or not self._pool.has(server))
+        if others := foreign():
+            said = f"{url} samples from weights {min(others)!r}, not from {server.versions[-1]!r}"
+            raise ReplyError(said) if self._router else ServerGoneError(said)
+        return completion
+
+    async def _probe(self, server: Server, request: Request) -> Completion:
+        """Returns a completion of ``server``, and asks again where the reply is none or a failure may pass."""
+        timeout_s = min(_PROBE_S, self.limits.request_timeout_s)
+        for attempt in range(1, self.limits.max_attempts):
+            try:
+                return await self._sample(server, request, timeout_s, server.url)
+            except ReplyError:
+                pass
+            except ServerRefusedError as error:
+                if not _may_pass(error):
+                    raise
+            await self._back_off(attempt)
+        return await self._sample(server, request, timeout_s, server.url)
+
+    async def _sample(self, server: Server, request: Request, timeout_s: float, url: str) -> Completion:
+        """Returns one completion by way of ``url``. Raises ServerGoneError, ServerRefusedError or ReplyError."""
+        body = self._wire.body(server.route, request, server.model)
+        reply = await self._exchange(url, "POST", server.route, timeout_s, json=body)
+        try:
+            return self._wire.completion(server.route, reply.content, request)
+        except ReplyError as error:
+            raise ReplyError(f"{url}{error}") from error
 
     async def _exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
-        """An answer of status 200. Raises as :meth:`call`."""
+        """Returns a reply of status 200. Raises as :meth:`call`."""
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self.limits.connect_timeout_s), pool=None)
         try:
-            # httpx's timeouts are of each read: a server that sends a byte now and then never exceeds them.
+            # httpx's timeouts bound each read: a server that sends a byte now and then never exceeds them.
             async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
                 reply = await self._http.request(method, url + path, timeout=timeout, **content)
         except (httpx.TransportError, TimeoutError) as error:
@@ -361,167 +367,21 @@ class ServerClient:
         if reply.status_code == 200:
             return reply
         if path == "/health":
-            raise ServerGoneError(f"{url} is not healthy: {_reason(reply)}")
+            raise ServerGoneError(f"{url} is not healthy: {refusal_text(reply)}")
         if reply.status_code >= 500:
-            await self._call(url, "GET", "/health", 10.0)  # raises where the server is gone
+            await self._exchange(url, "GET", "/health", 10.0)  # raises where the server is gone
         hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
         wanted = hint if reply.status_code == 401 else ""
-        raise ServerRefusedError(f"{url}{path} answered {_reason(reply)}{wanted}", reply.status_code)
-
-    async def _sample(self, server: _Server, request: Request, timeout_s: float, through: str = "") -> Completion:
-        """One completion. Raises ServerGoneError, ServerRefusedError or ReplyError."""
-        body, url = self._wire.body(server.route, request, server.model), through or server.url
-        reply = await self._exchange(url, "POST", server.route, timeout_s, json=body)
-        try:
-            return self._wire.completion(server.route, reply.content, request)
-        except ReplyError as error:
-            raise ReplyError(f"{url}{error}") from error
-
-    async def _probe(self, server: _Server, request: Request) -> Completion:
-        """As :meth:`_sample`; what is no completion, or fails by itself, is asked for again."""
-        timeout_s = min(_PROBE_S, self.limits.request_timeout_s)
-        for attempt in range(1, self.limits.max_attempts):
-            try:
-                return await self._sample(server, request, timeout_s)
-            except ReplyError:
-                pass
-            except ServerRefusedError as error:
-                if not _may_pass(error):
-                    raise
-            await self._back_off(attempt)
-        return await self._sample(server, request, timeout_s)
-
-    async def _rollout(self, server: _Server, request: Request, vocab_size: int | None) -> Completion:
-        """As :meth:`_sample`, and what it gave may be trained on; a part of it where new weights came meanwhile."""
-        url, first = self._router or server.url, max(0, len(server.versions) - 1)
-        completion = await self._sample(server, request, self.limits.request_timeout_s, url)
-        is_updated = server.state == "paused" or len(server.versions) - 1 > first
-        check_completion(url, completion, request, vocab_size, may_be_part=is_updated)
-        tags = [tag for tag, _, _ in completion.spans or ()]
-
-        def foreign() -> set[str]:
-            return set(tags).difference(server.versions[first:]) if server.versions else set()
-
-        def is_settled() -> bool:
-            return not foreign() or server.state != "paused" or self._servers.get(server.url) is not server
-
-        async with self._changed:
-            await self._changed.wait_for(is_settled)
-        if others := foreign():
-            said = f"{url} samples from weights {min(others)!r}, not from {server.versions[-1]!r}"
-            raise ReplyError(said) if self._router else ServerGoneError(said)
-        return completion
-
-    async def _complete(
-        self, index: int, request: Request, vocab_size: int | None, group: _Group, metrics: dict[str, float]
-    ) -> Completion:
-        """The completion of request ``index``, which is one of ``group``.
-
-        Raises:
-          ServerError: it is refused, all attempts have failed, or something went wrong that nobody thought of.
-        """
-        failure, failures = "", 0
-        parts: list[Completion] = []
-        while failures < self.limits.max_attempts:
-            if failure:
-                metrics["rollout/retries"] += 1
-                await self._back_off(failures)
-            server = await self._acquire(group)
-            metrics["rollout/requests"] += 1
-            try:
-                parts.append(await self._rollout(server, continued(request, parts), vocab_size))
-                if parts[-1].finish_reason != "abort":
-                    return joined(parts)
-                failure = ""
-                continue
-            except ServerGoneError as error:
-                failure = str(error)
-                for each in self._servers.values() if self._router else (server,):
-                    await self._set(each, "down", failure)
-            except ReplyError as error:
-                failure = str(error)
-            except ServerRefusedError as error:
-                if not _may_pass(error):
-                    raise
-                failure = str(error)
-            except Exception as error:
-                said = " ".join(f"{type(error).__name__} {error}".split())
-                raise ServerError(f"response {index} from {self._router or server.url} failed: {said}") from error
-            finally:
-                await self._release(server)
-            failures += 1
-        raise ServerError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}")
+        raise ServerRefusedError(f"{url}{path} answered {refusal_text(reply)}{wanted}", reply.status_code)
 
     async def _back_off(self, attempt: int) -> None:
         """Waits before retry number ``attempt``, which is at least 1."""
         longest = min(self.limits.max_backoff_s, self.limits.backoff_s * 2.0 ** (attempt - 1))
         await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # so that retries do not come in step
 
-    def _idlest(self) -> _Server | None:
-        """The open server with the least outstanding work that has room."""
-        open_servers = [server for server in self._servers.values() if server.state == "open"]
-        idlest = min(open_servers, key=lambda server: server.outstanding, default=None)
-        return idlest if idlest and idlest.outstanding < self._most else None
-
-    def _next(self, group: _Group) -> _Server | None:
-        """The server that takes another request of ``group``: the last one if it is open and has room."""
-        home = group.home
-        known = home is not None and self._servers.get(home.url) is home
-        if home is not None and known and home.state == "open" and home.outstanding < self._most:
-            return home
-        return self._idlest()
-
-    async def _acquire(self, group: _Group) -> _Server:
-        async with self._changed:
-            server = await self._changed.wait_for(lambda: self._next(group))
-            assert server is not None
-            group.home = server
-            server.outstanding += 1
-            return server
-
-    async def _release(self, server: _Server) -> None:
-        async with self._changed:
-            server.outstanding -= 1
-            self._changed.notify()
-
-    async def _set(self, server: _Server, state: State, reason: str = "") -> None:
-        if state == "open":
-            await self._tell_router(server)
-        changed = state != server.state
-        async with self._changed:
-            if state == "down" != server.state:
-                log.warning("a %s server is down: %s", self._wire.name, reason)
-                self._losses += 1
-            server.state, server.reason = state, reason
-            self._changed.notify_all()
-        if changed and state != "open":
-            await self._tell_router()
-
-    async def _tell_router(self, more: _Server | None = None) -> None:
-        """Has the router know the open servers and ``more``, and no others, whoever told it of them.
-
-        Raises:
-          ServerGoneError: it does not take ``more``. Without ``more`` a router that is gone sends nothing anywhere.
-        """
-        if self._router is None:
-            return
-        async with self._telling:
-            try:
-                wanted = {server.url for server in self._servers.values() if server.state == "open"}
-                wanted |= {more.url} if more else set()
-                known = set((await self._call(self._router, "GET", "/list_workers", _ROUTER_S)).get("urls", ()))
-                changes = [("/remove_worker", url) for url in known - wanted]
-                changes += [("/add_worker", url) for url in wanted - known]
-                for path, url in changes:
-                    await self._exchange(self._router, "POST", path, _ROUTER_S, params={"url": url})
-            except ServerError as error:
-                if more is not None:
-                    raise ServerGoneError(f"the router does not take {more.url}: {error}") from error
-                log.warning("the router cannot be told which servers are open: %s", error)
-
 
 def check_url(url: str) -> None:
-    """Raises ValueError unless ``url`` is a server's, and fit to be logged."""
+    """Raises ValueError unless ``url`` is the address of a server and can be logged."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -533,22 +393,5 @@ def check_url(url: str) -> None:
 
 
 def _may_pass(refusal: ServerRefusedError) -> bool:
-    """Whether the same request may be answered later."""
+    """Returns whether the same request may be answered later."""
     return refusal.status >= 500 or refusal.status in (408, 429)
-
-
-def _object(reply: httpx.Response) -> dict[str, Any]:
-    try:
-        value = reply.json()
-    except (ValueError, RecursionError) as error:
-        raise ReplyError(f"{reply.url} answered no JSON: {reply.text[:200]!r}") from error
-    return value if isinstance(value, dict) else {"value": value}
-
-
-def _reason(reply: httpx.Response) -> str:
-    """Status and the server's own words, in one line."""
-    text = reply.text
-    with contextlib.suppress(ValueError, AttributeError):
-        error = reply.json().get("error", text)
-        text = error.get("message", text) if isinstance(error, dict) else str(error)
-    return f"{reply.status_code}: {' '.join(text.split())[:500]}"

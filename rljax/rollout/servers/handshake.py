@@ -1,8 +1,9 @@
-"""What the handshake with any kind of server asks and compares."""
+"""The questions and comparisons that the handshake with every kind of server shares."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -16,28 +17,62 @@ from rljax.weights.directory import PROTOCOL, WeightDirectory
 
 
 def ask(client: ServerClient, url: str, method: str, path: str, refusal: str, json: Any = None) -> dict[str, Any]:
-    """The reply; a refusal is a HandshakeError that begins with what it means.
+    """Returns the reply of a server.
+
+    Args:
+      client: The client of the server.
+      url: The server.
+      method: The HTTP method.
+      path: The path of the endpoint.
+      refusal: What it means if the server refuses, for the message.
+      json: The body of the request.
 
     Raises:
-      HandshakeError: the server refuses.
-      ServerGoneError: it does not answer.
+      HandshakeError: The server refuses.
+      ServerGoneError: The server does not answer.
     """
     try:
         return client.call(url, method, path, json=json)
     except ServerRefusedError as error:
-        raise HandshakeError(str(error) if error.status == 401 else f"{url}: {refusal} ({error})") from error
+        raise refused(url, refusal, error) from error
 
 
-def optional(client: ServerClient, url: str, method: str, path: str, **content: Any) -> dict[str, Any]:
-    """The reply of an endpoint that a server may lack; empty when it does."""
+def refused(url: str, refusal: str, error: ServerRefusedError) -> HandshakeError:
+    """Returns the error of a handshake in which the server refused something, which meant ``refusal``."""
+    return HandshakeError(str(error) if error.status == HTTPStatus.UNAUTHORIZED else f"{url}: {refusal} ({error})")
+
+
+def ask_if_there(client: ServerClient, url: str, method: str, path: str, **content: Any) -> dict[str, Any]:
+    """Returns the reply of an endpoint that a server may lack, and {} where it does."""
     try:
         return client.call(url, method, path, **content)
     except ServerRefusedError:
         return {}
 
 
+def find_route(client: ServerClient, url: str, routes: Sequence[str]) -> None:
+    """Sets the path that samples at ``url`` to the first of ``routes`` that the server has. Nothing is sampled.
+
+    Raises:
+      HandshakeError: The server has none of the paths.
+      ServerGoneError: The server does not answer.
+      ServerRefusedError: The server refuses a path for another reason than that it is not there.
+    """
+    for route in routes:
+        client.set_route(url, route)
+        try:
+            client.call(url, "GET", route)
+            return
+        except ServerRefusedError as error:
+            if error.status == HTTPStatus.METHOD_NOT_ALLOWED:  # it is there, and takes POST alone
+                return
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
+    raise HandshakeError(f"{url}: not there: {', '.join(routes)}")
+
+
 def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo:
-    """What the plugin of this kind of server says, as far as there is one."""
+    """Returns the server's description from the answer of rljax's plugin, which is {} where there is no plugin."""
     return ServerInfo(
         url=url,
         version=str(described.get(kind, "")),
@@ -49,13 +84,13 @@ def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo
 
 
 def check_protocol(url: str, described: Mapping[str, Any]) -> None:
-    """Raises HandshakeError where plugin and trainer are of versions that do not fit."""
+    """Raises HandshakeError where plugin and trainer are of versions that do not fit together."""
     if described.get("protocol") != PROTOCOL:
         raise HandshakeError(f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}")
 
 
 def weights_probe(files: WeightDirectory) -> tuple[dict[str, Any], str]:
-    """What shows a plugin where the run's weights will be, and what a refusal of it means."""
+    """Returns what shows a plugin where the run's weights will be, and what a refusal of it means."""
     path, text = files.probe()
     unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
     if files.source:
@@ -64,12 +99,18 @@ def weights_probe(files: WeightDirectory) -> tuple[dict[str, Any], str]:
 
 
 def dtype_differences(described: Mapping[str, Any], expected: Expectation, head_option: str) -> list[str]:
-    """One line for each dtype that differs, and for quantized weights; ``head_option``: the server's for its head."""
+    """Returns one line for each dtype that differs, and one for quantized weights.
+
+    Args:
+      described: The answer of the plugin.
+      expected: The trainer's side.
+      head_option: The server's own option for the dtype of its LM head.
+    """
     lines = []
     if described["dtype"] != expected.dtype:
         lines.append(f"the dtype is {described['dtype']}, expected {expected.dtype} (rollout.dtype)")
     head = described.get("head_dtype", described["dtype"])
-    both_plain = (head, expected.head_dtype) == (described["dtype"], expected.dtype)  # what differs was said above
+    both_plain = (head, expected.head_dtype) == (described["dtype"], expected.dtype)  # the line above says it
     if expected.head_dtype not in (None, head) and not both_plain:
         option = "with" if expected.head_dtype == "float32" else "without"
         lines.append(
@@ -82,7 +123,7 @@ def dtype_differences(described: Mapping[str, Any], expected: Expectation, head_
 
 
 def shape_differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
-    """One line for each size in which the models differ."""
+    """Returns one line for each size in which the models differ."""
     sizes = ((key, theirs, expected.hf_config.get(key)) for key, theirs in described["shape"].items())
     return [
         f"{key} is {theirs}, expected {wanted} (another model)"
@@ -92,7 +133,7 @@ def shape_differences(described: Mapping[str, Any], expected: Expectation) -> li
 
 
 def length_differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
-    """A line where the server has no room for the run's longest sequence, or for a probe of the verification."""
+    """Returns a line where the server has no room for the run's longest sequence, or for a probe."""
     probe = probe_length(described["block_size"]) + expected.verify.tokens
     longest = max(expected.max_tokens, probe)
     if described["max_model_len"] >= longest:
@@ -102,15 +143,15 @@ def length_differences(described: Mapping[str, Any], expected: Expectation) -> l
 
 
 def check_logprobs(client: ServerClient, info: ServerInfo, hint: str) -> None:
-    """Log-probabilities are those of the distribution sampled from: halving the temperature doubles their gaps.
+    """Checks that log-probabilities are of the distribution sampled from: half the temperature doubles their gaps.
 
     Args:
-      client: to ask with.
-      info: of the server; its vocabulary is known.
-      hint: what to do about others.
+      client: The client of the server.
+      info: The description of the server, whose vocabulary is known.
+      hint: The remedy for other log-probabilities.
 
     Raises:
-      HandshakeError: they are not, or they are not finite.
+      HandshakeError: They are of another distribution, or not finite.
     """
     assert info.vocab_size is not None
     ratio = sharpening(client, info.url, info.vocab_size, 0.5)

@@ -1,4 +1,4 @@
-"""Servers as they stand: whatever model they were started with, nothing published, nothing verified."""
+"""Servers with the model that they were started with: nothing is published to them, and nothing is verified."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ import numpy as np
 from rljax.errors import ReplyError, ServerGoneError
 from rljax.rollout.engine import Samples
 from rljax.rollout.servers.backend import Backend
-from rljax.rollout.servers.base import ServedBase, shortest
+from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.verify import sharpening
-from rljax.rollout.servers.wire import Completion, Request, check_completion, check_prompts, make_requests
-from rljax.rollout.types import ClientLimits, Response, SamplingParams
+from rljax.rollout.servers.wire import (
+    Completion,
+    Request,
+    check_completion,
+    check_prompts,
+    make_requests,
+    shortest,
+)
+from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 
-_FITS = 0.25  # of |log temperature|: how far a probe may be from what it is taken for
+_FITS = 0.25  # The largest distance of a probe from what it is taken for, as a share of |log temperature|.
 
 
-class ServedModel(ServedBase):
-    """RolloutEngine over servers that already hold the policy; ``publish`` is refused. It also scores given tokens."""
+class ServedModel:
+    """RolloutEngine over servers that already hold the policy. ``publish`` is refused. It also scores given tokens.
+
+    Attributes:
+      info: The description of the server that takes the shortest sequences.
+    """
 
     def __init__(
         self,
@@ -30,20 +41,24 @@ class ServedModel(ServedBase):
         limits: ClientLimits | None = None,
         api_key_file: str | None = None,
     ) -> None:
-        """Asks each server what it is.
+        """Asks each server for its description.
 
         Args:
-          urls: one or several servers of one model, as ``http://host:port``.
-          backend: of their kind.
-          wait_s: longest to wait while no server answers (seconds).
-          limits: of the client.
-          api_key_file: as ``RolloutConfig.api_key_file``.
+          urls: The addresses of one or several servers of one model, as ``http://host:port``.
+          backend: The kind of the servers.
+          wait_s: The longest wait while no server answers (seconds).
+          limits: The limits of the client.
+          api_key_file: The file with the servers' key, as ``RolloutConfig.api_key_file``.
 
         Raises:
-          ServerError: a server does not answer.
-          ValueError: a server serves another number of models than one, is paused, or holds another model.
+          ServerError: A server does not answer.
+          ValueError: A server serves another number of models than one, is paused, or holds another model.
         """
-        super().__init__(urls, backend, limits, wait_s=wait_s, api_key_file=api_key_file)
+        config = RolloutConfig(
+            urls=tuple(urls), server_wait_s=wait_s, limits=limits or ClientLimits(), api_key_file=api_key_file
+        )
+        self._fleet = Fleet(config, backend, Admission(self._describe, self._open, self._refuse, self._check))
+        self._client = self._fleet.client
         try:
             infos = [backend.describe(self._client, url) for url in self._client.urls]
             models = list(dict.fromkeys(info.root or info.model for info in infos))
@@ -54,42 +69,33 @@ class ServedModel(ServedBase):
             raise
         self.info = shortest(infos)
         for url in self._client.urls:
-            self._admit(url, None)
+            self._client.open(url, version=None)
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int, at_once: int | None = None
     ) -> Samples:
-        """See RolloutEngine; ``at_once`` requests are sent at a time, None: all.
+        """Samples ``n`` responses to each prompt; ``at_once`` requests are sent at a time, all where it is None.
 
         Raises:
-          ServerError: no server answers for ``wait_s``, or one gives logits.
+          ServerError: No server answers for ``wait_s``, or one returns logits.
         """
         check_prompts(prompts, sampling.max_response_tokens, self.info)
         metrics: dict[str, float] = {}
         return Samples(self._responses(make_requests(prompts, n, sampling, seed), n, at_once, metrics), metrics)
 
-    def _responses(
-        self, requests: Sequence[Request], n: int, at_once: int | None, metrics: dict[str, float]
-    ) -> Iterator[Response]:
-        size = at_once or len(requests)
-        for start in range(0, len(requests), size):
-            for place, reply in self._sample(requests[start : start + size], self.info.vocab_size, n, metrics):
-                i, j = divmod(start + place, n)
-                yield Response(i, j, reply.token_ids, reply.logprobs, reply.finish_reason == "length", ())
-
     def score(self, sequences: Sequence[np.ndarray], *, at_once: int) -> Iterator[np.ndarray]:
-        """Log-probabilities at temperature 1 of given tokens, by one server, which is not waited for.
+        """Yields the log-probabilities at temperature 1 of given tokens, by one server, which is not waited for.
 
         Args:
-          sequences: int32 [t] token ids of each.
-          at_once: sequences sent at a time.
+          sequences: The token ids of each sequence, int32 [t].
+          at_once: The number of sequences that are sent at a time.
 
         Yields:
-          Float32 [t] for each in order, NaN at position 0.
+          The log-probabilities of each sequence in order, float32 [t], NaN at position 0.
 
         Raises:
-          ServerError: the server does not answer, or not with these log-probabilities.
-          ValueError: a sequence that the server does not take.
+          ServerError: The server does not answer, or not with these log-probabilities.
+          ValueError: The server does not take a sequence.
         """
         check_prompts(sequences, 1, self.info)
         for start in range(0, len(sequences), at_once):
@@ -100,18 +106,19 @@ class ServedModel(ServedBase):
                 yield self._logprobs_of(request.prompt, reply)
 
     def top_logprobs(self, sequence: np.ndarray, count: int) -> list[dict[int, float]]:
-        """Log-probabilities at temperature 1 of the likeliest tokens at each place of a sequence, by one server.
+        """Returns the log-probabilities at temperature 1 of the likeliest tokens at each place, by one server.
 
         Args:
-          sequence: int32 [t] token ids.
-          count: how many are asked for, at most as many as the server says that the vocabulary has: vLLM's engine
-            ends when it is asked for more. The token that stands there is among those reported, too.
+          sequence: The token ids, int32 [t].
+          count: The number of likeliest tokens. It is bounded by the vocabulary, as far as the server says how large
+            that is: vLLM's engine ends when it is asked for more. The token of the sequence is reported, too.
 
         Returns:
-          Token id -> log-probability at each place; nothing at place 0.
+          A mapping of token id to log-probability for each place, which is empty at place 0.
 
         Raises:
-          As ``score``.
+          ServerError: The server does not answer, or not with these log-probabilities.
+          ValueError: The server does not take the sequence.
         """
         check_prompts([sequence], 1, self.info)
         count = min(count, self.info.vocab_size or count)
@@ -119,20 +126,12 @@ class ServedModel(ServedBase):
         self._logprobs_of(sequence, reply)
         return [dict(top) for top in reply.prompt_logprobs]
 
-    def _scored(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """One server's replies to these requests, each checked."""
-        for request, reply in zip(requests, self._client.sample(self.info.url, requests), strict=True):
-            if reply.finish_reason not in ("stop", "length"):
-                raise ServerGoneError(f"{self.info.url} ended a response with {reply.finish_reason!r}")
-            check_completion(self.info.url, reply, request, self.info.vocab_size)
-            yield reply
-
     def logprobs_temperature(self, temperature: float) -> float | None:
-        """Of which temperature the log-probabilities are that come with responses sampled at ``temperature``.
+        """Finds the temperature of the log-probabilities that come with responses sampled at ``temperature``.
 
         Returns:
           ``temperature`` when they are of the distribution sampled from, 1 when they are of the one before the
-          temperature, None when neither fits.
+          temperature, and None when neither fits.
         """
         if temperature == 1.0:
             return 1.0
@@ -147,14 +146,54 @@ class ServedModel(ServedBase):
         self.publish(params, policy_version)
 
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
-        """Raises RuntimeError: these servers keep the model they have."""
+        """Raises RuntimeError: these servers keep the model that they have."""
         raise RuntimeError("weights cannot be published to a served model")
 
+    def close(self) -> None:
+        """Closes the client. The servers keep running."""
+        self._fleet.close()
+
+    def _responses(
+        self, requests: Sequence[Request], n: int, at_once: int | None, metrics: dict[str, float]
+    ) -> Iterator[Response]:
+        size = at_once or len(requests)
+        for start in range(0, len(requests), size):
+            with self._fleet.stream(requests[start : start + size], self.info.vocab_size, n, metrics) as stream:
+                for item in stream:
+                    if item is None:
+                        self._fleet.tend()
+                        continue
+                    i, j = divmod(start + item[0], n)
+                    reply = item[1]
+                    yield Response(i, j, reply.token_ids, reply.logprobs, reply.finish_reason == "length", ())
+
+    def _scored(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Yields one server's replies to these requests, each checked."""
+        for request, reply in zip(requests, self._client.sample(self.info.url, requests), strict=True):
+            if reply.finish_reason not in ("stop", "length"):
+                raise ServerGoneError(f"{self.info.url} ended a response with {reply.finish_reason!r}")
+            check_completion(self.info.url, reply, request, self.info.vocab_size)
+            yield reply
+
     def _logprobs_of(self, ids: np.ndarray, reply: Completion) -> np.ndarray:
-        """The log-probability of each token among those reported at its place."""
+        """Returns the log-probability of each token of ``ids`` among those reported at its place."""
         pairs = list(zip(ids.tolist(), reply.prompt_logprobs, strict=False))[1:]
         other = [f"{sorted(top)}, expected {token}" for token, top in pairs if token not in top]
         if other or len(reply.prompt_logprobs) != len(ids):
             said = other[0] if other else f"{len(reply.prompt_logprobs)}, expected {len(ids)}"
             raise ReplyError(f"{self.info.url} scored other tokens: {said}")
         return np.asarray([np.nan, *(top[token] for token, top in pairs)], np.float32)
+
+    # ---- What a server must show (Admission): that it answers again ----
+
+    def _describe(self, url: str) -> None:
+        """Asks nothing of a server that answers."""
+
+    def _open(self, url: str, shown: None) -> None:
+        self._client.open(url, version=None)
+
+    def _refuse(self, url: str, error: Exception) -> None:
+        raise error
+
+    def _check(self, url: str) -> None:
+        self._client.call(url, "GET", "/health", timeout_s=5.0)

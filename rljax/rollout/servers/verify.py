@@ -1,34 +1,47 @@
-"""Whether a server samples from the trainer's weights: generate, score the same tokens, compare.
+"""The proof that a server samples from the trainer's weights. It has two halves, and both are asked for.
 
-A fixed set of probe prompts, each longer than two blocks of the server's prefix cache, is sent before an update so that
-its blocks are cached. After the update the server *generates* from them (``prompt_logprobs`` would pass the cache by)
-and the log-probabilities of what it sampled are compared with the trainer's. Keys and values left over from old
-weights, a head that was not repacked and a broken kernel show here and hardly elsewhere; weights that differ by less
-than the band are found by their checksums (rljax.weights.checksum).
+*Bits*: the server's workers return the checksum of every tensor as it stands loaded, and each equals the trainer's.
+
+*Use*: a fixed set of probe prompts, each longer than two blocks of the server's prefix cache, is sent before an update
+so that its blocks are cached. After the update the server *generates* from them (``prompt_logprobs`` would bypass the
+cache), and the log-probabilities of what it sampled are compared with the trainer's. Keys and values left over from old
+weights, a head that was not repacked and a broken kernel show here and hardly elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rljax.errors import VerificationError
+from rljax.errors import ServerGoneError, VerificationError
+from rljax.rollout.servers.backend import Backend, Loaded
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import SamplingParams, VerifyConfig
+from rljax.weights.checksum import Checksum
+from rljax.weights.differences import described, differences
+from rljax.weights.directory import WeightVersion
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
+"""A function of (the policy's pytree, token sequences) that returns the log-probability of each token."""
 
-_SHORTEST = 32  # tokens of a probe prompt: the blocks of a cache may be of one token
-TOP = 8  # likeliest tokens that the probe of the temperature compares
+TOP = 8
+"""The number of likeliest tokens that the probe of the temperature compares."""
+_SHORTEST = 32  # The fewest tokens of a probe prompt: the blocks of a cache may be of one token.
 
 
 @dataclass(frozen=True)
 class Difference:
-    """|server - trainer| over the sampled probe tokens (nats): mean, largest, per prompt; ``mean`` may be NaN."""
+    """The distance |server - trainer| over the sampled probe tokens (nats).
+
+    Attributes:
+      mean: The mean over all tokens, which may be NaN.
+      largest: The largest over all tokens.
+      per_prompt: The mean over the tokens of each prompt.
+    """
 
     mean: float
     largest: float
@@ -36,20 +49,20 @@ class Difference:
 
 
 def probe_length(block_size: int) -> int:
-    """Tokens of a probe prompt: two whole cache blocks and a part of a third, and no fewer than 32."""
+    """Returns the tokens of a probe prompt: two whole cache blocks and a part of a third, and no fewer than 32."""
     return max(2 * block_size + max(block_size // 3, 1), _SHORTEST)
 
 
 def random_prompts(shape: tuple[int, int], vocab_size: int, seed: int = 0) -> list[np.ndarray]:
-    """``shape[0]`` prompts of ``shape[1]`` token ids below ``vocab_size``, int32."""
+    """Returns ``shape[0]`` prompts of ``shape[1]`` token ids below ``vocab_size``, int32."""
     return list(np.random.default_rng(seed).integers(0, vocab_size, size=shape).astype(np.int32))
 
 
 def sharpening(client: ServerClient, url: str, vocab_size: int, temperature: float) -> float:
-    """How many times as far apart the likeliest tokens' log-probabilities are at ``temperature`` as at 1.
+    """Returns how much farther apart the likeliest tokens' log-probabilities are at ``temperature`` than at 1.
 
-    1 / temperature of a server that reports the distribution it samples from, 1 of one that reports it before the
-    temperature; NaN when the log-probabilities at 1 are not finite, or all equal.
+    The ratio is 1 / temperature where a server reports the distribution that it samples from, and 1 where it reports
+    the one before the temperature. It is NaN when the log-probabilities at 1 are not finite, or all equal.
     """
     prompts = random_prompts((8, 4), vocab_size)
     replies = [
@@ -64,65 +77,99 @@ def sharpening(client: ServerClient, url: str, vocab_size: int, temperature: flo
     return float(gaps[1] / gaps[0]) if np.isfinite(gaps).all() and gaps[0] > 0 else float("nan")
 
 
+def check_serves(backend: Backend, client: ServerClient, url: str, version: WeightVersion) -> None:
+    """Raises ServerGoneError when the server does not say that it holds ``version``."""
+    if not backend.serves(client, url, version):
+        raise ServerGoneError(f"{url} does not hold {version.tag}: it was restarted or updated by others")
+
+
+def check_bits(
+    backend: Backend, client: ServerClient, url: str, version: WeightVersion, sums: Mapping[str, Checksum]
+) -> Sequence[Loaded]:
+    """Compares the weights that each worker of a server loaded with the trainer's, and returns the workers' answers.
+
+    Args:
+      backend: The kind of the server.
+      client: The client of the server.
+      url: The server.
+      version: The version that it must hold.
+      sums: The checksum of each tensor of the version.
+
+    Raises:
+      VerificationError: A worker's tensor differs from the trainer's.
+      ServerGoneError: The server does not hold ``version``.
+    """
+    check_serves(backend, client, url, version)
+    workers = backend.loaded(client, url, version)
+    found = differences(sums, [worker.tensors for worker in workers])
+    if found:
+        raise VerificationError(f"{url} does not hold the trainer's weights: {described(found)}")
+    return workers
+
+
 class Verifier:
-    """Probes, and the band they must stay in."""
+    """The probes of the second half, and the band in which the differences must stay.
+
+    Attributes:
+      band: The largest mean difference that passes (nats), or None before the first version was verified.
+    """
 
     def __init__(
         self, config: VerifyConfig, score: Score, info: ServerInfo, *, dtype: str, mixture: bool = False
     ) -> None:
-        """Samples the probe prompts.
+        """Draws the probe prompts.
 
         Args:
-          config: how hard to look.
-          score: the trainer's side: log-probability of each token of each sequence under the given params.
-          info: of a server; its vocabulary and the block size of its prefix cache are known.
-          dtype: of the rollout.
-          mixture: whether the policy is a mixture of experts.
+          config: The number and length of probes, and the limits of the band.
+          score: The trainer's side, which computes in the rollout dtype at temperature 1.
+          info: The description of a server whose vocabulary and cache block size are known.
+          dtype: The rollout dtype.
+          mixture: Whether the policy is a mixture of experts.
         """
         assert info.vocab_size is not None
         assert info.block_size is not None
-        self.config, self._score, self._dtype = config, score, dtype
+        self._config, self._score, self._dtype = config, score, dtype
         self._floor, self._ceiling = config.limits(dtype, mixture=mixture)
         # A mixture's rounds have long tails: one that is out of band by chance is sampled once more.
         self._looks = config.looks(mixture=mixture)
         shape = (config.prompts, probe_length(info.block_size))
         self._prompts = random_prompts(shape, info.vocab_size, config.seed)
         self.band: float | None = None
-        self._rounds: dict[str, int] = {}  # that each server has sampled
+        self._rounds: dict[str, int] = {}  # the rounds that each server has sampled
 
     def warm(self, client: ServerClient, url: str) -> None:
-        """Sends the probes so that the server caches their blocks under the weights it has now."""
+        """Sends the probes, so that the server caches their blocks under the weights that it has now."""
         client.sample(url, [Request(prompt, SamplingParams(1)) for prompt in self._prompts])
 
     def sample(self, client: ServerClient, url: str) -> list[list[Completion]]:
-        """What the server generates from the probes: ``rounds`` times before there is a band, then as often as judged.
+        """Returns what the server generates from the probes, in as many rounds as :meth:`judge` needs.
 
-        It may be called from several threads, for different servers.
+        That is ``rounds`` before there is a band. It may be called from several threads, for different servers.
         """
-        sampling = SamplingParams(self.config.tokens)
+        sampling = SamplingParams(self._config.tokens)
         rounds = []
-        for _ in range(self.config.rounds if self.band is None else self._looks):
+        for _ in range(self._config.rounds if self.band is None else self._looks):
             number = self._rounds[url] = self._rounds.get(url, 0) + 1
             requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(self._prompts)]
             rounds.append(client.sample(url, requests))
         return rounds
 
     def judge(self, url: str, rounds: Sequence[Sequence[Completion]], params: Any) -> Difference:
-        """Compares what :meth:`sample` gave with the trainer's ``params`` and the band, which the first call sets.
+        """Compares what :meth:`sample` returned with the trainer's ``params``. The first call sets the band.
 
         Returns:
-          What was measured: the worst of the rounds that set the band, later the best of those that are judged.
+          The worst of the rounds that set the band, and later the best of the rounds that are judged.
 
         Raises:
-          VerificationError: out of band, or at the first call above the dtype's ceiling: the weights are not equal.
+          VerificationError: The difference is out of the band, or at the first call above the dtype's ceiling.
         """
         name, limit = ("ceiling", self._ceiling) if self.band is None else ("band", self.band)
         measured = [self._difference(sampled, params) for sampled in rounds]
         decides = (max if self.band is None else min)(measured, key=lambda d: d.mean if np.isfinite(d.mean) else np.inf)
         if not decides.mean <= limit:
-            raise VerificationError(self._says(url, decides, f"the {name} for {self._dtype} is {limit:.3g}"))
+            raise VerificationError(self._message(url, decides, f"the {name} for {self._dtype} is {limit:.3g}"))
         if self.band is None:
-            self.band = min(self._ceiling, max(self._floor, self.config.factor * decides.mean))
+            self.band = min(self._ceiling, max(self._floor, self._config.factor * decides.mean))
         return decides
 
     def _difference(self, sampled: Sequence[Completion], params: Any) -> Difference:
@@ -135,10 +182,10 @@ class Verifier:
         together = np.concatenate(gaps)
         return Difference(float(together.mean()), float(together.max()), tuple(float(gap.mean()) for gap in gaps))
 
-    def _says(self, url: str, difference: Difference, limit: str) -> str:
+    def _message(self, url: str, difference: Difference, limit: str) -> str:
         prompts = ", ".join(f"{gap:.3g}" for gap in difference.per_prompt)
         return (
             f"{url} does not sample from the trainer's weights: mean |server - trainer| over "
-            f"{self.config.prompts * self.config.tokens} probe tokens is {difference.mean:.3g} nats "
+            f"{self._config.prompts * self._config.tokens} probe tokens is {difference.mean:.3g} nats "
             f"(largest {difference.largest:.3g}; by prompt {prompts}), {limit}"
         )

@@ -1,10 +1,11 @@
-"""What is asked of an HTTP server and what it answers: plain data, whatever the server's kind."""
+"""Requests to an HTTP server and its replies as plain data, whatever the kind of the server."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ import numpy as np
 from rljax.errors import ReplyError
 from rljax.rollout.types import SamplingParams
 
-_ROUNDING = 1e-3  # nats above 0 that a log-probability may have
+_ROUNDING = 1e-3  # How far above 0 a log-probability may be by rounding (nats).
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,13 @@ class Request:
     """One response to sample.
 
     Attributes:
-      prompt: int32 [s] token ids.
-      sampling: how to sample it.
-      seed: of this response alone; None leaves the seed to the server.
-      top_logprobs: how many of the likeliest tokens' log-probabilities to report at each position.
-      prompt_logprobs: whether to report the log-probabilities of the prompt's own tokens, and of the likeliest at each
-        of its positions; always those at temperature 1.
-      routes: (layers, k, experts) of a mixture whose routes are to be reported; None: they need not be.
+      prompt: The token ids of the prompt, int32 [s].
+      sampling: The temperature, the length limit and the stop tokens.
+      seed: The seed of this response alone, or None to leave it to the server.
+      top_logprobs: The number of likeliest tokens whose log-probabilities are reported at each position.
+      prompt_logprobs: Whether the log-probabilities of the prompt's own tokens, and of the likeliest at each of its
+        positions, are reported. They are always at temperature 1.
+      routes: The (layers, k, experts) of a mixture whose routes are reported, or None where they need not be.
     """
 
     prompt: np.ndarray
@@ -43,14 +44,14 @@ class Completion:
     """One sampled response as the server reports it.
 
     Attributes:
-      token_ids: int32 [t].
-      logprobs: float32 [t], of these tokens.
-      finish_reason: "stop", "length", or "abort" when the server gave it up.
-      spans: (weight version tag, start, end) in order; None when the server does not report them.
-      top_logprobs: at each position the log-probability of each reported token; empty unless asked for.
-      prompt_logprobs: the same at each position of the prompt, its own token among them; none at the first, and empty
-        unless asked for.
-      routes: uint8 or uint16 [s + t - 1, layers, k], the experts of each token of prompt and response but the last;
+      token_ids: The sampled tokens, int32 [t].
+      logprobs: The log-probability of each of these tokens, float32 [t].
+      finish_reason: The end of the response: "stop", "length", or "abort" when the server gave it up.
+      spans: The (weight version tag, start, end) of each part in order, or None when the server reports none.
+      top_logprobs: The log-probability of each reported token, by position. It is empty unless it was asked for.
+      prompt_logprobs: The log-probability of each reported token, by position of the prompt, with the prompt's own
+        token among them. The first position has none, and it is empty unless it was asked for.
+      routes: The experts of each token of prompt and response but the last, uint8 or uint16 [s + t - 1, layers, k], or
         None where the server does not report them.
     """
 
@@ -65,18 +66,18 @@ class Completion:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server says of itself. An empty string or None means: not known.
+    """The description that a server gives of itself. An empty string or None means that it is not known.
 
     Attributes:
-      url: where it listens.
-      model: its name of the model.
-      root: the model directory it was started with, as the server names it.
-      version: of the server's software.
-      dtype: of weights and activations.
-      vocab_size: token ids are below it.
-      max_model_len: longest prompt plus response (tokens).
-      block_size: of its prefix cache (tokens).
-      has_first_weights: whether it still has the weights of ``root`` that it was started with.
+      url: The address of the server.
+      model: The name that the server gives its model.
+      root: The model directory that the server was started with, as the server names it.
+      version: The version of the server's software.
+      dtype: The dtype of weights and activations.
+      vocab_size: The number that token ids are below.
+      max_model_len: The longest prompt plus response (tokens).
+      block_size: The block size of the prefix cache (tokens).
+      has_first_weights: Whether the server still has the weights of ``root`` that it was started with.
     """
 
     url: str
@@ -91,12 +92,12 @@ class ServerInfo:
 
 
 class Wire(Protocol):
-    """How one kind of server is spoken to; no I/O.
+    """How one kind of server is spoken to. It does no I/O.
 
     Attributes:
-      name: of the kind, for messages.
-      routes: paths that may sample a response, the best first; a server has at least one of them.
-      model: what the servers that rljax starts call their model.
+      name: The name of the kind, for messages.
+      routes: The paths that may sample a response, the best first. A server has at least one of them.
+      model: The name that servers which rljax starts give their model.
     """
 
     name: str
@@ -104,15 +105,15 @@ class Wire(Protocol):
     model: str
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
-        """The JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""
+        """Returns the JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""
 
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
-        """Reads the reply of ``route`` to ``request``, whatever bytes it is.
+        """Reads the reply of ``route`` to ``request``, whatever its bytes are.
 
-        It runs on the event loop, once for each response: no Python may run for each of its tokens.
+        It runs on the event loop, once for each response. So no Python may run for each of the response's tokens.
 
         Raises:
-          ReplyError: it is no completion. The message opens with ``route``; the caller puts the server before it.
+          ReplyError: The reply is no completion. The message opens with ``route``; the caller puts the server before.
         """
 
 
@@ -123,7 +124,7 @@ def make_requests(
     seed: int | None,
     routes: tuple[int, int, int] | None = None,
 ) -> list[Request]:
-    """``n`` requests for each prompt, in order; each with a seed of its own unless ``seed`` is None."""
+    """Returns ``n`` requests for each prompt, in order. Each has a seed of its own unless ``seed`` is None."""
     return [
         Request(prompt, sampling, None if seed is None else response_seed(seed, i, j), routes=routes)
         for i, prompt in enumerate(prompts)
@@ -131,8 +132,8 @@ def make_requests(
     ]
 
 
-def continued(request: Request, parts: Sequence[Completion]) -> Request:
-    """The request for what ``request`` still lacks after ``parts``, which were given up; with a seed of its own."""
+def remaining_request(request: Request, parts: Sequence[Completion]) -> Request:
+    """Returns the request for the rest of a response of which the server gave up ``parts``, with a seed of its own."""
     tokens = [part.token_ids for part in parts]
     count = sum(map(len, tokens))
     if not count:
@@ -147,11 +148,11 @@ def continued(request: Request, parts: Sequence[Completion]) -> Request:
     )
 
 
-def joined(parts: Sequence[Completion]) -> Completion:
-    """One completion of parts of which each went on from the one before; what only probes ask for is not in it.
+def join_parts(parts: Sequence[Completion]) -> Completion:
+    """Returns one completion of parts of which each went on from the one before. It lacks what only probes ask for.
 
     Raises:
-      ReplyError: a part does not say which weights sampled it.
+      ReplyError: A part does not name the weights that sampled it.
     """
     *before, last = parts
     if not before:
@@ -178,19 +179,19 @@ def joined(parts: Sequence[Completion]) -> Completion:
 def check_completion(
     url: str, completion: Completion, request: Request, vocab_size: int | None, *, may_be_part: bool = False
 ) -> None:
-    """Refuses a completion that cannot be what ``request`` asked for: nothing of it may be trained on, or compared.
+    """Refuses a completion that cannot be the answer to ``request``, so that it is neither trained on nor compared.
 
     Args:
-      url: of the server, for the message.
-      completion: as the wire read it.
-      request: what was asked.
-      vocab_size: token ids are below it; None: not known.
-      may_be_part: whether it may have been given up, after any number of tokens.
+      url: The server, for the message.
+      completion: The completion as the wire read it.
+      request: The request that it answers.
+      vocab_size: The number that token ids are below, or None where it is not known.
+      may_be_part: Whether the server may have given it up, after any number of tokens.
 
     Raises:
-      ReplyError: it was given up and may not; it has no tokens, too many, or ends where it should not; a token id or a
-        log-probability cannot be; the spans of weight versions do not cover it; the routes that were asked for are not
-        there or cannot be.
+      ReplyError: The completion was given up and may not be; it has no tokens, too many, or ends where it should not;
+        a token id or a log-probability is impossible; the spans of weight versions do not cover it; the routes that
+        were asked for are missing or impossible.
     """
     tokens, finish = completion.token_ids, completion.finish_reason
     longest = request.sampling.max_response_tokens
@@ -239,18 +240,23 @@ def _check_routes(url: str, completion: Completion, request: Request, wanted: tu
 
 
 def response_seed(seed: int, prompt: int, sample: int) -> int:
-    """The seed of one response, 31 bits."""
+    """Returns the seed of one response, which has 31 bits."""
     digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
+def shortest(infos: Iterable[ServerInfo]) -> ServerInfo:
+    """Returns the description of the server that takes the shortest sequences."""
+    return min(infos, key=lambda info: info.max_model_len or math.inf)
 
 
 def check_prompts(
     prompts: Sequence[np.ndarray], max_response_tokens: int, info: ServerInfo, stop_token_ids: Sequence[int] = ()
 ) -> None:
-    """Refuses what a server would silently shorten (too long) or end at (a token id out of range).
+    """Refuses prompts that a server would silently shorten, and token ids that are out of its range.
 
     Raises:
-      ValueError: a prompt, or a stop token, that the server described by ``info`` does not take.
+      ValueError: The server described by ``info`` does not take a prompt or a stop token.
     """
     limit, vocab = info.max_model_len, info.vocab_size
     for i, prompt in enumerate(prompts):

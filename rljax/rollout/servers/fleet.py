@@ -1,0 +1,344 @@
+"""The servers of an engine while a run goes on: requests go to those that are open, and those that are down recover.
+
+What a recovery asks of servers is asked on threads, of all of them side by side, while responses are sampled. What
+needs the policy, and who may sample, is decided on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from rljax.errors import ReplyError, ServerError, ServerGoneError, ServersLostError, StoppedWaitingError
+from rljax.rollout.engine import NeverStopping, Stopping, check_wanted
+from rljax.rollout.servers.backend import Backend
+from rljax.rollout.servers.client import ServerClient, check_url
+from rljax.rollout.servers.discovery import Discovery
+from rljax.rollout.servers.wire import Completion, Request
+from rljax.rollout.types import RolloutConfig
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0  # The longest wait for answers before the servers are looked at again (seconds).
+_LOOK_EVERY_S = 0.5  # The time between two looks at a server that is down (seconds).
+_RECOVERY_S = 10.0  # How long a server may recover before a log line says that it is waited for (seconds).
+_SAY_EVERY_S = 30.0  # The time between two such lines (seconds).
+_AT_ONCE = 64  # The most servers that are asked side by side.
+_LONGEST_S = 3600.0  # A time that nothing asked of a server takes (seconds).
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a server must show before rollouts go to it, and what becomes of one that fails.
+
+    Attributes:
+      recover: A function of the URL of a server that answers again. On a thread it asks the server for all that is
+        needed to open it, and returns what ``admit`` takes.
+      admit: A function of (URL, result of ``recover``) that opens a server which fits. It runs on the caller's thread.
+      refuse: A function of (URL, error) for a server whose ``recover`` or ``admit`` failed while it answered. It marks
+        the server down, or raises. It runs on the caller's thread.
+      check: A function of the URL of an open server that raises ServerError where the server is not fit any more. It
+        runs on a thread, and only where rollouts go through a router.
+      may_recover: A function that returns whether servers can be recovered on the calling thread now.
+    """
+
+    recover: Callable[[str], Any]
+    admit: Callable[[str, Any], None]
+    refuse: Callable[[str, Exception], None]
+    check: Callable[[str], None]
+    may_recover: Callable[[], bool] = lambda: True
+
+
+class Metrics:
+    """Named numbers of one step that several threads add to."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, value: float) -> None:
+        """Adds ``value`` to the number, which begins at 0."""
+        with self._lock:
+            self._values[name] = self._values.get(name, 0.0) + value
+
+    def highest(self, name: str, value: float) -> None:
+        """Keeps the larger of the number and ``value``."""
+        with self._lock:
+            self._values[name] = max(self._values.get(name, value), value)
+
+    def put(self, name: str, value: float) -> None:
+        """Replaces the number."""
+        with self._lock:
+            self._values[name] = value
+
+    def take(self) -> dict[str, float]:
+        """Returns all numbers, which then begin anew."""
+        with self._lock:
+            values, self._values = self._values, {}
+            return values
+
+
+class Fleet:
+    """A client of servers, and the recovery of those that are down.
+
+    Attributes:
+      client: The HTTP client of the servers.
+      metrics: The figures that :meth:`report` returns.
+      discovery: The list of servers that may join and leave, or None where they are given by URL.
+    """
+
+    def __init__(self, config: RolloutConfig, backend: Backend, admission: Admission, stop: Stopping | None = None):
+        """Sends nothing yet.
+
+        Args:
+          config: The settings ``urls``, ``discovery``, ``limits``, ``server_wait_s``, ``api_key_file`` and ``router``.
+          backend: The kind of the servers.
+          admission: What a server must show before rollouts go to it.
+          stop: Whether to stop waiting for servers, and to give up what is sampled; None for neither.
+
+        Raises:
+          ValueError: ``urls``, ``discovery`` or ``api_key_file`` cannot be used.
+        """
+        urls = config.urls if config.discovery is None else ()
+        if not urls and config.discovery is None:
+            raise ValueError("at least one server is needed, in urls or by discovery")
+        self._backend, self._admission = backend, admission
+        self.client = ServerClient(urls, backend, config.limits, api_key_file=config.api_key_file, router=config.router)
+        self.metrics = Metrics()
+        self.discovery = None if config.discovery is None else Discovery(config.discovery, check_url)
+        self._wait_s, self._stop = config.server_wait_s, stop or NeverStopping()
+        self._reported_losses = 0
+        self._last_open, self._last_said = time.monotonic(), -math.inf
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rljax-servers")
+        self._asked: dict[str, Future[Any]] = {}  # what servers are being asked for, by URL
+        self._outdated: set[Future[Any]] = set()  # those of them whose answers do not count any more
+        self._watched: dict[str, Future[None]] = {}  # checks of open servers that only a router talks to, by URL
+        self._next_look: dict[str, float] = {}  # the time of the next look at a server, by URL
+        self._following = threading.Lock()
+
+    def report(self) -> dict[str, float]:
+        """Returns what happened at the servers since the last report, but for what their responses took."""
+        losses = self.client.losses
+        since, self._reported_losses = losses - self._reported_losses, losses
+        return {
+            **self.metrics.take(),
+            "rollout/server_losses": float(since),
+            "rollout/servers": float(len(self.client.opened())),
+        }
+
+    def close(self) -> None:
+        """Closes the client and ends the threads. The servers keep running, with the weights that they have."""
+        if self.discovery is not None:
+            self.discovery.close()
+        self.client.close()
+        self._threads.shutdown(cancel_futures=True)
+
+    def stream(
+        self, requests: Sequence[Request], vocab_size: int | None, group_size: int, metrics: dict[str, float]
+    ) -> contextlib.closing[Generator[tuple[int, Completion] | None]]:
+        """Returns :meth:`ServerClient.stream` to iterate over within a ``with`` block; at each None call :meth:`tend`.
+
+        Args:
+          requests: The responses to sample.
+          vocab_size: The number that token ids of a reply are below, or None where it is not known.
+          group_size: The number of consecutive ``requests`` that have one prompt.
+          metrics: The mapping in which requests and retries are counted.
+        """
+        self.restart_wait()
+        return contextlib.closing(self.client.stream(requests, vocab_size, group_size=group_size, metrics=metrics))
+
+    def tend(self) -> None:
+        """Looks after the servers while responses are sampled, and recovers them where the calling thread may.
+
+        Raises:
+          RuntimeError: No server has been open for ``server_wait_s``.
+          ServersLostError: All servers are down, and the calling thread may not recover them.
+          StoppedWaitingError: The responses are given up, or the run was asked to stop and no server is open.
+        """
+        check_wanted(self._stop)
+        if self._admission.may_recover():
+            self.recover_all()
+            return
+        self.follow_discovery()
+        self._watch_open()
+        down = self.client.down()
+        if len(down) == len(self.client.urls):  # a paused server is given weights, and goes on then
+            reason = next(iter(down.values()), "none is listed")
+            raise ServersLostError(f"no {self._backend.name} server is left to sample: {reason}")
+
+    def recover_all(self) -> None:
+        """Recovers the servers that are down and answer again. Waits a moment only while none is open.
+
+        Raises:
+          RuntimeError: No server has been open for ``server_wait_s``.
+          StoppedWaitingError: The run was asked to stop, and no server is open.
+        """
+        self.follow_discovery()
+        self._watch_open()
+        if self.client.opened():
+            self.restart_wait()
+        for url in self.client.down():
+            if time.monotonic() >= self._next_look.get(url, 0.0):
+                self._ask(url, self._look)
+        if not self.client.opened():
+            wait(self._asked.values(), timeout=_POLL_S, return_when=FIRST_COMPLETED)
+        down = len(self.client.down())
+        self.take_answers()
+        if not self.client.opened() and len(self.client.down()) >= down:
+            self._wait(time.monotonic() - self._last_open)
+
+    def renew(self, act: Callable[[str], Any], urls: Sequence[str], patience_s: float) -> None:
+        """Pauses servers, asks ``act`` of each and recovers those that are down; returns when one is open.
+
+        Args:
+          act: A function of a URL that returns what ``Admission.admit`` takes. It runs on a thread.
+          urls: The servers that are renewed.
+          patience_s: The longest wait for the others once one is ready, if it did not take longer itself (seconds).
+
+        Raises:
+          RuntimeError: As :meth:`recover_all`, or as ``Admission.refuse``.
+          StoppedWaitingError: As :meth:`recover_all`.
+        """
+        begun = []
+        for url in urls:
+            self.client.pause(url)
+            begun.append(self._ask(url, act))
+        begun += [self._ask(url, self._look) for url in self.client.down()]
+        wait_for_most((each for each in begun if each is not None), patience_s)
+        self.restart_wait()
+        self.take_answers()
+        while not self.client.opened():
+            self.recover_all()
+
+    def side_by_side(self, act: Callable[[str], None], urls: Sequence[str], patience_s: float = _LONGEST_S) -> None:
+        """Calls ``act(url)`` for each URL on threads, and marks down a server that fails or is much slower.
+
+        Args:
+          act: A function of a URL that raises ServerError where the server fails.
+          urls: The servers.
+          patience_s: The longest wait for the others once one is ready, if it did not take longer itself (seconds).
+        """
+        futures = {url: self._threads.submit(act, url) for url in urls}
+        wait_for_most(futures.values(), patience_s)
+        for url, future in futures.items():
+            if not future.done():
+                self.client.mark_down(url, f"{url} was not ready {patience_s:g} s after another server")
+                continue
+            try:
+                future.result()
+            except ServerError as error:
+                self.client.mark_down(url, str(error))
+
+    def answering(self) -> list[str]:
+        """Returns the servers that are not down."""
+        return [url for url in self.client.urls if url not in self.client.down()]
+
+    def busy(self) -> list[str]:
+        """Returns the servers that are being asked what a recovery or an update needs, and have not answered all."""
+        return [url for url, answer in self._asked.items() if not answer.done()]
+
+    def follow_discovery(self) -> None:
+        """Takes in the servers that are listed now, and drops those that are not."""
+        if self.discovery is None:
+            return
+        with self._following:  # who samples and who publishes may do it at once
+            joined, left = self.client.set_urls(self.discovery.urls)
+        for url in joined:
+            log.info("%s joins", url)
+        for url in left:
+            log.info("%s leaves", url)
+            self._next_look.pop(url, None)
+        for name, urls in (("joined", joined), ("left", left)):
+            if urls:
+                self.metrics.add(f"rollout/servers_{name}", float(len(urls)))
+
+    def forget_asked(self) -> None:
+        """Makes the answers to what servers are being asked now count no more, because other weights are published."""
+        self._outdated.update(self._asked.values())
+        self._watched.clear()
+
+    def take_answers(self) -> None:
+        """Admits the servers that have given all that they were asked for, in the order of the servers."""
+        urls = [url for url in self._asked if self._asked[url].done()]
+        for url in sorted(urls, key=[*self.client.urls, *urls].index):
+            answer = self._asked.pop(url)
+            self._next_look[url] = time.monotonic() + _LOOK_EVERY_S
+            outdated = answer in self._outdated
+            self._outdated.discard(answer)
+            if url not in self.client.urls:
+                continue
+            if outdated:
+                self.client.mark_down(url, f"{url} was busy with the weights before")
+                continue
+            try:
+                self._admission.admit(url, answer.result())
+            except (ServerGoneError, ReplyError) as error:
+                self.client.mark_down(url, str(error))
+            except (RuntimeError, ValueError) as error:
+                self._admission.refuse(url, error)
+
+    def restart_wait(self) -> None:
+        """Begins anew to count the time without an open server."""
+        self._last_open = time.monotonic()
+
+    def _ask(self, url: str, act: Callable[[str], Any]) -> Future[Any] | None:
+        """Begins ``act(url)`` on a thread; returns None where that server is still being asked something else."""
+        if url in self._asked:
+            return None
+        self._asked[url] = self._threads.submit(act, url)
+        return self._asked[url]
+
+    def _look(self, url: str) -> Any:
+        """Recovers a server that may be gone."""
+        if not self.client.answers(url):
+            raise ServerGoneError(self.client.down().get(url, f"{url} does not answer"))
+        return self._admission.recover(url)
+
+    def _watch_open(self) -> None:
+        """Marks open servers down that are gone, where requests go to a router and so do not show which one is."""
+        for url, look in list(self._watched.items()):
+            if look.done():
+                del self._watched[url]
+                if isinstance(look.exception(), ServerError) and url in self.client.opened():
+                    self.client.mark_down(url, str(look.exception()))
+        now = time.monotonic()
+        for url in self.client.opened() if self.client.has_router else ():
+            if url not in self._watched and now >= self._next_look.get(url, 0.0):
+                self._next_look[url] = now + _LOOK_EVERY_S
+                self._watched[url] = self._threads.submit(self._admission.check, url)
+
+    def _wait(self, waited: float) -> None:
+        """Waits a moment, and says from time to time what is waited for. ``waited``: The time so far (seconds)."""
+        name = self._backend.name
+        reason = next(iter(self.client.down().values()), "")
+        if not self.client.urls and self.discovery is not None:
+            reason = f"{self.discovery.where} lists none"
+        if self._stop.is_requested():
+            raise StoppedWaitingError(f"asked to stop, and no {name} server answers: {reason}")
+        if waited > self._wait_s:
+            raise RuntimeError(f"no {name} server came back within {self._wait_s:g} s: {reason}")
+        now = time.monotonic()
+        asked = waited < _RECOVERY_S and bool(self.busy())
+        if not asked and now - self._last_said >= _SAY_EVERY_S:
+            self._last_said = now
+            so_far = f"{waited:.0f} s of at most {self._wait_s:g} s ({reason})"
+            restart = f"restart it on the same port ({self._backend.start_command})"
+            log.warning("waiting for a %s server, %s; %s and the run goes on", name, so_far, restart)
+        time.sleep(_LOOK_EVERY_S)
+
+
+def wait_for_most(futures: Iterable[Future[Any]], patience_s: float) -> None:
+    """Waits until all are done, or until one has succeeded and the others had as long again, and ``patience_s``."""
+    began, pending = time.monotonic(), set(futures)
+    succeeded = False
+    while pending and not succeeded:
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
+        succeeded = any(each.exception() is None for each in done)
+    wait(pending, timeout=max(patience_s, time.monotonic() - began))

@@ -1,0 +1,249 @@
+"""The servers of one client: the state of each, which one gets a request next, and what a router knows of them.
+
+A server is *paused* until its weights are verified. It is *open* while it may sample rollouts. It is *down* from a
+failure until somebody proves it current again, and at the start. Servers may join and leave at any time. One that has
+left still answers what it was asked.
+
+The methods that are coroutines run on the event loop of the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rljax.errors import ReplyError, ServerError, ServerGoneError
+from rljax.rollout.servers.wire import Wire
+
+log = logging.getLogger(__name__)
+
+State = Literal["paused", "open", "down"]
+Exchange = Callable[..., Awaitable[Any]]
+"""A function of (url, method, path, timeout in seconds, httpx's content) that returns a reply of status 200."""
+_ROUTER_S = 30.0  # The longest that a router may take to add or remove a server (seconds).
+_SPARE_FILES = 256  # File descriptors that are left to checkpoints, rows, reward workers and the device driver.
+
+
+@dataclass(eq=False)
+class Server:
+    """One server as the client knows it.
+
+    Attributes:
+      url: The address of the server.
+      route: The path that samples a response.
+      model: The name that the server gives its model.
+      reason: Why the server is down.
+      state: Whether rollouts may go to the server.
+      outstanding: The number of requests that it has not answered yet.
+      versions: The tags of the weight versions that it was opened with, the newest last.
+    """
+
+    url: str
+    route: str
+    model: str
+    reason: str
+    state: State = "down"
+    outstanding: int = 0
+    versions: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Group:
+    """Requests of one prompt.
+
+    Attributes:
+      home: The server that was given the last of them, or None. It has computed the prompt already.
+    """
+
+    home: Server | None = None
+
+
+class ServerPool:
+    """The servers by URL, the choice among the open ones, and a router that knows the open ones alone."""
+
+    def __init__(self, wire: Wire, max_outstanding: int, exchange: Exchange, router: str | None) -> None:
+        """Makes an empty pool.
+
+        Args:
+          wire: How the kind of server is spoken to.
+          max_outstanding: The most requests that one server has at a time.
+          exchange: The function that sends a request to the router.
+          router: The URL of the router, or None.
+        """
+        self._wire, self._exchange, self._router = wire, exchange, router
+        self._max_outstanding = self._most = max_outstanding
+        self._servers: dict[str, Server] = {}
+        self._changed, self._telling = asyncio.Condition(), asyncio.Lock()
+        self.losses = 0
+        """How many times a server went down so far."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of the servers, in the order in which they were given."""
+        return tuple(self._servers)
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """All servers."""
+        return tuple(self._servers.values())
+
+    def get(self, url: str) -> Server:
+        """Returns the server at ``url``. Raises ServerGoneError if it has left."""
+        try:
+            return self._servers[url]
+        except KeyError:
+            raise ServerGoneError(f"{url} is no server of this run any more") from None
+
+    def has(self, server: Server) -> bool:
+        """Returns whether this very server is in the pool still."""
+        return self._servers.get(server.url) is server
+
+    def all_in(self, state: State) -> list[Server]:
+        """Returns the servers in ``state``."""
+        return [server for server in self._servers.values() if server.state == state]
+
+    def take(self, urls: Iterable[str]) -> None:
+        """Makes ``urls`` the pool; the servers that it has keep their state, the new ones are down.
+
+        Raises this process's soft limit of file descriptors, and sends fewer requests at a time where the hard limit
+        does not allow ``max_outstanding`` to each server.
+        """
+
+        def new(url: str) -> Server:
+            return Server(url, self._wire.routes[0], self._wire.model, f"{url}: /health does not answer 200")
+
+        self._servers = {url: self._servers.get(url) or new(url) for url in urls}
+        count = max(1, len(self._servers))
+        most = max(1, room_for(count * self._max_outstanding) // count)
+        if most < min(self._most, self._max_outstanding):
+            log.warning(
+                "at most %d requests at a time go to each server, not %d: the hard limit of file descriptors "
+                "(ulimit -Hn) allows no more",
+                most,
+                self._max_outstanding,
+            )
+        self._most = most
+
+    async def replace(self, urls: Sequence[str]) -> None:
+        """Makes ``urls`` the pool as :meth:`take` does, while requests wait for servers."""
+        async with self._changed:
+            self.take(urls)
+            self._changed.notify_all()
+        await self._tell_router()
+
+    async def set_state(self, server: Server, state: State, reason: str = "") -> None:
+        """Changes the state of a server. Raises ServerGoneError if the router does not take one that opens."""
+        if state == "open":
+            await self._tell_router(server)
+        changed = state != server.state
+        async with self._changed:
+            if state == "down" != server.state:
+                log.warning("a %s server is down: %s", self._wire.name, reason)
+                self.losses += 1
+            server.state, server.reason = state, reason
+            self._changed.notify_all()
+        if changed and state != "open":
+            await self._tell_router()
+
+    async def acquire(self, group: Group) -> Server:
+        """Waits for an open server with room, counts one more request there, and returns it."""
+        async with self._changed:
+            server = await self._changed.wait_for(lambda: self._next(group))
+            assert server is not None
+            group.home = server
+            server.outstanding += 1
+            return server
+
+    async def release(self, server: Server) -> None:
+        """Counts one request less at ``server``."""
+        async with self._changed:
+            server.outstanding -= 1
+            self._changed.notify()
+
+    async def wait_for(self, is_so: Callable[[], bool]) -> None:
+        """Waits until ``is_so``, which is asked whenever a server changes."""
+        async with self._changed:
+            await self._changed.wait_for(is_so)
+
+    def _next(self, group: Group) -> Server | None:
+        """Returns the last server of ``group`` if it is open and has room, else the open server with the least work."""
+        home = group.home
+        if home is not None and self.has(home) and home.state == "open" and home.outstanding < self._most:
+            return home
+        idlest = min(self.all_in("open"), key=lambda server: server.outstanding, default=None)
+        return idlest if idlest and idlest.outstanding < self._most else None
+
+    async def _tell_router(self, more: Server | None = None) -> None:
+        """Has the router know the open servers and ``more``, and no others, whoever told it of them.
+
+        Raises:
+          ServerGoneError: The router does not take ``more``. Without ``more`` nothing is raised: a router that is gone
+            sends no rollout anywhere.
+        """
+        if self._router is None:
+            return
+        async with self._telling:
+            try:
+                wanted = {server.url for server in self.all_in("open")} | ({more.url} if more else set())
+                listed = await self._exchange(self._router, "GET", "/list_workers", _ROUTER_S)
+                known = set(json_object(listed).get("urls", ()))
+                changes = [("/remove_worker", url) for url in known - wanted]
+                changes += [("/add_worker", url) for url in wanted - known]
+                for path, url in changes:
+                    await self._exchange(self._router, "POST", path, _ROUTER_S, params={"url": url})
+            except ServerError as error:
+                if more is not None:
+                    raise ServerGoneError(f"the router does not take {more.url}: {error}") from error
+                log.warning("the router cannot be told which servers are open: %s", error)
+
+
+def json_object(reply: Any) -> dict[str, Any]:
+    """Returns the JSON object of an httpx reply, and another JSON value under ``value``.
+
+    Raises:
+      ReplyError: The reply is no JSON.
+    """
+    try:
+        value = reply.json()
+    except (ValueError, RecursionError) as error:
+        raise ReplyError(f"{reply.url} answered no JSON: {reply.text[:200]!r}") from error
+    return value if isinstance(value, dict) else {"value": value}
+
+
+def refusal_text(reply: Any) -> str:
+    """Returns the status of an httpx reply and the server's own words, in one line."""
+    text = reply.text
+    with contextlib.suppress(ValueError, AttributeError):
+        error = reply.json().get("error", text)
+        text = error.get("message", text) if isinstance(error, dict) else str(error)
+    return f"{reply.status_code}: {' '.join(text.split())[:500]}"
+
+
+def room_for(connections: int) -> int:
+    """Returns how many of ``connections`` can be open at a time, each of which takes a file descriptor.
+
+    Raises this process's soft limit of file descriptors as far as needed. Shells commonly allow 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return connections
+    taken = count_open_files() + _SPARE_FILES
+    if soft < taken + connections:
+        wanted = taken + connections if hard == resource.RLIM_INFINITY else min(taken + connections, hard)
+        with contextlib.suppress(OSError, ValueError):  # a kernel that allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+            soft = max(soft, wanted)
+    return max(1, min(connections, soft - taken))
+
+
+def count_open_files() -> int:
+    """Returns the number of open file descriptors, 0 where there is no /proc."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/fd"))
+    return 0
