@@ -80,9 +80,18 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
 def make_run_engine(
     config: Config, policy: PolicyConfig, mesh: Mesh, stop: StopRequest, processes: Processes = ALONE
 ) -> RolloutEngine:
-    """The engine that ``rollout.engine`` names, of process 0; the exact one gets the trainer's executable.
+    """Builds the engine that ``rollout.engine`` names; the exact engine gets the trainer's executable.
 
-    Raises as ``make_engine``.
+    Args:
+      config: The configuration of the run.
+      policy: The shape of the policy.
+      mesh: The mesh of the trainer.
+      stop: The answers whether the run was asked to stop.
+      processes: The processes of the run; this is process 0, or the caller wraps the engine itself.
+
+    Raises:
+      ConfigError: No server answers in time, or weights cannot be written.
+      ValueError: The settings do not fit the engine, or a server does not fit the policy.
     """
     several, is_served = processes.count > 1, config.rollout.engine in SERVED
     if several and not is_served and config.rollout.max_staleness:
@@ -106,14 +115,14 @@ def make_run_engine(
 
 
 def make_checkpointer(config: Config, processes: Processes) -> Checkpointer:
-    """Opens the checkpoints of the run's directory; all processes do. Raises what ``Checkpointer`` raises."""
+    """Opens the checkpoints in the run directory; all processes do so at the same time."""
     if processes.count > 1:
         return make_save(config, processes)
     return Checkpointer(Path(config.run.dir) / "checkpoints", keep=config.checkpoint.keep)
 
 
 def make_save(config: Config, processes: Processes) -> Save:
-    """Opens the checkpoints of the run's directory, to which every process of several writes its shards."""
+    """Opens the checkpoints in the run directory, to which every process of several writes its shards."""
     return Save(processes, Path(config.run.dir) / "checkpoints", keep=config.checkpoint.keep)
 
 
@@ -131,10 +140,13 @@ def make_publish(
 
 
 def make_own_parts(config: Config, functions: PolicyFunctions, processes: Processes) -> PartFiles | None:
-    """Where this process of several writes its part of each version; None where process 0 writes them whole.
+    """Makes the files to which this process of several writes its part of each version.
+
+    Returns:
+      The files. None: process 0 writes whole versions.
 
     Raises:
-      ConfigError: as ``make_parts``.
+      ConfigError: The files cannot be kept, or cannot be served.
     """
     if config.publish.store == "shared":
         return None

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: asynchronous, atomic, checked when read, restored onto any mesh (orbax).
+"""The checkpoints of a run (orbax): saved asynchronously and atomically, checked when read, restored onto any mesh.
 
-Each holds a checksum of every array and of its host state. One that does not read back as it was saved is damaged: the
-one before it is used, and it is kept aside, never deleted.
+A checkpoint holds a checksum of every array and of its host state. If it does not read back as it was saved, it is
+damaged: it is moved aside, never deleted, and the checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ from rljax.distributed.processes import is_of_devices
 from rljax.errors import NotWrittenError, StartAgainError, check_at_least
 from rljax.run.fingerprint import array_checksums, array_forms, json_checksum
 
-BEST = "best"  # folder of the run directory
-DAMAGED = "damaged"  # likewise
-ACCURACY = "best_accuracy"  # in the host state of what is in BEST
-ARRAYS, SELF = "array_checksums", "sha256"  # in a host state on disk: of the arrays, and of all of it but this
+BEST = "best"
+"""The folder of the run directory for the best step."""
+DAMAGED = "damaged"
+"""The folder of the run directory for damaged checkpoints."""
+ACCURACY = "best_accuracy"
+"""The key of the accuracy in the host state of the best step."""
+ARRAYS, SELF = "array_checksums", "sha256"
+"""The keys of a host state on disk for the checksums of the arrays, and for the checksum of everything else in it."""
 
-# What an error says when a whole checkpoint cannot be read just now.
+# These words stand in an error when a whole checkpoint cannot be read just now.
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE")
-_LOGGERS = ("absl", "asyncio", "concurrent.futures")  # that orbax and its event loops log to
-_GIVEN_UP_S = 0.2  # that reads which were given up have to end in their own threads (seconds)
+_LOGGERS = ("absl", "asyncio", "concurrent.futures")  # orbax and its event loops log to these
+_GIVEN_UP_S = 0.2  # the time for reads that were given up to end in their own threads
 
-# What a host state raises that is not one of a run: one without checksums may hold anything.
+# The errors of loading JSON that is not the host state of a run; without checksums it may hold anything.
 NOT_OF_A_RUN = (LookupError, TypeError, AttributeError, ArithmeticError)
 
 
@@ -47,22 +51,22 @@ class DamagedCheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a run is saved."""
+    """The settings of checkpoints."""
 
     every: int = 20
-    """Steps between checkpoints. 0: save only the last step, and the step at which the run is stopped."""
+    """Steps between checkpoints. 0: only the last step is saved, or the step at which the run is stopped."""
     keep: int = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Also keep the step with the best mean accuracy over the evaluation datasets (``eval``), in ``best/`` of the run
+    """Whether the step with the best mean accuracy over the datasets of ``eval`` is also kept, in ``best/`` of the run
     directory."""
     upload: str = ""
-    """Object store URL under which complete checkpoints are copied, as s3://BUCKET/PREFIX (needs the extra ``store``),
-    gs://BUCKET/PREFIX (gcsfs), or any other that fsspec knows. One run has it for itself. A run whose directory is gone
-    goes on from there. Empty: none."""
+    """Object store URL to which complete checkpoints are copied: s3://BUCKET/PREFIX (needs the extra ``store``),
+    gs://BUCKET/PREFIX (needs gcsfs), or any other URL that fsspec knows. Each run needs a URL of its own. A run whose
+    directory is gone continues from there. Empty: no copies."""
     upload_wait_s: float = 600.0
-    """Longest time that the end of a run waits for its newest checkpoint to be uploaded (seconds); after a request to
-    stop, at most what is left of ``run.grace_s``."""
+    """Longest time that the end of a run waits for the upload of its newest checkpoint (seconds). After a request to
+    stop the wait also ends with ``run.grace_s``."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "every", "upload_wait_s")
@@ -72,19 +76,22 @@ class CheckpointConfig:
 
 
 class Checkpointer:
-    """Saves and restores the device state and a small JSON of host state; a checkpoint has both."""
+    """The checkpoints in one directory. A checkpoint holds the device state and the host state, a small JSON."""
 
     def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False):
-        """Opens ``directory``. Unless ``read_only``, makes it if missing and deletes incomplete checkpoints in it.
+        """Opens the directory, makes it if it is missing, and deletes incomplete checkpoints in it.
 
-        With ``read_only`` nothing in it changes, and ``save`` must not be called.
+        Args:
+          directory: The directory of the checkpoints.
+          keep: The number of newest checkpoints to keep.
+          read_only: Whether nothing in the directory may change; ``save`` must not be called then.
         """
-        import orbax.checkpoint as ocp  # a third of a second, which the start of a command does not wait for
+        import orbax.checkpoint as ocp  # takes a third of a second, so it is not imported at the start of a command
 
         self._ocp, self._directory = ocp, Path(directory).absolute()
         self._best: Checkpointer | None = None
         if not read_only:
-            # Orbax would do so in a thread that its close() does not wait for, and that fails when the process ends.
+            # Orbax would do this in a thread that its close() does not wait for; it fails when the process ends.
             self._clear_incomplete()
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep,
@@ -94,37 +101,37 @@ class Checkpointer:
         self._manager = ocp.CheckpointManager(self._directory, options=self._options)
 
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint, or None. One that is being saved counts."""
+        """Returns the step of the newest checkpoint, also if it is still being saved; None without a checkpoint."""
         return self._manager.latest_step()
 
     def all_steps(self) -> list[int]:
-        """Steps of all checkpoints, oldest first. One that is being saved counts."""
+        """Returns the steps of all checkpoints, oldest first; one that is still being saved counts."""
         return sorted(self._manager.all_steps())
 
     def last_save_s(self) -> float | None:
-        """Seconds from the start of the newest complete save to its last file; None where that is not known."""
+        """Returns the seconds from the start of the newest complete save to its last file; None if not known."""
         for step in reversed(self.all_steps()):
-            # The newest may still be under way.
+            # The newest save may still be under way.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 times = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_text())
                 return (times["commit_timestamp_nsecs"] - times["init_timestamp_nsecs"]) / 1e9
         return None
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
-        """Starts saving and returns; the run goes on, and may donate ``state``, while files are written.
+        """Starts a save and returns. The run goes on, and may donate ``state``, while files are written.
 
         Older checkpoints are deleted once this one is complete.
 
         Args:
-          step: last step done.
-          state: pytree of arrays on the devices.
-          host: JSON-serialisable.
+          step: The last finished step.
+          state: The device state, a pytree of arrays.
+          host: The host state as JSON.
 
         Raises:
-          NotWrittenError: the one before this could not be written.
+          NotWrittenError: The checkpoint before this one could not be written.
         """
         self.wait()
-        self._clear_incomplete()  # what threads of a save that failed wrote after its error
+        self._clear_incomplete()  # the threads of a failed save may write after its error
         place = self._directory / str(step)
         if place.is_symlink() or place.is_file():
             self._set_aside(step, self._damaged(step, "it is no folder"))
@@ -136,49 +143,57 @@ class Checkpointer:
             self._manager.save(step, args=args.Composite(state=args.StandardSave(frozen), host=args.JsonSave(content)))
 
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
-        """Saves into ``best/`` beside this directory if no accuracy there is as high; returns whether it did.
+        """Saves into ``best/`` beside this directory if no accuracy there is as high.
 
-        A run that continues from an earlier step than that of the best checkpoint keeps it until a better one is found.
+        A run that continues from a step before the best one keeps that checkpoint until a better one is found.
 
         Args:
-          step, state, host: as for ``save``.
-          accuracy: larger is better.
+          step: The last finished step.
+          accuracy: The accuracy of the step; larger is better.
+          state: The device state, a pytree of arrays.
+          host: The host state as JSON.
+
+        Returns:
+          True if the step is saved.
         """
         if self._best is None:
             self._best = Checkpointer(self._directory.with_name(BEST), keep=1)
         best = self._best
         best.wait()
-        for taken in best.all_steps():
+        for other in best.all_steps():
             try:
-                if best.restore_host(taken)[ACCURACY] >= accuracy:
+                if best.restore_host(other)[ACCURACY] >= accuracy:
                     return False
             except DamagedCheckpointError as error:
-                best._set_aside(taken, error)
-        for later in [taken for taken in best.all_steps() if taken >= step]:
+                best._set_aside(other, error)
+        for later in [other for other in best.all_steps() if other >= step]:
             best._manager.delete(later)
         best.save(step, state, host | {ACCURACY: accuracy})
         return True
 
     def restore_host(self, step: int) -> dict[str, Any]:
-        """The host state alone. Raises DamagedCheckpointError."""
+        """Reads the host state alone. Raises DamagedCheckpointError if it does not read back as it was saved."""
         return self._read_host(step)[0]
 
     def restore(
         self, step: int, abstract_state: Any, load_host: Callable[[dict[str, Any]], object] = lambda host: None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reads a checkpoint onto the shardings of ``abstract_state`` and compares every checksum.
+        """Reads a checkpoint onto the shardings of ``abstract_state``, and compares every checksum.
 
-        A checkpoint of an older rljax has none: a line on stderr says that it was not checked.
+        A checkpoint of an older rljax has no checksums; a line on stderr then says that it was not checked.
 
         Args:
-          step: of a checkpoint there is.
-          abstract_state: ``jax.ShapeDtypeStruct`` with a sharding at each leaf.
-          load_host: called with the host state before the arrays are read. A LookupError, TypeError, AttributeError or
-            ArithmeticError means that it is no host state of a run; anything else that it raises is not caught.
+          step: The step of the checkpoint.
+          abstract_state: The form of the state: a ``jax.ShapeDtypeStruct`` with a sharding at each leaf.
+          load_host: A function that is called with the host state before the arrays are read. Its LookupError,
+            TypeError, AttributeError or ArithmeticError means that this is not the host state of a run.
+
+        Returns:
+          The device state and the host state.
 
         Raises:
-          DamagedCheckpointError: it does not read back as it was saved; the message says which step and what differs.
-          RuntimeError: it is whole, but a state of another form.
+          DamagedCheckpointError: The checkpoint does not read back as it was saved; the message says what differs.
+          RuntimeError: The checkpoint is whole, but its state has another form.
         """
         host, saved = self._read_host(step)
         try:
@@ -204,21 +219,26 @@ class Checkpointer:
     def restore_newest(
         self, abstract_state: Any, load_host: Callable[[dict[str, Any]], object] = lambda host: None
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Reads the newest checkpoint that is whole; None where there is no checkpoint.
+        """Reads the newest checkpoint that is whole.
 
-        Each damaged one after it is named in a line on stderr and moved to ``damaged/<step>`` of the run directory.
+        Each damaged checkpoint after it is named in a line on stderr and moved to ``damaged/<step>`` of the run
+        directory.
 
         Args:
-          abstract_state, load_host: as for ``restore``; the last call is with the host state that is returned.
+          abstract_state: The form of the state: a ``jax.ShapeDtypeStruct`` with a sharding at each leaf.
+          load_host: A function that is called with the host state of each checkpoint that is tried, newest first.
+
+        Returns:
+          The device state and the host state. None: there is no checkpoint.
 
         Raises:
-          RuntimeError: as ``restore``, or all are damaged; then nothing is moved.
-          StartAgainError: one of several processes found the newest one damaged, and moved it.
+          RuntimeError: The state has another form; or all checkpoints are damaged, and nothing is moved.
+          StartAgainError: One of several processes found the newest checkpoint damaged, and moved it.
         """
         damaged: dict[int, DamagedCheckpointError] = {}
         for step in reversed(self.all_steps()):
             try:
-                found = self.restore(step, abstract_state, load_host)
+                restored = self.restore(step, abstract_state, load_host)
             except DamagedCheckpointError as error:
                 damaged[step] = error
                 if jax.process_count() > 1 and step != self.all_steps()[0]:
@@ -226,18 +246,18 @@ class Checkpointer:
                 continue
             for other, why in damaged.items():
                 self._set_aside(other, why)
-            return found
+            return restored
         if damaged:
             raise RuntimeError(f"no checkpoint is whole: {'; '.join(map(str, damaged.values()))}")
         return None
 
     def wait(self) -> None:
-        """Returns when the files of what is being saved are complete. Raises NotWrittenError when they will not be."""
+        """Waits until the files of the save under way are complete. Raises NotWrittenError if it failed."""
         with self._written(self.latest_step()):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for the files to be complete and releases the directory."""
+        """Waits until the files are complete, and releases the directory."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._manager.close)
             stack.callback(self.wait)
@@ -251,7 +271,7 @@ class Checkpointer:
         return DamagedCheckpointError(f"{self._place(step)} is damaged: {what}")
 
     def _read(self, step: int, item: str, wanted: Any) -> Any:
-        """One item of a checkpoint. Whatever orbax raises on damaged files becomes a DamagedCheckpointError."""
+        """Reads one item of a checkpoint; any error of orbax on damaged files becomes a DamagedCheckpointError."""
         with _quiet():
             try:
                 return self._manager.restore(step, args=self._ocp.args.Composite(**{item: wanted}))[item]
@@ -264,20 +284,24 @@ class Checkpointer:
                 if about_machine or any(word in str(cause) for word in NOT_DAMAGE):
                     raise
                 why = getattr(cause, "strerror", None) or type(cause).__name__
-                if isinstance(cause, ValueError) and not isinstance(cause, UnicodeError):  # says what the file lacks
+                if isinstance(cause, ValueError) and not isinstance(cause, UnicodeError):  # says what is missing
                     why = " ".join(str(cause).split())[:160]
                 what = f"its {item} cannot be read: {why}"
                 del cause
             time.sleep(_GIVEN_UP_S)
-            gc.collect()  # the reads that were given up say so when they are collected
+            gc.collect()  # reads that were given up report it when they are collected
         raise self._damaged(step, what)
 
     def _read_host(self, step: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """The host state, checked, and the checksums of the arrays; {} in a checkpoint without."""
+        """Reads and checks the host state.
+
+        Returns:
+          The host state, and the checksums of the arrays ({} if the checkpoint has none).
+        """
         host = self._read(step, "host", self._ocp.args.JsonRestore())
         if not isinstance(host, dict):
             raise self._damaged(step, "its host state is no object")
-        if host.get("step", step) != step:  # a folder under another's name, which saves after it would run into
+        if host.get("step", step) != step:  # a folder with the name of another step would be in the way of later saves
             raise self._damaged(step, f"it is that of step {host['step']!r:.60}")
         if SELF not in host and ARRAYS not in host:
             return host, {}
@@ -287,7 +311,7 @@ class Checkpointer:
         return host, host.pop(ARRAYS)
 
     def _set_aside(self, step: int, error: DamagedCheckpointError) -> None:
-        """Moves a damaged checkpoint out of the way and says so."""
+        """Moves a damaged checkpoint aside, and says so on stderr."""
         folder = self._directory.with_name(DAMAGED)
         name = f"{step}" if self._directory.name != BEST else f"{BEST}-{step}"
         names = [name, *(f"{name}.{again}" for again in range(1, 1000))]
@@ -299,7 +323,10 @@ class Checkpointer:
         self._manager.reload()
 
     def _start_again_without(self, step: int, error: DamagedCheckpointError) -> NoReturn:
-        """Which process finds damage depends on the shards that it reads: they agree by starting again."""
+        """Moves the damaged newest checkpoint aside and raises StartAgainError.
+
+        The processes read different shards, so only some of them may find the damage; a new start makes them agree.
+        """
         self._set_aside(step, error)
         raise StartAgainError(f"{error}; it is moved away, and the same command goes on from the one before") from error
 
@@ -310,16 +337,16 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _written(self, step: int | None) -> Iterator[None]:
-        """What cannot be written is said in one line and takes no room; the next save starts afresh."""
+        """Turns an error of the block into a NotWrittenError, and removes the incomplete files; saves may go on."""
         try:
             with _quiet():
                 yield
         except Exception as error:
-            if jax.process_count() > 1:  # the others are at another place: nothing is saved together any more
+            if jax.process_count() > 1:  # the other processes are elsewhere, so nothing is saved together any more
                 if is_of_devices(error):
                     raise
                 raise NotWrittenError(f"{self._place(step)} could not be written: {_one_line(error)}") from error
-            # The manager has already struck off what the failed save would have replaced, and repeats its error.
+            # The manager repeats its error, and no longer knows the checkpoints that the failed save was to replace.
             with _quiet(), contextlib.suppress(Exception):
                 self._manager.close()
             self._clear_incomplete()
@@ -333,17 +360,17 @@ def _one_line(error: Exception) -> str:
 
 
 def _kept(array: jax.Array) -> jax.Array:
-    """An array that orbax may read for as long as it writes, whatever happens to ``array``, which a step may donate.
+    """Returns an array that orbax may read while it writes, even when a step donates ``array``.
 
-    Orbax copies what is on an accelerator to the host before its ``save`` returns, so that the memory there needs no
-    room for a second state. On a CPU its copy is a view of the array's own memory.
+    From an accelerator orbax copies the array to the host before its ``save`` returns, so no second state is needed
+    there. On a CPU its copy is a view of the array's own memory, so the array is copied here.
     """
     return jnp.copy(array) if any(device.platform == "cpu" for device in array.devices()) else array
 
 
 @functools.cache
 def _drop_reads_given_up() -> None:
-    """Keeps off stderr the reads that orbax gave up after an error: tensorstore ends them, even much later."""
+    """Keeps the errors of reads that orbax gave up off stderr; tensorstore may end them much later."""
     hook = sys.excepthook
 
     def filtered(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -355,7 +382,7 @@ def _drop_reads_given_up() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps off stderr what orbax logs of an error that it also raises, and its reads that are given up with it."""
+    """Keeps the logs of orbax about errors that it also raises off stderr."""
     hook, loggers = sys.unraisablehook, [logging.getLogger(name) for name in _LOGGERS]
     disabled = [logger.disabled for logger in loggers]
     sys.unraisablehook = lambda unraisable: None

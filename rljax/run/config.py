@@ -1,4 +1,4 @@
-"""The configuration of a run: each room's frozen dataclass under its own key."""
+"""The configuration of a run: the frozen dataclass of each room under a key of its own."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ from rljax.trainer.step import PrecisionConfig
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run itself."""
+    """The settings of the run itself."""
 
     dir: str = "runs/run"
     """Run directory. It receives config.yaml, metrics.jsonl, tb/, checkpoints/, summary.json and report.png."""
     steps: int = 100
-    """Number of steps. A step is one rollout batch and at most one scheduled learning rate."""
+    """Number of steps. A step is one rollout batch, with at most one scheduled learning rate."""
     seed: int = 0
     """Seed of the rollouts and of the order of the prompts."""
     resume: str = "auto"
     """auto: continue from the newest checkpoint in ``dir`` if there is one. never: refuse a ``dir`` that already holds
-    a run. Otherwise the path of another run directory to continue from."""
+    a run. Any other value is the path of another run directory to continue from."""
     fork: str = ""
-    """Checkpoint of another run, RUN/checkpoints/STEP, to begin from: rows and state up to that step are those of the
-    other run, and from the next one on the settings of this run hold. Schedule, correction, loss, learning rate, weight
-    decay and engine may be others. Empty: begin from the model."""
+    """Checkpoint of another run, RUN/checkpoints/STEP, to begin from. Rows and state up to that step are copied; from
+    the next step on the settings of this run hold. Schedule, correction, loss, learning rate, weight decay and engine
+    may differ from the other run. Empty: begin from the model."""
     grace_s: float = 30.0
-    """Longest time from a request to stop (SIGTERM or Ctrl-C) to the end of the run, saving included (seconds). Where
-    the step under way still samples and is not expected to be done and saved by then, judged by the last step and the
-    last save, it is given up and the step before it is saved; so it is while nothing is known of either."""
+    """Longest time from a request to stop (SIGTERM or Ctrl-C) to the end of the run, saving included (seconds). If the
+    step under way still samples, and the last step and save took too long for it to end in time, it is given up. The
+    step before it is then saved. It is also given up before a first step and save were measured."""
     processes: int = 0
-    """Number of processes that train together. 0: as the cluster says (Slurm, Kubernetes, TPU pod, Open MPI), and one
-    where there is none. 1: this one, whatever the cluster says."""
+    """Number of processes that train together. 0: the number that the cluster says (Slurm, Kubernetes, TPU pod, Open
+    MPI), and one process without a cluster. 1: this process alone, whatever the cluster says."""
     process_id: int = -1
-    """Which of ``processes`` this one is, from 0. -1: as the cluster says."""
+    """Index of this process among ``processes``, from 0. -1: the index that the cluster says."""
     coordinator: str = ""
-    """HOST:PORT of process 0, at which the others find it. Empty: as the cluster says."""
+    """HOST:PORT at which the other processes find process 0. Empty: the address that the cluster says."""
     heartbeat_s: float = 30.0
-    """Longest time from the last sign of life of one of several processes to the end of the others, with a line that
-    names it and exit status 75 (seconds)."""
+    """Longest time from the last sign of life of one process to the end of the others (seconds). A line then names it,
+    and the exit status is 75."""
     stuck_s: float = 3600.0
-    """Longest time in one phase of a step without any progress (a response that arrives is progress) before the run
-    ends and says where each process stands (seconds). 0: no limit."""
+    """Longest time in one phase of a step without progress, such as a response that arrives (seconds). The run then
+    ends and says what each process is at. 0: no limit."""
     profile_steps: tuple[int, ...] = ()
-    """First and last step (counted from 1) of a JAX profile, which is written to ``dir``/profile. Empty: no profile."""
+    """First and last step (from 1) of a JAX profile, which is written to ``dir``/profile. Empty: no profile."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "steps")
@@ -78,31 +78,31 @@ class ModelConfig:
     """The policy to start from."""
 
     path: str = "configs/toy-base"
-    """A Hugging Face directory (config.json, safetensors, tokenizer.json), or OWNER/NAME of a model on the hub. A model
+    """Hugging Face directory (config.json, safetensors, tokenizer.json), or OWNER/NAME of a model on the hub. A model
     of the hub is downloaded once, and the run's config.yaml then names the local directory."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Accuracy through the engine that the run trains with, in the step's own row."""
+    """The evaluations of a run, through the engine that samples for it. Their results are in the row of the step."""
 
     every: int = 20
-    """Steps between evaluations. The last step is evaluated, too. 0: no evaluation."""
+    """Steps between evaluations. The last step is always evaluated. 0: no evaluation."""
     at_start: bool = False
-    """Also evaluate the policy that the run starts from. The first row records it as ``eval/.../..._at_start``."""
+    """Whether the policy before the first step is evaluated. The first row has it as ``eval/.../..._at_start``."""
     datasets: tuple[str, ...] = ()
-    """Each one is a Parquet or JSONL file, ``NAME=FILE``, or toy or toy_swaps for the evaluation split of that task.
-    Empty: the evaluation split of the toy task; nothing if ``data.task`` is file."""
+    """Datasets to evaluate on. Each is a Parquet or JSONL file, ``NAME=FILE``, or toy or toy_swaps for the evaluation
+    split of that task. Empty: the evaluation split of the toy task, or none if ``data.task`` is file."""
     n: int = 1
     """Responses per problem. The accuracy is their mean (avg@n)."""
     pass_k: tuple[int, ...] = ()
-    """Values of k for which pass@k is estimated from the n responses. Each is at most n."""
+    """Values of k, at most n, for which pass@k is estimated from the n responses."""
     temperature: float = 0.0
     """Sampling temperature. 0: greedy."""
     max_response_tokens: int | None = None
-    """Longest response (tokens). None: the same as in the rollouts."""
+    """Longest response (tokens). None: ``rollout.max_response_tokens``."""
     seed: int = 0
-    """Seed of the sampling, the same at each evaluation."""
+    """Seed of the sampling. It is the same at each evaluation."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "every", "seed")
@@ -112,12 +112,12 @@ class EvalConfig:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the run is evaluated at any time."""
+        """Whether the run makes any evaluation."""
         return self.every > 0 or self.at_start
 
 
 def check_sampling(config: Any) -> None:
-    """Raises ValueError, opening with the field's name, for ``n``, ``pass_k`` and ``temperature`` that do not fit."""
+    """Raises ValueError, which begins with the field's name, if ``n``, ``pass_k`` and ``temperature`` do not fit."""
     check_at_least(config, 1, "n")
     check_finite(config, "temperature")
     if config.temperature == 0.0 and config.n > 1:
@@ -128,7 +128,7 @@ def check_sampling(config: Any) -> None:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run; written resolved into the run directory, from which it reloads."""
+    """All settings of a run. The run directory holds them as config.yaml, from which they load again."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -177,7 +177,7 @@ class Config:
             raise ValueError("publish.in_place is for rollout.engine = vllm without rollout.colocated")
 
     def _check_exact(self) -> None:
-        """One executable samples and trains: one dtype, and one update a rollout batch."""
+        """Raises ValueError for settings that one executable, which samples and trains, cannot have."""
         if self.rollout.dtype != self.precision.compute_dtype:
             raise ValueError(
                 f"rollout.engine = exact samples with the trainer's executable: rollout.dtype = {self.rollout.dtype} "
@@ -200,16 +200,16 @@ class Config:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Longest prompt plus longest response (tokens)."""
+        """The longest prompt plus the longest response, in tokens."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def max_engine_tokens(self) -> int:
-        """Longest prompt plus longest response (tokens) that the engine is asked for, evaluations included."""
+        """The longest prompt plus the longest response that the engine samples, evaluations included, in tokens."""
         longest = max(self.rollout.max_response_tokens, self.eval.max_response_tokens or 0)
         return self.data.max_prompt_tokens + longest
 
     @property
     def num_sequences(self) -> int:
-        """Responses of a step."""
+        """The number of responses in a step."""
         return self.data.batch_size * self.rollout.group_size

@@ -1,4 +1,4 @@
-"""What is in a run directory before a run starts, who trains there, and whether this run may continue from it."""
+"""The run directory before a run starts: who owns it, what it holds, and whether this run may continue from it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from rljax.record.rows import Row, read_rows
 from rljax.run.config import Config
 from rljax.run.config_file import dotted, load_config
 
-OWNER = "owner.json"  # of the run directory: the process that trains there
+OWNER = "owner.json"
+"""The file of a run directory that names the process that trains there."""
 
-# Settings that may be changed when a run is continued: they do not change the meaning of a row.
+# Settings that may change when a run is continued, because they do not change the meaning of a row.
 MAY_DIFFER = (
     *("run.processes", "run.process_id", "run.coordinator", "run.heartbeat_s", "run.stuck_s"),
     *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
@@ -28,7 +29,7 @@ MAY_DIFFER = (
     *("rollout.dump_every", "rollout.transcript_every", "policy.attention", "policy.experts"),
 )
 
-# Settings that a fork may have of its own besides those: the state of a run means the same under others.
+# Further settings that a fork may change, because the state of a run keeps its meaning under them.
 FORK_MAY_DIFFER = (
     *("run.fork", "schedule.kind", "schedule.decay_period", "schedule.multiplier", "schedule.decay_factor"),
     *("schedule.floor_ratio", "correction.", "loss.", "optimizer.learning_rate", "optimizer.weight_decay"),
@@ -38,13 +39,13 @@ FORK_MAY_DIFFER = (
 
 @contextlib.contextmanager
 def own_directory(run_dir: Path) -> Iterator[Ownership]:
-    """Makes the run directory, and this process the one that trains there; removes it if it is empty at the end.
+    """Makes the run directory and claims it for this process; a new one that is empty at the end is removed.
 
-    The owner before it that is dead is named on stderr.
+    A dead owner that the directory had before is named on stderr.
 
     Raises:
-      OwnedError: another process trains there; the message names it.
-      OSError: the directory cannot be written.
+      OwnedError: Another process trains there; the message names it.
+      OSError: The directory cannot be written.
     """
     is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,7 @@ def own_directory(run_dir: Path) -> Iterator[Ownership]:
 
 
 def check_owner(owner: Ownership) -> None:
-    """Raises OwnedError when another process took over, as it may from one whose heartbeat stood still for long."""
+    """Raises OwnedError if another process took the directory over, as it may after a long pause of the heartbeat."""
     with contextlib.suppress(OSError):
         other = read(owner.path)
         if other not in (None, owner.record):
@@ -69,10 +70,12 @@ def check_owner(owner: Ownership) -> None:
 
 
 def prepare_directory(config: Config, run_dir: Path) -> None:
-    """Prints from which step the run continues, and copies what ``run.resume`` or ``run.fork`` names.
+    """Checks the run in the directory, and copies the run that ``run.resume`` or ``run.fork`` names.
+
+    A line says from which step the run continues, if recorded steps are run again.
 
     Raises:
-      ConfigError: the run there may not, or cannot, be continued with these settings.
+      ConfigError: The run there may not, or cannot, be continued with these settings.
     """
     recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
     holds_run = bool(recorded or saved)
@@ -95,28 +98,28 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
 
 
 def recorded_config(run_dir: Path) -> Config:
-    """The configuration that a run directory was made with."""
+    """Reads the configuration that a run directory was made with."""
     return load_config(Config, [str(run_dir / "config.yaml")], prog="config.yaml", description="")
 
 
 def recorded_rows(run_dir: Path) -> list[Row]:
-    """The rows in ``metrics.jsonl``, where there is one."""
+    """Reads the rows of ``metrics.jsonl``; [] without the file."""
     path = run_dir / "metrics.jsonl"
     with caller_errors(RuntimeError):  # a damaged record
         return read_rows(path) if path.exists() else []
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """Steps of the complete checkpoints of a run directory: folders whose name is the number as it is written there."""
-    found = [path.name for path in run_dir.glob("checkpoints/*") if path.name.isdecimal() and path.is_dir()]
-    return sorted(int(name) for name in found if name == str(int(name)))
+    """Returns the steps of the complete checkpoints of a run directory, the folders that are named by a number."""
+    names = [path.name for path in run_dir.glob("checkpoints/*") if path.name.isdecimal() and path.is_dir()]
+    return sorted(int(name) for name in names if name == str(int(name)))
 
 
 def fork_point(fork: str) -> tuple[Path, int]:
-    """The run directory and the step that ``run.fork`` names.
+    """Returns the run directory and the step that ``run.fork`` names.
 
     Raises:
-      ConfigError: it is no checkpoint of a run.
+      ConfigError: The path is not a checkpoint of a run.
     """
     path = Path(fork)
     run_dir = path.parents[1] if path.parent.name == "checkpoints" else path
@@ -127,7 +130,13 @@ def fork_point(fork: str) -> tuple[Path, int]:
 
 
 def copy_run(source: Path, run_dir: Path, step: int | None = None) -> None:
-    """Copies rows and checkpoints, or that of ``step`` alone; an interrupted copy is not taken for a run."""
+    """Copies rows and checkpoints of a run; an interrupted copy does not count as a run.
+
+    Args:
+      source: The directory of the other run.
+      run_dir: The directory of this run.
+      step: The step whose checkpoint alone is copied. None: all checkpoints are.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     partial = run_dir / "checkpoints.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -140,9 +149,13 @@ def copy_run(source: Path, run_dir: Path, step: int | None = None) -> None:
 
 
 def check_same_run(config: Config, run_dir: Path, url: str = "", may_differ: tuple[str, ...] = ()) -> None:
-    """Raises ConfigError when the run in ``run_dir``, from ``url``, was made with settings that may not change.
+    """Raises ConfigError if the run in a directory was made with other settings that may not change.
 
-    ``may_differ``: keys, or their beginnings, that may besides ``MAY_DIFFER``.
+    Args:
+      config: The configuration of this run.
+      run_dir: The directory of the other run, or of its copy.
+      url: The URL of the copy, for the message. Empty: it is no copy.
+      may_differ: The keys, or beginnings of keys, that may change besides ``MAY_DIFFER``.
     """
     if not (run_dir / "config.yaml").exists():
         return

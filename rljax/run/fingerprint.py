@@ -1,4 +1,4 @@
-"""What tells two states of a run apart: a checksum of each array, where it lies on the devices, and of JSON."""
+"""Checksums of arrays on their devices, and of JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from rljax.weights.checksum import mixed
 
 
 def array_checksums(tree: Any) -> dict[str, str]:
-    """Tree path -> dtype, shape and checksum, as ``float32[2, 3] 0123456789abcdef``.
+    """Computes a checksum of each array of a pytree, the same for any sharding.
 
-    The 64 bits are two sums over all elements, each mixed with its position: the same for any sharding. One changed
-    element always changes them. Arrays are summed on their devices, one after the other in the order of the tree, so
-    that devices that share one never wait for each other in two; of those in the host's memory a copy.
+    The 64 bits are two sums over all elements, each mixed with its position; one changed element always changes them.
+    Arrays are summed on their devices, one after the other in the order of the tree, so that no two devices wait for
+    each other in different sums. An array in the host's memory is copied to the devices for it.
+
+    Returns:
+      The dtype, shape and checksum of each array by tree path, such as ``float32[2, 3] 0123456789abcdef``.
     """
     leaves = jax.tree.leaves_with_path(tree)
     sums = {path: fetch(_sums(on_devices(leaf))) for path, leaf in leaves}
@@ -28,28 +31,32 @@ def array_checksums(tree: Any) -> dict[str, str]:
 
 
 def array_forms(tree: Any) -> dict[str, str]:
-    """Tree path -> dtype and shape, as ``array_checksums`` begins; ``jax.ShapeDtypeStruct`` are enough."""
+    """Returns dtype and shape of each leaf by tree path, the beginning of an ``array_checksums`` text.
+
+    Args:
+      tree: A pytree of arrays or ``jax.ShapeDtypeStruct``.
+    """
     return {tree_path(path): array_form(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def tree_path(path: tuple[Any, ...]) -> str:
-    """``params/layers/mlp/gate``."""
+    """Returns a tree path as text, such as ``params/layers/mlp/gate``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def array_form(leaf: Any) -> str:
-    """``float32[2, 3]``."""
+    """Returns dtype and shape as text, such as ``float32[2, 3]``."""
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def json_checksum(value: Any) -> str:
-    """The SHA-256 of a JSON value in its canonical form: sorted keys, no spaces."""
+    """Computes the SHA-256 of a JSON value in its canonical form: sorted keys, no spaces."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @jax.jit
 def _sums(x: jax.Array) -> jax.Array:
-    """Uint32 [2] of an array of any shape, of elements of 1, 2 or 4 bytes."""
+    """Computes the two sums of an array of any shape, with elements of 1, 2 or 4 bytes: uint32 [2]."""
     unsigned = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
     word = jax.lax.bitcast_convert_type(unsigned, f"uint{8 * unsigned.dtype.itemsize}").astype(jnp.uint32)
     position = jnp.zeros(x.shape, jnp.uint32)

@@ -1,4 +1,4 @@
-"""What stops a run: rules on its metrics (``mismatch/k3_kl > 0.1 for 3``), and updates skipped in a row."""
+"""The guard of a run: rules on its metrics (``mismatch/k3_kl > 0.1 for 3``), and a limit on skipped updates."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ from rljax.errors import check_at_least
 _NUMBER = r"[-+]?((\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf)"
 _RULE = re.compile(rf"\s*(?P<metric>\S+)\s*(?P<sign>[<>])\s*(?P<bound>{_NUMBER})(\s+for\s+(?P<steps>[1-9]\d*))?\s*")
 
-# Metrics that only some rows have: those of evaluations, and of buckets that may be empty.
+# Metrics that only some rows have: evaluations, and buckets that may be empty.
 OCCASIONAL = ("eval/", "mismatch_position/", "mismatch_entropy/", "mismatch_staleness/", "optimizer/grad_noise")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``metric > bound`` (or ``<``) on ``steps`` rows in a row."""
+    """The rule ``metric > bound`` (or ``<``) on several rows in a row.
+
+    Attributes:
+      text: The rule as the configuration has it.
+      metric: The key of the metric.
+      above: Whether the rule is true above the bound; otherwise it is true below.
+      bound: The bound.
+      steps: The number of rows in a row.
+    """
 
     text: str
     metric: str
@@ -33,7 +41,7 @@ def parse_rule(text: str) -> Rule:
     """Reads ``METRIC > NUMBER`` or ``METRIC < NUMBER``, and optionally ``for STEPS``.
 
     Raises:
-      ValueError: it is neither.
+      ValueError: The text has another form.
     """
     match = _RULE.fullmatch(text)
     if match is None:
@@ -43,15 +51,16 @@ def parse_rule(text: str) -> Rule:
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What is watched while a run trains. A value that is not a number counts as beyond every bound."""
+    """The rules on the metrics of a run. A value that is not a number counts as beyond every bound."""
 
     warn: tuple[str, ...] = ()
-    """Rules of the form "METRIC > NUMBER [for STEPS]" (or <). A line is printed when a rule begins to be true."""
+    """Rules of the form "METRIC > NUMBER [for STEPS]" (or <). A line is printed when a rule becomes true."""
     stop: tuple[str, ...] = ()
-    """Rules that end the run after the step, with the state saved and exit status 3."""
+    """Rules of the same form that end the run after the step. The state is saved, and the exit status is 3."""
     max_skipped_updates: int = 10
-    """Number of updates in a row whose gradients are not finite that ends the run likewise, with the last checkpoint
-    from before them named. Updates without a response that carries loss do not count. 0: no limit."""
+    """Number of updates in a row with gradients that are not finite that ends the run, saved, with exit status 3. A
+    line names the last checkpoint from before them. An update without a response that carries loss does not count. 0:
+    no limit."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "max_skipped_updates")
@@ -60,22 +69,22 @@ class GuardConfig:
 
 
 class Guard:
-    """Checks each row against the rules."""
+    """The rules of a run, and how long each of them has been true."""
 
     def __init__(self, config: GuardConfig):
-        """Starts without history: every rule is false."""
+        """Starts with every rule false."""
         self._rules = [(parse_rule(text), False) for text in config.warn]
         self._rules += [(parse_rule(text), True) for text in config.stop]
         self._streaks: dict[str, int] = {}
 
     def check(self, row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Takes the row of the next step.
+        """Checks the row of the next step.
 
         Returns:
-          One line for each warn rule that has just become true, and one for each stop rule that is true.
+          A line for each warn rule that has just become true, and a line for each stop rule that is true.
 
         Raises:
-          ValueError: a rule names a metric that no row has.
+          ValueError: A rule names a metric that no row has.
         """
         warnings, stops = [], []
         for rule, is_stop in self._rules:
@@ -96,34 +105,39 @@ class Guard:
         return warnings, stops
 
     def state_dict(self) -> dict[str, int]:
-        """Rule -> rows in a row beyond its bound."""
+        """Returns the number of rows in a row beyond the bound, by the text of each rule."""
         return dict(self._streaks)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues from ``state_dict``; a rule that is not in it starts without history."""
+        """Continues from ``state_dict``; a rule that is not in it starts false."""
         self._streaks = dict(state)
 
 
 class SkippedUpdates:
-    """Counts the updates that were skipped in a row because their gradients were not finite.
+    """The count of updates that were skipped in a row because their gradients were not finite.
 
     Attributes:
-      in_a_row: so many, the last step's included; 0 once a step has applied an update.
-      since_step: the step of the first of them.
+      in_a_row: The number of them up to the last step; 0 once a step has applied an update.
+      since_step: The step of the first of them.
     """
 
     def __init__(self, max_in_a_row: int, updates_per_step: int):
-        """``max_in_a_row``: as ``GuardConfig.max_skipped_updates``; a step makes ``updates_per_step``."""
+        """Starts at 0.
+
+        Args:
+          max_in_a_row: The number at which the run ends. 0: no limit.
+          updates_per_step: The number of updates that a step makes.
+        """
         self._max, self._per_step = max_in_a_row, updates_per_step
         self.in_a_row = self.since_step = 0
         self._skipped = self._overflows = 0
 
     def start(self, skipped: int, overflows: int) -> None:
-        """Takes the counters of the state that the run goes on from, which a row has as well."""
+        """Continues from the counters of the training state: all skipped updates, and all that were not finite."""
         self._skipped, self._overflows = skipped, overflows
 
     def observe(self, row: Mapping[str, Any]) -> None:
-        """Takes the row of the next step."""
+        """Observes the row of the next step."""
         skipped = row["optimizer/skipped_updates"] - self._skipped
         not_finite = row["precision/overflows"] - self._overflows
         self.start(row["optimizer/skipped_updates"], row["precision/overflows"])
@@ -135,11 +149,11 @@ class SkippedUpdates:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether the run is to stop."""
+        """Whether the limit is reached, so that the run ends."""
         return 0 < self._max <= self.in_a_row
 
     def state_dict(self) -> dict[str, int]:
-        """JSON-serialisable."""
+        """Returns the count as JSON."""
         return {"in_a_row": self.in_a_row, "since_step": self.since_step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -148,7 +162,7 @@ class SkippedUpdates:
 
 
 def unknown_metric(metric: str, row: Mapping[str, Any]) -> str:
-    """The message for a metric that no row has, with the most similar one of ``row``."""
+    """Returns the message for a metric that no row has; it names the most similar metric of ``row``."""
     close = difflib.get_close_matches(metric, row, n=1)
     return f"no row has a metric {metric!r}" + (f"; did you mean {close[0]}?" if close else "")
 

@@ -1,4 +1,4 @@
-"""Where the processes other than 0 write what they print: one file each in the run directory."""
+"""The output of the processes other than 0: one log file each in the run directory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def log_file(run_dir: Path, process: int) -> Path:
-    """The file of one process."""
+    """Returns the path of the log file of one process."""
     return run_dir / "logs" / f"process_{process}.log"
 
 
 def send_output_to(path: Path) -> None:
-    """From now on, what this process and the libraries in it print goes to the end of ``path``, up to its last line."""
+    """Appends everything that this process and the libraries in it print from now on to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

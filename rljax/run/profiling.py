@@ -1,4 +1,4 @@
-"""A JAX profile of some steps of a run."""
+"""The JAX profile of some steps of a run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import jax
 
 
 class StepProfiler(ExitStack):
-    """Profiles the steps ``first`` to ``last`` into a directory that TensorBoard and XProf read.
+    """A context manager that profiles some steps into a directory, which TensorBoard and XProf read.
 
-    A context manager: the profile is also written when the run ends earlier.
+    The profile is also written when the run ends before the last of these steps.
+
+    Attributes:
+      running: Whether the profile has begun and has not ended.
     """
 
     def __init__(self, steps: Sequence[int], directory: Path):
         """Starts nothing yet.
 
         Args:
-          steps: (first, last), 1-based; empty: never.
-          directory: made when the first step is profiled.
+          steps: The first and the last step to profile, 1-based. Empty: no step.
+          directory: The directory of the profile, which is made with the first step.
         """
         super().__init__()
         self._first, self._last = steps or (0, -1)
@@ -29,7 +32,7 @@ class StepProfiler(ExitStack):
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """The context of step ``number``: profiling starts before the first step and stops after the last."""
+        """Opens the context of step ``number``: the profile starts before the first step and ends after the last."""
         if not self.running and self._first <= number <= self._last:
             self.enter_context(jax.profiler.trace(self._directory))
             self.running = True

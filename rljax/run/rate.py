@@ -1,4 +1,4 @@
-"""The learning rate of each step, decided on the host before the update from what the rollouts showed."""
+"""The learning rate of each step, which the host decides from the rollouts before the update."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from rljax.schedule import (
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate moves."""
+    """The schedule of the learning rate."""
 
     kind: Literal["constant", "linear", "cosine", "length_decay", "length_triggered"] = "length_triggered"
-    """constant. linear or cosine: from the initial rate down to ``floor_ratio`` of it at ``horizon``. length_decay:
-    Algorithm 1 of arXiv 2602.01826 with a known period. length_triggered: the same, with the period set by the surge of
-    the response length. Every kind watches for the surge and records it."""
+    """constant: the initial rate. linear, cosine: from the initial rate down to ``floor_ratio`` of it at ``horizon``.
+    length_decay: Algorithm 1 of arXiv 2602.01826 with a known period. length_triggered: the same, but the surge of the
+    response length sets the period. Every kind watches for the surge and records it."""
     horizon: int | None = None
-    """Step at which linear and cosine reach their floor, and stay there. None: the last of the run."""
+    """Step at which linear and cosine reach their floor and stay there. None: the last step of the run."""
     decay_period: int | None = None
-    """Steps between decays. Only for length_decay."""
+    """Steps between decays. It goes with length_decay only."""
     multiplier: float = 1.8
-    """Decay period divided by the surge step. Only for length_triggered."""
+    """Decay period divided by the surge step. It goes with length_triggered only."""
     decay_factor: float = 0.5
-    """The rate is multiplied by this factor at each multiple of the decay period."""
+    """Factor by which the rate is multiplied at each multiple of the decay period."""
     floor_ratio: float = 0.1
-    """The rate never falls below this fraction of the initial rate."""
+    """Fraction of the initial rate below which the rate never falls."""
     metric: str = "response_length/mean"
-    """The recorded metric that the surge tracker watches. Its values must be positive. A metric that is only known
-    after the update (``mismatch/...``) is watched one step later."""
+    """Recorded metric that the surge tracker watches; its values must be positive. A metric that is known only after
+    the update (``mismatch/...``) is watched one step later."""
     surge: SurgeConfig = field(default_factory=SurgeConfig)
-    """The rules of the surge tracker."""
+    """Rules of the surge tracker."""
 
     def __post_init__(self) -> None:
         if (self.kind == "length_decay") != (self.decay_period is not None):
@@ -55,43 +55,52 @@ class ScheduleConfig:
 
 
 class ScheduledRate:
-    """A rate that is a function of the step; the surge is still watched for and recorded.
+    """A rate that is a function of the step. It has the interface of ``LengthTriggeredLR``, and tracks the surge too.
 
-    It is used as ``LengthTriggeredLR`` is. ``decay_period``: steps between decays; None: a rate without them.
+    Attributes:
+      decay_period: The steps between decays. None: the rate has no such period.
+      tracker: The surge tracker.
     """
 
     def __init__(self, schedule: optax.Schedule, decay_period: int | None, surge: SurgeConfig):
+        """Starts before step 1.
+
+        Args:
+          schedule: The rate as a function of the number of steps before.
+          decay_period: The steps between decays, for the record. None: there is no such period.
+          surge: The rules of the surge tracker.
+        """
         self._schedule = schedule
         self.decay_period = decay_period
         self.tracker = SurgeTracker(surge)
 
     def step(self, length: float, truncated_fraction: float | None = None) -> float:
-        """See LengthTriggeredLR."""
+        """Observes the batch of the next step, and returns the rate of its update."""
         self.tracker.update(length, truncated_fraction)
         return float(np.float32(self._schedule(self.tracker.step - 1)))
 
     def state_dict(self) -> dict[str, Any]:
-        """See LengthTriggeredLR."""
+        """Returns the state as JSON."""
         return {"count": self.tracker.step, "tracker": self.tracker.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See LengthTriggeredLR."""
+        """Continues from ``state_dict``. Raises ValueError if ``state`` is not the state of a scheduled rate."""
         if set(state) != {"count", "tracker"}:
             raise ValueError(f"not the state of a scheduled rate: {sorted(state)}")
         self.tracker.load_state_dict(state["tracker"])
 
 
 RateController = LengthTriggeredLR | ScheduledRate
-"""Gives the rate of each step: ``step`` observes the step's batch and returns the rate of its update."""
+"""The controller of the learning rate: ``step`` observes the batch of a step, and returns the rate of its update."""
 
 
 def load_fork(controller: RateController, state: dict[str, Any], config: ScheduleConfig) -> None:
-    """Takes over what the schedule of a run observed, whatever its kind, for a fork with a schedule of its own.
+    """Continues a fork, which has a schedule of its own, from the observations of the run that it forks from.
 
     Args:
-      controller: of the fork.
-      state: ``state_dict()`` of the other run's controller.
-      config: of the fork.
+      controller: The controller of the fork.
+      state: The ``state_dict`` of the other run's controller, of any kind.
+      config: The schedule of the fork.
     """
     controller.tracker.load_state_dict(state["tracker"])
     if isinstance(controller, LengthTriggeredLR):
@@ -100,7 +109,7 @@ def load_fork(controller: RateController, state: dict[str, Any], config: Schedul
 
 
 def schedule_row(controller: RateController) -> Row:
-    """``schedule/surge_step`` and ``schedule/crossing_step``, None until known, and ``schedule/decay_period``."""
+    """Returns ``schedule/surge_step``, ``schedule/crossing_step`` and ``schedule/decay_period``; None if not known."""
     return {
         "schedule/surge_step": controller.tracker.surge_step,
         "schedule/crossing_step": controller.tracker.crossing_step,
@@ -109,12 +118,18 @@ def schedule_row(controller: RateController) -> Row:
 
 
 def observed_value(metric: str, row: Row, last_row: Row) -> float:
-    """The value that the surge tracker observes: this step's, else the last step's.
+    """Returns the value that the surge tracker observes: that of this step, or else that of the step before.
 
-    It is not a number at step 1 for a metric that only the update yields, and where the value is missing.
+    Args:
+      metric: The key of the metric.
+      row: The metrics of this step so far.
+      last_row: The metrics of the step before; {} at step 1.
+
+    Returns:
+      The value. NaN if it is missing, as at step 1 for a metric that only the update gives.
 
     Raises:
-      ConfigError: after step 1, a metric that no row has.
+      ConfigError: No row has the metric; this is known after step 1.
     """
     if metric not in row and last_row and metric not in last_row:
         raise ConfigError(f"schedule.metric: {unknown_metric(metric, last_row)}")

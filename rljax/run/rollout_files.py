@@ -1,4 +1,4 @@
-"""What a run leaves in ``rollouts/`` on request: token dumps for the comparison tools, and transcripts to read."""
+"""The files in ``rollouts/`` of a run: token dumps for the comparison tools, and transcripts to read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rljax.run.sampling import Rollouts
 from rljax.trainer.packing import TrainSequence
 
 ROLLOUT, TRAINER = "rollout", "trainer"
-"""Names of a dump's columns: the engine's log-probabilities, and the trainer's before the update."""
+"""The names of a dump's columns: log-probabilities of the engine, and of the trainer before the update."""
 
 
 def write_rollouts(
@@ -31,16 +31,17 @@ def write_rollouts(
     trainer_logprobs: Callable[[], list[np.ndarray]],
     tokenizer: Tokenizer,
 ) -> None:
-    """Token dumps and transcripts, when ``rollout.dump_every`` and ``rollout.transcript_every`` say so.
+    """Writes a token dump and a transcript, at the steps of ``rollout.dump_every`` and ``rollout.transcript_every``.
 
     Args:
-      config: of the run.
-      step: 1-based.
-      policy_version: of the trainer before this step's update.
-      rollouts: the responses and their rewards.
-      sequences: the same responses row by row, [n].
-      trainer_logprobs: fetches float32 [r] of each sequence from the devices; called only when something is written.
-      tokenizer: decodes the transcripts.
+      config: The configuration of the run.
+      step: The 1-based step.
+      policy_version: The policy version of the trainer before the update of this step.
+      rollouts: The responses and their rewards.
+      sequences: The same responses, prompt by prompt, [n].
+      trainer_logprobs: A function that fetches the trainer's log-probabilities from the devices, float32 [r] for each
+        sequence. It is called only when a file is written.
+      tokenizer: The tokenizer, which decodes the transcript.
     """
     wanted = config.rollout
     is_dump, is_transcript = (every > 0 and step % every == 0 for every in (wanted.dump_every, wanted.transcript_every))
@@ -60,14 +61,21 @@ def write_tokens(
     sequences: Sequence[TrainSequence],
     trainer_logprobs: Sequence[np.ndarray],
 ) -> None:
-    """Writes ``rollouts/step_<step>.parquet`` (see ``compare.dump``) with the columns ``rollout`` and ``trainer``.
+    """Writes the token dump ``rollouts/step_<step>.parquet`` with the columns ``rollout`` and ``trainer``.
 
-    Under ``sampling`` the header says in ``inject`` which settings of ``rollout.inject`` are on, and which 8 bits the
-    engine holds weights or cache in. Weights that these change have a name of their own; those of several versions, or
-    of an older one, have none.
+    Under ``sampling`` the header has the settings of ``rollout.inject`` that are on, and any 8-bit form of the engine's
+    weights or cache. Weights that such a setting changes have a name of their own. Weights of an older version, or of
+    several versions, have no name.
+
+    Args:
+      config: The configuration of the run.
+      step: The 1-based step.
+      policy_version: The policy version of the trainer before the update of this step.
+      sequences: The responses, prompt by prompt, [n].
+      trainer_logprobs: The trainer's log-probabilities before the update, float32 [r] for each sequence.
     """
     stale = any(s.staleness is not None and s.staleness.any() for s in sequences)
-    # A name in place of a hash: equal names are equal weights.
+    # The name stands for a hash: equal names mean equal weights.
     weights = f"{config.run.dir} version {policy_version}"
     defaults = vars(InjectConfig())
     injected = {name: value for name, value in vars(config.rollout.inject).items() if value != defaults[name]}
@@ -105,7 +113,16 @@ def write_transcript(
     trainer_logprobs: Sequence[np.ndarray],
     tokenizer: Tokenizer,
 ) -> None:
-    """Writes ``rollouts/step_<step>.jsonl``: one response per line, with reward and log-ratios."""
+    """Writes the transcript ``rollouts/step_<step>.jsonl``: one response per line, with reward and log-ratios.
+
+    Args:
+      config: The configuration of the run.
+      step: The 1-based step.
+      rollouts: The responses and their rewards.
+      sequences: The same responses, prompt by prompt, [n].
+      trainer_logprobs: The trainer's log-probabilities before the update, float32 [r] for each sequence.
+      tokenizer: The tokenizer of the policy.
+    """
     path = _path(config, step, "jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     scored = zip(sequences, rollouts.all(), rollouts.rewards.ravel(), trainer_logprobs, strict=True)

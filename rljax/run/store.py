@@ -1,8 +1,8 @@
 """Copies of checkpoints in an object store: s3://, gs://, or any other URL that fsspec knows.
 
-Under the URL each copy has a folder, named by its step. In it are the checkpoint's files, what else a resume needs, and
-a manifest with the size and SHA-256 of each of them. The manifest is written last and deleted first: a folder without
-one is no copy.
+Under the URL each copy has a folder that is named by its step. It holds the files of the checkpoint, the other files
+that a resume needs, and a manifest with the size and SHA-256 of each file. The manifest is written last and deleted
+first, so a folder without a manifest is no copy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from rljax.run.stop import StopRequest
 from rljax.weights.object_stores import open_store
 
 MANIFEST = "manifest.json"
-STARTED = "started.json"  # who began to copy there, and when
-_LONGEST = 300  # characters of what a library says of its error
+"""The file of a copy that lists its files."""
+STARTED = "started.json"
+"""The file under the URL that says which machine began to copy there, and when."""
+_LONGEST = 300  # the characters of a library's error that a message keeps
 
 
 class StoreError(OSError):
-    """The store cannot be reached, or refuses; the message is one line that names its URL."""
+    """The store cannot be reached, or refuses. The message is one line that names its URL."""
 
 
 class DamagedCopyError(StoreError):
@@ -33,56 +35,64 @@ class DamagedCopyError(StoreError):
 
 
 class StoppedUploadError(Exception):
-    """Raised by the ``check`` of an upload: it is not wanted any more."""
+    """The upload is not wanted any more; the ``check`` of an upload raises it."""
 
 
 class FileRecord(NamedTuple):
-    """What a manifest says of a file."""
+    """The entry of a file in a manifest.
 
-    size: int  # bytes
+    Attributes:
+      size: The size of the file, in bytes.
+      sha256: The SHA-256 of its content, in hexadecimal.
+    """
+
+    size: int
     sha256: str
 
 
 class Store:
     """The copies under one URL.
 
-    Time limits and retries of a request are those of the library that fsspec takes for the URL.
+    The library that fsspec uses for the URL decides time limits and retries.
+
+    Attributes:
+      url: The URL, without a slash at its end.
     """
 
     def __init__(self, url: str) -> None:
-        """Only makes the client: nothing is asked yet.
+        """Makes the client, and sends nothing yet.
 
         Raises:
-          StoreError: nothing is installed that knows such URLs.
+          StoreError: No installed library knows such URLs.
         """
         self.url = url.rstrip("/")
         with self._told("cannot be opened (pip install 'rljax[store]' for s3://, gcsfs for gs://)"):
             self._fs, self._root = open_store(self.url)
 
     def begin(self) -> None:
-        """Notes who copies there from now on; what may not be written shows here. Raises StoreError."""
+        """Writes a note of who copies there from now on. Raises StoreError if the store cannot be written."""
         note = {"host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
         with self._told("cannot be written"):
             self._fs.pipe_file(f"{self._root}/{STARTED}", json.dumps(note).encode())
 
     def steps(self) -> list[int]:
-        """Steps of the copies, oldest first. Raises StoreError."""
+        """Returns the steps of the copies, oldest first. Raises StoreError if the store cannot be listed."""
         with self._told("cannot be listed"):
             return [step for step in self._folders() if self._fs.exists(self._path(step, MANIFEST))]
 
     def upload(self, step: int, folder: Path, keep: int, check: Callable[[], None] = lambda: None) -> None:
-        """Copies the files of ``folder`` and deletes all copies but the ``keep`` newest up to this step.
+        """Copies the files of ``folder``, and deletes all copies but the ``keep`` newest up to this step.
 
-        Later ones are of a run that has since gone on from before them. A copy that is there already is left.
+        Copies of later steps are deleted: the run has gone on from before them. A copy that is already there is kept.
 
         Args:
-          step: of the checkpoint.
-          folder: nothing in it changes meanwhile.
-          keep: at least 1.
-          check: called before each file and before the manifest; may raise StoppedUploadError.
+          step: The step of the checkpoint.
+          folder: The folder of the files; nothing in it changes meanwhile.
+          keep: The number of copies to keep, at least 1.
+          check: A function that is called before each file and before the manifest. It may raise StoppedUploadError.
 
         Raises:
-          StoreError: the store refused, or cannot be reached.
+          StoreError: The store refuses, or cannot be reached.
         """
         records = {name: _record(folder / name) for name in _names(folder)}
         with self._told(f"checkpoint {step} could not be uploaded"):
@@ -132,12 +142,12 @@ class Store:
         return f"{self._root}/{step}/{name}"
 
     def _folders(self) -> list[int]:
-        """Steps of which there is something, oldest first."""
-        found = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
-        return sorted(int(name) for name in found if name.isdecimal() and name == str(int(name)))
+        """Returns the steps that have a folder, oldest first."""
+        names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     def _manifest(self, step: int) -> dict[str, FileRecord]:
-        """The files of a copy. Raises DamagedCopyError."""
+        """Reads the manifest of a copy. Raises DamagedCopyError if it cannot be read."""
         try:
             content = json.loads(self._fs.cat_file(self._path(step, MANIFEST)))
             if content["step"] != step:
@@ -151,14 +161,14 @@ class Store:
         return records
 
     def _written(self, step: int) -> dict[str, FileRecord] | None:
-        """What the manifest there says; None without one that can be read."""
+        """Reads the manifest of a copy; None if there is none that can be read."""
         try:
             return self._manifest(step)
         except (FileNotFoundError, DamagedCopyError):
             return None
 
     def _compare_sizes(self, step: int, records: dict[str, FileRecord]) -> None:
-        """Raises DamagedCopyError where the store lists other sizes than ``records``."""
+        """Raises DamagedCopyError if the store lists other sizes than ``records``."""
         folder = self._path(step, "")
         found = self._fs.find(folder.rstrip("/"), detail=True)
         sizes = {path.rpartition(folder)[2]: info["size"] for path, info in found.items()}
@@ -177,7 +187,7 @@ class Store:
 
     @contextlib.contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Whatever a library raises inside becomes a StoreError: each has errors of its own."""
+        """Turns any error of a library in the block into a StoreError, since each library has errors of its own."""
         try:
             yield
         except (StoreError, StoppedUploadError):

@@ -1,4 +1,4 @@
-"""The weights that a run reads from disk: what it trains, the base of adapters, and the reference policy."""
+"""The weights that a run reads from disk: the model or the adapters to train, their base, and the reference policy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
 
 
 def is_offloaded(config: Config) -> bool:
-    """Whether what the trainer keeps is in the host's memory between updates: its state, and frozen weights."""
+    """Returns whether the training state and the frozen weights are in the host's memory between updates."""
     return config.rollout.colocated and config.rollout.offload_state
 
 
 def check_offload(config: Config, mesh: Mesh) -> None:
-    """Raises ValueError where the state is to be in a memory of the host that the devices do not know."""
+    """Raises ValueError if the state is wanted in a memory of the host that the devices do not know."""
     if is_offloaded(config) and not has_host_memory(mesh):
         kind = mesh.local_devices[0].platform
         raise ValueError(
@@ -33,12 +33,14 @@ def check_offload(config: Config, mesh: Mesh) -> None:
 
 
 def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolicy | None:
-    """The policy that adapters make on the model of the run, which is read here; None without adapters.
+    """Reads the model under the adapters of a run; it is placed in the memory that ``is_offloaded`` says.
 
-    The model lies where ``is_offloaded`` says, as do the weights of ``load_reference``.
+    Returns:
+      The policy that the adapters make on the model. None: the run has no adapters.
 
     Raises:
-      OSError, ValueError: the model cannot be read.
+      OSError: The model cannot be read.
+      ValueError: The model is not that of ``policy``.
     """
     lora, dtype = config.lora, config.precision.compute_dtype
     if not lora.rank:
@@ -49,10 +51,11 @@ def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolic
 
 
 def initial_params(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
-    """What a run trains as it stands before the first step: the model's weights, or adapters.
+    """Reads the weights of the model, or reads or initialises adapters: the parameters that a run trains, at step 0.
 
     Raises:
-      OSError, ValueError: they cannot be read.
+      OSError: The weights cannot be read.
+      ValueError: The weights are not those of ``policy``.
     """
     lora = config.lora
     if not lora.rank:
@@ -67,13 +70,21 @@ def initial_params(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
 def load_reference(
     config: Config, policy: PolicyConfig, mesh: Mesh, merged: MergedPolicy | None = None
 ) -> Params | None:
-    """The frozen policy of a KL penalty, the policy that the run starts from; None without a penalty.
+    """Reads the frozen policy of a KL penalty, which is the policy that the run starts from.
 
-    ``merged``: from ``load_merged``; with it the policy is that of the first adapters, and without ``lora.adapter``
-    the base itself, which is there already.
+    Args:
+      config: The configuration of the run.
+      policy: The shape of the policy.
+      mesh: The mesh on which it is placed.
+      merged: The policy that adapters make, from ``load_merged``. If the run starts from new adapters, the reference is
+        its base, which is not read again. None: the run has no adapters.
+
+    Returns:
+      The policy. None: the loss has no KL penalty.
 
     Raises:
-      OSError, ValueError: it cannot be read.
+      OSError: The weights cannot be read.
+      ValueError: The weights are not those of ``policy``.
     """
     if config.loss.kl == "none":
         return None
