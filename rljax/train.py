@@ -142,17 +142,24 @@ def describe_run(config: Config, options: Options) -> None:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
 
 
-class Setting(NamedTuple):
-    """What every process of a run reads for itself."""
+class RunInputs(NamedTuple):
+    """The inputs of a run, which every process reads for itself.
 
-    config: Config  # with the model's local directory
+    Attributes:
+      config: The configuration, with the local directory of the model.
+      policy: The shape of the policy.
+      tokenizer: The tokenizer of the policy.
+      mesh: The mesh of the trainer.
+    """
+
+    config: Config
     policy: PolicyConfig
     tokenizer: Tokenizer
     mesh: Mesh
 
 
-def find_setting(config: Config) -> Setting:
-    """Raises ConfigError where model, tokenizer and devices do not go together."""
+def read_inputs(config: Config) -> RunInputs:
+    """Reads the inputs of a run. Raises ConfigError if model, tokenizer and devices do not fit together."""
     with caller_errors():
         model = dataclasses.replace(config.model, path=model_directory(config.model.path))
         config = dataclasses.replace(config, model=model)
@@ -164,16 +171,18 @@ def find_setting(config: Config) -> Setting:
             raise ConfigError(f"{config.model.path}: {sizes}")
         check_shapes(config, policy, mesh)
         check_offload(config, mesh)
-        choose_kernels(config.policy, policy, config.precision.compute_dtype, mesh)  # what the devices lack is refused
-    return Setting(config, policy, tokenizer, mesh)
+        choose_kernels(
+            config.policy, policy, config.precision.compute_dtype, mesh
+        )  # refuses kernels that the devices lack
+    return RunInputs(config, policy, tokenizer, mesh)
 
 
 def follow(config: Config, processes: Processes) -> int:
-    """What a process other than 0 does: its part of whatever process 0 announces. Returns the run's exit status."""
+    """Does the part of a process other than 0 in every act of process 0; returns the exit status of the run."""
     log = log_file(Path(config.run.dir), processes.index)
     with processes.reported_signals(), contextlib.ExitStack() as at_end:
         with Restore(processes).wait(lambda: send_output_to(log)):
-            config, policy, _, mesh = find_setting(config)
+            config, policy, _, mesh = read_inputs(config)
             with caller_errors():
                 save = make_save(config, processes)
                 trainer = make_trainer(config, policy, mesh)
@@ -186,7 +195,7 @@ def follow(config: Config, processes: Processes) -> int:
 def run(config: Config, owner: Ownership, processes: Processes) -> int:
     """Trains in the run directory, which this process owns; returns the exit status."""
     run_dir = Path(config.run.dir)
-    config, policy, tokenizer, mesh = find_setting(config)
+    config, policy, tokenizer, mesh = read_inputs(config)
     stop = StopRequest(config.run.grace_s, processes)
     with caller_errors():
         problems = load_problems(config, tokenizer)

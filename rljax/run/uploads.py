@@ -153,7 +153,7 @@ class Uploads:
 
     def _work(self) -> None:
         is_last = False
-        with contextlib.suppress(OwnedError):  # of which the loop of the run tells
+        with contextlib.suppress(OwnedError):  # the loop of the run says so
             while not is_last:
                 is_last = self._ending.wait(_LOOK_S)
                 step = self._newest()
@@ -180,7 +180,7 @@ class Uploads:
         except StoppedUploadError:
             return False
         except OSError as error:
-            if step not in saved_steps(self._run_dir):  # it was deleted, or put aside, while it was linked
+            if step not in saved_steps(self._run_dir):  # it was deleted or moved aside while it was linked
                 return False
             if not self._is_failing:
                 why = error if isinstance(error, StoreError) else f"checkpoint {step} could not be uploaded: {error}"
