@@ -1,11 +1,11 @@
-"""Compares two engines from the files they left: no server and no model is needed.
+"""Compares two engines from their files, without a server or a model.
 
     pip install '.[train]' && python examples/offline_comparison.py
     python examples/offline_comparison.py TRAINER.parquet#COLUMN ROLLOUT.parquet#COLUMN
 
-Each file holds the same sequences with one or more columns of log-probabilities: token dumps, or the JSONL and the
-exports that docs/compare.md names. Without arguments the program makes two small dumps first: tokens are sampled from
-logits rounded to bfloat16, and scored once with those and once without the rounding.
+Both files have the same sequences with one or more columns of log-probabilities. They are token dumps, JSONL or an
+export that docs/compare.md names. Without arguments the program first makes two small dumps: it samples tokens from
+logits rounded to bfloat16, and scores them with and without the rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROMPT, RESPONSE, VOCABULARY = 4, 60, 64  # tokens, tokens, ids
 
 
 def make_files(directory: Path, sequences: int = 32, seed: int = 0) -> tuple[str, str]:
-    """Writes one dump of a trainer and one of a rollout engine; returns ``FILE#COLUMN`` of each."""
+    """Writes a dump of a trainer and a dump of a rollout engine; returns ``FILE#COLUMN`` of each."""
     rng = np.random.default_rng(seed)
     exact = jnp.asarray(rng.normal(0.0, 3.0, (sequences, RESPONSE, VOCABULARY)), jnp.float32)
     rounded = exact.astype(jnp.bfloat16).astype(jnp.float32)
@@ -53,7 +53,7 @@ def make_files(directory: Path, sequences: int = 32, seed: int = 0) -> tuple[str
 
 
 def compare(trainer: str, rollout: str) -> Comparison:
-    """The comparison of two ``FILE#COLUMN``; sequences go by their ids, and their tokens must be the same."""
+    """Compares two ``FILE#COLUMN``. Sequences are matched by their ids, and their tokens must be equal."""
     dump = read_tokens(trainer.rpartition("#")[0])
     for role, place in (("trainer", trainer), ("rollout", rollout)):
         vectors, source = score_column(f"dump:{place}", dump)
@@ -62,7 +62,7 @@ def compare(trainer: str, rollout: str) -> Comparison:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the comparison; returns 0 when the pair passes, 1 when it fails, 2 for other arguments."""
+    """Prints the comparison; returns 0 if the pair passes, 1 if it fails, and 2 for wrong arguments."""
     if len(arguments) not in (0, 2):
         print(__doc__, file=sys.stderr)
         return 2

@@ -1,11 +1,11 @@
-"""Borrows the schedule: a plain optax loop whose learning rate follows the length-triggered decay.
+"""Uses the length-triggered schedule in a plain optax loop.
 
     pip install . && python examples/optax_loop.py
 
-Needs jax, optax and numpy alone. The policy is one number: the logit of going on after each token. A response earns 1
-when it has 24 tokens or more and did not hit the limit of 64, so REINFORCE makes responses longer. The tracker calls
-the surge, sets the decay period to 1.8 times that step, and the rate is halved at every multiple of it. Four lines of
-the loop, marked with an arrow, belong to the schedule.
+This needs only jax, optax and numpy. The policy is one number: the logit of going on after each token. A response earns
+1 if it has at least 24 tokens and stays below the limit of 64, so REINFORCE makes responses longer. The tracker calls
+the surge and sets the decay period to 1.8 times that step; the rate is halved at every multiple of the period. Four
+lines of the loop, marked with an arrow, belong to the schedule.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import optax
 
 from rljax.schedule import LengthTriggeredLR, get_learning_rate, inject_learning_rate, set_learning_rate
 
-BATCH = 256  # responses a step
+BATCH = 256  # responses per step
 LIMIT = 64  # tokens; a longer response is cut off
-ENOUGH = 24  # tokens; from here on a response earns its reward
+ENOUGH = 24  # tokens; a shorter response earns nothing
 
 Row = dict[str, Any]
 
 
 def loss(logit: jax.Array, lengths: jax.Array, advantages: jax.Array) -> jax.Array:
-    """REINFORCE: minus the mean of advantage x log-probability of the length; arrays are [b]."""
+    """Computes the REINFORCE loss: minus the mean of advantage x log-probability of the length; arrays are [b]."""
     logprobs = (lengths - 1) * jax.nn.log_sigmoid(logit) + jax.nn.log_sigmoid(-logit)
     return -jnp.mean(advantages * logprobs)
 
 
 def train(steps: int = 240, learning_rate: float = 0.03, seed: int = 0) -> list[Row]:
-    """Trains the one-number policy; returns one row a step."""
+    """Trains the one-number policy and returns one row for each step."""
     rng = np.random.default_rng(seed)
     logit = jnp.float32(1.0)  # mean length 3.7
     optimizer = inject_learning_rate(optax.adamw, learning_rate)  # <-- instead of optax.adamw(learning_rate)
@@ -52,7 +52,7 @@ def train(steps: int = 240, learning_rate: float = 0.03, seed: int = 0) -> list[
         lengths = np.minimum(rng.geometric(1.0 - going_on, BATCH), LIMIT)
         rewards = ((lengths >= ENOUGH) & (lengths < LIMIT)).astype(np.float32)
         rate = controller.step(lengths.mean(), truncated_fraction=np.mean(lengths == LIMIT))  # <-- before the update
-        opt_state = set_learning_rate(opt_state, rate)  # <-- for this very update; nothing is traced again
+        opt_state = set_learning_rate(opt_state, rate)  # <-- the rate of this update; nothing is traced again
         logit, opt_state = update(logit, opt_state, lengths.astype(np.float32), rewards - rewards.mean())
         rows.append(
             {

@@ -7,11 +7,11 @@ import re
 _ANSWER_LINE = re.compile(r"(?:\banswer|答案)(?:[ \t]+is)?[ \t*_`]*[:：][*_`]*", re.IGNORECASE)
 _ANSWER_IS = re.compile(r"(?:\banswer[ \t]+(?:is|=)|答案[是为])[ \t*_`]*", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# Text allowed between boxes that form one answer: x = \boxed{1} or x = \boxed{2}.
+# The text that may stand between boxes of one answer: x = \boxed{1} or x = \boxed{2}.
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;.]|\\[,;! ()\[\]]|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*"
 )
-_LAST_BOXES = 50  # a response may open thousands, and each is searched for its end
+_LAST_BOXES = 50  # a response may open thousands of boxes, and the end of each must be found
 _DISPLAYS = (("$$", "$$"), ("\\[", "\\]"))
 _ONLY_DELIMITERS = re.compile(r"(?:\$\$?|\\\]|\\\)|\\end\{(?:equation|align|gather)\*?\}|[.*\s])*")
 _SENTENCE_END = re.compile(r"[.。](?=\s+[A-Z\\$]|\s*$)")
@@ -19,12 +19,12 @@ _PROSE = re.compile(r"(?<![\\a-zA-Z])(?!(?:pi|sqrt|sin|cos|tan|log|ln)\b)[a-zA-Z
 
 
 def final_answer(response: str) -> str | None:
-    """The text of the final answer, as written, or None when none is stated.
+    """Returns the text of the final answer as written, or None without one.
 
-    Only the text after the last ``</think>`` counts, if there is one. In it, the later of these two is taken: the last
-    ``Answer:`` line (its rest, or the next line when that is empty) and the last closed, non-empty ``\\boxed{}``;
-    boxes with nothing but "and", "or", "x =" and punctuation between them are one answer. A response with neither may
-    state it as "the answer is ...", or as a last line that is only a formula. Numbers in other text do not count.
+    Only the text after the last ``</think>`` counts, if there is one. The answer is the later of two statements: the
+    last ``Answer:`` line (its rest, or the next line if that is empty) and the last closed, non-empty ``\\boxed{}``.
+    Boxes with only "and", "or", "x =" and punctuation between them are one answer. Without either statement, the answer
+    may be in "the answer is ...", or in a last line that is only a formula. Numbers in other text do not count.
     """
     text = response.rsplit("</think>", 1)[-1]
     line_at, line = _statement_after(_ANSWER_LINE, text)
@@ -35,13 +35,13 @@ def final_answer(response: str) -> str | None:
 
 
 def _statement_after(opening: re.Pattern[str], text: str) -> tuple[int, str | None]:
-    """(start of the last opening, what is stated after it)."""
-    found = list(opening.finditer(text))
-    return (found[-1].start(), _first_statement(text[found[-1].end() :])) if found else (-1, None)
+    """Returns (start of the last opening, the statement after it)."""
+    matches = list(opening.finditer(text))
+    return (matches[-1].start(), _first_statement(text[matches[-1].end() :])) if matches else (-1, None)
 
 
 def _first_statement(rest: str) -> str | None:
-    """A displayed formula, or the first line up to the end of its sentence."""
+    """Returns a displayed formula, or the first line up to the end of its sentence."""
     rest = rest.lstrip(" \t\n*_`")
     for opening, closing in _DISPLAYS:
         if rest.startswith(opening) and (end := rest.find(closing, len(opening))) >= 0:
@@ -52,7 +52,7 @@ def _first_statement(rest: str) -> str | None:
 
 
 def _last_boxes(text: str) -> tuple[int, str | None]:
-    """(start of the last box, contents of it and of those joined to it)."""
+    """Returns (start of the last box, contents of this box and of the boxes joined to it)."""
     boxes = [box for box in _closed_boxes(text) if text[box[1] : box[2]].strip()]
     if not boxes:
         return -1, None
@@ -64,7 +64,7 @@ def _last_boxes(text: str) -> tuple[int, str | None]:
 
 
 def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
-    """(start, start of the content, end of the content) of each outermost box, in order."""
+    """Returns (start, start of the content, end of the content) of each outermost box, in order."""
     boxes: list[tuple[int, int, int]] = []
     for match in list(_BOX.finditer(text))[-_LAST_BOXES:]:
         if boxes and match.start() < boxes[-1][2]:
@@ -76,7 +76,7 @@ def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    """Position of the brace that closes the one just before ``start``; escaped braces do not count."""
+    """Returns the position of the brace that closes the one just before ``start``; escaped braces do not count."""
     depth, at = 1, start
     while at < len(text):
         if text[at] == "\\":

@@ -1,7 +1,7 @@
-"""The reward of DAPO-style mathematics: 1 when the final answer is the right one, else 0, as math-verify judges.
+"""The reward of DAPO-style mathematics: 1 if math-verify judges the final answer right, else 0.
 
-math-verify limits its time with signals, which work only in a main thread. That is switched off here; the pool
-(rljax/rewards/pool.py) has a time limit. Called directly, ``math_reward`` may take as long as sympy takes.
+math-verify limits its time with signals, which work only in a main thread. This module switches the limit off, because
+the reward pool has one of its own. A direct call of ``math_reward`` may take as long as sympy takes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rljax.rewards.math_text import (
 )
 from rljax.rewards.units import split_unit, units_agree
 
-# Units are removed here: the library also treats single letters as units, so that 5t would be 5.
+# This module removes units itself: the library also treats single letters as units, so 5t would become 5.
 _EXTRACTION = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(
@@ -43,7 +43,7 @@ _PERCENT = re.compile(r"\s*(?:\\?%|\bper ?cent\b|\bpct\b)$", re.IGNORECASE)
 _SIGNIFICANT_DIGITS = 6
 _LONGEST = 2000  # characters; a longer text is not an answer and would take long to parse
 
-# The library logs once in each process that it has no time limit.
+# Without a time limit the library logs a warning in each process.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
@@ -51,15 +51,15 @@ def math_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> f
     """Scores one response.
 
     Args:
-      problem: with the right ``"answer"``, as LaTeX or plain text.
-      response: decoded text, special tokens removed. docs/rewards.md says which part is the final answer.
-      truncated: the length limit cut it off; such a response has no final answer.
+      problem: The problem with the right ``"answer"``, as LaTeX or plain text.
+      response: The decoded text, without special tokens; ``final_answer`` finds the answer in it.
+      truncated: Whether the length limit cut the response off; then it has no final answer.
 
     Returns:
-      1.0 or 0.0.
+      The reward, 1.0 or 0.0.
 
     Raises:
-      ValueError: the problem has no right answer.
+      ValueError: The problem has no right answer.
     """
     truth = str(problem["answer"]).strip()
     if not truth:
@@ -69,7 +69,7 @@ def math_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> f
 
 
 def same_answer(truth: str, stated: str) -> bool:
-    """Whether a stated answer is the right one; ``truth`` sets the form (an interval, a set, a word, a choice)."""
+    """Whether a stated answer is right; ``truth`` determines the form (an interval, a set, a word, a choice)."""
     if len(stated) > _LONGEST:
         return False
     right, answer = tidy(truth), tidy(stated)
@@ -87,7 +87,7 @@ def same_answer(truth: str, stated: str) -> bool:
 
 
 def _same_quantity(right: str, answer: str) -> bool:
-    """Compares without units, currency and percent signs where the right answer is a number; otherwise unchanged."""
+    """Whether two answers are equal; units, currency and percent signs are removed if the right one is a number."""
     right, answer = without_money(right), without_money(answer)
     right_value, right_share = _without_percent(right)
     value, share = _without_percent(answer)
@@ -98,7 +98,7 @@ def _same_quantity(right: str, answer: str) -> bool:
             return False
     if right_share == share:
         return _equal(right_value, value)
-    # A percent sign on one side only: it is a unit (50 for 50%) or a factor (0.5 for 50%).
+    # A percent sign on only one side is a unit (50 for 50%) or a factor (0.5 for 50%).
     factor = (_hundredth(right_value), value) if right_share else (right_value, _hundredth(value))
     return _equal(right_value, value) or _equal(*factor)
 
@@ -115,13 +115,13 @@ def _without_percent(text: str) -> tuple[str, bool]:
 def _equal(right: str, answer: str) -> bool:
     if _INTEGER.fullmatch(right) and _INTEGER.fullmatch(answer):
         return int(right) == int(answer)
-    expected, given = _parsed(right), _parsed(answer)
-    if not expected or not given:
+    expected, stated = _parsed(right), _parsed(answer)
+    if not expected or not stated:
         return False
     return bool(
         verify(
             list(expected),
-            list(given),
+            list(stated),
             float_rounding=_decimals(expected[0]),
             allow_set_relation_comp=True,
             timeout_seconds=None,
@@ -131,7 +131,7 @@ def _equal(right: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> tuple[Any, ...]:
-    """The complete text as sympy, or nothing: a part of it is not accepted."""
+    """Parses the complete text with sympy; an empty tuple if any part of it cannot be parsed."""
     text = rewrite_numbers(text)
     if not braces_balance(text) or _TWO_NUMBERS.search(text):
         return ()
@@ -141,9 +141,9 @@ def _parsed(text: str) -> tuple[Any, ...]:
 
 
 def _decimals(expected: Any) -> int:
-    """Decimals to which a decimal fraction must agree: six significant digits, and six decimals at least."""
+    """Returns the decimals that must agree: those of six significant digits, and at least six."""
     try:
         exponent = math.floor(math.log10(abs(float(expected))))
-    except (TypeError, ValueError, OverflowError):  # 0, infinite, or no number
+    except (TypeError, ValueError, OverflowError):  # 0, infinite, or not a number
         return _SIGNIFICANT_DIGITS
     return _SIGNIFICANT_DIGITS - 1 - min(exponent, -1)

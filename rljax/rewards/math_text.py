@@ -9,7 +9,7 @@ from fractions import Fraction
 from rljax.rewards.final_answer import closing_brace
 
 _SYMBOLS = str.maketrans(
-    {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # the full-width forms
+    {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # full-width forms
     | {
         "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
         "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
@@ -38,7 +38,7 @@ _OPTION = re.compile(r"^\(?([A-Ja-j])(?:[).:](?:\s.*)?)?$")
 
 
 def tidy(answer: str) -> str:
-    """The answer in one spelling of digits, signs and fractions, without delimiters, fonts, spacing and full stop."""
+    """Rewrites digits, signs and fractions in one spelling; removes delimiters, fonts, spacing and full stop."""
     text = "".join(str(unicodedata.decimal(c)) if unicodedata.category(c) == "Nd" else c for c in answer)
     text = text.translate(_SYMBOLS).replace("\n", " ").strip().strip("*`").strip()
     text = _without_math_delimiters(text)
@@ -51,8 +51,9 @@ def tidy(answer: str) -> str:
 
 
 def rewrite_numbers(text: str) -> str:
-    """Mixed numbers with a slash, repeating decimals and powers of ten as fractions and products; ``\\frac 1 2``, plain
-    ``pi`` and ``sqrt(2)`` as LaTeX that the library reads.
+    """Rewrites mixed numbers with a slash, repeating decimals and powers of ten as fractions and products.
+
+    ``\\frac 1 2``, plain ``pi`` and ``sqrt(2)`` become LaTeX that the library reads.
     """
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _REPEATING.sub(_repeating, text)
@@ -63,29 +64,29 @@ def rewrite_numbers(text: str) -> str:
 
 
 def without_money(text: str) -> str:
-    """Without a leading sign of currency."""
+    """Removes a leading currency sign."""
     return _MONEY.sub(lambda m: "-" if m[0].startswith("-") else "", text)
 
 
 def without_label(text: str) -> str:
-    """Without the letter of a choice before its value, ``(C) 42``."""
+    """Removes the letter of a choice before its value, as in ``(C) 42``."""
     return _LABEL.sub("", text)
 
 
 def option_letter(text: str) -> str | None:
-    """The letter of a multiple-choice answer, ``C``, ``(C)`` or ``C. 42``, in upper case; None for anything else."""
+    """Returns the letter of a multiple-choice answer, ``C``, ``(C)`` or ``C. 42``, in upper case; otherwise None."""
     match = _OPTION.match(text)
     return match[1].upper() if match else None
 
 
 def braces_balance(text: str) -> bool:
-    """Whether every brace of the text is closed within it."""
+    """Whether every brace of the text is closed."""
     return closing_brace(text + "}", 0) == len(text)
 
 
 def _without_math_delimiters(text: str) -> str:
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
-    # A single dollar sign is money; a pair delimits mathematics.
+    # One dollar sign is money; a pair delimits mathematics.
     bare = re.sub(r"(?<!\\)\$", "", text)
     return bare if (len(text) - len(bare)) % 2 == 0 else text
 

@@ -1,4 +1,4 @@
-"""Scores responses in worker processes with a time limit: one that hangs or kills its worker harms no other."""
+"""Scores responses in worker processes with a time limit, so that a reward that hangs or crashes harms no other."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class RewardPool:
-    """Scores responses as they arrive; a context manager.
+    """A pool of worker processes that scores responses as they arrive; a context manager.
 
-    A response that cannot be scored (an exception, a dead worker, a reward that is not finite, or no result within
-    ``timeout_s``) gets 0.0 and is counted apart from the rewards of 0.
+    A response cannot be scored if the reward raises, the worker dies, the reward is not finite, or no result comes
+    within ``timeout_s``. It gets 0.0 and is counted separately.
     """
 
     def __init__(
@@ -32,18 +32,18 @@ class RewardPool:
         *,
         memory_gib: float | None = 4.0,
     ):
-        """Checks the reward and starts the workers, without waiting for them.
+        """Checks the reward and starts the workers without waiting for them.
 
         Args:
-          reward: as ``resolve_reward`` takes it, or a function at the top level of a module (any, when workers is 0).
-          workers: processes; 0 scores in this process, without a time limit; None: 0 for the rewards of the toy tasks,
-            otherwise one less than the number of CPU cores, at most 8.
-          timeout_s: longest that one response may take (seconds), waiting time not counted; then its worker is
-            replaced.
-          memory_gib: memory limit of a worker (GiB); None: no limit.
+          reward: The name of a reward for ``resolve_reward``, or a function at the top level of a module. With no
+            workers it may be any function.
+          workers: The number of processes. 0 scores in this process, without a time limit. None means 0 for the rewards
+            of the toy tasks, otherwise one less than the number of CPU cores, at most 8.
+          timeout_s: The longest time for one response, in seconds, without waiting; after it the worker is replaced.
+          memory_gib: The memory limit of a worker, in GiB; None means no limit.
 
         Raises:
-          ValueError: the reward cannot be found, or not by a worker.
+          ValueError: The reward cannot be found, or a worker cannot import it.
         """
         if workers is None:
             workers = 0 if reward in CHEAP else max(1, min(8, (os.cpu_count() or 2) - 1))
@@ -62,21 +62,26 @@ class RewardPool:
         self._workers = [
             RewardProcess(reward if isinstance(reward, str) else reward_path(reward), memory) for _ in range(workers)
         ]
-        # One thread a process: each waits for the process that it took from the idle ones.
+        # Each process has a thread that waits for it.
         self._threads = ThreadPoolExecutor(max(workers, 1))
         self._idle: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
 
+    @property
+    def worker_count(self) -> int:
+        """The number of worker processes; 0 if this process scores."""
+        return len(self._workers)
+
     def submit(self, problem: Mapping[str, Any], response: str, truncated: bool) -> Future[float]:
         """Starts to score one response.
 
         Returns:
-          A future of its reward. ``result()`` is a finite float, 0.0 if the response could not be scored; it raises
-          RuntimeError only when no worker can be started, and CancelledError after ``close``.
+          A future of the reward. ``result()`` is a finite float, 0.0 if the response could not be scored. It raises
+          RuntimeError only if no worker can be started, and CancelledError after ``close``.
 
         Raises:
-          RuntimeError: the pool is closed.
+          RuntimeError: The pool is closed.
         """
         if self._closed:
             raise RuntimeError("the reward pool is closed")
@@ -87,8 +92,9 @@ class RewardPool:
         return future
 
     def pop_metrics(self) -> dict[str, int]:
-        """Counts since the last call: ``reward/errors``, responses that could not be scored; ``reward/timeouts``,
-        those of them that took too long.
+        """Returns the counts since the last call.
+
+        ``reward/errors`` counts responses that could not be scored; ``reward/timeouts`` counts the late ones of them.
         """
         with self._lock:
             counts = {"reward/errors": self._errors, "reward/timeouts": self._timeouts}
@@ -96,7 +102,7 @@ class RewardPool:
         return counts
 
     def close(self) -> None:
-        """Ends every worker at once and cancels the waiting responses. Calling it again does nothing."""
+        """Ends every worker at once and cancels the waiting responses; a second call does nothing."""
         self._closed = True
         for worker in self._workers:
             worker.stop()

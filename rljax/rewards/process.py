@@ -1,4 +1,4 @@
-"""One worker process, seen from the trainer: started, asked, and replaced when it dies or is too slow."""
+"""The trainer's side of one worker process, which is replaced when it dies or is too slow."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rljax.rewards.resolve import Verdict, describe
 
 _WORKER = Path(__file__).with_name("worker.py")
 _START_S = 60.0
-_STARTS = 3  # a start may fail while memory is short for a moment
+_STARTS = 3  # a start may fail while memory is short
 
 
 class RewardProcess:
-    """One process at a time, replaced when it dies or is too slow. One thread scores; any thread may call ``stop``."""
+    """A worker process that is replaced when it dies or is too slow. One thread scores; any thread may stop it."""
 
     def __init__(self, path: str, memory_bytes: int | None):
         self._setup = (path, memory_bytes)
@@ -30,11 +30,11 @@ class RewardProcess:
         self._start()
 
     def score(self, problem: Mapping[str, Any], response: str, truncated: bool, timeout_s: float) -> Verdict:
-        """(reward, None) or (None, what went wrong).
+        """Scores a response; returns (reward, None), or (None, reason) if there is none.
 
         Raises:
-          TimeoutError: no answer within ``timeout_s``; the start of the process does not count.
-          RuntimeError: no process that imports the reward can be started.
+          TimeoutError: There is no answer within ``timeout_s``; the start of the process does not count.
+          RuntimeError: No process can be started that imports the reward.
           CancelledError: ``stop`` was called.
         """
         self._wait_until_ready()
@@ -45,7 +45,7 @@ class RewardProcess:
             return None, f"the worker died ({self._replace()})"
         except Exception as error:  # a problem that cannot be pickled
             return None, describe(error)
-        # What has filled the memory may stay there, and would fail the next response.
+        # After a memory error the memory may stay full, and the next response would fail, too.
         if verdict is None or (verdict[1] or "").startswith(MemoryError.__name__):
             self._replace()
         if verdict is None:
@@ -53,14 +53,14 @@ class RewardProcess:
         return verdict
 
     def stop(self) -> None:
-        """Ends the process; no other is started."""
+        """Ends the process; no other process is started."""
         with self._lock:
             self._stopped = True
             self._kill()
             self._process.wait()
 
     def _kill(self) -> None:
-        """Ends the process, if it still runs, with the processes that the reward has started."""
+        """Ends the process, if it still runs, and the processes that the reward has started."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -71,8 +71,8 @@ class RewardProcess:
             self._connection, theirs = multiprocessing.Pipe()
             self._ready = False
             with theirs:
-                # -P: without it the files beside worker.py would hide other modules of the same names.
-                # Own session: the trainer alone handles Ctrl-C in the terminal.
+                # Without -P the files beside worker.py would hide other modules of the same names.
+                # The session is new so that only the trainer gets Ctrl-C of the terminal.
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
@@ -83,7 +83,7 @@ class RewardProcess:
         self._connection.send((sys.path, *self._setup))
 
     def _wait_until_ready(self) -> None:
-        """Waits until the process has imported the reward; one that died while it was idle is replaced first."""
+        """Waits until the process has imported the reward; a process that died while idle is replaced first."""
         if self._ready and self._process.poll() is not None:
             self._replace()
         if self._ready:
@@ -101,10 +101,10 @@ class RewardProcess:
         raise RuntimeError(f"a reward worker cannot be started: {complaint}")
 
     def _replace(self) -> str:
-        """Ends the process if it still runs and starts another; returns the exit status of the first."""
+        """Ends the process, if it still runs, and starts another; returns the exit status of the first."""
         self._connection.close()
         try:
-            # The exit status comes a moment after the closed connection.
+            # The process may end shortly after its connection.
             self._process.wait(0.2)
         except subprocess.TimeoutExpired:
             self._kill()

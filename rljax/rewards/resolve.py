@@ -1,4 +1,4 @@
-"""Finds a reward by name: a shipped one, or a user's ``package.module:function``."""
+"""Finds a reward by name: a shipped reward, or a user's ``package.module:function``."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# (problem, decoded response, truncated) -> reward
 RewardFunction = Callable[[Any, str, bool], float]
-# (reward, None), or (None, what went wrong)
+"""A function (problem, decoded response, truncated) -> reward."""
 Verdict = tuple[float, None] | tuple[None, str]
+"""A pair (reward, None), or (None, reason) without a reward."""
 
 SHIPPED: Mapping[str, str] = {
     "addition": "rljax.data.toy:addition_reward",
     "swaps": "rljax.data.toy_swaps:swaps_reward",
     "math": "rljax.rewards.math_answer:math_reward",
 }
-# Shipped rewards that take microseconds and cannot hang: they need no worker process.
+# These shipped rewards take microseconds and cannot hang, so they need no worker process.
 CHEAP = frozenset({"addition", "swaps"})
 
 
 def resolve_reward(path: str) -> RewardFunction:
-    """The function that a name stands for.
+    """Returns the reward function of a name.
 
     Args:
-      path: a key of ``SHIPPED``, or ``package.module:function`` with the signature
+      path: The name: a key of ``SHIPPED``, or ``package.module:function`` with the signature
         ``function(problem: dict, response: str, truncated: bool) -> float``.
 
     Raises:
-      ValueError: no such form, module or function; not callable; or not callable with those three arguments.
+      ValueError: The name has another form, there is no such module or function, or it does not accept these arguments.
     """
     full = SHIPPED.get(path, path)
     if "" in full.partition(":"):
         names = ", ".join(sorted(SHIPPED))
         raise ValueError(f"reward {path!r} is neither one of {names} nor of the form package.module:function")
     try:
-        found = pkgutil.resolve_name(full)
+        reward = pkgutil.resolve_name(full)
     except Exception as error:  # a user's module may raise anything
         raise ValueError(f"reward {path!r}: cannot import {full}: {describe(error)}") from error
-    if not callable(found):
-        raise ValueError(f"reward {path!r} is {type(found).__name__}, not a function")
+    if not callable(reward):
+        raise ValueError(f"reward {path!r} is {type(reward).__name__}, not a function")
     try:
-        inspect.signature(found).bind({}, "", False)
+        inspect.signature(reward).bind({}, "", False)
     except TypeError as error:
-        expected, taken = "(problem, response, truncated)", inspect.signature(found)
-        raise ValueError(f"reward {path!r} must take three arguments {expected}, but it takes {taken}") from error
+        expected, got = "(problem, response, truncated)", inspect.signature(reward)
+        raise ValueError(f"reward {path!r} must take three arguments {expected}, but it takes {got}") from error
     except ValueError:  # some builtins have no signature; the first call shows whether it fits
         pass
-    return found
+    return reward
 
 
 def reward_path(reward: RewardFunction) -> str:
-    """``module:name`` from which another process gets the same function.
+    """Returns the ``module:name`` that gives another process the same function.
 
     Raises:
-      ValueError: it has no such name: a lambda, a closure, a method of an object, or a function of ``__main__``.
+      ValueError: There is no such name: for a lambda, a closure, a method of an object, or a function of ``__main__``.
     """
     path = f"{getattr(reward, '__module__', None)}:{getattr(reward, '__qualname__', None)}"
     if path.startswith("__main__:") or "<" in path or "None" in path.split(":"):
@@ -67,9 +67,9 @@ def reward_path(reward: RewardFunction) -> str:
 
 
 def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, truncated: bool) -> Verdict:
-    """A finite reward, or one line that says why there is none.
+    """Returns (a finite reward, None), or (None, one line with the reason).
 
-    Every exception of the reward is caught but KeyboardInterrupt, which may be that of a person.
+    Every exception of the reward is caught, except KeyboardInterrupt, which a user may cause.
     """
     try:
         value = float(reward(problem, response, truncated))
@@ -81,9 +81,9 @@ def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, tru
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line of at most 300 characters."""
+    """Describes an exception in one line of at most 300 characters."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # a user's exception may fail at this, too
+    except Exception:  # a user's exception may fail in str()
         text = ""
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__

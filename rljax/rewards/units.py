@@ -1,10 +1,10 @@
-"""Units and nouns after a number: ``15 cm``, ``12 apples``, ``3\\,\\text{m}^2``."""
+"""Splits units and nouns off a number: ``15 cm``, ``12 apples``, ``3\\,\\text{m}^2``."""
 
 from __future__ import annotations
 
 import re
 
-# Each name of a unit -> one name. Units not listed here are nouns, which any response may add.
+# One name for each spelling of a unit. Other words are nouns, which any response may add.
 _UNITS = {
     name: names.split()[0]
     for names in (
@@ -17,7 +17,7 @@ _UNITS = {
     )
     for name in names.split()
 }  # fmt: skip
-# Words that are not units: they change the number, or begin a second statement.
+# Words that are not units, because they change the number or begin a second statement.
 _NO_UNIT = {
     "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "halves", "third", "thirds",
     "quarter", "quarters", "percent", "pi", "squared", "cubed", "sqrt", "root", "factorial", "mod", "modulo",
@@ -34,11 +34,11 @@ _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*([CFK]?)$")
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    """Takes a unit or noun off the end of a number.
+    """Splits a unit or noun off the end of a number.
 
     Returns:
-      The text before the unit, or the complete text where there is none; known units in one spelling, "" for a noun,
-      None where there is neither.
+      The text before the unit, or the complete text without one, and the unit in one spelling: "" for a noun, None
+      without either.
     """
     if (match := _DEGREES.search(text)) is not None and match.start() > 0:
         return text[: match.start()], {"C": "c", "F": "f", "K": "k"}.get(match[1], "degree")
@@ -56,12 +56,12 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def units_agree(one: str | None, other: str | None) -> bool:
-    """Whether two units may be the same: one is missing or a noun, or both are one. Nothing is converted."""
+    """Whether two units may be the same: one is missing or a noun, or both are equal. Nothing is converted."""
     return not one or not other or one == other
 
 
 def _spelling(tail: str, words: list[str], names: list[str | None]) -> str:
-    """One spelling of a compound: "square meters", "sq m" and "m^2" are ``m2``; "miles per hour" is ``mi/h``."""
+    """Returns one spelling of a unit: "square meters", "sq m" and "m^2" become ``m2``, "miles per hour" ``mi/h``."""
     power = _POWERS.get(words[0], "")
     parts = [name for word, name in zip(words, names, strict=True) if word != "per"]
     if power:

@@ -1,9 +1,9 @@
-"""The process in which a reward runs; it imports the reward and nothing else of the trainer.
+"""The program of a worker process; it imports the reward and nothing else of the trainer.
 
-``multiprocessing`` would import the trainer's main module, and jax with it, into every worker. Here the process gets
-one end of a pipe, and on it, pickled: ``(sys.path, reward path, memory in bytes or None)``, answered by None or by what
-went wrong; then one ``(problem, response, truncated, limit in seconds)`` after the other, each answered by
-``(reward, None)`` or ``(None, what went wrong)``. It ends when the other end is closed.
+``multiprocessing`` would import the trainer's main module, and jax with it, into every worker. So this program gets one
+end of a pipe. The first message is ``(sys.path, reward path, memory in bytes or None)``; the answer is None or an
+error. Each later message is ``(problem, response, truncated, limit in seconds)``; the answer is ``(reward, None)`` or
+``(None, error)``. The program ends when the other end is closed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import sys
 from multiprocessing.connection import Connection
 from types import FrameType
 
-# Seconds after the parent's time limit at which a worker ends itself; reached only when the parent was killed.
+# A worker ends itself this many seconds after the parent's time limit; this happens only if the parent was killed.
 _GRACE_S = 5.0
 
 
 def main() -> None:
-    """Serves until the parent closes the pipe."""
+    """Scores responses until the parent closes the pipe."""
     signal.signal(signal.SIGTERM, _leave_to_parent)
     connection = Connection(int(sys.argv[1]))
     sys.path[:], path, memory_bytes = connection.recv()
@@ -43,7 +43,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, limit_s + _GRACE_S)
         verdict = score(reward, problem, response, truncated)
         if os.getpid() != _OWN:
-            os._exit(1)  # a fork that the reward left behind; it must not answer in this process's place
+            os._exit(1)  # a fork that the reward left behind must not answer for this process
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         connection.send(verdict)
 
@@ -52,9 +52,9 @@ _OWN = os.getpid()
 
 
 def _leave_to_parent(number: int, frame: FrameType | None) -> None:
-    """Slurm sends SIGTERM to every process of a step: the parent finishes its own, and needs the rewards of that.
+    """Ignores SIGTERM in the worker, and lets it end forks that a reward made.
 
-    Processes that a reward starts are ended by it as usual: a program has its own handlers, a fork is none of this.
+    Slurm sends SIGTERM to every process of a job, but the parent still needs the rewards of its current step.
     """
     del frame
     if os.getpid() != _OWN:
@@ -66,5 +66,5 @@ if __name__ == "__main__":
     try:
         main()
     except (BrokenPipeError, EOFError, KeyboardInterrupt):
-        # The parent has ended: there is no one to report to.
+        # The parent has ended, so nobody can get a report.
         os._exit(1)

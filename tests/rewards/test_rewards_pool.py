@@ -355,7 +355,7 @@ def test_a_function_may_stand_for_its_name():
 def test_the_toys_run_in_this_process_and_mathematics_in_workers():
     def workers(*arguments):
         with RewardPool(*arguments) as pool:
-            return len(pool._workers)
+            return pool.worker_count
 
     assert workers("addition") == workers("swaps") == 0
     assert workers("math") == max(1, min(8, os.cpu_count() - 1))
