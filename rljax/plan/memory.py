@@ -23,7 +23,7 @@ from rljax.policy.experts import round_size
 from rljax.policy.head import vocabulary_chunks
 from rljax.policy.kernels import compiled_for_hopper
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
-from rljax.policy.trained import Trained, find_trained
+from rljax.policy.trained import TrainedParams, find_trained
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, responses_per_update
 from rljax.sharding import named_sharding
@@ -180,11 +180,11 @@ def _ways(mesh: Any, logical: str, size: int) -> int:
     return int(size // named_sharding(mesh, (logical,), (size,)).shard_shape((size,))[0])
 
 
-def _sharded_size(policy: PolicyConfig, mesh: Any, trained: Trained) -> int:
+def _sharded_size(policy: PolicyConfig, mesh: Any, trained: TrainedParams) -> int:
     """Counts the weights with a gradient that one device holds."""
     sizes = jax.tree.map(
         lambda leaf, axes: math.prod(named_sharding(mesh, axes, leaf.shape).shard_shape(leaf.shape)),
-        trained.part(abstract_params(policy)),
-        trained.part(logical_axes(policy)),
+        trained.targets(abstract_params(policy)),
+        trained.targets(logical_axes(policy)),
     )
     return sum(jax.tree.leaves(sizes))

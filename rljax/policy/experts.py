@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.grouped import Grouped
-from rljax.policy.layers import Routed, Routing, param
+from rljax.policy.layers import Routing, RoutingRecord, param
 from rljax.sharding import axis_size, on_each_device, split_over
 
 _SLACK = 1.25
@@ -53,7 +53,7 @@ class Experts(nnx.Module):
         self.up = param(rngs, (e, d, f), into, normal, "mlp.experts.{}.up_proj.weight", 1)
         self.down = param(rngs, (e, f, d), back, normal, "mlp.experts.{}.down_proj.weight", 1)
 
-    def __call__(self, x: Float[Array, "b t d"], routing: Routing) -> tuple[Array, Array, Routed]:
+    def __call__(self, x: Float[Array, "b t d"], routing: Routing) -> tuple[Array, Array, RoutingRecord]:
         """Sends each token to its experts and adds up their outputs.
 
         Returns:
@@ -97,7 +97,7 @@ def _router_logits_bwd(saved: tuple[Array, Array], cotangent: Array) -> tuple[Ar
 router_logits.defvjp(_router_logits_fwd, _router_logits_bwd)
 
 
-def _routed(probabilities: Array, own: Array, choices: Array, routing: Routing) -> Routed:
+def _routed(probabilities: Array, own: Array, choices: Array, routing: Routing) -> RoutingRecord:
     """Records the routing of a block. ``own`` are the choices of the router itself."""
     valid = jnp.ones(choices.shape[:2], bool) if routing.valid is None else routing.valid
     chosen = choices[..., None] == jnp.arange(probabilities.shape[-1])[None, None, None]
@@ -106,7 +106,7 @@ def _routed(probabilities: Array, own: Array, choices: Array, routing: Routing) 
     given = jnp.zeros(choices.shape, bool) if routing.choices is None else routing.choices >= 0
     given &= valid[..., None]
     agrees = jnp.any(choices[..., None] == own[..., None, :], axis=-1)
-    return Routed(
+    return RoutingRecord(
         choices=choices,
         tokens=jnp.sum(valid, axis=1, dtype=jnp.int32),
         load=jnp.sum(chosen & valid[..., None, None], axis=(1, 2), dtype=jnp.int32),

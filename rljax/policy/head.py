@@ -1,8 +1,8 @@
-"""From hidden states to the log-probability of each token and the entropy, without [n, v] logits in memory.
+"""Log-probabilities and entropies of tokens from hidden states, without [n, v] logits in memory.
 
-Forward and backward pass go through the vocabulary in chunks, with a running maximum (online log-sum-exp); logits are
-not kept. Values are float32: nothing per token is rounded to the input dtype. A chunk takes an equal part of every
-vocabulary shard, so that a table split over ``tp`` is never gathered.
+Forward and backward pass go through the vocabulary in chunks with a running maximum (online log-sum-exp), and keep no
+logits. Values of tokens are float32 and never rounded to the input dtype. A chunk takes an equal part of every
+vocabulary shard, so a table that is split over ``tp`` is never gathered.
 """
 
 from __future__ import annotations
@@ -16,27 +16,30 @@ from jaxtyping import Array, Float, Int
 
 from rljax.sharding import axis_size, constrain
 
-# 151,936 (Qwen) = 16 x 9,496. A vocabulary up to this size is one chunk.
+# The vocabulary of Qwen is 151,936 = 16 x 9,496. A vocabulary of up to this size is one chunk.
 MAX_CHUNK = 9_496
 _Sums = tuple[Array, Array, Array, Array]
 
 
 def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
-    """The smallest number of equal chunks of at most ``max_chunk``; 1 if no number near it divides ``vocab_size``."""
+    """Returns the smallest number of equal chunks of at most ``max_chunk``.
+
+    If no divisor of ``vocab_size`` is between that number and four times it, the result is 1.
+    """
     smallest = -(-vocab_size // max_chunk)
     return next((c for c in range(smallest, min(vocab_size, 4 * smallest) + 1) if vocab_size % c == 0), 1)
 
 
 def matmul_precision(dtype: Any) -> str | None:
-    """``highest`` for float32 (else accelerators round its products to fewer bits), the default otherwise."""
+    """Returns "highest" for float32, whose products accelerators would round to fewer bits, and else the default."""
     return "highest" if jnp.dtype(dtype) == jnp.float32 else None
 
 
 def head_operands(hidden: Array, table: Array, dtype: Any) -> tuple[Array, Array]:
-    """Both in ``dtype`` (None: as they are), with the values that they have in their own dtypes.
+    """Casts both to ``dtype`` (None: no cast) without changing the values that they have in their own dtypes.
 
-    A pair of casts would not do: XLA may drop it (xla_allow_excess_precision), and the product would be of the float32
-    masters instead of the 16-bit values that were published.
+    A pair of casts is not enough, because XLA may drop it (xla_allow_excess_precision). The product would then use the
+    float32 masters instead of the published 16-bit values.
     """
     if dtype is None:
         return hidden, table
@@ -57,9 +60,12 @@ def _logits(hidden: Array, table: Array, temperature: float) -> Float[Array, "n 
 
 
 def _split(table: Array, chunks: int, shards: int) -> tuple[Array, Array]:
-    """(rows [chunks, c, d], vocabulary index of each row [chunks, c]); c = v / chunks, the same part of each shard.
+    """Splits the table into chunks of c = v / chunks rows, with an equal part of each shard.
 
-    The rows stay split over the mesh; ``_gathered`` takes those of one chunk together.
+    The rows stay split over the mesh; ``_gathered`` gathers the rows of one chunk.
+
+    Returns:
+      The rows [chunks, c, d] and the vocabulary index of each row [chunks, c].
     """
     v, d = table.shape
     rows = table.reshape(shards, chunks, v // (shards * chunks), d)
@@ -75,7 +81,7 @@ def _gathered(rows: Array) -> Array:
 def _forward(
     hidden: Array, table: Array, targets: Array, temperature: float, chunks: int, shards: int
 ) -> tuple[Array, Array, Array]:
-    """(log-probability of target, entropy, log-sum-exp), float32 [n] each."""
+    """Computes the log-probability of the target, the entropy and the log-sum-exp, float32 [n] each."""
 
     def body(state: _Sums, chunk: tuple[Array, Array]) -> tuple[_Sums, None]:
         top, total, weighted, picked = state
@@ -85,7 +91,7 @@ def _forward(
         scale = jnp.exp(top - new_top)
         shifted = logits - new_top[:, None]
         weights = jnp.exp(shifted)
-        # weighted = sum(exp(l - top) * (l - top)): raising top by s changes it by -s * total.
+        # weighted is sum(exp(l - top) * (l - top)). Raising top by s changes it by -s * total.
         weighted = jnp.where(total > 0, weighted + (top - new_top) * total, 0.0) * scale + jnp.sum(
             weights * shifted, -1
         )
@@ -150,25 +156,28 @@ def token_logprobs(
     dtype: Any = None,
     max_chunk: int = MAX_CHUNK,
 ) -> tuple[Float[Array, "*b"], Float[Array, "*b"]]:
-    """Log-probability of each target and the entropy of its distribution, both float32.
+    """Computes the log-probability of each target and the entropy of its distribution, both float32.
 
     Args:
-      hidden: states after the final norm.
-      table: LM head rows, one per vocabulary entry.
-      targets: the tokens to score.
-      temperature: logits are divided by it first; positive.
-      dtype: of the operands of the products, forward and backward (``precision.lm_head_dtype``), as ``head_operands``
-        makes them; None keeps that of the inputs. Sums and logits are float32 either way.
-      max_chunk: most vocabulary rows whose logits exist at once, on each shard of the vocabulary.
+      hidden: The states after the final norm.
+      table: The rows of the LM head, one for each vocabulary entry.
+      targets: The tokens to score.
+      temperature: The divisor of the logits, positive.
+      dtype: The dtype of the operands of forward and backward products (``precision.lm_head_dtype``), cast by
+        ``head_operands``. None: the dtypes of the inputs. Sums and logits are always float32.
+      max_chunk: The largest number of vocabulary rows, on each vocabulary shard, whose logits are in memory at once.
+
+    Returns:
+      The log-probabilities and the entropies (nats).
 
     Raises:
-      ValueError: temperature not positive.
+      ValueError: The temperature is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive to score tokens, got {temperature}")
     flat, table = head_operands(hidden.reshape(-1, hidden.shape[-1]), table, dtype)
     shards = axis_size("vocab")
-    if table.shape[0] % shards:  # then the table is not split
+    if table.shape[0] % shards:  # The table is not split.
         shards = 1
     chunks = vocabulary_chunks(table.shape[0] // shards, max_chunk)
     static = (float(temperature), chunks, shards)

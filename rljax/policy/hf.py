@@ -1,7 +1,7 @@
-"""Hugging Face safetensors directories to the policy's pytree and back.
+"""Conversion between Hugging Face safetensors directories and the pytree of a policy.
 
-The declaration of a parameter says which HF tensor it is and in which layout. Loading reads only the slices that this
-process' devices hold; publishing yields one tensor at a time, saving keeps the tensors of one file in memory.
+The declaration of a parameter names its HF tensor and the layout. Loading reads only the slices for the devices of this
+process. ``hf_tensors`` yields one tensor at a time. Saving keeps the tensors of one file in memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ from safetensors.numpy import save_file
 from rljax.errors import parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
-from rljax.policy.layers import Stored
+from rljax.policy.layers import HFTensor
 from rljax.policy.model import Params, abstract_params, stored_tensors
 from rljax.sharding import fetch
-from rljax.weights.checksum import Checksum, checksum, mixed, place_weights
-from rljax.weights.region import Region
-from rljax.weights.writer import Part
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -50,10 +47,10 @@ class Leaf(NamedTuple):
     """One parameter of the pytree and its tensors in the files.
 
     Attributes:
-      path: in the pytree.
-      names: of the tensors, an array [leading] over the leading axes whose parts are tensors of their own.
-      shape: of one such part.
-      inputs: as ``Stored.inputs``.
+      path: The path in the pytree.
+      names: The names of the tensors, an array over the leading axes whose slices are separate tensors.
+      shape: The shape of one slice.
+      inputs: The layout of a tensor (``HFTensor.inputs``).
     """
 
     path: tuple[str, ...]
@@ -63,26 +60,26 @@ class Leaf(NamedTuple):
 
     @property
     def stacked(self) -> int:
-        """Number of the leading axes."""
+        """The number of leading axes whose slices are separate tensors."""
         return self.names.ndim
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Of one tensor of the file."""
+        """The shape of one tensor in the file."""
         if self.inputs is None:
             return self.shape
         outputs = math.prod(self.shape[self.inputs :])
         return (outputs, math.prod(self.shape[: self.inputs])) if self.inputs else (outputs,)
 
     def to_hf(self, part: np.ndarray) -> np.ndarray:
-        """A part, or a rectangle of one, as the file has it."""
+        """Converts a slice, or a rectangle of one, to the layout of the file."""
         if not self.inputs:
             return np.ascontiguousarray(part if self.inputs is None else part.reshape(-1))
         return np.ascontiguousarray(part.reshape(math.prod(part.shape[: self.inputs]), -1).T)
 
 
-def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], Stored]) -> Iterator[Leaf]:
-    """The parameters of a pytree of ``jax.ShapeDtypeStruct``, in the order of the files."""
+def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], HFTensor]) -> Iterator[Leaf]:
+    """Yields the parameters of a pytree of ``jax.ShapeDtypeStruct``, in the order of the files."""
     for path, leaf in sorted(flatten_dict(abstract).items()):
         name, inputs = stored[path]
         leading = leaf.shape[: stored[path].stacked]
@@ -92,55 +89,60 @@ def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], Stored]) -> Ite
         yield Leaf(path, names, leaf.shape[len(leading) :], inputs)
 
 
-def _leaves(config: PolicyConfig) -> Iterator[Leaf]:
+def policy_leaves(config: PolicyConfig) -> Iterator[Leaf]:
+    """Yields the parameters of a policy, in the order of the files."""
     return leaves_of(abstract_params(config), stored_tensors(config))
 
 
-def _merged(bounds: Sequence[slice], shape: Sequence[int]) -> slice:
-    """The slice of axes that are one in HF; only the first of them may be split (head_dim never is)."""
+def merged_slice(bounds: Sequence[slice], shape: Sequence[int]) -> slice:
+    """Returns the slice of axes that are one axis in HF. Only the first of them may be split (head_dim never is)."""
     width = math.prod(shape[1:])
     return slice(bounds[0].start * width, bounds[0].stop * width)
 
 
 def _read(source: Any, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
-    """The part ``index`` of one tensor's parameter, from a slice of a safetensors file."""
+    """Reads the part ``index`` of one tensor's parameter from a slice of a safetensors file."""
     shape, inputs = leaf.shape, leaf.inputs
     bounds = [slice(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
     if inputs is None:
         return source[tuple(bounds)]
     sizes = [bound.stop - bound.start for bound in bounds]
     if inputs == 0:
-        return source[_merged(bounds, shape)].reshape(sizes)
-    part = source[_merged(bounds[inputs:], shape[inputs:]), _merged(bounds[:inputs], shape[:inputs])]
+        return source[merged_slice(bounds, shape)].reshape(sizes)
+    part = source[merged_slice(bounds[inputs:], shape[inputs:]), merged_slice(bounds[:inputs], shape[:inputs])]
     return part.T.reshape(sizes)
 
 
 def _read_leaf(sources: Mapping[str, Any], leaf: Leaf, dtype: Any, index: Any) -> np.ndarray:
-    """The part ``index`` of a parameter, from the file's slices by name."""
+    """Reads the part ``index`` of a parameter from the slices of the files, by name."""
     names = leaf.names[index[: leaf.stacked]]
     parts = [_read(sources[name], leaf, index[leaf.stacked :]).astype(dtype) for name in np.ravel(names)]
     return np.stack(parts).reshape(*np.shape(names), *parts[0].shape)
 
 
 def _open_sources(directory: Path) -> dict[str, Any]:
-    """A slice of the file (``get_shape()``, ``[index]``), read when it is indexed, for each tensor by its HF name."""
+    """Opens the tensors of a directory, by HF name. A tensor has ``get_shape()`` and is read when it is indexed.
+
+    Raises:
+      ValueError: A file is missing or cannot be read.
+    """
     index_path = directory / INDEX_NAME
     if index_path.is_file():
         files = _files_of_index(index_path)
     elif (directory / SINGLE_NAME).is_file():
         files = [SINGLE_NAME]
     else:
-        raise ValueError(f"no weights in {directory}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+        raise ValueError(f"no weights in {directory}: neither {SINGLE_NAME} nor {INDEX_NAME} exists")
     sources: dict[str, Any] = {}
     for name in files:
         if not (directory / name).is_file():
-            raise ValueError(f"{index_path} names {name}, which is not there")
+            raise ValueError(f"{index_path} names {name}, which does not exist")
         sources |= open_tensors(directory / name)
     return sources
 
 
 def open_tensors(file: Path) -> dict[str, Any]:
-    """As ``_open_sources``, of one safetensors file that is there. Raises ValueError when it cannot be read."""
+    """Opens the tensors of one safetensors file, by name. Raises ValueError if the file cannot be read."""
     try:
         handle = safe_open(file, framework="numpy")
     except SafetensorError as error:
@@ -149,7 +151,7 @@ def open_tensors(file: Path) -> dict[str, Any]:
 
 
 def _files_of_index(path: Path) -> list[str]:
-    """The files that an index names. Raises ValueError when it names none, or one outside its own directory."""
+    """Returns the files that an index names. Raises ValueError if it names none, or one outside its directory."""
     try:
         index = parse_json(path.read_bytes())
     except ValueError as error:
@@ -166,19 +168,20 @@ def _files_of_index(path: Path) -> list[str]:
 def load_params(
     directory: str | Path, config: PolicyConfig, shardings: Params | None = None, dtype: Any = jnp.float32
 ) -> Params:
-    """Reads a safetensors directory (single or sharded with an index), by default into float32 masters.
+    """Reads a safetensors directory (one file, or several with an index), by default into float32 masters.
 
     Args:
-      directory: the HF directory; tensors of any float dtype.
-      config: its shape, from ``read_config``.
-      shardings: a NamedSharding at each leaf; None puts everything on the default device.
-      dtype: that the parameters are rounded to.
+      directory: The HF directory. Its tensors may have any float dtype.
+      config: The shape of the policy, from ``read_config``.
+      shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
+      dtype: The dtype of the result.
 
     Raises:
-      ValueError: a tensor is missing or has another shape; the message names it with got and expected.
+      ValueError: A tensor is missing or has another shape. The message names it.
     """
     sources = _open_sources(Path(directory))
-    return read_leaves(sources, _leaves(config), shardings, dtype, directory=directory, said_by="config.json")
+    leaves = policy_leaves(config)
+    return read_leaves(sources, leaves, shardings, dtype, directory=directory, shapes_from="config.json")
 
 
 def read_leaves(
@@ -188,20 +191,20 @@ def read_leaves(
     dtype: Any,
     *,
     directory: str | Path,
-    said_by: str,
+    shapes_from: str,
 ) -> Params:
-    """The pytree of ``leaves`` from the files' slices by name.
+    """Reads the pytree of ``leaves``.
 
     Args:
-      sources: name -> slice of a safetensors file.
-      leaves: from ``leaves_of``.
-      shardings: as in ``load_params``, like the next.
-      dtype: of the result.
-      directory: of the files, for errors.
-      said_by: the file that the expected shapes come from, likewise.
+      sources: The opened tensors by name, from ``open_tensors``.
+      leaves: The parameters, from ``leaves_of``.
+      shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
+      dtype: The dtype of the result.
+      directory: The directory of the files, for error messages.
+      shapes_from: The origin of the expected shapes, for error messages.
 
     Raises:
-      ValueError: as ``load_params``.
+      ValueError: A tensor is missing or has another shape. The message names it.
     """
     placed = flatten_dict(shardings or {})
     params = {}
@@ -209,10 +212,10 @@ def read_leaves(
         for name in np.ravel(leaf.names):
             if name not in sources:
                 raise ValueError(f"{directory}: tensor {name!r} is missing")
-            found = tuple(sources[name].get_shape())
-            if found != leaf.hf_shape:
+            shape = tuple(sources[name].get_shape())
+            if shape != leaf.hf_shape:
                 raise ValueError(
-                    f"{directory}: tensor {name!r} has shape {found}, expected {leaf.hf_shape} from {said_by}"
+                    f"{directory}: tensor {name!r} has shape {shape}, expected {leaf.hf_shape} from {shapes_from}"
                 )
         whole = leaf.names.shape + leaf.shape
         read = functools.partial(_read_leaf, sources, leaf, jnp.dtype(dtype))
@@ -224,54 +227,20 @@ def read_leaves(
 
 
 def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields ``(HF name, array)`` in a fixed order, in ``dtype``; one leaf at a time is on the host.
+    """Yields ``(HF name, array)`` in a fixed order, in ``dtype``. One leaf at a time is on the host.
 
-    Where several processes hold the parameters, all of them take all tensors, which are gathered layer by layer. A tied
-    head is not yielded: the file has no tensor of its own for it.
+    If several processes hold the parameters, all of them must take all tensors, which are gathered layer by layer. A
+    tied head is not yielded, because the file has no tensor for it.
     """
     leaves = flatten_dict(params)
-    for leaf in _leaves(config):
+    for leaf in policy_leaves(config):
         parts = _host_parts(jnp.asarray(leaves[leaf.path]), leaf.stacked, jnp.dtype(dtype))
         for name, part in zip(np.ravel(leaf.names), parts, strict=True):
             yield name, leaf.to_hf(part)
 
 
-def hf_parts(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[Part]:
-    """Yields the parts of the HF tensors, in ``dtype``, that this process's devices hold; one leaf at a time is cast.
-
-    Of several copies of a part one process yields one, so that the parts of all processes are each tensor once. All
-    processes that hold the parameters call it.
-    """
-    leaves = flatten_dict(params)
-    for leaf in _leaves(config):
-        cast = jnp.asarray(leaves[leaf.path]).astype(dtype)
-        for shard in cast.addressable_shards:
-            if shard.replica_id:
-                continue
-            bounds = [slice(*s.indices(n)) for s, n in zip(shard.index, cast.shape, strict=True)]
-            names = leaf.names[tuple(bounds[: leaf.stacked])]
-            content = np.asarray(shard.data)
-            region = _hf_region(leaf, bounds[leaf.stacked :])
-            parts = content.reshape(-1, *content.shape[leaf.stacked :])
-            for name, part in zip(np.ravel(names), parts, strict=True):
-                yield Part(str(name), leaf.hf_shape, region, leaf.to_hf(part))
-
-
-def _hf_region(leaf: Leaf, bounds: list[slice]) -> Region:
-    """Where in its HF tensor a part of a parameter lies."""
-    shape, inputs = leaf.shape, leaf.inputs
-    if inputs:
-        rows, columns = _merged(bounds[inputs:], shape[inputs:]), _merged(bounds[:inputs], shape[:inputs])
-        stride = math.prod(shape[:inputs])
-    elif inputs == 0 or len(shape) == 1:
-        rows, columns, stride = slice(0, 1), _merged(bounds, shape), math.prod(shape)
-    else:
-        rows, columns, stride = bounds[0], _merged(bounds[1:], shape[1:]), math.prod(shape[1:])
-    return Region(rows.start, rows.stop - rows.start, columns.start, columns.stop - columns.start, stride)
-
-
 def _host_parts(leaf: jax.Array, stacked: int, dtype: Any) -> Iterator[np.ndarray]:
-    """The parts of a parameter with ``stacked`` leading axes, on the host; the parameter itself without any."""
+    """Yields the slices of a parameter over its ``stacked`` leading axes, on the host. With 0: the parameter itself."""
     if leaf.is_fully_addressable:
         yield from np.asarray(leaf.astype(dtype)).reshape(-1, *leaf.shape[stacked:])
     elif not stacked:
@@ -287,62 +256,11 @@ def _layer(leaf: jax.Array, index: Any, dtype: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False).astype(dtype)
 
 
-def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, Checksum]:
-    """The checksum of each tensor that ``hf_tensors`` yields, taken on the devices.
-
-    Raises:
-      RuntimeError: a tensor holds a value that is not finite in ``dtype``; the message names it.
-    """
-    leaves, flat = list(_leaves(config)), flatten_dict(params)
-    layouts = tuple((leaf.stacked, leaf.inputs) for leaf in leaves)
-    sums = fetch(_leaf_sums([flat[leaf.path] for leaf in leaves], layouts, jnp.dtype(dtype)))
-    found = {}
-    for leaf, columns in zip(leaves, sums, strict=True):
-        for name, (finite, *of_name) in zip(np.ravel(leaf.names), np.reshape(columns, (4, -1)).T.tolist(), strict=True):
-            if not finite:
-                raise RuntimeError(f"tensor {name!r} holds values that are not finite in {jnp.dtype(dtype).name}")
-            found[name] = checksum(math.prod(leaf.shape), *of_name)
-    return found
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _leaf_sums(
-    leaves: list[jax.Array], layouts: tuple[tuple[int, int | None], ...], dtype: Any
-) -> list[tuple[jax.Array, ...]]:
-    """Of each tensor that a parameter's part is: whether all is finite, and the checksum's sums (int32).
-
-    ``layouts`` has the leading axes and ``Stored.inputs`` of each parameter.
-    """
-
-    def sums(leaf: jax.Array, stacked: int, inputs: int | None) -> tuple[jax.Array, ...]:
-        cast = leaf.astype(dtype)
-        axes = tuple(range(stacked, leaf.ndim))
-        words = jax.lax.bitcast_convert_type(cast, jnp.uint16 if dtype.itemsize == 2 else jnp.int32).astype(jnp.int32)
-        first, second = mixed(words)
-        places = _hf_places(leaf.shape[stacked:], inputs or 0)
-        placed = first * place_weights(places)[(None,) * stacked]
-        return jnp.isfinite(cast).all(axes), *(jnp.sum(each, axes, dtype=jnp.int32) for each in (first, second, placed))
-
-    return [sums(leaf, *layout) for leaf, layout in zip(leaves, layouts, strict=True)]
-
-
-def _hf_places(shape: tuple[int, ...], inputs: int) -> jax.Array:
-    """The flat index (int32, mod 2^32) in the HF tensor of each element of a leaf without layers."""
-
-    def flat(axes: range) -> jax.Array:
-        index = jnp.zeros(shape, jnp.int32)
-        for axis in axes:
-            index = index * shape[axis] + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-        return index
-
-    return flat(range(inputs, len(shape))) * math.prod(shape[:inputs]) + flat(range(inputs))
-
-
 def _shard_plan(config: PolicyConfig, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Names of the tensors of each file; a tensor that is larger than the limit has its own file."""
+    """Returns the names of the tensors of each file. A tensor that is larger than the limit has its own file."""
     plan: list[list[str]] = [[]]
     room = max_shard_bytes
-    for leaf in _leaves(config):
+    for leaf in policy_leaves(config):
         size = math.prod(leaf.shape) * itemsize
         for name in np.ravel(leaf.names):
             if plan[-1] and size > room:
@@ -362,15 +280,15 @@ def save_params(
     side_files_from: str | Path | None = None,
     max_shard_bytes: int = 4 * 2**30,
 ) -> None:
-    """Writes an ordinary HF directory: config.json, safetensors (sharded with an index above ``max_shard_bytes``).
+    """Writes an HF directory: config.json, and safetensors in one file or, above ``max_shard_bytes``, in several.
 
     Args:
-      directory: made when missing; its weight files are replaced.
-      params: the pytree.
-      config: its shape.
-      dtype: of the tensors in the file.
-      side_files_from: a directory whose tokenizer and generation files are copied, too.
-      max_shard_bytes: largest weight file.
+      directory: The directory. It is created if it is missing, and its weight files are replaced.
+      params: The pytree of parameters.
+      config: The shape of the policy.
+      dtype: The dtype of the tensors in the files.
+      side_files_from: A directory whose tokenizer and generation files are copied. None: no such files.
+      max_shard_bytes: The size of the largest weight file.
     """
     out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)

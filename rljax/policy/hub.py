@@ -1,4 +1,4 @@
-"""Models by name: a directory on this machine, or a model on the Hugging Face hub."""
+"""Models by name: a directory on this machine or a model on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 """The configurations that the package carries, with the quickstart's base model."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_WANTED = ("*.json", "*.safetensors", "*.jinja")  # not the same weights again in other formats
+_FILES = ("*.json", "*.safetensors", "*.jinja")  # The hub also has the same weights in other formats.
 
-# From each model's config.json on the hub. Of the dense ones d, MLP width, layers, query heads; all have 8 kv heads.
+# Model width, MLP width, layers and query heads from the config.json of each dense model. All have 8 key-value heads.
 _QWEN3_SIZES = {
     "0.6B": (1024, 3072, 28, 16),
     "1.7B": (2048, 6144, 28, 16),
@@ -83,15 +83,15 @@ KNOWN_SHAPES: dict[str, PolicyConfig] = {
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether ``name`` is OWNER/NAME of the hub and not a path: there is no directory OWNER."""
+    """Whether ``name`` is OWNER/NAME on the hub and not a path, because there is no directory OWNER."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).parent.is_dir()
 
 
 def packaged(name: str) -> Path | None:
-    """Returns the file or directory of ``CONFIGS`` that a name means, or None when there is none.
+    """Returns the file or directory of ``CONFIGS`` that a name means, or None if there is none.
 
-    ``toy-base`` and ``configs/toy-base`` mean the same directory, and ``quickstart`` means ``quickstart.yaml``.
-    The caller looks first whether the name is a path that exists.
+    ``toy-base`` and ``configs/toy-base`` mean the same directory, and ``quickstart`` means ``quickstart.yaml``. The
+    caller must check first whether the name is an existing path.
     """
     inside = Path(name.removeprefix("configs/"))
     if not name or inside.is_absolute() or ".." in inside.parts:
@@ -99,23 +99,23 @@ def packaged(name: str) -> Path | None:
     return next((path for path in (CONFIGS / inside, CONFIGS / f"{inside}.yaml") if os.path.exists(path)), None)
 
 
-def model_directory(name: str, files: Sequence[str] = _WANTED) -> str:
+def model_directory(name: str, files: Sequence[str] = _FILES) -> str:
     """Returns the local directory of a model: ``name`` itself, one of the package, or one fetched from the hub.
 
     Args:
-      name: A directory, the name of a model that the package carries, or OWNER/NAME of a model on the hub. A model of
-        the hub is fetched unless it was fetched before.
-      files: patterns of the files to fetch.
+      name: A directory, the name of a model that the package carries, or OWNER/NAME of a model on the hub. A model on
+        the hub is downloaded unless it was downloaded before.
+      files: The patterns of the files to download.
 
     Raises:
-      ValueError: the hub has no such model, or cannot be reached and the model was not fetched before.
+      ValueError: The hub has no such model, or it cannot be reached and the model was not downloaded before.
     """
     inside = None if os.path.exists(name) else packaged(name)
     if inside is not None and inside.is_dir():
         return str(inside)
     if not is_hub_id(name):
         return name
-    from huggingface_hub import snapshot_download  # its import takes a second
+    from huggingface_hub import snapshot_download  # This import takes a second.
 
     try:
         return str(snapshot_download(name, allow_patterns=list(files)))
@@ -128,10 +128,10 @@ def model_directory(name: str, files: Sequence[str] = _WANTED) -> str:
 
 
 def policy_shape(name: str) -> PolicyConfig:
-    """The shape of a model, by its name or from its ``config.json``; no weights are read or fetched.
+    """Returns the shape of a model, from its name or its ``config.json``. No weights are read or downloaded.
 
     Raises:
-      ValueError: as ``model_directory`` and ``read_config``.
+      ValueError: The model is not found, or its ``config.json`` cannot be used.
     """
     if is_hub_id(name) and name in KNOWN_SHAPES:
         return KNOWN_SHAPES[name]

@@ -1,7 +1,7 @@
 """The parts of a block: parameters with their description, norms, rotary embeddings, attention, SwiGLU.
 
-Each parameter is described in one place, by ``param(rngs, shape, logical axes, initializer, name in the file)``;
-abstract shapes, shardings, initial values and the layout of checkpoints all derive from it.
+Each parameter is described in one place, by ``param(rngs, shape, logical axes, initializer, name in the file)``.
+Abstract shapes, shardings, initial values and the layout of checkpoints all derive from this description.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rljax.policy.linear import linear
 from rljax.sharding import axis_size, constrain
 
 
-class Stored(NamedTuple):
-    """Where a parameter is in a Hugging Face checkpoint.
+class HFTensor(NamedTuple):
+    """The tensor, or the tensors, of a Hugging Face checkpoint that hold a parameter.
 
     Attributes:
-      name: of the tensor, in a block without ``model.layers.{}.``; a further ``{}`` stands for each leading axis of the
-        parameter whose parts are tensors of their own.
-      inputs: axes of the parameter, after those, that are the tensor's second axis: a linear layer is [in, out] here
-        and [out, in] in the file, which has heads and head_dim as one axis. 0: all its axes are one in the file. None:
-        it is stored as it is.
+      name: The name of the tensor. In a block it lacks the prefix ``model.layers.{}.``. If the slices of a leading axis
+        of the parameter are separate tensors, ``{}`` stands for their index.
+      inputs: The number of axes, after those leading ones, that form the second axis of the tensor. A linear layer is
+        [in, out] here and [out, in] in the file, where heads and head_dim are one axis. 0: all axes are one axis in the
+        file. None: the layouts are the same.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
     @property
     def stacked(self) -> int:
-        """Leading axes of the parameter whose parts are tensors of their own."""
+        """The number of leading axes of the parameter whose slices are separate tensors."""
         return self.name.count("{}")
 
 
@@ -50,17 +50,26 @@ def param(
     name: str,
     inputs: int | None = None,
 ) -> nnx.Param[Array]:
-    """A float32 parameter with its logical axes, and ``name`` and ``inputs`` of ``Stored``."""
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), logical=logical, stored=Stored(name, inputs))
+    """Declares a float32 parameter.
+
+    Args:
+      rngs: The random keys of the initial values.
+      shape: The shape of the parameter.
+      logical: The logical axis of each dimension.
+      init: The initializer.
+      name: The name of its tensor in a checkpoint (``HFTensor.name``).
+      inputs: The layout of that tensor (``HFTensor.inputs``).
+    """
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), logical=logical, stored=HFTensor(name, inputs))
 
 
 class Routing(NamedTuple):
-    """What is given to the router and experts of a block.
+    """The input of a block's router and experts besides the tokens.
 
     Attributes:
-      valid: tokens that count; None: all.
-      choices: experts that each token must go to, -1 where its router is free; None: everywhere.
-      grouped: the experts' products.
+      valid: The tokens that count. None: all.
+      choices: The experts that each token must go to, -1 where the router is free. None: it is free everywhere.
+      grouped: The implementation of the experts' products.
     """
 
     valid: Bool[Array, "b t"] | None = None
@@ -68,17 +77,17 @@ class Routing(NamedTuple):
     grouped: Grouped = IN_BLOCKS
 
 
-class Routed(NamedTuple):
-    """What a router did in one block; sums over the valid tokens of each row.
+class RoutingRecord(NamedTuple):
+    """The record of the routing in one block. Counts and sums are over the valid tokens of each row.
 
     Attributes:
-      choices: experts that each token went to.
-      tokens: that are valid.
-      load: tokens that went to each of the e experts.
-      probability: of each expert, before the choice; differentiable.
-      entropy: of the router's distribution (nats).
-      given: choices that were not free.
-      differing: of them, those that the router itself would not have made.
+      choices: The experts that each token went to.
+      tokens: The number of valid tokens.
+      load: The number of tokens that went to each of the e experts.
+      probability: The sum of the router's probabilities of each expert, differentiable.
+      entropy: The sum of the entropies of the router's distributions (nats).
+      given: The number of choices that were prescribed.
+      differing: The number of prescribed choices that the router itself would not have made.
     """
 
     choices: Int[Array, "b t k"]
@@ -90,22 +99,25 @@ class Routed(NamedTuple):
     differing: Int[Array, " b"]
 
 
-class Activations(NamedTuple):
-    """What is seen of a block's forward.
+class BlockStats(NamedTuple):
+    """Measurements of a block's forward.
 
     Attributes:
-      inside: the largest absolute values inside the block, over s parts of the tokens of each row.
-      outside: likewise of what the block leaves.
-      router: of a block with experts, else None.
+      inside: The largest absolute values inside the MLP, over each of s parts of the tokens of a row.
+      outside: The largest absolute values of the block's output, over the same parts.
+      router: The record of the routing in a block with experts, else None.
     """
 
     inside: Float[Array, "b s f"]
     outside: Float[Array, "b s d"]
-    router: Routed | None
+    router: RoutingRecord | None
 
 
 def largest(x: Float[Array, "b t f"]) -> Float[Array, "b s f"]:
-    """Over each device's tokens only: a maximum over what the mesh splits would be a collective in every block."""
+    """Computes the largest absolute values over the tokens of each device.
+
+    A maximum over all tokens would be a collective in every block.
+    """
     rows, tokens, features = x.shape
     parts = math.gcd(tokens, axis_size("split_tokens"))
     each = jnp.abs(x).reshape(rows, parts, tokens // parts, features)
@@ -113,20 +125,26 @@ def largest(x: Float[Array, "b t f"]) -> Float[Array, "b s f"]:
 
 
 def split_tokens(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-    """``x`` between the products of a block, where each token is computed alone: split by tokens over ``tp``."""
+    """Splits ``x`` by tokens over ``tp``, for the operations on single tokens between the products of a block."""
     return constrain(x, "rows", "split_tokens", "act_embed")
 
 
 def all_tokens(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-    """``x`` before products whose weights are split over ``tp``: each device has all tokens of its rows."""
-    # What travels is ``x`` as it is here, and not a wider array from which it is rounded.
+    """Gathers all tokens of a device's rows, for matrix products whose weights are split over ``tp``."""
+    # The first constraint makes ``x`` travel in its own dtype, not in the wider dtype from which it is rounded.
     return constrain(split_tokens(x), "rows", "tokens", "act_embed")
 
 
 def rms_norm(x: Float[Array, "b *t d"], scale: Float[Array, "*b d"], eps: float) -> Float[Array, "b *t d"]:
-    """Root-mean-square normalisation over the last axis, computed in float32; shape and dtype of ``x``.
+    """Applies root-mean-square normalisation over the last axis, in float32.
 
-    ``scale`` is [d], or [b, d] with one for each row.
+    Args:
+      x: The activations.
+      scale: The scale, [d], or [b, d] with one for each row.
+      eps: The epsilon under the root.
+
+    Returns:
+      The normalised activations, with the shape and dtype of ``x``.
     """
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
@@ -135,22 +153,22 @@ def rms_norm(x: Float[Array, "b *t d"], scale: Float[Array, "*b d"], eps: float)
 
 
 class RMSNorm(nnx.Module):
-    """``rms_norm`` with its scale."""
+    """Root-mean-square normalisation with its scale as a parameter."""
 
     def __init__(self, size: int, eps: float, rngs: nnx.Rngs, name: str):
         self.eps = eps
         self.scale = param(rngs, (size,), ("norm",), jax.nn.initializers.ones, name)
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        """Same shape and dtype as ``x``."""
+        """Normalises the last axis. The result has the shape and dtype of ``x``."""
         return rms_norm(x, self.scale[...], self.eps)
 
 
 def rotary_tables(
     positions: Int[Array, "b t"], head_dim: int, theta: float
 ) -> tuple[Float[Array, "b t k"], Float[Array, "b t k"]]:
-    """Float32 cosines and sines of the rotary embedding, the half-split form of transformers."""
-    # In float32 as transformers has them: a last bit of a frequency is a position's worth of angle at long range.
+    """Computes float32 cosines and sines of the rotary embedding, in the half-split form of transformers."""
+    # Transformers computes the frequencies in float32. At a long range, their last bit changes the angle visibly.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = jnp.asarray(np.float32(1.0) / np.float32(theta) ** exponents)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
@@ -159,7 +177,7 @@ def rotary_tables(
 
 
 def apply_rotary(x: Float[Array, "b t h k"], tables: tuple[Array, Array]) -> Float[Array, "b t h k"]:
-    """Rotates heads in float32 and returns the dtype of ``x``."""
+    """Rotates heads in float32. The result has the dtype of ``x``."""
     cos, sin = (table[:, :, None, :] for table in tables)
     x32 = x.astype(jnp.float32)
     first, second = jnp.split(x32, 2, axis=-1)
@@ -167,7 +185,7 @@ def apply_rotary(x: Float[Array, "b t h k"], tables: tuple[Array, Array]) -> Flo
 
 
 class Attention(nnx.Module):
-    """Projections of grouped-query attention, with norms of each head's query and key, or with biases, or neither."""
+    """The projections of grouped-query attention, optionally with biases or with norms of each head's query and key."""
 
     def __init__(self, c: PolicyConfig, rngs: nnx.Rngs, *, norms: bool = False, bias: bool = False):
         normal = jax.nn.initializers.normal(c.initializer_range)
@@ -188,7 +206,7 @@ class Attention(nnx.Module):
             self.key_norm = RMSNorm(k, c.rms_norm_eps, rngs, "self_attn.k_norm.weight")
 
     def __call__(self, x: Array, rotary: tuple[Array, Array], attention_fn: Callable[..., Any]) -> tuple[Array, Any]:
-        """``x`` [b, t, d] -> ([b, t, d], the carry of ``attention_fn``)."""
+        """Computes attention of ``x`` [b, t, d]: the output [b, t, d] and the carry of ``attention_fn``."""
         specs = ("btd,dhk->bthk", "btd,dgk->btgk", "btd,dgk->btgk")
         biases = (self.query_bias[...], self.key_bias[...], self.value_bias[...]) if self.bias else ()
         q, k, v = linear(specs, x, (self.query[...], self.key[...], self.value[...]), biases)
@@ -200,7 +218,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """A SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(c.initializer_range)
@@ -210,7 +228,12 @@ class MLP(nnx.Module):
         self.down = param(rngs, (f, d), ("mlp", "embed"), normal, "mlp.down_proj.weight", 1)
 
     def __call__(self, x: Float[Array, "b t d"], routing: Routing | None) -> tuple[Array, Array, None]:
-        """``x`` -> (the same shape and dtype, the largest absolute values inside [b, s, f], no routing)."""
+        """Computes the SwiGLU of each token.
+
+        Returns:
+          The output, with the shape and dtype of ``x``; the largest absolute values inside, [b, s, f]; and None,
+          because there is no routing.
+        """
         del routing
         gate, up = linear(("btd,df->btf",) * 2, x, (self.gate[...], self.up[...]))
         product = jax.nn.silu(gate) * constrain(up, "rows", "tokens", "act_mlp")
@@ -227,13 +250,14 @@ class Block(nnx.Module):
 
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], attention_fn: Callable[..., Any], routing: Routing | None
-    ) -> tuple[Array, Any, Activations]:
-        """``x`` [b, t, d] -> ([b, t, d], the carry of ``attention_fn``, what is seen of the forward).
+    ) -> tuple[Array, Any, BlockStats]:
+        """Computes the block for ``x`` [b, t, d]. Only an MLP with experts uses ``routing``.
 
-        ``routing`` is for an MLP with experts.
+        Returns:
+          The output [b, t, d], the carry of ``attention_fn``, and the measurements of the forward.
         """
         mixed, carry = self.attention(all_tokens(self.attention_norm(x)), rotary, attention_fn)
         x = x + split_tokens(mixed)
         fed, inside, router = self.mlp(all_tokens(self.mlp_norm(x)), routing)
         x = split_tokens(x + split_tokens(fed))
-        return x, carry, Activations(inside, largest(x), router)
+        return x, carry, BlockStats(inside, largest(x), router)

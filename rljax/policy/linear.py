@@ -1,12 +1,12 @@
-"""Products of activations with weights whose backward products have operands of the same dtype as the forward's.
+"""Products of activations and weights. The operands of forward and backward products have the same dtype.
 
-``jnp.einsum(..., preferred_element_type=float32).astype(x.dtype)`` is transposed into products of float32 operands: the
-cotangent is widened before it is multiplied, and with it the other operand, a weight that was gathered. Here the
-cotangent keeps the dtype of the activations, and every product accumulates in float32.
+The transpose of ``jnp.einsum(..., preferred_element_type=float32).astype(x.dtype)`` has float32 operands: the cotangent
+is widened before the product, and so is the gathered weight. Here the cotangent keeps the dtype of the activations, and
+every product accumulates in float32.
 
-Where the mesh splits heads or the MLP's width (``tp``) a device's product is a part of a sum over devices. Such a part
-is rounded to the activations' dtype first, so that what travels inside a layer has that dtype; the product itself still
-accumulates in float32.
+If the mesh splits heads or the width of the MLP (``tp``), the product of a device is a part of a sum over devices. Such
+a part is first rounded to the dtype of the activations, so that sums inside a layer travel in that dtype. The product
+itself still accumulates in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PRODUCT = "product"
 
 
 def _product(spec: str, a: Array, b: Array) -> Array:
-    """The einsum, accumulated in float32; in float32 where it is a whole sum, else in the dtype of ``a``."""
+    """Computes the einsum, accumulated in float32. A part of a sum over devices is rounded to the dtype of ``a``."""
     dtype = jnp.float32 if axis_size("heads") == 1 else a.dtype
     return jnp.einsum(spec, a, b, preferred_element_type=dtype)
 
@@ -39,31 +39,32 @@ def _linear(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Se
 
 
 def _to_tokens(bias: Array) -> Array:
-    """A bias of each row [b, ...], in float32, beside the products [b, t, ...]."""
+    """Adds the axis t to a bias of each row [b, ...], in float32."""
     return bias.astype(jnp.float32)[:, None]
 
 
 def linear(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Sequence[Array] = ()) -> tuple[Array, ...]:
-    """``einsum(spec, x, weight)`` for each spec with its weight, plus its bias where there are biases.
+    """Computes ``einsum(spec, x, weight)`` for each spec and weight, and adds the biases if there are any.
 
-    Products of one ``x`` belong together: its cotangent is then summed over the mesh once.
+    Compute all products of one ``x`` in one call: its cotangent is then summed over the mesh only once.
 
     Args:
-      specs: einsum specifications such as ``"btd,df->btf"``; every index of a weight is one of ``x`` or of the result.
-      x: activations.
-      weights: of the dtype of ``x``.
-      biases: none, or one for each product [b, t, ...]: [...], or [b, ...] with one for each row. They are added before
-        the product is rounded.
+      specs: The einsum specifications, such as ``"btd,df->btf"``. Every index of a weight is an index of ``x`` or of
+        the result.
+      x: The activations.
+      weights: The weights, in the dtype of ``x``.
+      biases: The bias of each product [b, t, ...], or nothing. A bias is [...], or [b, ...] with one for each row. It
+        is added before the product is rounded.
 
     Returns:
-      The products, in the dtype of ``x``, under the name ``PRODUCT`` for ``jax.checkpoint``.
+      The products, in the dtype of ``x``. Their name for ``jax.checkpoint`` is ``PRODUCT``.
     """
     biases = tuple(_of_rows(bias, spec, x.shape[0]) for bias, spec in zip(biases, specs, strict=bool(biases)))
     return tuple(checkpoint_name(product, PRODUCT) for product in _linear(specs, x, weights, biases))
 
 
 def _of_rows(bias: Array, spec: str, rows: int) -> Array:
-    """A bias for each of the rows, whose gradients are then added up where the bias was made."""
+    """Broadcasts a bias to the rows. The transpose of the broadcast adds up the gradients of the rows."""
     shared = bias.ndim == len(spec.partition("->")[2]) - 2
     return jnp.broadcast_to(bias, (rows, *bias.shape)) if shared else bias
 
@@ -71,7 +72,7 @@ def _of_rows(bias: Array, spec: str, rows: int) -> Array:
 def _forward(
     specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Sequence[Array]
 ) -> tuple[tuple[Array, ...], tuple[Array, Sequence[Array], Sequence[Array]]]:
-    # Of a bias the backward pass needs the dtype alone.
+    # The backward pass needs only the dtype of a bias.
     return _linear(specs, x, weights, biases), (x, weights, [bias[:0] for bias in biases])
 
 
@@ -84,7 +85,7 @@ def _backward(
         inputs, out = spec.split("->")
         of_x, of_weight = inputs.split(",")
         d_x.append(_product(f"{out},{of_weight}->{of_x}", cotangent, weight))
-        # A sum over the batch: across devices it travels in float32.
+        # This is a sum over the batch, so across devices it travels in float32.
         d_weight = jnp.einsum(f"{of_x},{out}->{of_weight}", x, cotangent, preferred_element_type=jnp.float32)
         d_weights.append(d_weight.astype(weight.dtype))
     d_biases = [

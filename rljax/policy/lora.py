@@ -1,8 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen policy: what they are, and the one policy that they make.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen policy, and the merged policy that they give.
 
-The weight of a target is W' = round(W + alpha / rank * A B): the sum in float32, rounded to the compute dtype. One
-executable makes it, and both the trainer's step and the engines get that very array, so that adapters add nothing to
-the mismatch.
+The weight of a target is W' = round(W + alpha / rank * A B): a float32 sum, rounded to the compute dtype. One
+executable computes it. The trainer's step and the engines use this same array, so adapters add nothing to the mismatch.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ from jaxtyping import Array
 
 from rljax.errors import check_at_least
 from rljax.policy.config import PolicyConfig
-from rljax.policy.layers import Stored
+from rljax.policy.layers import HFTensor
 from rljax.policy.model import Params, abstract_params, cast_params, logical_axes, param_shardings, stored_tensors
 from rljax.sharding import is_on_host, named_sharding, on_devices, on_host
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linear layers of a block that may get an adapter."""
+"""The linear layers of a block that may have an adapter."""
 Path = tuple[str, ...]
 _EXACT = jax.lax.Precision.HIGHEST
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA): the model of ``model.path`` stays as it is, and only adapters on it are trained."""
+    """Low-rank adapters (LoRA). The model of ``model.path`` is frozen, and only adapters on it are trained."""
 
     rank: int = 0
     """Rank of each adapter. 0: no adapters, all weights are trained."""
     alpha: float | None = None
-    """An adapter's product is multiplied by alpha / rank. None: twice the rank."""
+    """The product A B of an adapter is multiplied by alpha / rank. None: twice the rank."""
     targets: tuple[str, ...] = LAYERS
-    """Linear layers of every block that get an adapter. Those of the experts of a mixture cannot be among them."""
+    """Linear layers of every block that get an adapter. The experts of a mixture cannot have one."""
     dropout: float = 0.0
-    """Must be 0: with dropout the trainer would compute another policy than the one that is sampled from."""
+    """Must be 0, because with dropout the trainer would compute another policy than the engine samples from."""
     adapter: str | None = None
-    """Directory in PEFT's layout (adapter_config.json, adapter_model.safetensors) with the adapters to start from, of
-    this rank and alpha and on these targets. None: A is random, B is 0, and the run starts from the model itself."""
+    """Directory in PEFT's layout (adapter_config.json, adapter_model.safetensors) with the initial adapters. Their
+    rank, alpha and targets must be the same. None: A is random, B is 0, and the run starts from the model itself."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "rank")
@@ -57,18 +56,18 @@ class LoraConfig:
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise ValueError(f"targets must be different layers, and at least one, got {list(self.targets)}")
         if self.dropout != 0.0:
-            raise ValueError(f"dropout must be 0, the policy that is sampled from has none, got {self.dropout}")
+            raise ValueError(f"dropout must be 0, because the engine samples without it, got {self.dropout}")
         if self.adapter is not None and not self.rank:
             raise ValueError(f"adapter = {self.adapter} needs its rank: rank must be at least 1")
 
     @property
     def resolved_alpha(self) -> float:
-        """``alpha``, or its default."""
+        """The value of ``alpha``, or its default."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's product."""
+        """The factor alpha / rank of the product A B."""
         return self.resolved_alpha / self.rank
 
 
@@ -76,13 +75,13 @@ OFF = LoraConfig()
 
 
 class _Target(NamedTuple):
-    """A parameter that gets an adapter: a stack of linear layers [layers, *in, *out].
+    """A parameter that has an adapter: a stack of linear layers [layers, *in, *out].
 
     Attributes:
-      shape: of the parameter.
-      axes: its logical axes.
-      inputs: number of its input axes.
-      module: name of the layer in a checkpoint, ``{}`` for the number of its block.
+      shape: The shape of the parameter.
+      axes: The logical axes of the parameter.
+      inputs: The number of input axes.
+      module: The name of the layer in a checkpoint, with ``{}`` for the number of the block.
     """
 
     shape: tuple[int, ...]
@@ -93,13 +92,13 @@ class _Target(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def find_targets(config: PolicyConfig, lora: LoraConfig) -> Mapping[Path, _Target]:
-    """Path in the pytree -> the parameter that gets an adapter there.
+    """Finds the parameters that have an adapter, by their path in the pytree.
 
     Raises:
-      ValueError: a target is not a linear layer of the policy's blocks, or one of its experts.
+      ValueError: A target is not a linear layer of the policy's blocks, or belongs to its experts.
     """
     shapes, axes = flatten_dict(abstract_params(config)), flatten_dict(logical_axes(config))
-    found: dict[Path, _Target] = {}
+    targets: dict[Path, _Target] = {}
     names = set()
     for path, stored in sorted(stored_tensors(config).items()):
         module, _, kind = stored.name.rpartition(".")
@@ -112,50 +111,52 @@ def find_targets(config: PolicyConfig, lora: LoraConfig) -> Mapping[Path, _Targe
                 "name layers of the attention (q_proj, k_proj, v_proj, o_proj)"
             )
         assert stored.inputs
-        found[path] = _Target(shapes[path].shape, axes[path], stored.inputs, module)
+        targets[path] = _Target(shapes[path].shape, axes[path], stored.inputs, module)
         names.add(name)
     missing = [name for name in lora.targets if name not in names]
     if missing:
         raise ValueError(f"lora.targets: a {config.family} policy has no {missing[0]}")
-    return found
+    return targets
 
 
-def _split(target: _Target, of: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The input and the output axes of something that has an item for each axis of the parameter."""
-    return of[1 : 1 + target.inputs], of[1 + target.inputs :]
+def _split(target: _Target, items: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Splits a tuple with one item for each axis of the parameter into its items for input and for output axes."""
+    return items[1 : 1 + target.inputs], items[1 + target.inputs :]
 
 
 def abstract_adapters(config: PolicyConfig, lora: LoraConfig) -> Params:
-    """The pytree of adapters with a float32 ``jax.ShapeDtypeStruct`` at each leaf.
+    """Returns the pytree of adapters with a float32 ``jax.ShapeDtypeStruct`` at each leaf.
 
-    Where the policy has a target [layers, *in, *out] there are ``a`` [layers, *in, rank] and ``b`` [layers, rank,
-    *out]. Raises ValueError as ``find_targets``.
+    A target [layers, *in, *out] of the policy has the leaves ``a`` [layers, *in, rank] and ``b`` [layers, rank, *out].
+
+    Raises:
+      ValueError: A target is not a linear layer of the policy's blocks, or belongs to its experts.
     """
-    found = {}
+    leaves = {}
     for path, target in find_targets(config, lora).items():
         ins, outs = _split(target, target.shape)
-        found[*path, "a"] = jax.ShapeDtypeStruct((target.shape[0], *ins, lora.rank), jnp.float32)
-        found[*path, "b"] = jax.ShapeDtypeStruct((target.shape[0], lora.rank, *outs), jnp.float32)
-    return unflatten_dict(found)
+        leaves[*path, "a"] = jax.ShapeDtypeStruct((target.shape[0], *ins, lora.rank), jnp.float32)
+        leaves[*path, "b"] = jax.ShapeDtypeStruct((target.shape[0], lora.rank, *outs), jnp.float32)
+    return unflatten_dict(leaves)
 
 
 def adapter_axes(config: PolicyConfig, lora: LoraConfig) -> Params:
-    """The pytree of adapters with a tuple of logical axis names at each leaf."""
-    found = {}
+    """Returns the pytree of adapters with a tuple of logical axis names at each leaf."""
+    axes = {}
     for path, target in find_targets(config, lora).items():
         ins, outs = _split(target, target.axes)
-        found[*path, "a"] = ("layers", *ins, _rank_axis(ins))
-        found[*path, "b"] = ("layers", _rank_axis(outs), *outs)
-    return unflatten_dict(found)
+        axes[*path, "a"] = ("layers", *ins, _rank_axis(ins))
+        axes[*path, "b"] = ("layers", _rank_axis(outs), *outs)
+    return unflatten_dict(axes)
 
 
 def _rank_axis(others: tuple[str, ...]) -> str:
-    """The logical axis of an adapter's rank, which is split as the model's width is where that width is not in it."""
+    """Returns the logical axis of a rank, which is split over the devices if none of the other axes is the width."""
     return "rank" if "embed" in others else "split_rank"
 
 
 def adapter_shardings(config: PolicyConfig, lora: LoraConfig, mesh: Mesh) -> Params:
-    """The pytree of adapters with a NamedSharding at each leaf."""
+    """Returns the pytree of adapters with a NamedSharding at each leaf."""
     return jax.tree.map(
         lambda leaf, axes: named_sharding(mesh, axes, leaf.shape),
         abstract_adapters(config, lora),
@@ -163,58 +164,61 @@ def adapter_shardings(config: PolicyConfig, lora: LoraConfig, mesh: Mesh) -> Par
     )
 
 
-def stored_adapters(config: PolicyConfig, lora: LoraConfig) -> dict[Path, Stored]:
-    """Path in the pytree of adapters -> where the adapter is in a file of PEFT's layout."""
-    found = {}
+def stored_adapters(config: PolicyConfig, lora: LoraConfig) -> dict[Path, HFTensor]:
+    """Returns the tensor of each adapter in a file of PEFT's layout, by its path in the pytree of adapters."""
+    tensors = {}
     for path, target in find_targets(config, lora).items():
         name = f"base_model.model.{target.module}"
-        found[*path, "a"] = Stored(f"{name}.lora_A.weight", target.inputs)
-        found[*path, "b"] = Stored(f"{name}.lora_B.weight", 1)
-    return found
+        tensors[*path, "a"] = HFTensor(f"{name}.lora_A.weight", target.inputs)
+        tensors[*path, "b"] = HFTensor(f"{name}.lora_B.weight", 1)
+    return tensors
 
 
 def init_adapters(config: PolicyConfig, lora: LoraConfig, seed: int) -> Params:
-    """Fresh float32 adapters as PEFT's, A uniform within 1 / sqrt(inputs) and B zero; a seed gives the same bits."""
-    found = {}
+    """Returns new float32 adapters with PEFT's initial values: A uniform within +-1 / sqrt(inputs), B zero.
+
+    The same seed gives the same bits.
+    """
+    adapters = {}
     shapes = flatten_dict(abstract_adapters(config, lora))
     for index, (path, leaf) in enumerate(sorted(shapes.items())):
         if path[-1] == "b":
-            found[path] = jnp.zeros(leaf.shape, leaf.dtype)
+            adapters[path] = jnp.zeros(leaf.shape, leaf.dtype)
         else:
             key = jax.random.fold_in(jax.random.key(seed), index)
             bound = 1.0 / math.sqrt(math.prod(leaf.shape[1:-1]))
-            found[path] = jax.random.uniform(key, leaf.shape, leaf.dtype, -bound, bound)
-    return unflatten_dict(found)
+            adapters[path] = jax.random.uniform(key, leaf.shape, leaf.dtype, -bound, bound)
+    return unflatten_dict(adapters)
 
 
 def targets_of(weights: Params, config: PolicyConfig, lora: LoraConfig) -> Params:
-    """The leaves of a policy's pytree that have an adapter, in a pytree of their own."""
+    """Returns a pytree of only those leaves of a policy's pytree that have an adapter."""
     flat = flatten_dict(weights)
     return unflatten_dict({path: flat[path] for path in find_targets(config, lora)})
 
 
 def with_targets(weights: Params, targets: Params) -> Params:
-    """A policy's pytree with other leaves in the place of those in ``targets``."""
+    """Returns a policy's pytree in which the leaves of ``targets`` are replaced."""
     return unflatten_dict(flatten_dict(weights) | flatten_dict(targets))
 
 
 def _letters(target: _Target) -> tuple[str, str]:
-    """Of the input and the output axes of one layer, for einsum."""
+    """Returns the letters of the input and the output axes of one layer, for einsum."""
     return "abc"[: target.inputs], "xyz"[: len(target.shape) - 1 - target.inputs]
 
 
 def merge_adapters(base: Params, adapters: Params, config: PolicyConfig, lora: LoraConfig, dtype: Any) -> Params:
-    """The targets' weights W + scale * A B, summed in float32 and rounded to ``dtype``, layer by layer.
+    """Computes the targets' weights W + scale * A B, summed in float32 and rounded to ``dtype``, layer by layer.
 
     Args:
-      base: targets of the frozen policy (``targets_of``), of any float dtype.
-      adapters: float32.
-      config: shape of the policy.
-      lora: of the adapters.
-      dtype: of the result.
+      base: The targets of the frozen policy (``targets_of``), of any float dtype.
+      adapters: The adapters, float32.
+      config: The shape of the policy.
+      lora: The configuration of the adapters.
+      dtype: The dtype of the result.
 
     Returns:
-      A pytree like ``base``.
+      The weights, a pytree with the structure of ``base``.
     """
     frozen, flat = flatten_dict(base), flatten_dict(adapters)
     merged = {}
@@ -231,18 +235,18 @@ def merge_adapters(base: Params, adapters: Params, config: PolicyConfig, lora: L
 
 
 def adapter_gradients(adapters: Params, gradients: Params, config: PolicyConfig, lora: LoraConfig) -> Params:
-    """Gradients of the adapters, float32, from those of the targets' weights; rounding counts as the identity.
+    """Computes the gradients of the adapters, float32, from the gradients of the targets' weights.
 
-    dA = scale * dW B^T and dB = scale * A^T dW, layer by layer.
+    dA = scale * dW B^T and dB = scale * A^T dW, layer by layer. The rounding of the weights counts as the identity.
 
     Args:
-      adapters: float32.
-      gradients: of the weights that ``merge_adapters`` gives, of any float dtype.
-      config: shape of the policy.
-      lora: of the adapters.
+      adapters: The adapters, float32.
+      gradients: The gradients of the weights from ``merge_adapters``, of any float dtype.
+      config: The shape of the policy.
+      lora: The configuration of the adapters.
     """
     of_weights, flat = flatten_dict(gradients), flatten_dict(adapters)
-    found = {}
+    of_adapters = {}
     for path, target in find_targets(config, lora).items():
         ins, outs = _letters(target)
 
@@ -252,30 +256,30 @@ def adapter_gradients(adapters: Params, gradients: Params, config: PolicyConfig,
             return jnp.einsum(to_a, weight, b, precision=_EXACT), jnp.einsum(to_b, weight, a, precision=_EXACT)
 
         layers = (of_weights[path], flat[*path, "a"], flat[*path, "b"])
-        found[*path, "a"], found[*path, "b"] = jax.lax.map(of_layer, layers)
-    return unflatten_dict(found)
+        of_adapters[*path, "a"], of_adapters[*path, "b"] = jax.lax.map(of_layer, layers)
+    return unflatten_dict(of_adapters)
 
 
 class MergedPolicy:
-    """The policy of adapters on a frozen base: ``merged(adapters)``, by one executable for trainer and engines.
+    """The policy of adapters on a frozen base. One executable merges them for trainer and engines.
 
-    The result for the newest adapters is kept until it is asked for others. It lies where the adapters do, on the
-    devices or in the host's memory (``sharding.on_host``). Leaves without adapters are those of the base itself, and
-    copies only where the base is in the host's memory and the adapters are not.
+    The result for the newest adapters is kept until the next call with others. It is in the memory of the adapters, on
+    the devices or on the host (``sharding.on_host``). Leaves without adapters are the arrays of the base. They are
+    copied only if the base is in the host's memory and the adapters are not.
     """
 
     def __init__(
         self, config: PolicyConfig, lora: LoraConfig, mesh: Mesh, base: Params, dtype: Any, *, as_float32: bool = False
     ):
-        """Builds the executable; it is compiled at the first call.
+        """Builds the executable, which is compiled at the first call.
 
         Args:
-          config: shape of the policy.
-          lora: of the adapters.
-          mesh: the trainer's.
-          base: the frozen policy in ``dtype``, on the mesh; in the host's memory where adapters are to be there, too.
-          dtype: that the weights are rounded to.
-          as_float32: give the rounded weights in float32, for an executable that takes masters.
+          config: The shape of the policy.
+          lora: The configuration of the adapters.
+          mesh: The mesh of the trainer.
+          base: The frozen policy in ``dtype``, on the mesh. It must be in the host's memory if adapters may be there.
+          dtype: The dtype to which the weights are rounded.
+          as_float32: Whether to return the rounded weights in float32, for an executable that takes masters.
         """
         self.base = base
         self._mesh, self._as_float32 = mesh, as_float32
@@ -287,17 +291,17 @@ class MergedPolicy:
         self._newest: tuple[Params, Params] | None = None
 
     def frozen(self) -> Params:
-        """The base as it is, in the dtype of what this gives."""
+        """Returns the base without adapters, in the dtype of the merged policy."""
         return cast_params(self.base, jnp.float32) if self._as_float32 else self.base
 
     def __call__(self, adapters: Params) -> Params:
-        """The whole policy's pytree, in the dtype of the base or in float32; the caller does not donate it."""
+        """Returns the whole policy's pytree, in the dtype of the base or in float32. Callers must not donate it."""
         if self._newest is None or self._newest[0] is not adapters:
-            self._newest = None  # the one before is not kept beside it
+            self._newest = None  # This frees the last result before the next one is computed.
             with jax.set_mesh(self._mesh):
                 targets = self._merge(on_devices(self._targets), on_devices(adapters))
             move = on_host if is_on_host(adapters) else on_devices
             merged = move(with_targets(self.base, targets))
-            # A second executable: inside one XLA may drop a pair of casts.
+            # The cast is a second executable, because XLA may drop a pair of casts inside one.
             self._newest = adapters, cast_params(merged, jnp.float32) if self._as_float32 else merged
         return self._newest[1]

@@ -1,8 +1,8 @@
-"""A policy: the decoder that its family declares, split once into a plain pytree of arrays.
+"""A policy: the decoder that its family declares, as a plain pytree of arrays.
 
-Abstract shapes, shardings, initial values and the layout of checkpoints all derive from the declaration. The pytree
-(``nnx.to_pure_dict``) is what the optimizer, checkpoints and engines hold; blocks are stacked on a leading layers axis
-and the forward scans over it.
+Abstract shapes, shardings, initial values and the layout of checkpoints all derive from the declaration. The optimizer,
+checkpoints and engines hold the pytree (``nnx.to_pure_dict``). Blocks are stacked on a leading layers axis, and the
+forward scans over them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rljax.policy.families import FAMILIES
 from rljax.policy.flash import LSE_NAME, OUT_NAME
 from rljax.policy.grouped import IN_BLOCKS, Grouped
 from rljax.policy.layers import (
-    Activations,
+    BlockStats,
+    HFTensor,
     RMSNorm,
-    Routed,
     Routing,
-    Stored,
+    RoutingRecord,
     all_tokens,
     param,
     rms_norm,
@@ -39,7 +39,7 @@ from rljax.sharding import constrain, named_sharding
 
 Params = dict[str, Any]
 Remat = Literal["none", "dots", "blocks", "offload"]
-# What the backward pass finds of a block, besides its input, and does not recompute.
+# The values of a block, besides its input, that the forward pass saves for the backward pass.
 _BLOCK_INPUT = "block_input"
 _SAVED: dict[str, Any] = {
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, OUT_NAME, LSE_NAME),
@@ -51,25 +51,25 @@ _SAVED: dict[str, Any] = {
         offload_dst="pinned_host",
     ),
 }
-# (carry, layer index, q, k, v) -> (attention output, carry); the carry is a cache, or ().
+# A function (carry, layer index, q, k, v) -> (attention output, carry). The carry is a cache, or ().
 AttentionFn = Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
 
 
-class Seen(NamedTuple):
-    """What is seen of a forward besides its hidden states.
+class ForwardStats(NamedTuple):
+    """Measurements of a forward.
 
     Attributes:
-      activation_max: the largest absolute value among the residual stream and the MLPs' products: in float16 these
+      activation_max: The largest absolute value in the residual stream and in the MLPs' products. In float16 these
         overflow first, at 65,504.
-      router: of a policy with experts, ``Routed`` with a leading layers axis; else None.
+      router: The record of the routing, with a leading layers axis, for a policy with experts; else None.
     """
 
     activation_max: Float[Array, ""]
-    router: Routed | None
+    router: RoutingRecord | None
 
 
 class _Decoder(nnx.Module):
-    """The declaration of all parameters; ``layers`` is a stack of blocks on a leading axis."""
+    """The declaration of all parameters. ``layers`` is a stack of blocks on a leading axis."""
 
     def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(c.initializer_range)
@@ -87,9 +87,9 @@ def _block(config: PolicyConfig, rngs: nnx.Rngs) -> nnx.Module:
 
 
 class _Declaration(NamedTuple):
-    """What the declaration says; each but the first has the pytree's structure."""
+    """The content of a declaration. All fields but ``block`` have the structure of the pytree."""
 
-    block: Any  # graphdef of one block
+    block: Any  # the graphdef of one block
     abstract: Params
     logical: Params
     stored: Params
@@ -101,33 +101,35 @@ def _declaration(config: PolicyConfig) -> _Declaration:
     state = nnx.state(model, nnx.Param)
     logical, stored = {}, {}
     for path, variable in nnx.to_flat_state(state):
-        said = variable.get_metadata()
+        metadata = variable.get_metadata()
         in_block = path[0] == "layers"
-        logical[path] = (("layers",) if in_block else ()) + said["logical"]
-        name, inputs = said["stored"]
-        stored[path] = Stored("model.layers.{}." + name if in_block else name, inputs)
+        logical[path] = (("layers",) if in_block else ()) + metadata["logical"]
+        name, inputs = metadata["stored"]
+        stored[path] = HFTensor("model.layers.{}." + name if in_block else name, inputs)
     block = nnx.eval_shape(lambda: _block(config, nnx.Rngs(0)))
     trees = map(traverse_util.unflatten_dict, (logical, stored))
     return _Declaration(nnx.split(block)[0], nnx.to_pure_dict(state), *trees)
 
 
 def abstract_params(config: PolicyConfig) -> Params:
-    """The pytree with a float32 ``jax.ShapeDtypeStruct`` at each leaf; nothing is allocated."""
+    """Returns the pytree with a float32 ``jax.ShapeDtypeStruct`` at each leaf. Nothing is allocated."""
     return _declaration(config).abstract
 
 
 def logical_axes(config: PolicyConfig) -> Params:
-    """The pytree with a tuple of logical axis names at each leaf (one per dimension)."""
+    """Returns the pytree with a tuple of logical axis names at each leaf, one for each dimension."""
     return _declaration(config).logical
 
 
-def stored_tensors(config: PolicyConfig) -> dict[tuple[str, ...], Stored]:
-    """Path in the pytree -> where the parameter is in a checkpoint; of a block's, the first ``{}`` is its number."""
-    return traverse_util.flatten_dict(_declaration(config).stored, is_leaf=lambda path, leaf: isinstance(leaf, Stored))
+def stored_tensors(config: PolicyConfig) -> dict[tuple[str, ...], HFTensor]:
+    """Returns the checkpoint tensor of each parameter, by path. In blocks, the first ``{}`` is the block's number."""
+    return traverse_util.flatten_dict(
+        _declaration(config).stored, is_leaf=lambda path, leaf: isinstance(leaf, HFTensor)
+    )
 
 
 def gathered_axes(config: PolicyConfig) -> Params:
-    """``logical_axes`` of weights that are gathered over the mesh axis that splits the model's width."""
+    """Returns the logical axes of weights that are gathered over the mesh axes that split the model width."""
     paths = traverse_util.flatten_dict(logical_axes(config))
     gathered = {
         path: tuple(None if axis in ("embed", "expert_embed") else axis for axis in axes)
@@ -137,36 +139,36 @@ def gathered_axes(config: PolicyConfig) -> Params:
 
 
 def param_shardings(config: PolicyConfig, mesh: jax.sharding.Mesh) -> Params:
-    """The pytree with a NamedSharding at each leaf."""
+    """Returns the pytree with a NamedSharding at each leaf."""
     return jax.tree.map(
         lambda leaf, axes: named_sharding(mesh, axes, leaf.shape), abstract_params(config), logical_axes(config)
     )
 
 
 def init_params(config: PolicyConfig, seed: int) -> Params:
-    """Fresh float32 parameters; the same seed gives the same bits."""
+    """Returns new float32 parameters. The same seed gives the same bits."""
     return nnx.to_pure_dict(nnx.state(_Decoder(config, nnx.Rngs(seed)), nnx.Param))
 
 
 def cast_params(params: Params, dtype: Any) -> Params:
-    """Every parameter in ``dtype``: what an engine of that dtype computes with."""
+    """Casts every parameter to ``dtype``, the dtype of an engine's computation."""
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
 def lm_head_table(params: Params) -> Float[Array, "v d"]:
-    """The output table: the embedding itself when tied."""
+    """Returns the output table, which is the embedding if they are tied."""
     return params["lm_head"] if "lm_head" in params else params["embed"]
 
 
 @jax.custom_vjp
 def _rows(table: Array, tokens: Array) -> Array:
-    """Each device looks up its part of the width and of the vocabulary for the tokens of all: no table is gathered."""
+    """Looks up rows without gathering the table: each device serves its width and vocabulary for the tokens of all."""
     table, tokens = constrain(table, "vocab", "embed"), constrain(tokens, None, None)
     return split_tokens(constrain(table[tokens], None, None, "embed"))
 
 
 def _rows_fwd(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
-    # An empty slice carries the table's width and dtype to the backward pass.
+    # The empty slice carries the number of rows and the dtype of the table to the backward pass.
     return _rows(table, tokens), (tokens, table[:, :0])
 
 
@@ -182,7 +184,7 @@ _rows.defvjp(_rows_fwd, _rows_bwd)
 
 
 def embed_tokens(params: Params, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-    """Rows of the table in its dtype; their gradient is summed in float32."""
+    """Looks up the embedding of each token, in the dtype of the table. Gradients are summed in float32."""
     return _rows(params["embed"], tokens)
 
 
@@ -196,51 +198,51 @@ def run_blocks(
     *,
     routing: Routing | None = None,
     remat: Remat = "none",
-) -> tuple[Float[Array, "b t d"], Any, Seen]:
+) -> tuple[Float[Array, "b t d"], Any, ForwardStats]:
     """Scans the blocks over ``x`` and applies the final norm.
 
     Args:
-      params: the pytree, in the compute dtype.
-      config: its shape.
-      x: embedded tokens.
-      positions: rotary position of each token inside its own segment.
-      attention_fn: attention of one layer's heads; gets and returns ``carry``.
-      carry: threaded through the blocks.
-      routing: of a policy with experts, what is given of its routing; choices have a leading layers axis.
-      remat: what the backward pass finds of a block, and what it recomputes.
+      params: The pytree of parameters, in the compute dtype.
+      config: The shape of the policy.
+      x: The embedded tokens.
+      positions: The rotary position of each token inside its own segment.
+      attention_fn: A function that computes the attention of one layer's heads. It takes and returns ``carry``.
+      carry: The state that is passed through the blocks, such as a cache.
+      routing: The input of the routers of a policy with experts. Its choices have a leading layers axis.
+      remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
 
     Returns:
-      Hidden states in the dtype of ``x``, the carry, and what is seen of the forward.
+      The hidden states in the dtype of ``x``, the carry, and the measurements of the forward.
     """
     graphdef = _declaration(config).block
     if config.num_experts and routing is None:
         routing = Routing()
     rotary = rotary_tables(positions, config.head_dim, config.rope_theta)
 
-    def body(state: tuple[Array, Any], layer: tuple[Any, Array, Any]) -> tuple[tuple[Array, Any], Activations]:
+    def body(state: tuple[Array, Any], layer: tuple[Any, Array, Any]) -> tuple[tuple[Array, Any], BlockStats]:
         x, carry = checkpoint_name(state[0], _BLOCK_INPUT), state[1]
         block = nnx.merge(graphdef, layer[0])
         routed = None if routing is None else routing._replace(choices=layer[2])
-        x, carry, seen = block(x, rotary, functools.partial(attention_fn, carry, layer[1]), routed)
-        return (x, carry), seen
+        x, carry, stats = block(x, rotary, functools.partial(attention_fn, carry, layer[1]), routed)
+        return (x, carry), stats
 
     if remat != "none":
         body = jax.checkpoint(body, prevent_cse=False, policy=_SAVED[remat])
     x = split_tokens(x)
     layers = (params["layers"], jnp.arange(config.num_layers), None if routing is None else routing.choices)
-    (x, carry), seen = jax.lax.scan(body, (x, carry), layers)
+    (x, carry), stats = jax.lax.scan(body, (x, carry), layers)
     hidden = all_tokens(rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps))
-    return hidden, carry, Seen(jnp.maximum(jnp.max(seen.inside), jnp.max(seen.outside)), seen.router)
+    return hidden, carry, ForwardStats(jnp.maximum(jnp.max(stats.inside), jnp.max(stats.outside)), stats.router)
 
 
 _OF_ROWS = ("scale", "query_bias", "key_bias", "value_bias")
-"""Vectors of a block that every token is multiplied by or that are added to it."""
+"""The vectors of a block that multiply every token or are added to it."""
 
 
 def _vectors_of_rows(layers: Params, rows: int) -> Params:
-    """The blocks with a float32 copy of each norm's scale and each bias [layers, b, ...] for every row.
+    """Copies each norm's scale and each bias of the blocks for every row, float32 [layers, b, ...].
 
-    The rows' gradients of these are then added up once, after the last block, and not in every block.
+    The gradients of the rows are then added up once for all blocks, not in every block.
     """
 
     def copied(path: tuple[Any, ...], leaf: Array) -> Array:
@@ -263,11 +265,23 @@ def hidden_states(
     attention: PackedAttention = packed_attention,
     choices: Int[Array, "b t l k"] | None = None,
     grouped: Grouped = IN_BLOCKS,
-) -> tuple[Float[Array, "b t d"], Seen]:
-    """Hidden states of packed rows, ready for the LM head, and what is seen of the forward.
+) -> tuple[Float[Array, "b t d"], ForwardStats]:
+    """Computes the hidden states of packed rows, ready for the LM head. Attention stays inside each segment.
 
-    Attention, by the implementation given, stays inside each segment. ``choices`` [b, t, layers, k] are the experts
-    that a policy with experts must take, -1 where it is free; None: everywhere. ``grouped`` are its experts' products.
+    Args:
+      params: The pytree of parameters, in the compute dtype.
+      config: The shape of the policy.
+      tokens: The packed rows.
+      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
+      positions: The position 0, 1, 2, ... of each token inside its segment.
+      remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
+      attention: The implementation of the attention.
+      choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free
+        everywhere.
+      grouped: The implementation of the experts' products.
+
+    Returns:
+      The hidden states in the compute dtype, and the measurements of the forward.
     """
 
     def attention_fn(carry: Any, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
@@ -279,5 +293,5 @@ def hidden_states(
     routing = None
     if config.num_experts:
         routing = Routing(segment_ids > 0, None if choices is None else jnp.moveaxis(choices, 2, 0), grouped)
-    hidden, _, seen = run_blocks(params, config, x, positions, attention_fn, routing=routing, remat=remat)
-    return hidden, seen
+    hidden, _, stats = run_blocks(params, config, x, positions, attention_fn, routing=routing, remat=remat)
+    return hidden, stats

@@ -34,20 +34,20 @@ _FIXED = {
     "layer_replication": None,
     "trainable_token_indices": None,
 }
-"""Keys of the configuration that have one value in every adapter that is computed here."""
+"""The keys of the configuration that must have these values in every adapter that rljax can compute."""
 
 
 def save_adapters(
     directory: str | Path, adapters: Params, config: PolicyConfig, lora: LoraConfig, base: str | Path
 ) -> None:
-    """Writes a directory that ``peft.PeftModel.from_pretrained`` and vLLM load; tensors are float32.
+    """Writes a directory that ``peft.PeftModel.from_pretrained`` and vLLM can load. The tensors are float32.
 
     Args:
-      directory: made when missing.
-      adapters: the pytree of ``abstract_adapters``.
-      config: shape of the policy.
-      lora: of the adapters.
-      base: the model that they are for, as the file names it.
+      directory: The directory. It is created if it is missing.
+      adapters: The adapters, a pytree with the structure of ``abstract_adapters``.
+      config: The shape of the policy.
+      lora: The configuration of the adapters.
+      base: The name or path of the base model, for the file.
     """
     out, flat = Path(directory), flatten_dict(adapters)
     out.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def save_adapters(
     partial = out / (WEIGHTS_NAME + ".partial")
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.rename(out / WEIGHTS_NAME)
-    said = _FIXED | {
+    settings = _FIXED | {
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
         "inference_mode": True,
@@ -67,7 +67,7 @@ def save_adapters(
         "lora_dropout": 0.0,
         "target_modules": sorted(lora.targets),
     }
-    (out / CONFIG_NAME).write_text(json.dumps(said, indent=2, sort_keys=True))
+    (out / CONFIG_NAME).write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
 def load_adapters(
@@ -76,13 +76,13 @@ def load_adapters(
     """Reads float32 adapters from a directory in PEFT's layout.
 
     Args:
-      directory: with both files; tensors of any float dtype.
-      config: shape of the policy.
-      lora: rank, alpha and targets that the adapters must have.
-      shardings: a NamedSharding at each leaf; None puts everything on the default device.
+      directory: The directory with both files. Its tensors may have any float dtype.
+      config: The shape of the policy.
+      lora: The rank, alpha and targets that the adapters must have.
+      shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
 
     Raises:
-      ValueError: a file is missing or not usable, the adapters are of another kind, rank or alpha, or on other layers.
+      ValueError: A file is missing or cannot be used, or the adapters have another kind, rank, alpha or other targets.
     """
     folder = Path(directory)
     for name in (CONFIG_NAME, WEIGHTS_NAME):
@@ -92,15 +92,15 @@ def load_adapters(
     sources = open_tensors(folder / WEIGHTS_NAME)
     leaves = list(leaves_of(abstract_adapters(config, lora), stored_adapters(config, lora)))
     known = {name for leaf in leaves for name in leaf.names}
-    more = sorted(set(sources) - known)
-    if more:
-        raise ValueError(f"{folder / WEIGHTS_NAME}: {more[0]!r:.120} is not of a layer in lora.targets")
-    said_by = "lora.rank and config.json"
-    return read_leaves(sources, leaves, shardings, jnp.float32, directory=folder, said_by=said_by)
+    unknown = sorted(set(sources) - known)
+    if unknown:
+        raise ValueError(f"{folder / WEIGHTS_NAME}: {unknown[0]!r:.120} belongs to no layer in lora.targets")
+    shapes_from = "lora.rank and config.json"
+    return read_leaves(sources, leaves, shardings, jnp.float32, directory=folder, shapes_from=shapes_from)
 
 
 def _check_config(path: Path, lora: LoraConfig) -> None:
-    """Raises ValueError when the file is of another kind of adapter, rank or alpha than ``lora`` says."""
+    """Raises ValueError unless the file describes an adapter with the kind, rank and alpha of ``lora``."""
     try:
         raw: Any = parse_json(path.read_bytes())
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""From tokens to log-probabilities: ``logprobs[b, t]`` is of ``tokens[b, t]``, given the tokens before it."""
+"""Log-probabilities of tokens: ``logprobs[b, t]`` belongs to ``tokens[b, t]``, given the tokens before it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rljax.policy.attention import PackedAttention, packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.grouped import IN_BLOCKS, Grouped
 from rljax.policy.head import matmul_precision, token_logprobs
-from rljax.policy.model import Params, Remat, Seen, cast_params, hidden_states, lm_head_table
+from rljax.policy.model import ForwardStats, Params, Remat, cast_params, hidden_states, lm_head_table
 from rljax.sharding import fetch
 
 
 class Scores(NamedTuple):
     """The results of a forward over packed rows, float32."""
 
-    logprobs: Float[Array, "b t"]  # 0 at position 0 of a segment and on padding
-    entropy: Float[Array, "b t"]  # nats; likewise
-    seen: Seen
+    logprobs: Float[Array, "b t"]  # nats; 0 at position 0 of a segment and on padding
+    entropy: Float[Array, "b t"]  # nats; 0 at position 0 of a segment and on padding
+    stats: ForwardStats
 
 
 def packed_logprobs(
@@ -41,22 +41,26 @@ def packed_logprobs(
     grouped: Grouped = IN_BLOCKS,
     choices: Int[Array, "b t l k"] | None = None,
 ) -> Scores:
-    """``logprobs[b, t]`` of ``tokens[b, t]`` given the tokens before it in its own segment, and the entropy there.
+    """Computes the log-probability of each token given the tokens before it in its segment, and the entropy there.
 
     Args:
-      params: the pytree in the compute dtype.
-      config: the policy's shape.
-      tokens: packed rows.
-      segment_ids: 0 for padding, otherwise equal for the tokens of one sequence.
-      positions: 0, 1, 2, ... inside each segment.
-      temperature: of the scored distribution; positive.
-      lm_head_dtype: dtype of the operands of the LM head's products; None: that of hidden states and table.
-      remat: what the backward pass recomputes.
-      attention: from ``choose_attention``.
-      grouped: products of a mixture's experts, from ``choose_experts``.
-      choices: experts that tokens must go to, as ``hidden_states`` takes them.
+      params: The pytree of parameters, in the compute dtype.
+      config: The shape of the policy.
+      tokens: The packed rows.
+      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
+      positions: The position 0, 1, 2, ... of each token inside its segment.
+      temperature: The temperature of the scored distribution, positive.
+      lm_head_dtype: The dtype of the operands of the LM head's products. None: the dtypes of hidden states and table.
+      remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
+      attention: The implementation of the attention, from ``choose_attention``.
+      grouped: The implementation of the experts' products, from ``choose_experts``.
+      choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free
+        everywhere.
+
+    Returns:
+      The scores. ``logprobs[b, t]`` belongs to ``tokens[b, t]``.
     """
-    hidden, seen = hidden_states(
+    hidden, stats = hidden_states(
         params,
         config,
         tokens,
@@ -67,26 +71,25 @@ def packed_logprobs(
         grouped=grouped,
         choices=choices,
     )
-    # Token t is predicted from the state at t-1; the last state of a row predicts nothing.
+    # The state at t-1 predicts token t. The last state of a row predicts nothing.
     logprobs, entropy = token_logprobs(
         hidden[:, :-1], lm_head_table(params), tokens[:, 1:], temperature=temperature, dtype=lm_head_dtype
     )
     front = ((0, 0), (1, 0))
     inside = (positions > 0) & (segment_ids > 0)
     logprobs, entropy = (jnp.where(inside, jnp.pad(values, front), 0.0) for values in (logprobs, entropy))
-    return Scores(logprobs, entropy, seen)
+    return Scores(logprobs, entropy, stats)
 
 
 @functools.lru_cache(maxsize=8)
 def make_scorer(
     config: PolicyConfig, dtype: Any, *, temperature: float = 1.0, multiple: int = 64
 ) -> Callable[[Params, Sequence[np.ndarray]], list[np.ndarray]]:
-    """Builds ``score(params, sequences) -> logprobs``, one vector per sequence, for checks outside the training step.
+    """Builds a function ``score(params, sequences) -> logprobs`` for checks outside the training step.
 
-    Scorers made alike are one, which is compiled once for each shape; those of the last eight kinds are kept.
-
-    ``params`` are float32 masters; they are cast to ``dtype`` inside. Rows are padded to a multiple of ``multiple``
-    tokens and to a power of two of rows, so few shapes are compiled. ``logprobs[i][0]`` is 0.
+    The function takes float32 masters and casts them to ``dtype``. It returns one vector for each sequence, and
+    ``logprobs[i][0]`` is 0. Rows are padded to a multiple of ``multiple`` tokens, and their number to a power of two,
+    so that few shapes are compiled. Equal arguments give the same function; the last eight functions are kept.
     """
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""What of a policy is trained: all of its weights, or adapters on some of them."""
+"""The parameters that are trained: all weights of a policy, or adapters on some of them."""
 
 from __future__ import annotations
 
@@ -22,115 +22,118 @@ from rljax.policy.model import Params, abstract_params, logical_axes, param_shar
 from rljax.sharding import constrain
 
 
-class Trained(Protocol):
-    """The parameters that the optimizer holds, and how they depend on the weights that the forward pass reads."""
+class TrainedParams(Protocol):
+    """The parameters that the optimizer holds, and their relation to the weights that the forward pass reads.
+
+    The targets are the leaves of the policy's pytree that need a gradient.
+    """
 
     def abstract(self) -> Params:
-        """The pytree of what is trained, with a float32 ``jax.ShapeDtypeStruct`` at each leaf."""
+        """Returns the pytree of trained parameters with a float32 ``jax.ShapeDtypeStruct`` at each leaf."""
         ...
 
     def axes(self) -> Params:
-        """The same with a tuple of logical axis names at each leaf."""
+        """Returns the pytree of trained parameters with a tuple of logical axis names at each leaf."""
         ...
 
     def shardings(self, mesh: Mesh) -> Params:
-        """The same with a NamedSharding at each leaf."""
+        """Returns the pytree of trained parameters with a NamedSharding at each leaf."""
         ...
 
-    def part(self, weights: Params) -> Params:
-        """Of a policy's pytree, of arrays or anything else, the leaves that need a gradient."""
+    def targets(self, weights: Params) -> Params:
+        """Returns the targets of a policy's pytree, whose leaves may be arrays or anything else."""
         ...
 
-    def joined(self, weights: Params, part: Params) -> Params:
-        """A policy's pytree with other leaves in the place of ``part(weights)``."""
+    def with_targets(self, weights: Params, targets: Params) -> Params:
+        """Returns a policy's pytree with its targets replaced."""
         ...
 
-    def needed(self, params: Params) -> Any:
-        """What ``gradients`` reads of the parameters."""
+    def residuals(self, params: Params) -> Any:
+        """Returns the values that ``gradients`` needs from the trained parameters."""
         ...
 
-    def gradients(self, needed: Any, of_part: Params) -> Params:
-        """The gradient of what is trained, from that of ``part(weights)``."""
+    def gradients(self, residuals: Any, target_gradients: Params) -> Params:
+        """Computes the gradients of the trained parameters from the gradients of the targets."""
         ...
 
 
 @dataclass(frozen=True)
 class AllWeights:
-    """``Trained`` of a policy that is trained whole."""
+    """All weights of a policy as its trained parameters."""
 
     config: PolicyConfig
 
     def abstract(self) -> Params:
-        """See ``Trained``."""
+        """Returns the abstract weights."""
         return abstract_params(self.config)
 
     def axes(self) -> Params:
-        """See ``Trained``."""
+        """Returns the logical axes of the weights."""
         return logical_axes(self.config)
 
     def shardings(self, mesh: Mesh) -> Params:
-        """See ``Trained``."""
+        """Returns the shardings of the weights."""
         return param_shardings(self.config, mesh)
 
-    def part(self, weights: Params) -> Params:
-        """See ``Trained``."""
+    def targets(self, weights: Params) -> Params:
+        """Returns the whole pytree."""
         return weights
 
-    def joined(self, weights: Params, part: Params) -> Params:
-        """See ``Trained``."""
+    def with_targets(self, weights: Params, targets: Params) -> Params:
+        """Returns ``targets``, because they are the whole pytree."""
         del weights
-        return part
+        return targets
 
-    def needed(self, params: Params) -> Any:
-        """See ``Trained``."""
+    def residuals(self, params: Params) -> Any:
+        """Returns an empty tuple, because ``gradients`` needs nothing."""
         del params
         return ()
 
-    def gradients(self, needed: Any, of_part: Params) -> Params:
-        """See ``Trained``."""
-        del needed
-        return of_part
+    def gradients(self, residuals: Any, target_gradients: Params) -> Params:
+        """Returns the gradients of the targets."""
+        del residuals
+        return target_gradients
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """``Trained`` of adapters; the weights are those of ``MergedPolicy``."""
+    """Adapters as the trained parameters of a policy. ``MergedPolicy`` computes its weights."""
 
     config: PolicyConfig
     lora: LoraConfig
 
     def abstract(self) -> Params:
-        """See ``Trained``."""
+        """Returns the abstract adapters."""
         return abstract_adapters(self.config, self.lora)
 
     def axes(self) -> Params:
-        """See ``Trained``."""
+        """Returns the logical axes of the adapters."""
         return adapter_axes(self.config, self.lora)
 
     def shardings(self, mesh: Mesh) -> Params:
-        """See ``Trained``."""
+        """Returns the shardings of the adapters."""
         return adapter_shardings(self.config, self.lora, mesh)
 
-    def part(self, weights: Params) -> Params:
-        """See ``Trained``."""
+    def targets(self, weights: Params) -> Params:
+        """Returns the weights that have an adapter."""
         return targets_of(weights, self.config, self.lora)
 
-    def joined(self, weights: Params, part: Params) -> Params:
-        """See ``Trained``."""
-        return with_targets(weights, part)
+    def with_targets(self, weights: Params, targets: Params) -> Params:
+        """Replaces the weights that have an adapter."""
+        return with_targets(weights, targets)
 
-    def needed(self, params: Params) -> Any:
-        """See ``Trained``."""
+    def residuals(self, params: Params) -> Any:
+        """Returns the adapters."""
         return params
 
-    def gradients(self, needed: Any, of_part: Params) -> Params:
-        """See ``Trained``."""
-        # Summed over the rows where the weights lie, as gradients of weights are, in their dtype.
-        axes = self.part(logical_axes(self.config))
-        placed = jax.tree.map(lambda leaf, names: constrain(leaf, *names), of_part, axes)
-        return adapter_gradients(needed, placed, self.config, self.lora)
+    def gradients(self, residuals: Any, target_gradients: Params) -> Params:
+        """Computes the gradients of the adapters from the gradients of the weights that have one."""
+        # The gradients are summed over the rows on the devices of the weights and in their dtype, as for all weights.
+        axes = self.targets(logical_axes(self.config))
+        placed = jax.tree.map(lambda leaf, names: constrain(leaf, *names), target_gradients, axes)
+        return adapter_gradients(residuals, placed, self.config, self.lora)
 
 
-def find_trained(config: PolicyConfig, lora: LoraConfig) -> Trained:
-    """What ``lora`` says is trained of a policy."""
+def find_trained(config: PolicyConfig, lora: LoraConfig) -> TrainedParams:
+    """Returns the trained parameters of a policy: its adapters if ``lora`` has a rank, else all weights."""
     return Adapters(config, lora) if lora.rank else AllWeights(config)

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from rljax.errors import ConfigError
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf, read_config
-from rljax.policy.hf import hf_checksums, hf_parts, hf_tensors, load_params
+from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.published import hf_checksums, hf_parts
 from rljax.policy.score import make_scorer
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.engine import RolloutEngine, Stopping

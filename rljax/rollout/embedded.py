@@ -26,8 +26,8 @@ from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig, route_dtype
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.model import (
+    ForwardStats,
     Params,
-    Seen,
     cast_params,
     embed_tokens,
     lm_head_table,
@@ -81,15 +81,15 @@ def _prefill(
     causal = index[:, None] >= jnp.arange(cache_tokens)[None, :]
     mask = causal[None] & valid_cache[:, None, :]
     embedded = embed_tokens(params, tokens)
-    hidden, cache, seen = run_blocks(params, config, embedded, positions, _with_cache(mask, 0), cache)
-    return hidden[:, -1], cache, valid_cache, _routes(seen, config)
+    hidden, cache, stats = run_blocks(params, config, embedded, positions, _with_cache(mask, 0), cache)
+    return hidden[:, -1], cache, valid_cache, _routes(stats, config)
 
 
-def _routes(seen: Seen, config: PolicyConfig) -> Any:
+def _routes(stats: ForwardStats, config: PolicyConfig) -> Any:
     """The experts that each token went to, [b, t, l, k]; None of a dense policy."""
-    if seen.router is None:
+    if stats.router is None:
         return None
-    return jnp.moveaxis(seen.router.choices, 0, 2).astype(route_dtype(config.num_experts))
+    return jnp.moveaxis(stats.router.choices, 0, 2).astype(route_dtype(config.num_experts))
 
 
 def _next_tokens(
@@ -170,9 +170,11 @@ def _decode(
         mask = valid | ((jnp.arange(width + limit) >= width) & (jnp.arange(width + limit) <= at))[None]
         embedded = constrain(embed_tokens(params, token[:, None]), "rows", "tokens", "act_embed")
         positions = (lengths + step)[:, None]
-        new_hidden, cache, seen = run_blocks(params, config, embedded, positions, _with_cache(mask[:, None], at), cache)
+        new_hidden, cache, stats = run_blocks(
+            params, config, embedded, positions, _with_cache(mask[:, None], at), cache
+        )
         if routes is not None:
-            routes = jax.lax.dynamic_update_slice_in_dim(routes, _routes(seen, config), step, 1)
+            routes = jax.lax.dynamic_update_slice_in_dim(routes, _routes(stats, config), step, 1)
         return step + 1, done, tokens, logprobs, counts, new_hidden[:, 0], cache, routes
 
     start = (

@@ -25,7 +25,15 @@ from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.kernels import Kernels, choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy
-from rljax.policy.model import Params, Seen, abstract_params, cast_params, hidden_states, lm_head_table, param_shardings
+from rljax.policy.model import (
+    ForwardStats,
+    Params,
+    abstract_params,
+    cast_params,
+    hidden_states,
+    lm_head_table,
+    param_shardings,
+)
 from rljax.policy.trained import find_trained
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
@@ -43,7 +51,7 @@ class FullScores(NamedTuple):
     log_softmax: Float[Array, "b t v"]  # of the token that follows each place
     logprobs: Float[Array, "b t"]  # of each token; 0 at position 0 and on padding
     entropy: Float[Array, "b t"]  # nats; likewise
-    seen: Seen
+    stats: ForwardStats
 
 
 class ExactOutput(NamedTuple):
@@ -73,7 +81,7 @@ def full_scores(
       kernels: from ``choose_kernels``.
     """
     rows = (micro.tokens, micro.segment_ids, micro.positions)
-    hidden, seen = hidden_states(compute, config, *rows, remat=precision.remat_policy, **kernels._asdict())
+    hidden, stats = hidden_states(compute, config, *rows, remat=precision.remat_policy, **kernels._asdict())
     hidden, table = head_operands(hidden, lm_head_table(compute), precision.head_dtype)
     exactness = matmul_precision(table.dtype)
     logits = jnp.einsum("btd,vd->btv", hidden, table, precision=exactness, preferred_element_type=jnp.float32)
@@ -85,7 +93,7 @@ def full_scores(
     entropy = -jnp.sum(jnp.exp(known) * known, axis=-1)
     inside = (micro.positions > 0) & (micro.segment_ids > 0)
     logprobs, entropy = (jnp.where(inside, jnp.pad(x, ((0, 0), (1, 0))), 0.0) for x in (picked, entropy))
-    return FullScores(jax.lax.stop_gradient(log_softmax), logprobs, entropy, seen)
+    return FullScores(jax.lax.stop_gradient(log_softmax), logprobs, entropy, stats)
 
 
 class ExactPass:
@@ -256,7 +264,7 @@ class ExactUpdate:
             return measure(output.scores, micro, objective.num_sequences, diagnosis)
 
         def gradients(output: ExactOutput, needed: Any) -> Params:
-            return trained.gradients(needed, trained.part(output.grads))
+            return trained.gradients(needed, trained.targets(output.grads))
 
         def start(output: ExactOutput, needed: Any, micro: PackedBatch) -> Totals:
             return zero_totals(gradients(output, needed), output.loss, measured(output, micro))
@@ -274,7 +282,7 @@ class ExactUpdate:
             state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
             return state, row | finalize_measured(totals.measured, diagnosis)
 
-        self._needed = trained.needed
+        self._needed = trained.residuals
         self._start = jax.jit(start, out_shardings=totals)
         self._add = jax.jit(add, out_shardings=totals, donate_argnums=0)
         self._finish = jax.jit(finish, out_shardings=(by_state, self._everywhere), donate_argnums=0)

@@ -72,7 +72,7 @@ def measure(
     """Statistics of a micro-batch, by the group of metrics that they become.
 
     Args:
-      scores: ``logprobs``, ``entropy`` [b, t] and ``seen`` of the trainer's forward.
+      scores: ``logprobs``, ``entropy`` [b, t] and ``stats`` of the trainer's forward.
       micro: [b, t].
       num_sequences: sequences of the batch.
       config: how the mismatch is taken apart; None: it is not measured, only the forward is.
@@ -80,10 +80,10 @@ def measure(
     entropy = jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0))
     tokens = jnp.sum(micro.response_mask, dtype=jnp.int32)
     forward = {
-        "forward": Statistics({"entropy": entropy, "tokens": tokens}, {"activation_max": scores.seen.activation_max})
+        "forward": Statistics({"entropy": entropy, "tokens": tokens}, {"activation_max": scores.stats.activation_max})
     }
-    if scores.seen.router is not None:
-        forward["router"] = router_statistics(scores.seen.router, replayed=micro.routes is not None)
+    if scores.stats.router is not None:
+        forward["router"] = router_statistics(scores.stats.router, replayed=micro.routes is not None)
     if config is None:
         return forward
     read = read_tokens(

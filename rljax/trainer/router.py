@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rljax.mismatch import Statistics
-from rljax.policy.layers import Routed
+from rljax.policy.layers import RoutingRecord
 
 
-def router_statistics(routed: Routed, *, replayed: bool) -> Statistics:
-    """Sums over the valid tokens, of ``Routed`` with leading axes [layers, b]; ``load`` of each layer and expert.
+def router_statistics(routed: RoutingRecord, *, replayed: bool) -> Statistics:
+    """Sums over the valid tokens, of ``RoutingRecord`` with leading [layers, b]; ``load`` of each layer and expert.
 
     ``replayed``: whether choices were given to it.
     """
@@ -43,7 +43,7 @@ def finalize_router(statistics: Statistics) -> dict[str, jax.Array]:
     return row
 
 
-def balance_loss(routed: Routed) -> Float[Array, ""]:
+def balance_loss(routed: RoutingRecord) -> Float[Array, ""]:
     """The load-balancing loss of a micro-batch: e times the sum over experts of their share of tokens and probability.
 
     It is 1 times k where all experts are used alike. Switch Transformers (arXiv 2101.03961), equations 4 to 6, with the

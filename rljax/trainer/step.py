@@ -24,7 +24,7 @@ from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions, route_dtype
 from rljax.policy.head import matmul_precision
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels, choose_kernels
-from rljax.policy.layers import Routed
+from rljax.policy.layers import RoutingRecord
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy
 from rljax.policy.model import (
     Params,
@@ -118,8 +118,8 @@ def micro_gradients(
     def loss_fn(compute: Params) -> tuple[jax.Array, tuple[Statistics, Scores]]:
         scores = score(compute, micro)
         balance: jax.Array | float = 0.0
-        if objective.loss.router_balance and scores.seen.router is not None:
-            balance = balance_loss(scores.seen.router)
+        if objective.loss.router_balance and scores.stats.router is not None:
+            balance = balance_loss(scores.stats.router)
         loss, statistics = objective.micro_loss(scores.logprobs, micro, provisional, mean_weight, balance)
         return loss * scale, (statistics, scores)
 
@@ -135,7 +135,7 @@ def given_choices(micro: PackedBatch, config: PolicyConfig) -> jax.Array | None:
     return choices.reshape(*micro.tokens.shape, config.num_layers, config.experts_per_token)
 
 
-def taken_routes(routed: Routed, config: PolicyConfig) -> jax.Array:
+def taken_routes(routed: RoutingRecord, config: PolicyConfig) -> jax.Array:
     """``PackedBatch.routes`` [b, t, l * k] of the choices that a forward made."""
     choices = jnp.moveaxis(routed.choices, 0, 2)
     return (choices + 1).astype(route_dtype(config.num_experts)).reshape(*choices.shape[:2], -1)
@@ -230,7 +230,7 @@ def make_programs(
     ) -> Any:
         def each(micro: PackedBatch) -> tuple[dict[str, Statistics], Any]:
             scores = score(compute, micro)
-            routes = taken_routes(scores.seen.router, config) if with_routes else None
+            routes = taken_routes(scores.stats.router, config) if with_routes else None
             kept = (scores.logprobs, routes) if with_routes else scores.logprobs
             return measure(scores, micro, num_sequences, diagnosis), kept
 
@@ -249,11 +249,11 @@ def make_programs(
             noise: Any,
         ) -> tuple[Totals, jax.Array]:
             def score_part(part: Params, micro: PackedBatch) -> Scores:
-                return score(trained.joined(compute, part), micro)
+                return score(trained.with_targets(compute, part), micro)
 
             def each(micro: PackedBatch) -> tuple[Found, jax.Array]:
                 grads, loss, scores = micro_gradients(
-                    trained.part(compute), micro, objective, score_part, scale, provisional, mean_weight
+                    trained.targets(compute), micro, objective, score_part, scale, provisional, mean_weight
                 )
                 measured = measure(scores, micro, objective.num_sequences, diagnosis)
                 return (trained.gradients(needed, grads), loss, measured), scores.logprobs
@@ -275,7 +275,7 @@ def make_programs(
         with jax.default_matmul_precision(matmul_precision(dtype)):
             compute = copy_weights(state.params if weights is None else weights)
             shared = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
-            needed = trained.needed(state.params)
+            needed = trained.residuals(state.params)
             totals, logprobs = on_each_replica(
                 work, add_up_replicas, batch, compute, needed, *shared, controls.measure_noise
             )

@@ -16,7 +16,8 @@ from vllm_processes import ONE_THREAD
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
-from rljax.policy.hf import hf_checksums, hf_tensors, load_params
+from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.published import hf_checksums
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.vllm.client import VllmBackend

@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import hf_checksums
 from rljax.policy.model import init_params, param_shardings
+from rljax.policy.published import hf_checksums
 from rljax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.mesh

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import hf_parts, hf_tensors
+from rljax.policy.hf import hf_tensors
 from rljax.policy.model import init_params, param_shardings
+from rljax.policy.published import hf_parts
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.region import Region
 

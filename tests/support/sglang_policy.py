@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf, read_config
-from rljax.policy.hf import hf_checksums, hf_tensors, load_params
+from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.published import hf_checksums
 from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.sglang.client import SglangBackend

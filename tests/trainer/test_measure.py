@@ -7,7 +7,7 @@ import pytest
 
 from rljax.mismatch import merge, mismatch_metrics, zeros
 from rljax.mismatch.histogram import bin_edges
-from rljax.policy.model import Seen
+from rljax.policy.model import ForwardStats
 from rljax.policy.score import Scores
 from rljax.trainer.measure import HISTOGRAM, DiagnosisConfig, finalize_measured, measure, without_empty_buckets
 from rljax.trainer.packing import TrainSequence, pack
@@ -38,7 +38,7 @@ def row_of(batch, logprobs, entropy, count):
     total = None
     for i in range(int(batch.used)):
         micro = jax.tree.map(lambda array, i=i: jnp.asarray(array[i]), batch._replace(with_loss=None, used=None))
-        scores = Scores(jnp.asarray(logprobs[i]), entropy[i], Seen(jnp.float32(i + 1), None))
+        scores = Scores(jnp.asarray(logprobs[i]), entropy[i], ForwardStats(jnp.float32(i + 1), None))
         found = measure(scores, micro, count, DIAGNOSIS)
         total = merge(zeros(found) if total is None else total, found)
     return {k: np.asarray(v) for k, v in finalize_measured(total, DIAGNOSIS).items()}

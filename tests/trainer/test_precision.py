@@ -169,7 +169,7 @@ def test_activation_max_is_that_of_the_residual_stream_and_the_mlps():
     params = init_params(CONFIG, 3)
     params["embed"] = params["embed"] * 40.0
     token = jnp.array([[7]])
-    found = packed_logprobs(params, CONFIG, token, jnp.ones_like(token), jnp.zeros_like(token)).seen.activation_max
+    found = packed_logprobs(params, CONFIG, token, jnp.ones_like(token), jnp.zeros_like(token)).stats.activation_max
     layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
 
     def norm(x, scale):
@@ -190,7 +190,7 @@ def test_activation_max_holds_what_is_inside_the_experts():
     params = init_params(MIXTURE, 3)
     params["layers"]["mlp"]["up"] = params["layers"]["mlp"]["up"] * 300.0
     token = jnp.array([[7]])
-    seen = packed_logprobs(params, MIXTURE, token, jnp.ones_like(token), jnp.zeros_like(token)).seen
+    stats = packed_logprobs(params, MIXTURE, token, jnp.ones_like(token), jnp.zeros_like(token)).stats
     layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
 
     def norm(x, scale):
@@ -202,5 +202,5 @@ def test_activation_max_holds_what_is_inside_the_experts():
     inner, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
     chosen = jax.lax.top_k(inner @ mlp["router"], 2)[1]
     products = [jax.nn.silu(inner @ mlp["gate"][e]) * (inner @ mlp["up"][e]) for e in chosen]
-    assert sorted(seen.router.choices[0, 0, 0].tolist()) == sorted(chosen.tolist())
-    assert float(seen.activation_max) == pytest.approx(max(float(jnp.abs(p).max()) for p in products), rel=1e-4)
+    assert sorted(stats.router.choices[0, 0, 0].tolist()) == sorted(chosen.tolist())
+    assert float(stats.activation_max) == pytest.approx(max(float(jnp.abs(p).max()) for p in products), rel=1e-4)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import hf_checksums, hf_tensors
+from rljax.policy.hf import hf_tensors
 from rljax.policy.model import init_params
+from rljax.policy.published import hf_checksums
 from rljax.weights.checksum import Checksum, checksum, mixed, place_weights
 from rljax.weights.differences import described, differences
 from rljax.weights.region import Region

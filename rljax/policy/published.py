@@ -1,0 +1,109 @@
+"""The tensors of a publish: the parts that the devices of this process hold, and the checksums of whole tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import Leaf, merged_slice, policy_leaves
+from rljax.policy.model import Params
+from rljax.sharding import fetch
+from rljax.weights.checksum import Checksum, checksum, mixed, place_weights
+from rljax.weights.region import Region
+from rljax.weights.writer import Part
+
+
+def hf_parts(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[Part]:
+    """Yields the parts of the HF tensors that the devices of this process hold, in ``dtype``.
+
+    One leaf at a time is cast. If a part has several copies, only one process yields it. So the parts of all processes
+    together cover each tensor once. All processes that hold the parameters must make this call.
+    """
+    leaves = flatten_dict(params)
+    for leaf in policy_leaves(config):
+        cast = jnp.asarray(leaves[leaf.path]).astype(dtype)
+        for shard in cast.addressable_shards:
+            if shard.replica_id:
+                continue
+            bounds = [slice(*s.indices(n)) for s, n in zip(shard.index, cast.shape, strict=True)]
+            names = leaf.names[tuple(bounds[: leaf.stacked])]
+            content = np.asarray(shard.data)
+            region = _hf_region(leaf, bounds[leaf.stacked :])
+            parts = content.reshape(-1, *content.shape[leaf.stacked :])
+            for name, part in zip(np.ravel(names), parts, strict=True):
+                yield Part(str(name), leaf.hf_shape, region, leaf.to_hf(part))
+
+
+def _hf_region(leaf: Leaf, bounds: list[slice]) -> Region:
+    """Returns the region of the HF tensor that a part of a parameter covers."""
+    shape, inputs = leaf.shape, leaf.inputs
+    if inputs:
+        rows, columns = merged_slice(bounds[inputs:], shape[inputs:]), merged_slice(bounds[:inputs], shape[:inputs])
+        stride = math.prod(shape[:inputs])
+    elif inputs == 0 or len(shape) == 1:
+        rows, columns, stride = slice(0, 1), merged_slice(bounds, shape), math.prod(shape)
+    else:
+        rows, columns, stride = bounds[0], merged_slice(bounds[1:], shape[1:]), math.prod(shape[1:])
+    return Region(rows.start, rows.stop - rows.start, columns.start, columns.stop - columns.start, stride)
+
+
+def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, Checksum]:
+    """Computes the checksum of each tensor that ``hf_tensors`` yields, on the devices.
+
+    Raises:
+      RuntimeError: A tensor holds a value that is not finite in ``dtype``. The message names it.
+    """
+    leaves, flat = list(policy_leaves(config)), flatten_dict(params)
+    layouts = tuple((leaf.stacked, leaf.inputs) for leaf in leaves)
+    sums = fetch(_leaf_sums([flat[leaf.path] for leaf in leaves], layouts, jnp.dtype(dtype)))
+    checksums = {}
+    for leaf, columns in zip(leaves, sums, strict=True):
+        for name, (finite, *of_name) in zip(np.ravel(leaf.names), np.reshape(columns, (4, -1)).T.tolist(), strict=True):
+            if not finite:
+                raise RuntimeError(f"tensor {name!r} holds values that are not finite in {jnp.dtype(dtype).name}")
+            checksums[name] = checksum(math.prod(leaf.shape), *of_name)
+    return checksums
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _leaf_sums(
+    leaves: list[jax.Array], layouts: tuple[tuple[int, int | None], ...], dtype: Any
+) -> list[tuple[jax.Array, ...]]:
+    """Computes for each tensor of each parameter whether all values are finite, and the sums of the checksum (int32).
+
+    Args:
+      leaves: The parameters.
+      layouts: The number of leading axes and ``HFTensor.inputs`` of each parameter.
+      dtype: The dtype of the published tensors.
+    """
+
+    def sums(leaf: jax.Array, stacked: int, inputs: int | None) -> tuple[jax.Array, ...]:
+        cast = leaf.astype(dtype)
+        axes = tuple(range(stacked, leaf.ndim))
+        words = jax.lax.bitcast_convert_type(cast, jnp.uint16 if dtype.itemsize == 2 else jnp.int32).astype(jnp.int32)
+        first, second = mixed(words)
+        places = _hf_places(leaf.shape[stacked:], inputs or 0)
+        placed = first * place_weights(places)[(None,) * stacked]
+        return jnp.isfinite(cast).all(axes), *(jnp.sum(each, axes, dtype=jnp.int32) for each in (first, second, placed))
+
+    return [sums(leaf, *layout) for leaf, layout in zip(leaves, layouts, strict=True)]
+
+
+def _hf_places(shape: tuple[int, ...], inputs: int) -> jax.Array:
+    """Returns the flat index in the HF tensor (int32, mod 2^32) of each element of one layer of a parameter."""
+
+    def flat(axes: range) -> jax.Array:
+        index = jnp.zeros(shape, jnp.int32)
+        for axis in axes:
+            index = index * shape[axis] + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        return index
+
+    return flat(range(inputs, len(shape))) * math.prod(shape[:inputs]) + flat(range(inputs))
