@@ -110,7 +110,7 @@ def test_vexact_truncates_tokens_and_rejects_sequences():
     assert row["rejected_sequence_fraction"] == pytest.approx(2 / 3)
 
 
-def test_tokens_that_are_not_finite_are_counted_and_follow_their_sequence():
+def test_tokens_not_finite_count_and_follow_their_sequence():
     """Sequence 1 (passes) loses a token; 0 (fails) begins with a broken one; 3 has nothing finite: it is dropped."""
     rollout = ROLLOUT.copy()
     rollout[0, 1], rollout[0, 3], rollout[1, :2] = np.nan, -np.inf, np.nan

@@ -77,7 +77,7 @@ def world(tmp_path_factory):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_scorers_of_two_directories_are_compared_by_every_next_token(world, temperature):
+def test_two_directories_are_compared_by_every_next_token(world, temperature):
     """Against a scorer of given tokens that is asked for each token of the vocabulary."""
     root, dump = world
     specs = ["jax:float32", f"jax:float32@{root / '1'}"]

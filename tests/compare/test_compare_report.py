@@ -52,7 +52,7 @@ def test_pairs_metrics_and_floor_are_those_of_the_library():
     assert comparison.passed
 
 
-def test_growth_covers_each_response_token_once_and_shows_a_growing_gap():
+def test_growth_covers_each_token_once_and_shows_a_growing_gap():
     rng = np.random.default_rng(1)
     a = -rng.exponential(1.0, 500)
     b = a + 1e-5 * np.arange(500) * rng.choice([-1, 1], 500)
@@ -152,7 +152,7 @@ def test_the_program_scores_reports_and_draws(model, tmp_path, capsys):
     assert (tmp_path / "out" / "report.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_conversion_alone_is_judged_by_numbers_and_by_whole_distributions(model, tmp_path, capsys):
+def test_a_conversion_is_judged_by_numbers_and_distributions(model, tmp_path, capsys):
     """The same prompts by the directory before and after; a tensor that was lost on the way is found."""
     config = read_config(model)
     params = load_params(model, config)
@@ -186,7 +186,7 @@ def test_a_conversion_alone_is_judged_by_numbers_and_by_whole_distributions(mode
         ({"min_p": 0.05, "column": "b"}, ["b"]),
     ],
 )
-def test_only_pairs_with_the_sampling_column_are_refused_for_a_cut(sampling, refused):
+def test_only_pairs_with_the_sampling_column_refuse_a_cut(sampling, refused):
     rng = np.random.default_rng(0)
     values = -rng.exponential(1.0, (1, 40))
     columns = {name: values + 1e-4 * rng.standard_normal(values.shape) for name in ("a", "b", "rollout")}

@@ -43,7 +43,7 @@ def test_drawn_responses_score_as_they_were_drawn(model, temperature):
         assert pair.metrics["nonfinite_count"] == 0
 
 
-def test_the_embedded_engine_scores_any_dump_from_the_first_response_token_on(model):
+def test_the_embedded_engine_scores_every_response_token(model):
     """A hole in the mask, a response from the first token on, and a sequence without a response."""
     ids = [[1, 2, 5, 9, 4], [4, 5, 6], [7, 8]]
     masks = [[False, True, True, False, True], [True] * 3, [False] * 2]

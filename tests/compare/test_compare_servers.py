@@ -41,7 +41,7 @@ def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
     assert fake.most_running == 1
 
 
-def test_a_server_is_asked_for_its_likeliest_tokens_and_the_others_are_one(fake, model):
+def test_a_server_gives_its_likeliest_tokens_and_a_rest(fake, model):
     """It lists two tokens of probabilities e^-4 and e^-5 beside the one that stands there; it is the rollout."""
     fake.root = str(model)
     (pair,) = compare_distributions([f"vllm:{fake.url}", "jax:float32"], DUMP, model, top_k=2)
@@ -185,7 +185,7 @@ def test_a_server_that_dies_leaves_one_line_and_what_was_scored(fake, model, tmp
     assert sorted(read_dump(out / "tokens.parquet").logprobs) == ["jax:float32", "jax:float32@2", "vllm:float32"]
 
 
-def test_a_server_that_is_not_there_is_said_before_anything_is_scored(fake, model, tmp_path, capsys):
+def test_a_missing_server_is_named_before_anything_is_scored(fake, model, tmp_path, capsys):
     path, url = write_dump(tmp_path / "t", DUMP), fake.url
     fake.stop()
     arguments = [str(path), "--model", str(model), "--scorer", "jax:float32", "--scorer", f"vllm:{url}"]

@@ -80,7 +80,7 @@ def test_off_by_one_is_refused_and_its_direction_told(world, dtype, shift):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.4])
-def test_temperature_processed_numbers_are_refused_declared_or_not(world, temperature):
+def test_temperature_processed_numbers_are_refused(world, temperature):
     (x, a), (y, b) = column(world, "jax:bfloat16"), column(world, "hf:bfloat16", temperature=temperature)
     assert judge(x, y, MASK, a, b).cause == "temperature"
     verdict = judge(x, y, MASK, unknown(a), unknown(b))
@@ -108,7 +108,7 @@ def test_other_weights_are_told_by_hash_and_by_numbers(world):
     assert "beyond any dtype" in seen.reason
 
 
-def test_hashes_of_one_model_in_two_forms_do_not_refuse_and_numbers_still_judge(world):
+def test_hashes_of_one_model_in_two_forms_leave_the_verdict(world):
     (x, a), (y, b), (z, c) = (
         column(world, *spec) for spec in (["jax:float32"], ["hf:float32"], ["hf:float32", "stale"])
     )
@@ -140,7 +140,7 @@ def test_a_wrong_dtype_is_told_and_the_likely_one_named(world, really, declared,
         assert "or weights that differ" in judge(x, y, MASK, unknown(a), unknown(b, dtype=declared)).reason
 
 
-def test_two_paths_of_one_program_may_agree_to_the_bit_and_two_programs_may_not():
+def test_only_paths_of_one_program_may_agree_to_the_bit():
     x = -np.random.default_rng(0).exponential(1.0, (4, 50))
     mask, server = np.ones(x.shape, bool), ColumnSource("vllm 0.32.0", "bfloat16")
     drawn, other = ColumnSource("vllm 0.32.0 decode", "bfloat16"), ColumnSource("jax 0.10.2", "bfloat16")

@@ -76,7 +76,7 @@ def test_a_file_of_verls_form_becomes_problems(bare):
         assert set(problem["extra_info"]) == {"index"}
 
 
-def test_smaller_fractions_are_part_of_larger_ones_and_chosen_by_the_seed(bare):
+def test_fractions_are_nested_and_chosen_by_the_seed(bare):
     def drawn(fraction, seed=0):
         problems = training_problems(file_config(fraction=fraction, seed=seed), bare)
         return [problem["extra_info"]["index"] for problem in problems]

@@ -100,7 +100,7 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert len(read_problems(path)) == 2
 
 
-def test_parquet_keeps_its_columns_and_types_and_says_where_it_comes_from(tmp_path):
+def test_parquet_keeps_columns_types_and_its_source(tmp_path):
     source, out = DATA / "additions_chat.parquet", tmp_path / "new" / "out.parquet"
     rows = [row for number, row in read_rows(source) if number in (3, 5)]
     write_rows(out, rows, like=source, provenance={"source": "there", "steps": [1, 2]})

@@ -190,7 +190,7 @@ def test_what_transformers_adds_to_jinja_is_there(tmp_path, template):
     ("template", "message"),
     [("{{ raise_exception('no system') }}", "no system"), ("{% if %}", "Expected an expression"), ("{{ a.b.c }}", "a")],
 )
-def test_a_chat_that_the_template_refuses_is_the_callers_mistake(tmp_path, template, message):
+def test_a_chat_that_the_template_refuses_is_a_config_error(tmp_path, template, message):
     qwen(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=f"the chat template refuses a prompt: .*{message}"):
@@ -215,7 +215,7 @@ def test_what_is_saved_reads_back_here_and_in_transformers(tmp_path):
     assert theirs.chat_template == TEMPLATE
 
 
-def test_a_directory_without_tokenizer_json_is_read_by_transformers(tmp_path):
+def test_without_tokenizer_json_transformers_reads_it(tmp_path):
     config = json.loads((qwen(tmp_path) / "tokenizer_config.json").read_text())
     byte_level_bpe().model.save(str(tmp_path))
     fast = load_tokenizer(tmp_path)
@@ -227,7 +227,7 @@ def test_a_directory_without_tokenizer_json_is_read_by_transformers(tmp_path):
     assert converted.render_chat(CHATS["a question"]) == fast.render_chat(CHATS["a question"])
 
 
-def test_a_directory_without_a_readable_tokenizer_is_the_callers_mistake(tmp_path):
+def test_an_unreadable_tokenizer_is_a_config_error(tmp_path):
     with pytest.raises(ValueError, match=r"no tokenizer at .*: tokenizer\.json does not exist"):
         load_tokenizer(tmp_path)
     write(tmp_path, byte_level_bpe())

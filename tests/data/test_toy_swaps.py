@@ -71,7 +71,7 @@ def test_splits_are_disjoint_and_fixed_by_the_seed():
         swap_problems("eval", 201)
 
 
-def test_tokenizer_is_one_token_a_character_and_agrees_with_the_policy(tmp_path):
+def test_the_tokenizer_has_one_token_a_character(tmp_path):
     build_tokenizer().save(tmp_path)
     tokenizer, config = load_tokenizer(tmp_path), toy_config(len(ALPHABET))
     assert len(tokenizer) == len(ALPHABET) == config.vocab_size

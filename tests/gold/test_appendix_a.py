@@ -120,7 +120,7 @@ def test_each_term_measured_by_itself(rate):
     np.testing.assert_allclose(found, [a, b, c_bias + c_noise], rtol=1e-9)
 
 
-def test_halving_the_rate_quarters_term_c_and_only_halves_the_others():
+def test_halving_the_rate_quarters_term_c_and_halves_the_others():
     rng = np.random.default_rng(1)
     gradient, smoothness = rng.standard_normal(4), 1.7
     values, weights = noisy(rng, gradient + rng.standard_normal(4))
@@ -132,7 +132,7 @@ def test_halving_the_rate_quarters_term_c_and_only_halves_the_others():
         assert half[0] / whole[0] > 0.5
 
 
-def test_the_loss_at_the_peak_is_term_c_and_falls_with_the_square_of_the_rate():
+def test_the_loss_at_the_peak_falls_with_the_square_of_the_rate():
     rng = np.random.default_rng(2)
     peak = rng.standard_normal(4)
     objective, gradient = quadratic(np.full(4, 1.7), peak)
@@ -177,7 +177,7 @@ def test_seeded_draws_agree_with_the_closed_form():
         assert c > 4 * error
 
 
-def test_the_tabular_objective_is_as_smooth_as_its_largest_advantage():
+def test_the_objective_is_as_smooth_as_its_largest_advantage():
     """Largest eigenvalue of the Hessian, by differences of the exact gradient, against L = max|A|; 39 logits."""
     rng = np.random.default_rng(7)
     tokens, mask = every_response(3, 3)

@@ -107,7 +107,7 @@ def test_bias_stays_under_both_bounds(seed, shape, size):
 
 @settings(max_examples=30, deadline=None)
 @cases
-def test_the_worst_advantages_of_random_policies_stay_under_both_bounds(seed, shape, size):
+def test_the_worst_advantages_stay_under_both_bounds(seed, shape, size):
     """Signs chosen against the bound: of the token-wise and of the whole-response sums, for one parameter."""
     case, _ = random_case(seed, *shape, size, parameters=1)
     length, vocabulary = case.length, shape[1]
@@ -167,7 +167,7 @@ def whole_response_worst(case):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_constructed_case_drifts_as_fast_as_there_is_to_drift(length):
+def test_the_constructed_case_drifts_at_the_highest_rate(length):
     case = slipping_policies(length, slip=0.05)
     assert case.distance == pytest.approx(0.05, rel=1e-12)
     np.testing.assert_allclose(case.drift, 1 - 0.95 ** np.arange(1, length + 1), rtol=1e-12)
@@ -184,7 +184,7 @@ def test_the_constructed_case_comes_near_the_token_wise_bound(length):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_constructed_case_comes_near_the_whole_response_bound(length):
+def test_the_constructed_case_is_near_the_response_bound(length):
     """Up to T = 8 within a factor 4; its share, the mean abs(sum of coins) over T, falls like sqrt(2 / (pi T))."""
     coins = {1: 1.0, 2: 1.0, 3: 1.5, 4: 1.5, 5: 1.875, 6: 1.875, 7: 2.1875, 8: 2.1875}
     case = slipping_policies(length)

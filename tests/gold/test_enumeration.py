@@ -87,7 +87,7 @@ def test_equation_2_is_the_gradient(seed, end):
 
 
 @ENDS
-def test_equation_2_is_the_gradient_with_token_wise_advantages_too(end):
+def test_equation_2_is_the_gradient_with_token_advantages(end):
     """A_t = E[A | first t tokens] - E[A | first t - 1 tokens]: what appendix B's token-wise bound speaks of."""
     world = World(1, 0.5, end)
     same = [
@@ -168,7 +168,7 @@ def test_a_band_drops_both_tails(end):
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
-def test_a_higher_threshold_trades_bias_for_variance_up_to_equation_4(mode):
+def test_a_higher_threshold_trades_bias_for_variance(mode):
     """A threshold above every ratio is equation 4; below, the bias falls and the variance rises with C."""
     world = World(2, 1.0)
     settings = [{"level": "sequence", "mode": mode, "threshold": c} for c in (1.0, 2.0, 4.0, world.rho.max() + 1)]
@@ -195,7 +195,7 @@ def test_token_level_corrects_the_token_and_not_its_prefix(end):
     assert np.linalg.norm(found - world.gradient) > 0.05 * np.linalg.norm(world.gradient)
 
 
-def test_token_level_is_equation_4_where_only_one_token_is_mismatched():
+def test_token_level_is_equation_4_for_one_mismatched_token():
     """Mismatch at the last position alone leaves every score before it weighted too little and the last one right."""
     world = World(0, 1.0)
     world.rollout_tables[:2] = world.tables[:2]
@@ -219,7 +219,7 @@ def test_the_geometric_level_is_the_root_of_the_sequence_ratio(end):
     assert world.bias(level="geometric", **UNCLIPPED) > 0.01
 
 
-def test_normalising_is_biased_in_small_batches_and_not_in_large_ones():
+def test_normalising_is_biased_in_small_batches_only():
     """Every batch of N responses: equation 4 is unbiased; normalised, a share 1 / N of equation 3's bias is left."""
     world = World(0, 0.02)
     values = np.einsum("n,ntp->np", world.advantages, world.scores)
@@ -318,7 +318,7 @@ def test_the_tool_finds_what_is_found_here(name, size):
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_the_tool_s_scores_are_gradients_of_its_log_probabilities():
+def test_the_scores_are_gradients_of_the_log_probabilities():
     pair = correction_bias.make_pair(5, 1.0)
     logits = np.random.default_rng(5).standard_normal((13, 3))
     tables = [logits[:1], logits[1:4], logits[4:]]

@@ -24,7 +24,7 @@ def test_run_cli_reads_the_process_arguments(monkeypatch):
     assert run_cli(lambda argv: len(argv)) == 2
 
 
-def test_run_cli_leaves_bugs_their_traceback_and_interrupts_quiet(capsys):
+def test_run_cli_keeps_tracebacks_of_bugs_and_quiets_interrupts(capsys):
     def bug(argv):
         raise ValueError("shapes differ")
 

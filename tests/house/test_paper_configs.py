@@ -138,14 +138,14 @@ def test_the_page_has_the_arms_of_the_papers():
     assert sorted(ARMS) == sorted(f"{model}_{arm}" for model, arms in EXPECTED.items() for arm in arms)
 
 
-def test_each_file_is_an_arm_without_options_and_the_base_of_every_other_arm_that_differs_in_an_option():
+def test_each_file_is_an_arm_and_the_base_of_its_options():
     assert {path for path, _, _ in ARMS.values()} == {path for path in PAPER if path.stem != "setup"}
     for name, (path, options, _) in ARMS.items():
         assert (path.stem == name) == (not options)
 
 
 @pytest.mark.parametrize(("model", "arm"), [(model, arm) for model, arms in EXPECTED.items() for arm in arms])
-def test_an_arm_differs_from_table_1_in_what_it_says_and_nothing_else(model, arm):
+def test_an_arm_differs_from_table_1_only_in_what_it_says(model, arm):
     name = f"{model}_{arm}"
     changes = {"run.dir": f"runs/paper/{name}"} | EXPECTED[model][arm]
     assert flat(load_arm(name)) == flat(load(ROOT / "configs/paper/setup.yaml")) | changes

@@ -183,7 +183,7 @@ def test_mistakes_in_weights_say_what_was_expected(options, message):
         weights(**options)
 
 
-def test_mistakes_in_rejection_and_statistics_say_what_was_expected():
+def test_mistakes_in_rejections_say_what_was_expected():
     with pytest.raises(ValueError, match=r"statistic must be one of \('k3', 'geometric', 'veto'\), got 'k2'"):
         rejection_mask(TRAINER, ROLLOUT, MASK, statistic="k2", threshold=1.0)
     with pytest.raises(ValueError, match="a band needs"):
@@ -193,7 +193,7 @@ def test_mistakes_in_rejection_and_statistics_say_what_was_expected():
 
 
 @pytest.mark.parametrize("xp", [np, jnp])
-def test_in_packed_rows_tokens_that_are_not_finite_follow_their_own_sequence(xp):
+def test_in_packed_rows_nonfinite_tokens_follow_their_sequence(xp):
     """Kept 0, rejected 1 (ratio e^2, its first token lost), kept 2 (first and last lost), 3 without a finite token."""
     gap = np.array([[0.0, 0.0, np.nan, 2.0, 2.0, np.nan, 0.0, np.nan, np.nan, np.nan]])
     ids = np.array([[0, 0, 1, 1, 1, 2, 2, 2, 3, 3]])

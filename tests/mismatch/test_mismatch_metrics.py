@@ -236,7 +236,7 @@ def test_a_constant_probability_has_a_defined_correlation():
     assert mismatch_metrics(same, other, np.ones((1, 3)))["pearson_corr"] == 0.0
 
 
-def test_statistics_brought_from_the_device_are_finished_in_python_floats():
+def test_statistics_from_the_device_give_python_floats():
     trainer, rollout, mask, entropy = batch(1e-3)
     arrays = map(jnp.asarray, (trainer, rollout, mask, entropy))
     statistics = jax.jit(lambda *rows: mismatch_statistics(read_tokens(*rows[:3]), rows[3]))(*arrays)

@@ -18,14 +18,14 @@ def ratio_and_metrics(trainer, rollout):
     return weights, mismatch_metrics(*sides)
 
 
-def test_after_the_cut_every_ratio_is_the_surviving_mass_although_the_engines_agree():
+def test_after_the_cut_every_ratio_is_the_surviving_mass():
     weights, found = ratio_and_metrics(RAW, PROCESSED)
     np.testing.assert_allclose(weights, MASS)
     assert found["kl"] == found["log_ppl_abs_diff"] == pytest.approx(-np.log(MASS))
     assert found["k3_kl"] == pytest.approx(MASS - 1 - np.log(MASS))
 
 
-def test_before_the_cut_the_ratio_is_1_and_hides_that_another_policy_sampled():
+def test_before_the_cut_the_ratio_is_1_and_hides_the_cut():
     """The sampled mean of a function is that of the cut policy: of 1[token 0] it is 5/8, not 1/2."""
     weights, found = ratio_and_metrics(RAW, RAW)
     np.testing.assert_array_equal(weights, 1.0)
@@ -39,7 +39,7 @@ def test_a_trainer_with_the_same_cut_has_no_bias():
     assert found["k3_kl"] == 0.0
 
 
-def test_the_ratio_of_the_whole_policy_misses_what_cannot_be_sampled():
+def test_the_ratio_misses_what_cannot_be_sampled():
     """Weighted by pi / mu' the sample gives sum over the kept tokens of pi f: 0.8 of the mass, and 0 of token 2."""
     weights, _ = ratio_and_metrics(RAW, PROCESSED)
     assert [np.mean(weights * (token == SAMPLED)) for token in range(3)] == pytest.approx([0.5, 0.3, 0.0])

@@ -68,7 +68,7 @@ def test_sixteen_bit_inputs_are_not_rounded_per_token():
 
 
 @pytest.mark.parametrize(("dtype", "lost"), [("bfloat16", 2.0**-9), ("float16", 2.0**-12)])
-def test_a_float32_head_multiplies_the_published_values_and_not_the_masters(dtype, lost):
+def test_a_float32_head_multiplies_the_published_values(dtype, lost):
     """16 bits hold 1 and not 1 + lost. With the state 4 the logits are 4 and 0, so log p is -log(1 + exp(-4))."""
 
     def logprob(master):

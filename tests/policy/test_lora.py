@@ -67,7 +67,7 @@ def test_without_a_change_the_policy_is_the_base_bit_for_bit():
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(flatten_dict(params)[path]), strict=True)
 
 
-def test_leaves_without_an_adapter_are_not_copied_and_the_newest_result_is_kept():
+def test_leaves_without_an_adapter_are_not_copied():
     params, mesh = cast_params(init_params(CONFIG, 0), jnp.bfloat16), make_mesh(MeshConfig(1, 1))
     merged, adapters = MergedPolicy(CONFIG, LORA, mesh, params, jnp.bfloat16), random_adapters()
     first = merged(adapters)
@@ -104,7 +104,7 @@ def loss(weights):
 
 @pytest.mark.slow
 @jax.default_matmul_precision("highest")
-def test_gradients_are_those_of_the_merged_function_and_of_finite_differences():
+def test_gradients_equal_autodiff_and_finite_differences():
     params, adapters = init_params(CONFIG, 0), random_adapters()
     base = targets_of(params, CONFIG, LORA)
 
@@ -142,7 +142,7 @@ def test_adapters_of_some_layers_are_on_those_alone():
     assert lora.scale == 2.0
 
 
-def test_attention_of_a_mixture_gets_adapters_and_its_experts_are_refused():
+def test_experts_of_a_mixture_refuse_adapters():
     assert len(flatten_dict(abstract_adapters(MIXTURE, LoraConfig(rank=2, targets=ATTENTION)))) == 8
     with pytest.raises(ValueError, match=r"^lora.targets: (gate|up|down)_proj belongs to the experts"):
         abstract_adapters(MIXTURE, LoraConfig(rank=2))

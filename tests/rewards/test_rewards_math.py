@@ -52,7 +52,7 @@ def test_the_pool_gives_the_same_verdicts():
 
 
 @pytest.mark.slow
-def test_a_power_tower_is_stopped_and_the_next_response_is_scored():
+def test_a_power_tower_is_stopped_and_the_next_is_scored():
     bomb = r"\boxed{\int_0^1 \sin(x^{9^{9^{9}}}) \, dx + 9^{9^{9^{9}}}}"
     with RewardPool("math", 1, timeout_s=3.0) as pool:
         pool.submit({"answer": "42"}, "Answer: 42", False).result(timeout=60)
@@ -185,7 +185,7 @@ def test_reading_never_fails(text):
     ],
     ids=["boxed", "answers", "words", "spaces", "braces"],
 )
-def test_four_times_the_text_does_not_take_sixteen_times_as_long(make):
+def test_the_time_does_not_grow_with_the_square_of_the_text(make):
     """Processor time, the best of three: also under two seconds; 0.05 s for what does not grow with the text."""
 
     def seconds(text):

@@ -161,7 +161,7 @@ def test_what_cannot_be_scored_earns_zero_and_is_an_error(response, workers, cap
 
 
 @pytest.mark.parametrize("response", ["exit", "segv", "hang deaf"])
-def test_a_response_that_kills_or_blocks_its_worker_costs_only_itself(response):
+def test_a_response_that_kills_its_worker_costs_only_itself(response):
     with pool_of(1, timeout_s=1.0) as pool:
         first = pool.submit(PROBLEM, "pid", False).result(timeout=60)
         futures = [pool.submit(PROBLEM, text, False) for text in ("right", response, "right", "pid")]
@@ -228,7 +228,7 @@ def test_whatever_a_reward_raises_or_returns_costs_only_itself(response):
         assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
 
 
-def test_in_this_process_a_reward_cannot_end_the_run_but_ctrl_c_can():
+def test_in_process_only_ctrl_c_ends_the_run():
     with pool_of(0) as pool:
         for response in ("SystemExit", "Ending", "Speechless"):
             assert pool.submit(PROBLEM, response, False).result() == 0.0
@@ -250,7 +250,7 @@ def test_what_a_reward_leaves_behind_answers_for_no_other(response, capfd):
     assert capfd.readouterr().out == ""
 
 
-def test_a_process_that_a_reward_has_started_ends_with_its_worker(tmp_path):
+def test_a_process_of_a_reward_ends_with_its_worker(tmp_path):
     note = tmp_path / "child"
     with pool_of(1, timeout_s=2.0) as pool:
         assert pool.submit({"answer": "x", "note": str(note)}, "child", False).result(timeout=60) == 0.0
@@ -297,7 +297,7 @@ def test_a_cancelled_future_is_skipped():
         assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
 
 
-def test_workers_that_cannot_start_stop_the_pool_instead_of_scoring_zeros():
+def test_workers_that_cannot_start_stop_the_pool():
     with RewardPool("persons_rewards:breaks_in_workers", 1) as pool:
         futures = [pool.submit(PROBLEM, "right", False) for _ in range(3)]
         for future in futures:
@@ -352,7 +352,7 @@ def test_a_function_may_stand_for_its_name():
         RewardPool(lambda problem, response, truncated: 0.25, 1)
 
 
-def test_the_toys_run_in_this_process_and_mathematics_in_workers():
+def test_toys_run_in_process_and_mathematics_in_workers():
     def workers(*arguments):
         with RewardPool(*arguments) as pool:
             return pool.worker_count

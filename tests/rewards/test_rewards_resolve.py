@@ -43,7 +43,7 @@ def rewards_module(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_every_shipped_name_is_a_reward_that_a_worker_can_import():
+def test_a_worker_can_import_every_shipped_reward():
     assert set(SHIPPED) == {"addition", "swaps", "math"}
     for name, path in SHIPPED.items():
         assert reward_path(resolve_reward(name)) == path

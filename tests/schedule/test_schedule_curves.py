@@ -48,7 +48,7 @@ def test_the_bars_are_missed_by_worse_rules():
     assert row["called"] < 0.99
 
 
-def test_the_published_table_is_the_recorded_study_of_the_defaults():
+def test_the_published_table_is_the_recorded_study():
     record = json.loads((ROOT / "benchmarks" / "surge_study.json").read_text())
     assert record["config"] == dataclasses.asdict(SurgeConfig())
     assert study_surge.as_markdown(record, record["seeds"]) in (ROOT / "docs" / "schedule.md").read_text()

@@ -155,7 +155,7 @@ def test_a_state_inside_other_containers():
     assert get_learning_rate(state) == np.float32(2e-5)
 
 
-def test_every_rate_is_written_and_rates_that_differ_are_not_read():
+def test_every_rate_is_written_and_differing_ones_are_refused():
     tx = optax.multi_transform({"matrix": injected(1e-3), "vector": injected(1e-4)}, names)
     state = tx.init(params_of(jnp.float32))
     with pytest.raises(ValueError, match="differ"):
@@ -244,7 +244,7 @@ def test_the_in_graph_form_acts_on_the_update_of_the_call():
     assert step._cache_size() == 1
 
 
-def test_the_in_graph_form_under_optax_inject_hyperparams_and_multi_steps():
+def test_the_in_graph_form_under_inject_and_multi_steps():
     """Under MultiSteps one group of mini-batches is one step, and the last mini-batch's length is what it observes."""
     config = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
     make = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)

@@ -57,7 +57,7 @@ def test_without_a_period_the_rate_is_constant():
     np.testing.assert_array_equal(rates, np.full(3, 1e-6, np.float32))
 
 
-def test_optax_count_saturated_at_int32_max_does_not_wrap_around():
+def test_an_optax_count_at_int32_max_does_not_wrap_around():
     schedule = length_decay_schedule(1.0, 2**30, floor_ratio=0.0)
     # Update 2**31 = 2 * 2**30 has seen two decays.
     assert float(schedule(jnp.int32(2**31 - 1))) == 0.25
@@ -104,7 +104,7 @@ def test_the_controller_decays_from_the_period_the_call_sets():
     assert controller.learning_rate == rates[-1]
 
 
-def test_with_multiplier_one_the_update_of_the_call_is_decayed_already():
+def test_with_multiplier_one_the_update_of_the_call_is_decayed():
     controller = LengthTriggeredLR(1e-3, tracker=SurgeTracker(QUICK), multiplier=1.0)
     rates = [controller.step(length) for length in surging(45)]
     assert rates[19:21] == [1e-3, 5e-4]

@@ -66,7 +66,7 @@ def test_spikes_close_together_are_no_surge():
     assert call_of(flat(60) + pairs, DEFAULT) is None
 
 
-def test_a_low_step_inside_a_surge_delays_the_call_until_enough_have_stayed_up():
+def test_a_low_step_inside_a_surge_delays_the_call():
     surge = [*flat(20), *flat(3, 4 * BASE), BASE, *flat(10, 4 * BASE)]
     assert call_of(surge) == 28
     # Half way up is up.

@@ -88,7 +88,7 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, sing
 
 
 @pytest.mark.parametrize("sizes", [MeshConfig(8, 1), MeshConfig(2, 2, replica=2)])
-def test_a_policy_of_the_hosts_memory_is_merged_to_the_same_bits_and_leaves_nothing_on_the_devices(sizes):
+def test_a_policy_in_host_memory_is_merged_to_the_same_bits(sizes):
     mesh, rng = make_mesh(sizes), np.random.default_rng(2)
     place = jax.jit(
         lambda: cast_params(init_params(CONFIG, 0), "bfloat16"), out_shardings=param_shardings(CONFIG, mesh)

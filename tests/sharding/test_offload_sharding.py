@@ -67,7 +67,7 @@ def bytes_on_devices(tree_only=None):
     ],
     ids=str,
 )
-def test_the_steps_after_are_bit_equal_and_the_device_buffers_are_freed(shape):
+def test_later_steps_are_bit_equal_and_device_buffers_freed(shape):
     mesh = make_mesh(shape)
     update, stays = make(mesh)
     _, given = make(mesh)

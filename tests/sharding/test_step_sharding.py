@@ -133,7 +133,7 @@ def test_parameters_and_moments_are_sharded_alike_and_stay_so():
 @pytest.mark.parametrize(
     "dtype", ["float16", *(pytest.param(dtype, marks=pytest.mark.harness) for dtype in ("bfloat16", "float32"))]
 )
-def test_one_compilation_whatever_the_rate_the_batch_and_the_skips(dtype):
+def test_rates_batches_and_skips_share_one_compilation(dtype):
     tx = make_optimizer(OptimizerConfig(learning_rate=1e-3))
     _, step, state = build(2, 2, tx, dtype)
     for i in range(5):
