@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from test_vllm_sabotage import OTHER_BITS, OUT_OF_BAND, rpc
+from vllm_checks import OTHER_BITS, OUT_OF_BAND, rpc
 
 from rljax.errors import VerificationError
 from rljax.rollout.types import SamplingParams

@@ -7,7 +7,7 @@ import contextlib
 
 import jax
 import pytest
-from test_vllm_sabotage import OTHER_BITS, adamw_step, check_use, rpc
+from vllm_checks import OTHER_BITS, adamw_step, check_use, rpc
 
 from rljax.errors import ServerRefusedError, VerificationError
 from rljax.rollout.types import PublishConfig

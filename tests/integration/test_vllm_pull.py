@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_vllm_sabotage import OTHER_BITS, adamw_step, check_use, rpc
 from toy_runs import ROOT
+from vllm_checks import OTHER_BITS, adamw_step, check_use, rpc
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.servers.vllm.client import VllmBackend

@@ -7,20 +7,16 @@ less than the band of a 16-bit dtype, and its failure is seen by the bits alone.
 import contextlib
 import math
 
-import jax
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
+from vllm_checks import OTHER_BITS, OUT_OF_BAND, adamw_step, check_use, rpc
 
 from rljax.errors import VerificationError
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
-OTHER_BITS = "does not hold the trainer's weights"
-OUT_OF_BAND = "does not sample from the trainer's weights"
 
 
 @pytest.fixture
@@ -39,37 +35,11 @@ def calibrated(request):
         engine.close()
 
 
-def rpc(served, method: str, *arguments: str) -> list:
-    """What each worker answers."""
-    client = ServerClient([served.url], VllmBackend())
-    try:
-        return client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})[
-            "results"
-        ]
-    finally:
-        client.close()
-
-
-def check_use(engine, url: str, params):
-    """The second half of the verification alone."""
-    return engine.verifier.judge(url, engine.verifier.sample(engine.fleet.client, url), params)
-
-
 def publish_fails_both_halves(engine, params, version: int, said: str) -> None:
     with pytest.raises(VerificationError, match=f"{OTHER_BITS}: {said}"):
         engine.publish(params, version)
     with pytest.raises(VerificationError, match=OUT_OF_BAND):
         check_use(engine, engine.fleet.client.urls[0], params)
-
-
-def adamw_step(params, seed: int):
-    """One step of the paper's optimizer at its rate, 1e-6, in float32."""
-    optimizer = optax.adamw(1e-6)
-    keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params)))
-    leaves, tree = jax.tree.flatten(params)
-    gradients = [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-    updates, _ = optimizer.update(jax.tree.unflatten(tree, gradients), optimizer.init(params), params)
-    return optax.apply_updates(params, updates)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import Served
-from test_vllm_sabotage import OTHER_BITS, adamw_step, rpc
+from vllm_checks import OTHER_BITS, adamw_step, rpc
 
 from rljax.errors import VerificationError
 from rljax.rollout.types import PublishConfig, SamplingParams

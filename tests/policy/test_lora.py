@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
+from tiny_adapters import CONFIG, LORA, MIXTURE, random_adapters
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.lora import (
@@ -21,17 +22,7 @@ from rljax.policy.lora import (
 from rljax.policy.model import abstract_params, cast_params, hidden_states, init_params, lm_head_table
 from rljax.sharding import MeshConfig, make_mesh
 
-CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, initializer_range=0.2)
-LORA = LoraConfig(rank=3, alpha=4.5)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MIXTURE = PolicyConfig(24, 32, 64, 2, 4, 2, 8, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
-
-
-def random_adapters(config=CONFIG, lora=LORA, size=0.3):
-    rng = np.random.default_rng(3)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(size * rng.normal(size=leaf.shape), jnp.float32), abstract_adapters(config, lora)
-    )
 
 
 def by_hand(params, adapters, lora=LORA):

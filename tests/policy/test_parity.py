@@ -7,80 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from transformers_models import (
+    MIXTURES,
+    SHAPES,
+    SHAPES_QWEN2,
+    hf_model,
+    jax_logits,
+    mixture,
+    torch,
+    torch_logits,
+    transformers,
+)
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.policy.hf import INDEX_NAME, load_params, save_params
-from rljax.policy.model import hidden_states, init_params, lm_head_table, param_shardings
+from rljax.policy.model import init_params, param_shardings
 from rljax.policy.score import make_scorer
 from rljax.sharding import MeshConfig, make_mesh
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-# vocab, d, f, layers, h, g, head_dim, tied, theta
-SHAPES = [
-    (16, 64, 128, 2, 4, 2, 16, True, 10_000.0),
-    (97, 48, 80, 3, 6, 1, 8, False, 1_000_000.0),
-    (64, 32, 96, 1, 4, 4, 32, True, 500.0),
-    (130, 40, 72, 4, 2, 2, 20, False, 10_000.0),
-    (51, 24, 40, 2, 8, 2, 6, True, 5_000_000.0),
-]
-
-
-# A Qwen2 has heads of width d / h.
-SHAPES_QWEN2 = [
-    (16, 64, 128, 2, 4, 2, 16, True, 10_000.0),
-    (97, 48, 80, 3, 6, 1, 8, False, 1_000_000.0),
-    (51, 40, 40, 2, 2, 2, 20, False, 500.0),
-]
-
-
-def hf_model(shape, family="Qwen3", seed=0, **more):
-    vocab, d, f, layers, h, g, head_dim, tied, theta = shape
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=vocab,
-        hidden_size=d,
-        intermediate_size=f,
-        num_hidden_layers=layers,
-        num_attention_heads=h,
-        num_key_value_heads=g,
-        head_dim=head_dim,
-        tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
-        initializer_range=0.1,
-        attn_implementation="eager",
-        **more,
-    )
-    torch.manual_seed(seed)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:
-                parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
-    return model
-
-
-def jax_logits(params, config, tokens):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    with jax.default_matmul_precision("highest"):
-        hidden, _ = hidden_states(params, config, jnp.asarray(tokens), jnp.ones(tokens.shape, jnp.int32), positions)
-        return np.asarray(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))
-
-
-def torch_logits(model, tokens):
-    with torch.no_grad():
-        return model(torch.tensor(tokens)).logits.float().numpy()
-
-
-# experts, of them a token's, their width, whether the gates are normalised
-MIXTURES = [(8, 2, 32, True), (4, 1, 24, False), (16, 8, 8, True), (5, 3, 40, False), (3, 3, 16, True)]
-
-
-def mixture(experts, k, width, normalized):
-    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-    return dict(zip(names, (experts, k, width, normalized), strict=True))
-
 
 CASES = [
     *(("Qwen3", shape, {}) for shape in SHAPES),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
-from test_lora import MIXTURE, random_adapters
-from test_parity import MIXTURES, SHAPES, SHAPES_QWEN2, hf_model, jax_logits, mixture, torch_logits
+from tiny_adapters import MIXTURE, random_adapters
+from transformers_models import MIXTURES, SHAPES, SHAPES_QWEN2, hf_model, jax_logits, mixture, torch_logits
 
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params

@@ -5,8 +5,7 @@ import signal
 
 import pytest
 from kill_run import broken_accounts
-from process_runs import FLOAT32, TINY, Run, complete_together, largest_differences
-from test_vllm import SITE, without_publish
+from process_runs import FLOAT32, SITE, TINY, Run, complete_together, largest_differences, without_publish
 from toy_runs import comparable, tiny
 
 from rljax.errors import START_AGAIN_STATUS

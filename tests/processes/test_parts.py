@@ -16,142 +16,26 @@ import time
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 from network_link import Side, linked
-from process_runs import DEVICES, free_port
-from safetensors.numpy import load_file
+from shard_publishers import Publishers, assert_holds, take
 from toy_runs import ROOT, environment
 
 from rljax.distributed.ownership import provably_dead
 from rljax.errors import START_AGAIN_STATUS
 from rljax.weights import source as sources
 from rljax.weights.mirror import DamagedError, Mirror
-from rljax.weights.pull import pull
-from rljax.weights.source import open_source
-from rljax.weights.sums import bits_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
-
-ANSWER_S = 240
-
-
-class Publishers:
-    """``count`` processes of ``publishing_processes``; a context manager that leaves none of them."""
-
-    def __init__(
-        self,
-        root,
-        count,
-        store="http",
-        host="127.0.0.1",
-        coordinator="127.0.0.1",
-        inside=lambda index: (),
-        heartbeat_s=10.0,
-    ):
-        self.root, self.count, self.answered = root, count, 0
-        root.mkdir(exist_ok=True)
-        share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // count}"
-        address, program = f"{coordinator}:{free_port()}", str(ROOT / "tests/support/publishing_processes.py")
-        self.processes = []
-        for index in range(count):
-            words = [sys.executable, program, str(index), str(count), address, store, host, str(root), str(heartbeat_s)]
-            with open(root / f"said.{index}", "wb") as said:
-                self.processes.append(
-                    subprocess.Popen(
-                        [*inside(index), *words],
-                        env=environment(XLA_FLAGS=share),
-                        cwd=ROOT,
-                        stdin=subprocess.PIPE if index == 0 else subprocess.DEVNULL,
-                        stdout=said,
-                        stderr=said,
-                        text=True,
-                    )
-                )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self.processes[0].stdin.close()
-
-    def said(self):
-        return {index: (self.root / f"said.{index}").read_text() for index in range(self.count)}
-
-    def ask(self, share):
-        """Has the next version published."""
-        leader = self.processes[0]
-        leader.stdin.write(f"{share}\n")
-        leader.stdin.flush()
-
-    def answer(self):
-        """What process 0 tells of it."""
-        path, deadline = self.root / f"answers/{self.answered}.json", time.monotonic() + ANSWER_S
-        while not path.exists():
-            assert self.processes[0].poll() is None, self.said()
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.01)
-        self.answered += 1
-        return json.loads(path.read_text())
-
-    def publish(self, share=0.05):
-        self.ask(share)
-        told = self.answer()
-        assert "error" not in told, told
-        return told
-
-    def end(self):
-        """Ends the run; the exit statuses."""
-        self.processes[0].stdin.close()
-        return [process.wait(120) for process in self.processes]
-
-    def own(self, index):
-        """The directory of a process, made by it."""
-        (found,) = (self.root / f"process_{index}").glob("rljax-weights-*")
-        return found
-
-    def server_of(self, index):
-        """Process id of the server of a process's weights."""
-        wanted = f"rljax.weights.server\0{self.own(index)}\0"
-        found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in _read(path)]
-        (pid,) = found
-        return pid
-
-    def truth(self, number):
-        return np.load(self.root / f"truth/{number}.npz")
-
-
-def _read(path):
-    with contextlib.suppress(OSError):
-        return path.read_text()
-    return ""
-
-
-def take(told, mirror):
-    return pull(open_source(told["source"]), Path(told["path"]).name, mirror)
-
-
-def assert_holds(mirror, truth):
-    """Bit for bit what was gathered from the devices of all processes."""
-    found = {}
-    for file in json.loads((mirror.root / "manifest.json").read_text())["files"]:
-        found |= load_file(mirror.root / file)
-    assert found.keys() == set(truth.files)
-    for name, array in found.items():
-        np.testing.assert_array_equal(bits_of(array).reshape(truth[name].shape), truth[name], err_msg=name)
-
-
-def files_of(told):
-    return json.loads((Path(told["path"]) / "version.json").read_text())["files"]
 
 
 @pytest.fixture
 def mirror(tmp_path):
     return Mirror(tmp_path / "mirror")
+
+
+def files_of(told):
+    return json.loads((Path(told["path"]) / "version.json").read_text())["files"]
 
 
 @pytest.mark.parametrize("count", [2, 4])

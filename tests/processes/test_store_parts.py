@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_parts import Publishers, assert_holds, take
+from shard_publishers import Publishers, assert_holds, take
 from toy_runs import ROOT
 
 from rljax.weights.mirror import DamagedError, Mirror

@@ -1,14 +1,13 @@
 """A run on a real vLLM server by 1, 2 and 4 processes: what the first was answered gives all of them the same rows."""
 
 import pytest
-from process_runs import FLOAT32, TINY, complete_together, largest_differences
+from process_runs import FLOAT32, SITE, TINY, complete_together, largest_differences, without_publish
 from toy_runs import comparable, tiny
 
 from rljax.record.rows import read_rows
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 
 pytestmark = pytest.mark.processes
-SITE = "import sys\nif 'rljax.train' in sys.orig_argv:\n    import replayed_vllm\n    replayed_vllm.install()\n"
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +17,6 @@ def server(toy_base, tmp_path_factory):
     started = start(config, timeout_s=480)
     yield started
     started.stop()
-
-
-def without_publish(run_dir):
-    """The server's probes are sampled anew in each run, and what is not sampled is not counted."""
-    anew = ("publish/", "rollout/re")  # requests, retries, responses_without_version
-    return [{key: value for key, value in row.items() if not key.startswith(anew)} for row in comparable(run_dir)]
 
 
 def test_the_same_responses_give_the_same_rows(server, toy_base, tmp_path):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from routers import started_router
-from test_vllm_engine import PARAMS, PROMPTS, make
+from served_engines import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
 from rljax.rollout.servers.vllm.client import GENERATE

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from test_vllm_engine import PARAMS, PROMPTS, make
+from served_engines import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
 from rljax.errors import ServersLostError

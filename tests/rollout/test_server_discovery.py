@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from test_vllm_engine import PARAMS, PROMPTS, make
+from served_engines import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
 from rljax.errors import HandshakeError, VerificationError

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_step_sharding import CONFIG, CORRECTION, COUNT, LOSS, batch, gradient_keeper, shape
+from sharded_step import CONFIG, CORRECTION, COUNT, LOSS, batch, gradient_keeper, shape
 
 from rljax.policy.lora import LoraConfig, MergedPolicy, abstract_adapters, adapter_shardings
 from rljax.policy.model import cast_params, init_params, param_shardings

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from toy_runs import ROOT, TIMEOUT, environment
+from toy_runs import ROOT, TIMEOUT, comparable, environment
 
 DEVICES = 4
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
@@ -120,3 +120,12 @@ def largest_differences(rows, others):
                 size = 1.0 if key.startswith("mismatch") else max(abs(value), abs(other[key]))
                 found[key] = max(found.get(key, 0.0), abs(value - other[key]) / size)
     return found
+
+
+SITE = "import sys\nif 'rljax.train' in sys.orig_argv:\n    import replayed_vllm\n    replayed_vllm.install()\n"
+
+
+def without_publish(run_dir):
+    """The server's probes are sampled anew in each run, and what is not sampled is not counted."""
+    anew = ("publish/", "rollout/re")  # requests, retries, responses_without_version
+    return [{key: value for key, value in row.items() if not key.startswith(anew)} for row in comparable(run_dir)]

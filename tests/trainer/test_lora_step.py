@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_step_math import (
+from tiny_step import (
     CONFIG,
     COUNT,
     MESH,

@@ -1,23 +1,18 @@
 """The step's arithmetic: its gradient is that of the declared loss, however it is cut up; skips change nothing."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_step import CONFIG, COUNT, MESH, batch_shape, expected_gradient, keep_gradient, packed, sequences
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.mismatch import mismatch_metrics
-from rljax.policy.config import PolicyConfig
-from rljax.policy.model import hidden_states, init_params, lm_head_table
-from rljax.schedule import inject_learning_rate
-from rljax.sharding import MeshConfig, make_mesh
+from rljax.policy.model import init_params
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
 from rljax.trainer.state import (
     GROWTH_INTERVAL,
     OptimizerConfig,
@@ -29,30 +24,6 @@ from rljax.trainer.state import (
 from rljax.trainer.step import PrecisionConfig, TrainStep, make_programs
 
 pytestmark = pytest.mark.slow
-
-CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
-COUNT, LONGEST = 12, 19
-MESH = make_mesh(MeshConfig(1, 1))
-
-
-def sequences(in_loss=lambda i: i % 4 != 0):
-    rng = np.random.default_rng(2)
-    result = []
-    for i in range(COUNT):
-        p, r = int(rng.integers(1, 6)), int(rng.integers(1, 14))
-        prompt, response = (rng.integers(0, 24, n).astype(np.int32) for n in (p, r))
-        noise = rng.normal(-3.0, 0.4, r).astype(np.float32)
-        result.append(TrainSequence(prompt, response, noise, float(rng.normal()), in_loss(i)))
-    return result
-
-
-def batch_shape(row, rows):
-    return max_micro_batches(COUNT, LONGEST, row, rows), rows, row
-
-
-def packed(batch_sequences, row=20, rows=2):
-    micro = batch_shape(row, rows)[0]
-    return pack(batch_sequences, row_tokens=row, rows_per_micro_batch=rows, micro_batches=micro)
 
 
 def make_step(tx, *, row=20, rows=2, dtype="float32", remat=False):
@@ -75,36 +46,6 @@ def run(tx, batch_sequences, *, row=20, rows=2, dtype="float32", apply=True, par
     before = jax.device_get(state)
     state, metrics, logprobs = jax.device_get(step(state, batch, rate, apply))
     return before, state, metrics, (batch, logprobs)
-
-
-@functools.cache
-def keep_gradient():
-    return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
-
-
-def expected_gradient(batch_sequences, params=None):
-    """Equation 3 written out: -sum_i A_i sum_t grad log pi(token) / tokens in the loss, one sequence at a time."""
-    total = sum(len(s.response) for s in batch_sequences if s.in_loss)
-
-    @jax.jit
-    def token_logprobs(params, tokens, segments):
-        hidden, _ = hidden_states(params, CONFIG, tokens, segments, jnp.arange(LONGEST)[None])
-        logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))
-        return jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[0, :, 0]
-
-    def loss(params):
-        value = 0.0
-        for s in batch_sequences:
-            if not s.in_loss:
-                continue
-            tokens = np.concatenate([s.prompt, s.response])
-            padding = (0, LONGEST - len(tokens))
-            picked = token_logprobs(params, *(np.pad(x, padding)[None] for x in (tokens, np.ones_like(tokens))))
-            value -= s.advantage * jnp.sum(picked[len(s.prompt) - 1 : len(tokens) - 1])
-        return value / total
-
-    with jax.default_matmul_precision("highest"):
-        return jax.grad(loss)(init_params(CONFIG, 0) if params is None else params)
 
 
 # One optimizer for all tests of a whole update, so that they share a program; each gives the rate of its own step.

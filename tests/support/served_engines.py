@@ -1,0 +1,41 @@
+"""Engines over stand-in servers whose log-probability is always -1."""
+
+import numpy as np
+from vllm_fake import SHAPE
+
+from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.vllm.client import VllmBackend
+from rljax.rollout.types import ClientLimits, RolloutConfig
+from rljax.weights.sums import array_checksum
+
+PROMPTS = [np.array([1, 2], np.int32), np.array([9], np.int32)]
+PARAMS = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
+
+
+def make(
+    *urls,
+    score_shift=lambda: 0.0,
+    tmp_path=None,
+    tensors=dict.items,
+    dtype="float32",
+    head_dtype=None,
+    stop=None,
+    publish=None,
+    **config,
+):
+    def score(params, sequences):
+        return [np.full(len(s), -1.0 + score_shift(), np.float32) for s in sequences]
+
+    config = {"server_wait_s": 10.0, "limits": ClientLimits(backoff_s=0.01, max_backoff_s=0.02), **config}
+    return ServedEngine(
+        RolloutConfig(engine="vllm", urls=urls, dtype=dtype, transfer_dir=tmp_path and str(tmp_path), **config),
+        VllmBackend(),
+        hf_config=SHAPE,
+        max_tokens=100,
+        tensors=tensors,
+        checksums=lambda params: {name: array_checksum(array) for name, array in params.items()},
+        score=score,
+        publish=publish,
+        head_dtype=head_dtype,
+        stop=stop,
+    )

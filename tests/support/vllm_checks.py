@@ -1,0 +1,36 @@
+"""Checks of a real vLLM server's weights, and one small step of them."""
+
+import jax
+import optax
+
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.vllm.client import VllmBackend
+
+OTHER_BITS = "does not hold the trainer's weights"
+OUT_OF_BAND = "does not sample from the trainer's weights"
+
+
+def rpc(served, method: str, *arguments: str) -> list:
+    """What each worker answers."""
+    client = ServerClient([served.url], VllmBackend())
+    try:
+        return client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})[
+            "results"
+        ]
+    finally:
+        client.close()
+
+
+def check_use(engine, url: str, params):
+    """The second half of the verification alone."""
+    return engine.verifier.judge(url, engine.verifier.sample(engine.fleet.client, url), params)
+
+
+def adamw_step(params, seed: int):
+    """One step of the paper's optimizer at its rate, 1e-6, in float32."""
+    optimizer = optax.adamw(1e-6)
+    keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params)))
+    leaves, tree = jax.tree.flatten(params)
+    gradients = [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    updates, _ = optimizer.update(jax.tree.unflatten(tree, gradients), optimizer.init(params), params)
+    return optax.apply_updates(params, updates)
