@@ -171,9 +171,8 @@ def read_inputs(config: Config) -> RunInputs:
             raise ConfigError(f"{config.model.path}: {sizes}")
         check_shapes(config, policy, mesh)
         check_offload(config, mesh)
-        choose_kernels(
-            config.policy, policy, config.precision.compute_dtype, mesh
-        )  # refuses kernels that the devices lack
+        # This call refuses kernels that the devices lack.
+        choose_kernels(config.policy, policy, config.precision.compute_dtype, mesh)
     return RunInputs(config, policy, tokenizer, mesh)
 
 
@@ -252,7 +251,7 @@ class OwnedRecord:
 
 
 def process_options(config: RunConfig) -> ProcessOptions:
-    """What ``run`` says of the processes."""
+    """Returns the options of the processes from the settings ``run``."""
     return ProcessOptions(config.processes, config.process_id, config.coordinator, config.heartbeat_s, config.stuck_s)
 
 

@@ -28,10 +28,10 @@ from rljax.run.config import Config
 from rljax.run.evaluation import Evaluation
 from rljax.run.fingerprint import json_checksum
 from rljax.run.guard import Guard, SkippedUpdates
-from rljax.run.pipeline import Batches, BatchesAhead, BatchesInTurn
+from rljax.run.pipeline import BatchesAhead
 from rljax.run.progress import Progress
 from rljax.run.rate import make_rate_controller
-from rljax.run.sampling import Sampler
+from rljax.run.sampling import Batches, BatchesInTurn, Sampler
 from rljax.run.step import RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state

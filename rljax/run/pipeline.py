@@ -1,4 +1,4 @@
-"""The batches of a run: sampled when the loop asks for them, or ahead of it on a thread.
+"""The batches of a run when they are sampled ahead of the loop, on a thread.
 
 With ``rollout.max_staleness`` k above 0 the batch of step s may be sampled as soon as policy version s - 1 - k is
 published: while one step trains, the next batches are sampled. The staleness is bounded by when a prompt is sent, so
@@ -14,8 +14,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rljax.data.prompts import Problem, PromptStream
 from rljax.errors import ServersLostError
@@ -26,84 +25,6 @@ from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 
 _END_S = 60.0  # the longest wait for a batch to end once it is given up
-
-
-class Batches(Protocol):
-    """The batches of the steps, in their order and each once."""
-
-    def start(self, step: int) -> None:
-        """Allows sampling to begin, now that the policy after ``step`` is published."""
-
-    def take(self, timers: Timers) -> Sampled:
-        """Returns the batch of the next step.
-
-        Raises:
-          RuntimeError: The engine is broken or gone for good.
-          StoppedWaitingError: The run was asked to stop, and sampling is given up.
-        """
-
-    def paused(
-        self, params: Params, policy_version: int, timers: Timers, *, drains: bool
-    ) -> AbstractContextManager[None]:
-        """Opens a block in which the caller publishes ``params`` as ``policy_version``.
-
-        No batch begins inside the block.
-
-        Args:
-          params: The parameters that are published.
-          policy_version: Their version, which is the number of the last step taken.
-          timers: The timers of that step.
-          drains: Whether the batch under way ends before the block, so that the caller alone uses the engine.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the stream after the problems of the last batch taken."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues the stream from ``state_dict``; called before ``start``."""
-
-    def close(self) -> None:
-        """Gives up the batch under way, and waits for its end."""
-
-
-class BatchesInTurn:
-    """Batches that are sampled when they are asked for."""
-
-    def __init__(self, stream: PromptStream, sampler: Sampler) -> None:
-        """Samples nothing yet.
-
-        Args:
-          stream: The problems in their order.
-          sampler: The sampler of the run.
-        """
-        self._stream, self._sampler, self._step = stream, sampler, 0
-
-    def start(self, step: int) -> None:
-        """Makes the next batch that of ``step`` + 1."""
-        self._step = step
-
-    def take(self, timers: Timers) -> Sampled:
-        """Samples the batch of the next step."""
-        self._step += 1
-        with timers.phase("rollout"):
-            return self._sampler.sample(self._stream.next_batch(), self._step)
-
-    def paused(
-        self, params: Params, policy_version: int, timers: Timers, *, drains: bool
-    ) -> AbstractContextManager[None]:
-        """Opens an empty block: no batch is ever under way."""
-        return contextlib.nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the stream."""
-        return self._stream.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues the stream."""
-        self._stream.load_state_dict(state)
-
-    def close(self) -> None:
-        """Does nothing: no batch is ever under way."""
 
 
 class _Job(NamedTuple):

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from rljax.algorithms.advantages import compute_advantages, groups_with_loss, groups_with_signal
-from rljax.data.prompts import Problem
+from rljax.data.prompts import Problem, PromptStream
 from rljax.data.tokenizer import Tokenizer
+from rljax.policy.model import Params
 from rljax.record.rows import Row
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine, check_wanted
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config
 from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
 from rljax.trainer.packing import TrainSequence
 
 _TICK_S = 0.25  # between two questions whether to give up
@@ -130,7 +133,8 @@ class Sampler:
         """
         prompts = self._encoded(problems)
         samples = self._engine.generate(prompts, self._n, self._params, seed=step_seed(self._seed, step))
-        rollouts = collect_rollouts(self._scored(problems, prompts, samples), len(problems), self._n)
+        by_place = {one.place: one for one in self._scored(problems, prompts, samples)}
+        rollouts = arrange(by_place, len(problems), self._n)
         row: Row = {**self.rewards.pop_metrics(), **samples.metrics}
         if self._counts_mixed:
             row["rollout/mixed_fraction"] = mixed_fraction(rollouts)
@@ -175,18 +179,95 @@ class Sampler:
             yield first_scored()
 
 
-def collect_rollouts(scored: Iterable[Scored], count: int, group_size: int) -> Rollouts:
+class Batches(Protocol):
+    """The batches of the steps, in their order and each once."""
+
+    def start(self, step: int) -> None:
+        """Allows sampling to begin, now that the policy after ``step`` is published."""
+
+    def take(self, timers: Timers) -> Sampled:
+        """Returns the batch of the next step.
+
+        Raises:
+          RuntimeError: The engine is broken or gone for good.
+          StoppedWaitingError: The run was asked to stop, and sampling is given up.
+        """
+
+    def paused(
+        self, params: Params, policy_version: int, timers: Timers, *, drains: bool
+    ) -> AbstractContextManager[None]:
+        """Opens a block in which the caller publishes ``params`` as ``policy_version``.
+
+        No batch begins inside the block.
+
+        Args:
+          params: The parameters that are published.
+          policy_version: Their version, which is the number of the last step taken.
+          timers: The timers of that step.
+          drains: Whether the batch under way ends before the block, so that the caller alone uses the engine.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the stream after the problems of the last batch taken."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues the stream from ``state_dict``; called before ``start``."""
+
+    def close(self) -> None:
+        """Gives up the batch under way, and waits for its end."""
+
+
+class BatchesInTurn:
+    """Batches that are sampled when they are asked for."""
+
+    def __init__(self, stream: PromptStream, sampler: Sampler) -> None:
+        """Samples nothing yet.
+
+        Args:
+          stream: The problems in their order.
+          sampler: The sampler of the run.
+        """
+        self._stream, self._sampler, self._step = stream, sampler, 0
+
+    def start(self, step: int) -> None:
+        """Makes the next batch that of ``step`` + 1."""
+        self._step = step
+
+    def take(self, timers: Timers) -> Sampled:
+        """Samples the batch of the next step."""
+        self._step += 1
+        with timers.phase("rollout"):
+            return self._sampler.sample(self._stream.next_batch(), self._step)
+
+    def paused(
+        self, params: Params, policy_version: int, timers: Timers, *, drains: bool
+    ) -> AbstractContextManager[None]:
+        """Opens an empty block: no batch is ever under way."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the stream."""
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues the stream."""
+        self._stream.load_state_dict(state)
+
+    def close(self) -> None:
+        """Does nothing: no batch is ever under way."""
+
+
+def arrange(by_place: Mapping[tuple[int, int], Scored], count: int, group_size: int) -> Rollouts:
     """Puts scored responses into the order of their problems.
 
     Args:
-      scored: The responses in any order.
+      by_place: The responses by the position of their problem, and by their position among the responses to it.
       count: The number of problems.
       group_size: The number of responses to each problem.
 
     Raises:
       RuntimeError: There is another number of responses.
     """
-    by_place = {one.place: one for one in scored}
     if len(by_place) != count * group_size:
         raise RuntimeError(f"the engine returned {len(by_place)} responses, expected {count * group_size}")
     groups = [[by_place[i, j] for j in range(group_size)] for i in range(count)]

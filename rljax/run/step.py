@@ -21,11 +21,10 @@ from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import Evaluation
 from rljax.run.guard import Guard, SkippedUpdates
-from rljax.run.pipeline import Batches
 from rljax.run.progress import Progress, check_fingerprints, check_policy, policy_record
 from rljax.run.rate import RateController, load_fork, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
-from rljax.run.sampling import Rollouts, rollout_row, step_seed, training_sequences
+from rljax.run.sampling import Batches, Rollouts, rollout_row, step_seed, training_sequences
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 from rljax.trainer.measure import without_empty_buckets

@@ -9,8 +9,8 @@ import pytest
 
 from rljax.data.prompts import PromptStream
 from rljax.errors import ServersLostError, StoppedWaitingError
-from rljax.run.pipeline import BatchesAhead, BatchesInTurn
-from rljax.run.sampling import Sampled
+from rljax.run.pipeline import BatchesAhead
+from rljax.run.sampling import BatchesInTurn, Sampled
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 
