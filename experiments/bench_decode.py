@@ -1,10 +1,10 @@
-"""Tokens a second of the embedded engine beside transformers' ``generate`` and a vLLM server, on the CPU.
+"""Compares the tokens per second of the embedded engine, transformers' ``generate`` and a vLLM server on the CPU.
 
     python experiments/bench_decode.py --json benchmarks/decode.json
 
-A random Qwen3 (width 256, 4 layers) in float32 samples responses of one length to prompts of one length, none of which
-ends early: 8 and 64 at a time. The engines take turns, after each has sampled once to warm up. The vLLM server is
-started by this program (launch/install_vllm.sh). Prints a Markdown table.
+A random Qwen3 (width 256, 4 layers) in float32 samples 8 or 64 responses at a time. All prompts have one length, and
+all responses another; none ends early. Each engine samples once to warm up, then the engines take turns. This program
+starts the vLLM server (launch/install_vllm.sh). Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from rljax.rollout.types import SamplingParams
 POLICY = PolicyConfig(4096, 256, 768, 4, 4, 2, 64, tie_word_embeddings=True, max_position_embeddings=512)
 PROMPT, RESPONSE = 32, 128
 BATCHES = (8, 64)
-Sample = Callable[[Sequence[np.ndarray]], int]  # prompts -> tokens that were sampled
+Sample = Callable[[Sequence[np.ndarray]], int]  # prompts -> number of sampled tokens
 
 
 def by_engine(engine: Any) -> Sample:
-    """Sampling by an engine of rljax."""
+    """Returns a function that samples with an engine of rljax."""
     return lambda prompts: sum(
         len(response.token_ids) for response in engine.generate(prompts, 1, SamplingParams(RESPONSE), seed=0)
     )
 
 
 def by_transformers(directory: str) -> Sample:
-    """Sampling by ``generate``, log-probabilities of the sampled tokens included, as the engines give them."""
+    """Returns a function that samples with ``generate`` and computes log-probabilities, as the engines do."""
     model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
     model.eval()
 
@@ -75,7 +75,7 @@ def by_transformers(directory: str) -> Sample:
 
 
 def compare(engines: dict[str, Sample], batch: int, rounds: int) -> dict[str, Any]:
-    """Median tokens a second of each."""
+    """Measures the median tokens per second of each engine."""
     rng = np.random.default_rng(batch)
     prompts = [rng.integers(2, POLICY.vocab_size, PROMPT).astype(np.int32) for _ in range(batch)]
     for sample in engines.values():
@@ -87,7 +87,7 @@ def compare(engines: dict[str, Sample], batch: int, rounds: int) -> dict[str, An
             tokens = sample(prompts)
             rates[name].append(tokens / (time.perf_counter() - begun))
             if tokens != batch * RESPONSE:
-                raise RuntimeError(f"{name} sampled {tokens} tokens in place of {batch * RESPONSE}")
+                raise RuntimeError(f"{name} sampled {tokens} tokens, expected {batch * RESPONSE}")
     own = rates["rljax"]
     return {
         "tokens_per_second": {name: statistics.median(found) for name, found in rates.items()},
@@ -99,8 +99,8 @@ def compare(engines: dict[str, Sample], batch: int, rounds: int) -> dict[str, An
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default 5)")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each engine (5)")
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     torch.set_num_threads(os.cpu_count() or 1)
     found = {}

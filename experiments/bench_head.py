@@ -1,10 +1,10 @@
-"""The head in chunks of the vocabulary beside all logits at once: time and memory, forward and backward.
+"""Compares time and memory of the head in chunks of the vocabulary and of all logits at once, forward and backward.
 
     python experiments/bench_head.py --json benchmarks/head.json
 
-Log-probabilities and entropies of tokens over the vocabulary of Qwen3 (151,936), and their gradient. Both ways are
-compiled, and take turns. Memory is what the compiler plans for temporaries. Prints a Markdown table; a ratio above 1
-says that the chunks are faster, or take less.
+Both ways compute log-probabilities and entropies of tokens over the vocabulary of Qwen3 (151,936), and their gradient.
+Both are compiled and take turns. Memory is the size of the compiler's temporaries. Prints a Markdown table; a ratio
+above 1 means that the chunks are faster, or take less memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES = [(256, "float32"), (1024, "float32"), (1024, "bfloat16")]
 
 
 def all_logits(hidden: jax.Array, table: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The plain way."""
+    """Computes log-probabilities and entropies from all logits at once."""
     precision = matmul_precision(table.dtype)
     logits = jnp.einsum("nd,cd->nc", hidden, table, precision=precision, preferred_element_type=jnp.float32)
     logp = jax.nn.log_softmax(logits)
@@ -41,7 +41,7 @@ def all_logits(hidden: jax.Array, table: jax.Array, targets: jax.Array) -> tuple
 
 
 def compiled(way: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> Any:
-    """The gradient of the summed log-probabilities, with the entropies, as an executable."""
+    """Compiles the gradient of the summed log-probabilities, with the entropies."""
 
     def summed(hidden: jax.Array, table: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         logprobs, entropy = way(hidden, table, targets)
@@ -51,7 +51,7 @@ def compiled(way: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> Any:
 
 
 def compare(tokens: int, dtype: str, rounds: int) -> dict[str, Any]:
-    """Median seconds and temporaries of both ways, and how far their gradients are apart."""
+    """Measures median seconds and temporaries of both ways, and the distance of their gradients."""
     rng = np.random.default_rng(0)
     hidden, table = (jnp.asarray(rng.normal(size=(n, WIDTH)) / 16, dtype) for n in (tokens, VOCABULARY))
     arrays = hidden, table, jnp.asarray(rng.integers(0, VOCABULARY, tokens), jnp.int32)
@@ -81,8 +81,8 @@ def compare(tokens: int, dtype: str, rounds: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each (default 7)")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each way (7)")
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     cases = []
     print(

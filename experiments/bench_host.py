@@ -1,12 +1,12 @@
-"""What the trainer's host does in a step of 1,024 responses of 8,192 tokens, as shares of a modelled step.
+"""Measures the work of the trainer's host in a step of 1,024 responses of 8,192 tokens, as shares of a modelled step.
 
     python experiments/bench_host.py --json benchmarks/host_side.json
 
-The modelled step is the strictest: rollouts cost nothing, and the update is 6 N floating-point operations a token
-(attention not counted) at 40% of the dense bfloat16 peak of 8 H100, N the parameters of Qwen3-4B. Nothing of it runs
-here. A part's time is the median over the rounds of the processor time of this process, all threads and the kernel's
-work for it included, because other programs may run beside it; the wall time is given, too. Putting arrays on devices
-is not counted. Prints a Markdown table.
+The modelled step is as fast as possible: rollouts cost nothing, and the update needs 6 N floating-point operations per
+token, without attention, at 40% of the dense bfloat16 peak of 8 H100. N is the number of parameters of Qwen3-4B. The
+modelled step does not run here. A part's time is the median over the rounds of this process's processor time, with all
+threads and the kernel's work, because other programs may run at the same time. The table also has the wall time.
+Putting arrays on devices is not counted. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from rljax.run.training import make_pack
 from rljax.trainer.packing import PackingConfig, TrainSequence, unpack
 
 QWEN3_4B = PolicyConfig(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
-PEAK, UTILISATION, DEVICES = 989.4e12, 0.4, 8  # dense bfloat16 operations a second of an H100 SXM
+PEAK, UTILISATION, DEVICES = 989.4e12, 0.4, 8  # dense bfloat16 operations per second of an H100 SXM
 PROMPT, GROUP, ROW_KEYS = 512, 16, 150
-VOCABULARY = 151643  # of Qwen3's tokenizer, without its special tokens
+VOCABULARY = 151643  # tokens of Qwen3's tokenizer without special tokens
 EOS = "<|im_end|>"
 
 
 def modelled_seconds(tokens: int) -> float:
-    """Of the update of one step."""
+    """Returns the modelled seconds of the update of one step."""
     parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(QWEN3_4B)))
     return 6 * parameters * tokens / (PEAK * UTILISATION * DEVICES)
 
 
 def make_tokenizer(rng: np.random.Generator) -> Tokenizer:
-    """A byte-level one with as many tokens as Qwen3's, of one to seven random letters; it only decodes."""
+    """Makes a byte-level tokenizer with as many tokens as Qwen3's, each of one to seven random letters."""
     vocabulary = {one: place for place, one in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
     letters = rng.choice(list("abcdefghijklmnopqrstuvwxyz"), (VOCABULARY * 3, 7))
     lengths, spaced = rng.integers(1, 8, len(letters)), rng.integers(0, 2, len(letters))
@@ -70,7 +70,7 @@ def make_tokenizer(rng: np.random.Generator) -> Tokenizer:
 
 
 def reply_body(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
-    """As vLLM answers ``/inference/v1/generate`` with ``logprobs`` 0."""
+    """Returns a reply as vLLM sends it from ``/inference/v1/generate`` with ``logprobs`` 0."""
     pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
     content = [{"token_id": t, "logprob": x, "rank": 1, "top_logprobs": []} for t, x in pairs]
     spans = [{"version": "v1", "start": 0, "end": len(tokens)}]
@@ -80,7 +80,7 @@ def reply_body(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
 
 
 def make_rollouts(rng: np.random.Generator, count: int, length: int) -> Rollouts:
-    """Responses of one length; frequent tokens come often, as in text."""
+    """Makes responses of one length, in which some tokens are frequent, as in text."""
     spans = (VersionSpan(0, 0, length),)
     responses = [
         Response(
@@ -101,7 +101,7 @@ Part = Callable[[], object]
 
 
 def make_parts(options: argparse.Namespace, directory: str) -> tuple[dict[str, Part], int]:
-    """What is timed, by name, and how many of the parts called ``a reply`` make a step's."""
+    """Returns the functions to time by name, and the number of replies in a step."""
     rng = np.random.default_rng(0)
     config = Config(
         run=RunConfig(dir=directory),
@@ -144,8 +144,8 @@ def make_parts(options: argparse.Namespace, directory: str) -> tuple[dict[str, P
 
 
 def time_parts(parts: dict[str, Part], rounds: int) -> dict[str, dict[str, float]]:
-    """Median processor and wall seconds of each part, taken in turn."""
-    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in parts}
+    """Measures the median processor and wall seconds of each part; the parts take turns."""
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in parts}
     for _ in range(rounds):
         for name, part in parts.items():
             repeats = 32 if name.startswith("a reply") else 1
@@ -153,17 +153,17 @@ def time_parts(parts: dict[str, Part], rounds: int) -> dict[str, dict[str, float
             for _ in range(repeats):
                 part()
             ended = time.process_time(), time.perf_counter()
-            seen[name].append(((ended[0] - start[0]) / repeats, (ended[1] - start[1]) / repeats))
-    medians = {name: np.median(np.array(times), axis=0).tolist() for name, times in seen.items()}
+            samples[name].append(((ended[0] - start[0]) / repeats, (ended[1] - start[1]) / repeats))
+    medians = {name: np.median(np.array(times), axis=0).tolist() for name, times in samples.items()}
     return {name: {"processor_s": cpu, "wall_s": wall} for name, (cpu, wall) in medians.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--responses", type=int, default=1024, help=f"a multiple of {GROUP}")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--responses", type=int, default=1024, help=f"responses of a step, a multiple of {GROUP}")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a response")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each part")
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as directory:
         parts, replies = make_parts(options, directory)
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "command": shlex.join(["python", *sys.argv]),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared",
             "modelled_step_s": model_s,
-            "share_note": "of 'a reply ...': of all replies of a step",
+            "share_note": "a share of 'a reply ...' is the share of all replies of a step",
             "parts": timed,
             "shares": sums,
         }

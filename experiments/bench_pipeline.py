@@ -1,17 +1,17 @@
-"""Wall time of a step with rollouts sampled ahead, against the longer of sampling and training.
+"""Compares the wall time of a step with rollouts sampled ahead with the longer of sampling and training.
 
     python experiments/bench_pipeline.py --json benchmarks/pipeline.json
 
-The real loop trains the toy policy with an engine that takes a fixed time for each batch and each publish, and an
-update that sleeps until a fixed time has passed. A publish has two parts, as with servers: a version is written and
-brought to their machines while they sample, and it is loaded and verified while they do not. With
-``rollout.update: keep`` a batch under way goes on after that; the engine holds it meanwhile.
+The real loop trains the toy policy. Its engine takes a fixed time for each batch and each publish, and its update
+sleeps until a fixed time has passed. A publish has two parts, as with servers. A version is written and brought to the
+servers while they sample; then it is loaded and verified while they do not. With ``rollout.update: keep`` an unfinished
+batch waits during the second part and goes on after it.
 
-For each setting, each ``rollout.max_staleness`` and each ``rollout.update`` a Markdown table gives the mean time of a
-step, the bound max(rollout, train + write + load), for k = 0 the sum of all, their ratio, and what the trainer waited.
-The first six steps are left out: programs compile in the first, and what was sampled meanwhile lasts for some more.
-Times are of the wall clock: run it on a machine with nothing beside, or make all of them longer (--scale), so that what
-the loop itself takes is a smaller part.
+A Markdown table has a line for each setting, each ``rollout.max_staleness`` k and each ``rollout.update``. It gives the
+mean time of a step, the bound, their ratio, and the time that the trainer waited. The bound is max(rollout, train +
+write + load), for k = 0 the sum of all. The first six steps are left out: programs compile in the first, and the
+batches sampled meanwhile last for some more. The times are wall times. Run the program on an idle machine, or make all
+times longer (--scale), so that the loop's own time is a smaller part.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STEPS, WARM_UP = 16, 6
 
 
 class Times(NamedTuple):
-    """Seconds that each part takes."""
+    """The seconds of each part of a step."""
 
     rollout: float
     train: float
@@ -63,16 +63,15 @@ SETTINGS = (
 
 
 class SleepingEngine:
-    """RolloutEngine whose batches and publishes take a fixed time; it does not sample while it loads."""
+    """A RolloutEngine whose batches and publishes take a fixed time; it does not sample while it loads."""
 
     def __init__(self, times: Times):
-        """``times``: of the setting."""
         self._times, self._version = times, 0
         self._prepared = -1
         self._loads = threading.Lock()
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples three random tokens a response, spread over the time."""
+        """Samples three random tokens for each response, spread over the time."""
         return Samples(self._responses(prompts, n, seed))
 
     def _responses(self, prompts: Sequence[np.ndarray], n: int, seed: int) -> Iterator[Response]:
@@ -80,19 +79,19 @@ class SleepingEngine:
         count = len(prompts) * n
         for place in range(count):
             time.sleep(self._times.rollout / count)
-            with self._loads:  # what is under way is held
+            with self._loads:  # an unfinished batch waits
                 version = self._version
             tokens = rng.integers(0, 10, 3).astype(np.int32)
             spans = (VersionSpan(version, 0, 3),)
             yield Response(*divmod(place, n), tokens, np.full(3, -2.3, np.float32), True, spans)
 
     def prepare(self, params: Any, policy_version: int) -> None:
-        """See RolloutEngine."""
+        """Sleeps as long as a version is written."""
         time.sleep(self._times.write)
         self._prepared = policy_version
 
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
-        """See RolloutEngine."""
+        """Sleeps as long as a version is loaded."""
         if self._prepared != policy_version:
             self.prepare(params, policy_version)
         with self._loads:
@@ -101,18 +100,17 @@ class SleepingEngine:
         return {}
 
     def close(self) -> None:
-        """See RolloutEngine."""
+        """Does nothing: there is no server."""
 
 
 class SleepingUpdate:
-    """Update that takes a fixed time at least."""
+    """An update that takes at least a fixed time."""
 
     def __init__(self, update: Any, seconds: float):
-        """``update``: makes the updates."""
         self._update, self._seconds, self.pack = update, seconds, update.pack
 
     def __call__(self, *arguments: Any) -> Any:
-        """See Update."""
+        """Updates, then sleeps until the time has passed."""
         until = time.monotonic() + self._seconds
         updated = self._update(*arguments)
         time.sleep(max(0.0, until - time.monotonic()))
@@ -131,7 +129,7 @@ class Rows(list[dict[str, Any]]):
 
 
 def rows_of(times: Times, max_staleness: int, update: InFlight) -> list[dict[str, Any]]:
-    """The rows of a run."""
+    """Runs the loop once and returns its rows after the warm-up."""
     rows = Rows()
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         config = Config(
@@ -158,10 +156,12 @@ def rows_of(times: Times, max_staleness: int, update: InFlight) -> list[dict[str
 def main(argv: Sequence[str]) -> int:
     """Runs every setting and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write what was measured here")
-    parser.add_argument("--max-staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
+    parser.add_argument("--max-staleness", type=int, nargs="+", default=[0, 1, 2, 4], help="values of k")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all times")
-    parser.add_argument("--update", nargs="+", choices=("wait", "keep"), default=["wait", "keep"])
+    parser.add_argument(
+        "--update", nargs="+", choices=("wait", "keep"), default=["wait", "keep"], help="rollout.update"
+    )
     arguments = parser.parse_args(argv)
     found = []
     print("| rollout / train / write / load (s) | k | update | step (s) | bound (s) | ratio | waited (s) | staleness |")

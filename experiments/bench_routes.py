@@ -1,10 +1,10 @@
-"""What router replay costs the trainer's host: the bytes of routes, and the time to read and to pack them.
+"""Measures the cost of router replay on the trainer's host: the bytes of routes, and the time to read and pack them.
 
     python experiments/bench_routes.py --json benchmarks/routes.json
 
-A reply of 8,192 tokens after a prompt of 1,024 with the routes of Qwen3-30B-A3B (48 layers, 8 of 128 experts), and the
-same without; rows of 9,216 tokens with and without. Medians over the rounds, taken in turn; processor time of this
-process, because other programs may run beside it.
+A reply has 8,192 tokens after a prompt of 1,024, with and without the routes of Qwen3-30B-A3B (48 layers, 8 of 128
+experts). Rows of 9,216 tokens are packed with and without routes. The parts take turns. A time is the median over the
+rounds of this process's processor time, because other programs may run at the same time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPT, RESPONSE, SEQUENCES = 1024, 8192, 16
 
 
 def make_parts() -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """Returns the functions to time by name."""
     rng = np.random.default_rng(0)
     tokens, logprobs = rng.integers(0, 151_000, RESPONSE).astype(np.int32), -rng.exponential(0.5, RESPONSE)
     layers, k = SHAPE.num_layers, SHAPE.experts_per_token
@@ -62,23 +62,23 @@ def make_parts() -> dict[str, Callable[[], object]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each part")
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args()
     parts = make_parts()
-    seen: dict[str, list[float]] = {name: [] for name in parts}
+    samples: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(options.rounds):
         for name, part in parts.items():
             start = time.process_time()
             part()
-            seen[name].append((time.process_time() - start) / (SEQUENCES if "packed" in name else 1))
-    found = {name: float(np.median(times)) for name, times in seen.items()}
-    for name, seconds in found.items():
+            samples[name].append((time.process_time() - start) / (SEQUENCES if "packed" in name else 1))
+    medians = {name: float(np.median(times)) for name, times in samples.items()}
+    for name, seconds in medians.items():
         print(f"| {name} | {1000 * seconds:.1f} ms |")
     if options.json:
         sizes = {"route_bytes_per_token": SHAPE.route_bytes, "tokens": PROMPT + RESPONSE}
-        written = {"command": f"python experiments/bench_routes.py --json {options.json}", **sizes, "seconds": found}
-        options.json.write_text(json.dumps(written, indent=1) + "\n")
+        result = {"command": f"python experiments/bench_routes.py --json {options.json}", **sizes, "seconds": medians}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

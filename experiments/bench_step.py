@@ -1,12 +1,12 @@
-"""A step on the CPU beside transformers and torch on the same tokens, and its cost as model and batch grow.
+"""Compares a training step on the CPU with transformers and torch on the same tokens, as model and batch grow.
 
     python experiments/bench_step.py --json benchmarks/step.json
 
-Policy-gradient steps of random Qwen3 policies with AdamW: rljax's, with the mismatch measured and blocks recomputed as
-``precision.remat`` says, and the same of ``Qwen3ForCausalLM`` with autograd, log-softmax of all logits and
-``torch.optim.AdamW``. One micro-batch of sequences of one length, so that nobody pads. The two take turns. In bfloat16
-torch computes under autocast on float32 weights. The first gradients must have the same norm (float32: within 1e-3).
-Prints a Markdown table; a ratio above 1 says that rljax is faster.
+Both sides make policy-gradient steps of random Qwen3 policies with AdamW. rljax also measures the mismatch, and
+recomputes blocks according to ``precision.remat``. The other side is ``Qwen3ForCausalLM`` with autograd, log-softmax of
+all logits and ``torch.optim.AdamW``. A step has one micro-batch of sequences of one length, so neither side pads. The
+two take turns. In bfloat16 torch computes under autocast on float32 weights. In float32 the norms of the first
+gradients must agree within 1e-3. Prints a Markdown table; a ratio above 1 means that rljax is faster.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RATE = 1e-6
 
 
 class Case(NamedTuple):
-    """Shape of a policy, and a micro-batch."""
+    """The shape of a policy and of a micro-batch."""
 
     width: int = 256
     layers: int = 4
@@ -57,11 +57,11 @@ class Case(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of the micro-batch."""
+        """The tokens of the micro-batch."""
         return self.sequences * self.length
 
     def policy(self) -> PolicyConfig:
-        """A Qwen3 with heads of 64."""
+        """Returns a Qwen3 policy with heads of 64."""
         heads = self.width // 64
         return PolicyConfig(
             4096, self.width, 3 * self.width, self.layers, heads, max(1, heads // 2), 64, tie_word_embeddings=True
@@ -81,7 +81,7 @@ CASES = {
 
 
 def make_sequences(case: Case) -> list[TrainSequence]:
-    """Random tokens, each response with an advantage."""
+    """Makes sequences of random tokens; each response has an advantage."""
     rng, length = np.random.default_rng(0), case.length - PROMPT
     return [
         TrainSequence(
@@ -96,7 +96,7 @@ def make_sequences(case: Case) -> list[TrainSequence]:
 
 
 def own_step(case: Case) -> Callable[[], float]:
-    """One step a call; gives the norm of the gradient."""
+    """Returns a function that makes one step of rljax and returns the norm of the gradient."""
     policy, mesh = case.policy(), make_mesh(MeshConfig(1, 1))
     tx = make_optimizer(OptimizerConfig(learning_rate=RATE, clip_norm=0.0))
     shape = (1, case.sequences, case.length)
@@ -121,7 +121,7 @@ def own_step(case: Case) -> Callable[[], float]:
 
 
 def torch_step(case: Case) -> Callable[[], float]:
-    """The same with transformers and torch."""
+    """Returns a function that makes the same step with transformers and torch."""
     policy, sequences = case.policy(), make_sequences(case)
     with tempfile.TemporaryDirectory() as directory:
         save_params(directory, init_params(policy, 0), policy)
@@ -151,11 +151,11 @@ def torch_step(case: Case) -> Callable[[], float]:
 
 
 def compare(case: Case, rounds: int) -> dict[str, Any]:
-    """Median seconds of both ways, in turns."""
+    """Measures the median seconds of both sides, which take turns."""
     ways = {"rljax": own_step(case), "torch": torch_step(case)}
     norms = {name: run() for name, run in ways.items()}  # compiles
     if case.dtype == "float32" and abs(norms["rljax"] / norms["torch"] - 1) > 1e-3:
-        raise RuntimeError(f"the two compute different gradients: norms {norms}")
+        raise RuntimeError(f"the two sides compute different gradients: norms {norms}")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, run in ways.items():
@@ -174,9 +174,9 @@ def compare(case: Case, rounds: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each (default 7)")
-    parser.add_argument("--only", help="cases whose name contains this")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each side (7)")
+    parser.add_argument("--only", help="text in the names of the cases to run")
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     torch.set_num_threads(os.cpu_count() or 1)
     found: dict[str, Any] = {}
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         low, high = one["ratio_range"]
         print(f"| {name} | {own:.0f} | {theirs:.0f} | {one['ratio']:.2f} | {low:.2f} - {high:.2f} | {own / base:.2f} |")
         sys.stdout.flush()
-        if options.json:  # after each case: those in bfloat16 take torch minutes
+        if options.json:  # written after each case, because torch takes minutes in bfloat16
             machine = f"{platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}, torch {torch.__version__}"
             report = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "cases": found}
             options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

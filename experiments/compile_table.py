@@ -1,12 +1,12 @@
-"""Compiles the tables of docs/compile.md: each row is a ``--dry-run --compile`` of ``python -m rljax.train``.
+"""Makes the tables of docs/compile.md: each row is a ``--dry-run --compile`` of ``python -m rljax.train``.
 
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile.json [--only TEXT]
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_options.json --table options
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_mixtures.json --table mixtures
 
-The first table has models on machines, the second what options and other TPUs make of one model's step, as ratios to a
-base row, the third a mixture of experts. A row takes one to four minutes of one core. Rows that the file already holds
-are kept, unless ``--only`` names them; delete the file to begin again. Prints the table at the end.
+The first table has models on machines. The second has one model's step with options and on other TPUs, as ratios to a
+base row. The third has a mixture of experts. A row takes one to four minutes of one core. Rows that are in the file
+already are kept unless ``--only`` names them; delete the file to begin again. Prints the table at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Reports = dict[str, dict[str, Any]]
 
 
 class Row(NamedTuple):
-    """One compile; ``base`` names the row that its ratios are to."""
+    """A row of a table, which is one compile; its ratios are to the row named ``base``."""
 
     name: str
     machine: str
@@ -39,12 +39,12 @@ class Row(NamedTuple):
     base: str | None = None
 
     def with_words(self, *words: str) -> Row:
-        """The same with more on its command line."""
+        """Returns this row with more words on its command line."""
         return self._replace(words=(*self.words, *words))
 
 
 def on(model: str, label: str, machine: str, devices: int, replicas: int = 1) -> Row:
-    """The paper's settings for a model on all devices of a machine: one row of tokens each."""
+    """Returns a row with the paper's settings for a model on all devices of a machine, one row of tokens each."""
     mesh: tuple[str, ...] = ("--mesh.fsdp", str(devices // replicas), "--packing.rows_per_micro_batch", str(devices))
     if replicas > 1:
         label, mesh = f"{label}, mesh.replica {replicas}", (*mesh, "--mesh.replica", str(replicas))
@@ -65,7 +65,7 @@ MODELS = [
 
 
 def mixture(label: str, machine: str, devices: int, expert: int) -> Row:
-    """Qwen3-30B-A3B on all devices of a machine, one row of tokens each; its experts split ``expert`` ways."""
+    """Returns a row of Qwen3-30B-A3B on all devices of a machine, with its experts split ``expert`` ways."""
     mesh = ("--mesh.fsdp", str(devices // expert), "--mesh.expert", str(expert))
     rows = ("--packing.rows_per_micro_batch", str(devices), "--rollout.router_replay", "none")
     return Row(f"30B-A3B, {label}", machine, f"{PAPER}/qwen3_30b_a3b_token_tis.yaml", (*mesh, *rows))
@@ -90,7 +90,7 @@ OTHER_TPUS = [
 
 
 def with_options(place: tuple[str, str, int]) -> list[Row]:
-    """The 4B on a machine, and with one option changed at a time."""
+    """Returns rows of the 4B model on a machine, with one option changed at a time."""
     base = on("4B", *place)
     changed = [(f"{base.name}, {label}", base.words + words) for label, words in OPTIONS_OF_A_STEP]
     return [base, *(base._replace(name=name, words=words, base=base.name) for name, words in changed)]
@@ -104,7 +104,7 @@ OPTIONS = [
 
 
 def compile_row(row: Row) -> dict[str, Any]:
-    """The report of a row, or why there is none."""
+    """Compiles a row and returns its report, or the reason of the failure."""
     command = [sys.executable, "-m", "rljax.train", row.config, "--dry-run", "--compile", row.machine, *row.words]
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "report.json"
@@ -116,7 +116,7 @@ def compile_row(row: Row) -> dict[str, Any]:
 
 
 def models_lines(rows: list[Row], found: Reports) -> list[str]:
-    """The first table in Markdown."""
+    """Formats the first table in Markdown."""
     return [
         "| | mesh | compile s | GiB a device: plan | compiler | fits | TFLOP a micro-batch: 16-bit | float32 | kernels "
         "| GiB over links | modelled ms | MFU |",
@@ -126,7 +126,7 @@ def models_lines(rows: list[Row], found: Reports) -> list[str]:
 
 
 def models_line(name: str, one: dict[str, Any]) -> str:
-    """A row in Markdown."""
+    """Formats a row of the first table."""
     if "failed" in one:
         return failed_line(name, one, columns=12)
     sizes, flops, modelled = one["bytes"], one["flops_per_micro_batch"], one["roofline"]
@@ -149,7 +149,7 @@ def models_line(name: str, one: dict[str, Any]) -> str:
 
 
 def options_lines(rows: list[Row], found: Reports) -> list[str]:
-    """The second table in Markdown: a base row in units, the rows after it as ratios to it."""
+    """Formats the second table: a base row in units, and the rows after it as ratios to it."""
     units = {"needed": GIB, "flops": 1e15, "traffic": 2**40, "links": 2**40, "modelled": 1.0}
     lines = [
         "| | fits | GiB a device | PFLOP a step | TiB of memory traffic | TiB over links | modelled s a step |",
@@ -173,7 +173,7 @@ def options_lines(rows: list[Row], found: Reports) -> list[str]:
 
 
 def of_a_step(one: dict[str, Any]) -> dict[str, float]:
-    """What a device needs (bytes) and does in a full step: all micro-batches with loss, and what comes once."""
+    """Returns the needs (bytes) and the work of a device in a full step: all micro-batches with loss, and the rest."""
     count = one["batch"]["micro_batches"]
     flops = count * (sum(one["flops_per_micro_batch"].values()) + kernel_flops(one))
     links = {"micro_batch": count, "forward": 0, "step": 1}
@@ -187,17 +187,17 @@ def of_a_step(one: dict[str, Any]) -> dict[str, float]:
 
 
 def kernel_flops(one: dict[str, Any]) -> float:
-    """Operations inside kernels of a micro-batch, by formula."""
+    """Counts the operations inside kernels of a micro-batch, by formula."""
     return float(sum(kernel["flops"] for kernel in one["kernels"] if kernel["per"] == "micro_batch"))
 
 
 def failed_line(name: str, one: dict[str, Any], columns: int) -> str:
-    """A row that has no report, in Markdown."""
+    """Formats a row without a report."""
     return f"| {name} | does not compile: {one['failed'][:200]} " + "| " * (columns - 2) + "|"
 
 
 def cells(*texts: str) -> str:
-    """A line of a table in Markdown."""
+    """Formats a line of a Markdown table."""
     return f"| {' | '.join(texts)} |"
 
 
@@ -210,9 +210,9 @@ TABLES: dict[str, tuple[list[Row], Callable[[list[Row], Reports], list[str]]]] =
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--table", choices=list(TABLES), default="models")
-    parser.add_argument("--only", default=None, help="compile again the rows whose name holds this text, and no other")
+    parser.add_argument("out", type=Path, help="JSON file for the reports")
+    parser.add_argument("--table", choices=list(TABLES), default="models", help="table to make")
+    parser.add_argument("--only", default=None, help="text in the names of the rows to compile again")
     options = parser.parse_args()
     rows, lines = TABLES[options.table]
     found = json.loads(options.out.read_text()) if options.out.exists() else {}

@@ -1,11 +1,11 @@
-"""What each correction leaves of the bias and costs in variance, summed exactly on a tabular policy.
+"""Computes the bias and the variance of each correction exactly on a tabular policy.
 
     python experiments/correction_bias.py                                       # the table of docs/theory.md
     python experiments/correction_bias.py --json benchmarks/correction_bias.json
 
-Vocabulary 3, three tokens: 27 responses, 39 logits. The trainer's logits are normal with deviation 1, the rollout
-policy's differ from them by normal noise of deviation ``size``; rewards are 0 or 1, the baseline their mean under the
-rollout policy. A few seconds on one core.
+The vocabulary has 3 tokens and a response 3 tokens, so there are 27 responses and 39 logits. The trainer's logits are
+normal with deviation 1. The rollout policy's logits differ from them by normal noise of deviation ``size``. Rewards are
+0 or 1, and the baseline is their mean under the rollout policy. It takes a few seconds on one core.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class Pair(NamedTuple):
 
     @property
     def drawn(self) -> np.ndarray:
-        """[n] probability of each response under the rollout policy."""
+        """The probability of each response under the rollout policy, [n]."""
         return np.exp(self.rollout.sum(axis=1))
 
     @property
     def gradient(self) -> np.ndarray:
-        """[p] equation 2."""
+        """The policy gradient of equation 2, [p]."""
         return (np.exp(self.trainer.sum(axis=1)) * self.advantages) @ self.scores.sum(axis=1)
 
     def estimates(self, weights: np.ndarray) -> np.ndarray:
-        """[n, p] the estimate from each response alone; weights [n, t]."""
+        """Returns the estimate of the gradient from each response alone, [n, p]; the weights are [n, t]."""
         return np.einsum("nt,n,ntp->np", weights, self.advantages, self.scores)
 
 
 def make_pair(seed: int, size: float) -> Pair:
-    """Policies and rewards number ``seed``; the seed alone decides the trainer, the rewards and the direction."""
+    """Makes a pair of policies; the seed alone decides the trainer, the rewards and the direction of the noise."""
     rng = np.random.default_rng(seed)
     prefixes = [p for t in range(LENGTH) for p in itertools.product(range(VOCABULARY), repeat=t)]
     shape = (len(prefixes), VOCABULARY)
@@ -74,23 +74,23 @@ def make_pair(seed: int, size: float) -> Pair:
 
 
 def plain(pair: Pair) -> np.ndarray:
-    """Equation 3: no weights."""
+    """Returns the weights of equation 3, which are all 1."""
     return pair.mask.astype(float)
 
 
 def weighted(pair: Pair, **settings: Any) -> np.ndarray:
-    """Weights of ``importance_weights``; equation 4 is level "sequence" without a threshold that binds."""
+    """Returns the weights of ``importance_weights``; equation 4 has level "sequence" and an infinite threshold."""
     return importance_weights(pair.trainer, pair.rollout, pair.mask, **settings)[0]
 
 
 def normalized(pair: Pair, **settings: Any) -> np.ndarray:
-    """The limit of ``normalize`` in large batches: weights over their mean under the rollout policy."""
+    """Returns the weights over their mean under the rollout policy: the limit of ``normalize`` in large batches."""
     weights = weighted(pair, **settings)
     return weights / (pair.drawn @ weights.mean(axis=1))
 
 
 def kept(pair: Pair, weigh: Weigh = plain, **settings: Any) -> np.ndarray:
-    """Rejection in large batches: the rejected weigh nothing, and the denominator is the share that is kept."""
+    """Returns the weights of rejection in large batches: 0 if rejected, otherwise divided by the share that is kept."""
     mask = rejection_mask(pair.trainer, pair.rollout, pair.mask, **settings)[0]
     share = pair.drawn @ mask[:, 0]
     return weigh(pair) * mask / share if share > 0 else np.zeros(mask.shape)
@@ -127,16 +127,16 @@ CORRECTIONS: dict[str, Weigh] = {
 
 
 def judge(gradient: np.ndarray, estimates: np.ndarray, drawn: np.ndarray) -> dict[str, float]:
-    """Bias and variance of the estimate from one response, relative to the true gradient.
+    """Computes bias and variance of the estimate from one response, relative to the true gradient.
 
     Args:
-      gradient: [p].
-      estimates: [n, p].
-      drawn: [n] probabilities.
+      gradient: The true gradient, [p].
+      estimates: The estimate g from each response, [n, p].
+      drawn: The probability of each response, [n].
 
     Returns:
-      ``bias`` = |E g - gradient| / |gradient|, ``cosine`` of E g and the gradient (0 when E g is 0), ``variance`` =
-      E |g - E g|^2 / |gradient|^2.
+      The ``bias`` |E g - gradient| / |gradient|, the ``cosine`` of E g and the gradient (0 if E g is 0), and the
+      ``variance`` E |g - E g|^2 / |gradient|^2.
     """
     mean, norm = drawn @ estimates, np.linalg.norm(gradient)
     return {
@@ -147,12 +147,12 @@ def judge(gradient: np.ndarray, estimates: np.ndarray, drawn: np.ndarray) -> dic
 
 
 def judge_all(pair: Pair) -> dict[str, dict[str, float]]:
-    """``judge`` of every correction."""
+    """Judges every correction on a pair of policies."""
     return {name: judge(pair.gradient, pair.estimates(weigh(pair)), pair.drawn) for name, weigh in CORRECTIONS.items()}
 
 
 def mismatch_of(pair: Pair) -> dict[str, float]:
-    """How far apart the two policies are: means under the rollout policy, and the largest ratio of a response."""
+    """Measures the mismatch of two policies: means under the rollout policy, and the largest ratio of a response."""
     log_ratio = pair.trainer - pair.rollout
     k3 = np.exp(log_ratio) - 1 - log_ratio
     return {
@@ -164,12 +164,12 @@ def mismatch_of(pair: Pair) -> dict[str, float]:
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Median of each number over the rows."""
+    """Computes the median of each number over the rows."""
     return {name: float(np.median([row[name] for row in rows])) for name in rows[0]}
 
 
 def study(seeds: int) -> dict[str, Any]:
-    """Medians over the seeds: of the mismatch by size, and of the numbers by correction and size."""
+    """Computes medians over the seeds: the mismatch by size, and the numbers by correction and size."""
     pairs = {size: [make_pair(seed, size) for seed in range(seeds)] for size in SIZES}
     judged = {size: [judge_all(pair) for pair in pairs[size]] for size in SIZES}
     return {
@@ -182,7 +182,7 @@ def study(seeds: int) -> dict[str, Any]:
 
 
 def as_markdown(result: dict[str, Any]) -> str:
-    """The result as two Markdown tables."""
+    """Formats the result as two Markdown tables."""
     sizes = list(result["mismatch"])
     policies = {
         f"`{name}`": [f"{result['mismatch'][size][name]:.3g}" for size in sizes]
@@ -203,15 +203,15 @@ def as_markdown(result: dict[str, Any]) -> str:
 
 
 def cell(numbers: dict[str, float]) -> str:
-    """Bias, cosine and variance in one cell."""
+    """Formats bias, cosine and variance in one cell."""
     bias = f"{numbers['bias']:.2g}" if numbers["bias"] > 1e-12 else "0"
     return f"{bias} / {numbers['cosine']:.3f} / {numbers['variance']:.1f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=100, help="pairs of policies at each size")
-    parser.add_argument("--json", type=Path, help="write the numbers here, too")
+    parser.add_argument("--seeds", type=int, default=100, help="pairs of policies at each size (100)")
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
     args = parser.parse_args()
     result = study(args.seeds)
     print(as_markdown(result))
