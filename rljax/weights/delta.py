@@ -1,31 +1,45 @@
-"""What changed between two versions of a tensor's part: where, and to which bits.
+"""The difference between two versions of a tensor's part: the places that changed, and their new bits.
 
-The new bits replace the old ones, so that a delta which is applied twice does no harm. Places are told by the numbers
-of unchanged elements between them, in the narrowest integers that hold them. Both arrays are laid out byte by byte, all
-lowest bytes first, and compressed by zstd: high bytes of gaps and of weights hardly differ from each other. Of a part
-of which more than a quarter changed all bits are told, as they are: that takes far less time, and little more room.
+The new bits replace the old ones, so that a delta may be applied twice. A place is given as the number of unchanged
+elements since the one before, in the narrowest integers that hold all of them. Both arrays are laid out byte by byte,
+all lowest bytes first, and compressed by zstd: high bytes of gaps and of weights hardly differ from each other. Where
+more than a quarter of a part changed, all of its bits are stored as they are, which takes far less time and little more
+room.
+
+A delta that a mirror has applied can be kept beside it, for servers that write it into their weights in place.
 """
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import zstandard
 
+from rljax.weights import tensor_files
+from rljax.weights.format import Piece, Version, read_version, write_version
+
 _LEVEL = 1
-_MOST = 0.25
+_MOST = 0.25  # share of a part's elements above which all of its bits are stored
 _UNSIGNED = (np.uint8, np.uint16, np.uint32, np.uint64)
+
+MOST_KEPT = 0.25
+"""Share of all elements above which a delta is not kept: writing it in place would spare little."""
+_KEPT_DIRECTORY = "last_delta"
 
 
 class Delta(NamedTuple):
-    """Of one part of a tensor.
+    """The changes of one part of a tensor.
 
     Attributes:
-      changed: number of elements that changed.
-      gap_type: of the gaps: "uint8" to "uint64"; "": ``values`` has all elements of the part, not compressed.
-      gaps: compressed: of each changed element, how many unchanged ones lie between it and the one before.
-      values: compressed: the new bits of each changed element.
+      changed: The number of elements that changed.
+      gap_type: The type of the gaps, "uint8" to "uint64". "": ``values`` has all elements of the part, not compressed.
+      gaps: The compressed gaps: for each changed element the number of unchanged elements since the one before.
+      values: The compressed new bits of the changed elements.
     """
 
     changed: int
@@ -35,12 +49,12 @@ class Delta(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes to store it (bytes)."""
+        """The size of gaps and values (bytes)."""
         return len(self.gaps) + len(self.values)
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> Delta:
-    """The delta from ``old`` to ``new``: bit patterns (uint16 or uint32), vectors of one length."""
+    """Returns the delta from ``old`` to ``new``, the bits of a part: vectors of one length, uint16 or uint32."""
     places = np.flatnonzero(old != new)
     if len(places) > _MOST * new.size:
         return Delta(len(places), "", b"", new.tobytes())
@@ -51,10 +65,18 @@ def encode(old: np.ndarray, new: np.ndarray) -> Delta:
 
 
 def decode(delta: Delta, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """The places of what changed (int64, rising) in a part of ``size`` elements, and their new bits of ``dtype``.
+    """Decodes a delta.
+
+    Args:
+      delta: The delta.
+      size: The number of elements of the part.
+      dtype: The type of the bits, uint16 or uint32.
+
+    Returns:
+      The places in the part of the changed elements (int64, rising), and their new bits.
 
     Raises:
-      ValueError: it is no delta of such a part.
+      ValueError: ``delta`` is not the delta of such a part.
     """
     if not delta.gap_type:
         if len(delta.values) != size * dtype.itemsize:
@@ -72,6 +94,26 @@ def decode(delta: Delta, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.nda
     return places, values
 
 
+def decode_piece(piece: Piece, file: Mapping[str, np.ndarray], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Decodes a piece of a delta.
+
+    Args:
+      piece: The piece.
+      file: The bytes of each entry of the piece's file (``tensor_files.mapped``).
+      dtype: The type of the bits, uint16 or uint32.
+
+    Returns:
+      The flat indices in the whole tensor of the changed elements (int64), and their new bits.
+
+    Raises:
+      ValueError, KeyError: The file does not have what the piece says.
+    """
+    gaps, values = (file[f"{piece.key}.{kind}"].tobytes() for kind in ("gaps", "values"))
+    places, new = decode(Delta(piece.changed, piece.gap_type, gaps, values), piece.region.size, dtype)
+    rows, columns = np.divmod(places, piece.region.width)
+    return piece.region.first + rows * piece.region.stride + columns, new
+
+
 def _compressed(array: np.ndarray) -> bytes:
     planes = np.ascontiguousarray(array.view(np.uint8).reshape(-1, array.dtype.itemsize).T)
     return zstandard.ZstdCompressor(level=_LEVEL).compress(planes.tobytes())
@@ -80,7 +122,7 @@ def _compressed(array: np.ndarray) -> bytes:
 def _decompressed(content: bytes, count: int, dtype: np.dtype) -> np.ndarray:
     wanted = count * dtype.itemsize
     try:
-        # What a frame says of itself is looked at first, so that none takes more memory than it should.
+        # The size that a frame states is checked first, so that no frame takes more memory than it should.
         if zstandard.get_frame_parameters(content).content_size != wanted:
             raise ValueError(f"compressed content is not of {wanted} bytes")
         planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(content), np.uint8)
@@ -89,3 +131,92 @@ def _decompressed(content: bytes, count: int, dtype: np.dtype) -> np.ndarray:
     if planes.size != wanted:
         raise ValueError(f"compressed content has {planes.size} bytes instead of {wanted}")
     return np.ascontiguousarray(planes.reshape(dtype.itemsize, count).T).view(dtype).reshape(-1)
+
+
+# ---- the delta that a mirror keeps ----
+
+
+class Patch(NamedTuple):
+    """The changes of one tensor.
+
+    Attributes:
+      tensor: The Hugging Face name of the tensor.
+      shape: The shape of the whole tensor.
+      places: The flat indices of the changed elements, int64, each once.
+      bits: The new bits of these elements, uint16 or uint32.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    places: np.ndarray
+    bits: np.ndarray
+
+
+class KeptDelta:
+    """A delta that a mirror has applied last. Its files change under the mirror's lock alone.
+
+    Attributes:
+      version: The version that the delta leads to.
+    """
+
+    def __init__(self, version: Version, directory: Path) -> None:
+        """Takes a version with a delta, and the directory that has the delta's files."""
+        self.version, self._directory = version, directory
+
+    @property
+    def base_digest(self) -> str:
+        """The digest of the version that the delta is against."""
+        assert self.version.base is not None
+        return self.version.base.digest
+
+    def patches(self) -> Iterator[Patch]:
+        """Yields a patch for each piece with a change; one is in memory at a time.
+
+        Raises:
+          ValueError, KeyError, OSError: The files are not what the version says.
+        """
+        changed = [piece for piece in self.version.delta if piece.changed]
+        files = {file: tensor_files.mapped(self._directory / file) for file in self.version.files_of(changed)}
+        dtype = np.dtype("uint32" if self.version.dtype == "float32" else "uint16")
+        for piece in changed:
+            shape = self.version.tensors[piece.tensor].shape
+            yield Patch(piece.tensor, shape, *decode_piece(piece, files[piece.file], dtype))
+
+
+def keep(root: Path, version: Version, paths: Mapping[str, Path]) -> None:
+    """Keeps a delta that was applied to the mirror in ``root``, in place of the one that was kept before.
+
+    A delta that is too large is not kept, nor is one for which there is no room: servers load the whole mirror then.
+
+    Args:
+      root: The directory of the mirror.
+      version: The version with the delta.
+      paths: The paths of the delta's files by name.
+    """
+    forget(root)
+    changed = sum(piece.changed for piece in version.delta)
+    if changed > MOST_KEPT * sum(record.sums.count for record in version.tensors.values()):
+        return
+    directory = root / _KEPT_DIRECTORY
+    try:
+        directory.mkdir()
+        for file in version.files_of(version.delta):
+            shutil.copyfile(paths[file], directory / file)
+        write_version(directory, msgspec.structs.replace(version, dense=()))
+    except OSError:
+        forget(root)
+
+
+def forget(root: Path) -> None:
+    """Removes the delta that is kept for the mirror in ``root``."""
+    shutil.rmtree(root / _KEPT_DIRECTORY, ignore_errors=True)
+
+
+def kept(root: Path, name: str) -> KeptDelta | None:
+    """Returns the delta to the version ``name`` that is kept for the mirror in ``root``; None if there is none."""
+    directory = root / _KEPT_DIRECTORY
+    try:
+        version = read_version(directory, name)
+    except (OSError, ValueError):
+        return None
+    return KeptDelta(version, directory) if version.base is not None else None

@@ -1,8 +1,8 @@
-"""The newest version of the weights in a server machine's memory: its servers load it, deltas are applied to it.
+"""The newest version of the weights in the memory of a server's machine, which all servers of the machine load.
 
-One directory for all servers of a machine, changed in place. A lock keeps those who load out while it changes. Every
-bit is accounted for: before a delta is applied, each file has the checksum that it had when it was known to be right;
-after it, each tensor has the checksum that the trainer gave it.
+A mirror is a dense version in a directory, one file a tensor, which deltas change in place. A lock keeps those who load
+out while it changes. Every bit is checked: before a delta is applied, each file must have the hash that it had when it
+was known to be right; after it, each tensor must have the checksum that the trainer gave it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import os
 import shutil
 import time
@@ -19,114 +18,90 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
-from rljax.weights import kept_delta, safetensors_file
-from rljax.weights.checksum import Checksum
-from rljax.weights.region import Region
+from rljax.weights import delta, tensor_files
+from rljax.weights.format import (
+    VERSION_FILE,
+    Checksum,
+    FileRecord,
+    Piece,
+    Region,
+    Version,
+    read_version,
+    write_version,
+)
 from rljax.weights.sums import changed_checksum, region_checksum
-from rljax.weights.version import Piece, TensorRecord, Version, sums_digest
 
-_STATE = "state.json"
 THREADS = min(8, os.cpu_count() or 1)
-
-OfName = Callable[[str], Path]
+_MOST_NAMES = 4  # tensors that a message names
 
 
 class DamagedError(RuntimeError):
-    """Bits are not what they must be; the message names the first few."""
-
-
-class Held(msgspec.Struct, frozen=True):
-    """A tensor of the mirror.
-
-    Attributes:
-      file: that has it.
-      record: its shape and checksum.
-      xxh3: of the file.
-    """
-
-    file: str
-    record: TensorRecord
-    xxh3: str
-
-
-class State(msgspec.Struct, frozen=True):
-    """What the mirror holds: a version's name, tag and dtype, and its tensors by name. None while it changes."""
-
-    name: str
-    tag: str
-    dtype: str
-    tensors: dict[str, Held]
-
-    @property
-    def digest(self) -> str:
-        """As ``Version.digest``."""
-        return sums_digest({name: held.record.sums for name, held in self.tensors.items()})
+    """Bits are not what they must be; the message names the first few tensors."""
 
 
 class Mirror:
-    """A directory. What changes it is done under ``locked``, what reads it under ``locked(shared=True)``.
+    """A directory with one dense version. It is changed under ``locked()`` and read under ``locked(shared=True)``.
 
     Attributes:
-      root: the directory.
-      check_s: that taking checksums took so far (seconds); those of what a delta changes are taken as it is applied,
-        and not in it.
+      root: The directory.
+      check_s: The time that checksums of files and of whole tensors took so far (seconds). It leaves out the sums of
+        the elements that a delta changes, which are taken while the delta is applied.
     """
 
     def __init__(self, root: Path) -> None:
-        """Makes the directory where there is none. Raises OSError."""
+        """Makes the directory if there is none. Raises OSError."""
         self.root, self.check_s = root, 0.0
         root.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool = False) -> Iterator[None]:
-        """One at a time, or all who only read. The lock is the kernel's: the directory is one machine's own."""
+        """Keeps all others out, or with ``shared`` those who change the mirror. The lock is the kernel's."""
         with open(self.root / "lock", "a") as file:
             fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             yield
 
     @property
-    def state(self) -> State | None:
-        """What it holds; None where that is nothing, or unknown."""
+    def version(self) -> Version | None:
+        """The version that the mirror holds; None if it holds none, or one that was not completed."""
         try:
-            return msgspec.json.decode((self.root / _STATE).read_bytes(), type=State)
-        except (OSError, msgspec.MsgspecError):
+            return read_version(self.root)
+        except (OSError, ValueError):
             return None
 
     def holds(self, version: Version) -> bool:
-        """Whether it has that version's bits, by its own account."""
-        state = self.state
-        return state is not None and (state.tag, state.digest) == (version.tag, version.digest)
+        """Returns whether the mirror's record says that it has this version's bits."""
+        own = self.version
+        return own is not None and (own.tag, own.digest) == (version.tag, version.digest)
 
     def check(self) -> None:
-        """Raises DamagedError where a file has changed since it was known to be right."""
-        state = self.state
-        if state is None:
+        """Raises DamagedError if a file has changed since it was known to be right, or there is no version."""
+        version = self.version
+        if version is None:
             raise DamagedError(f"{self.root} holds no whole version")
 
-        def differs(held: Held) -> bool:
-            path = self.root / held.file
-            return not path.is_file() or safetensors_file.xxh3_of(path) != held.xxh3
+        def differs(piece: Piece) -> bool:
+            path = self.root / piece.file
+            return not path.is_file() or tensor_files.xxh3_of(path) != version.files[piece.file].xxh3
 
-        with self._checking(), ThreadPoolExecutor(THREADS) as pool:
-            wrong = pool.map(differs, state.tensors.values())
-            changed = [name for name, found in zip(state.tensors, wrong, strict=True) if found]
+        with self._timed(), ThreadPoolExecutor(THREADS) as pool:
+            wrong = pool.map(differs, version.dense)
+            changed = [piece.tensor for piece, found in zip(version.dense, wrong, strict=True) if found]
         _refuse(changed, "not as it came")
 
-    def fill(self, version: Version, path_of: OfName) -> None:
-        """Takes a dense version; whatever was here is gone.
+    def fill(self, version: Version, path_of: Callable[[str], Path]) -> None:
+        """Takes a dense version in place of whatever the mirror holds.
 
         Args:
-          version: with dense pieces.
-          path_of: a file of it by name, whose checksum was compared.
+          version: The version, with dense pieces.
+          path_of: A function from the name of one of its files to the path of that file, whose hash was compared.
 
         Raises:
-          DamagedError: a tensor is not what the version says; the mirror holds nothing then.
+          DamagedError: A tensor is not what the version says; the mirror holds nothing then.
         """
         self.clear()
-        sources = {file: safetensors_file.mapped(path_of(file)) for file in version.files_of(version.dense)}
+        sources = {file: tensor_files.mapped(path_of(file)) for file in version.files_of(version.dense)}
         pieces = _by_tensor(version.dense)
 
         def take(number: int, name: str) -> str:
@@ -135,66 +110,72 @@ class Mirror:
             if [piece.region for piece in pieces[name]] == [whole]:
                 (piece,) = pieces[name]
                 bits = sources[piece.file][piece.key]
-                safetensors_file.create(self.root / file, name, version.dtype, record.shape, bits)
+                tensor_files.create(self.root / file, name, version.dtype, record.shape, bits)
                 return file
-            safetensors_file.create(self.root / file, name, version.dtype, record.shape)
-            matrix = safetensors_file.mapped(self.root / file, writable=True)[name].reshape(whole.rows, whole.width)
+            tensor_files.create(self.root / file, name, version.dtype, record.shape)
+            matrix = tensor_files.mapped(self.root / file, writable=True)[name].reshape(whole.rows, whole.width)
             for piece in pieces[name]:
-                region, bits = piece.region, _piece(sources, piece, matrix.dtype)
+                region, bits = piece.region, _bits_of_piece(sources, piece, matrix.dtype)
                 rows, columns = slice(region.row, region.row + region.rows), slice(region.column, None)
                 matrix[rows, columns][:, : region.width] = bits.reshape(region.rows, region.width)
             return file
 
         def summed(name: str) -> Checksum:
-            bits = safetensors_file.mapped(self.root / files[name])[name]
+            bits = tensor_files.mapped(self.root / files[name])[name]
             return region_checksum(bits, Region.whole(version.tensors[name].shape))
 
         with ThreadPoolExecutor(THREADS) as pool:
-            with _usable(version):
+            with _damaged_if_unusable(version):
                 files = dict(zip(version.tensors, pool.map(take, itertools.count(), version.tensors), strict=True))
-            with self._checking():
+            with self._timed():
                 largest_first = sorted(files, key=lambda name: -version.tensors[name].sums.count)
                 sums = dict(zip(largest_first, pool.map(summed, largest_first), strict=True))
-        self._keep(version, files, sums, {})
+        self._record(version, files, sums, None)
 
-    def apply(self, version: Version, path_of: OfName, *, keep: bool = False) -> None:
-        """Changes what is here by a delta. Arguments and errors as ``fill``; here must be the version's base.
+    def apply(self, version: Version, path_of: Callable[[str], Path], *, keep: bool = False) -> None:
+        """Applies a delta to the version that the mirror holds, which must be the delta's base.
 
-        ``keep``: keeps the delta beside the mirror, for servers that hold its base (``kept_delta``).
+        Args:
+          version: The version, with a delta.
+          path_of: A function from the name of one of its files to the path of that file, whose hash was compared.
+          keep: Whether to keep the delta beside the mirror, for servers that hold its base (``delta.keep``).
+
+        Raises:
+          DamagedError: A tensor is not what the version says; the mirror holds nothing then.
         """
-        state = self.state
-        assert state is not None
+        before = self.version
+        assert before is not None
         assert version.base is not None
-        assert state.digest == version.base.digest
-        (self.root / _STATE).unlink()
-        kept_delta.forget(self.root)
+        assert before.digest == version.base.digest
+        (self.root / VERSION_FILE).unlink()
+        delta.forget(self.root)
+        files = {piece.tensor: piece.file for piece in before.dense}
         paths = {file: path_of(file) for file in version.files_of(version.delta)}
-        sources = {file: safetensors_file.mapped(path) for file, path in paths.items()}
+        sources = {file: tensor_files.mapped(path) for file, path in paths.items()}
         pieces = _by_tensor(version.delta)
 
         def take(name: str) -> Checksum:
-            held = state.tensors[name]
-            sums = held.record.sums
+            sums = before.tensors[name].sums
             changing = [piece for piece in pieces[name] if piece.changed]
             if not changing:
                 return sums
-            flat = safetensors_file.mapped(self.root / held.file, writable=True)[name]
+            flat = tensor_files.mapped(self.root / files[name], writable=True)[name]
             for piece in changing:
-                places, new = kept_delta.places_of(piece, sources[piece.file], flat.dtype)
+                places, new = delta.decode_piece(piece, sources[piece.file], flat.dtype)
                 sums = changed_checksum(sums, flat[places], new, places)
                 flat[places] = new
             return sums
 
-        with ThreadPoolExecutor(THREADS) as pool, _usable(version):
+        with ThreadPoolExecutor(THREADS) as pool, _damaged_if_unusable(version):
             sums = dict(zip(version.tensors, pool.map(take, version.tensors), strict=True))
-        self._keep(version, {name: state.tensors[name].file for name in sums}, sums, state.tensors)
+        self._record(version, {name: files[name] for name in sums}, sums, before)
         if keep:
-            kept_delta.keep(self.root, version, paths)
+            delta.keep(self.root, version, paths)
 
     def clear(self) -> None:
-        """Removes what it holds."""
-        (self.root / _STATE).unlink(missing_ok=True)
-        kept_delta.forget(self.root)
+        """Removes the version that the mirror holds."""
+        (self.root / VERSION_FILE).unlink(missing_ok=True)
+        delta.forget(self.root)
         for path in self.root.glob("*.safetensors"):
             path.unlink()
 
@@ -202,28 +183,34 @@ class Mirror:
         """Removes the directory."""
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def _keep(
-        self, version: Version, files: Mapping[str, str], sums: Mapping[str, Checksum], before: Mapping[str, Held]
+    def _record(
+        self, version: Version, files: Mapping[str, str], sums: Mapping[str, Checksum], before: Version | None
     ) -> None:
-        """Compares the tensors' checksums with the version's, and notes what is held now; files of ``before`` stay."""
+        """Compares the tensors' checksums with the version's, and writes ``version.json``.
+
+        Args:
+          version: The version that the mirror holds now.
+          files: The file of each tensor.
+          sums: The checksum of each tensor, taken here.
+          before: The version before a delta: the files of unchanged tensors keep their records. None: there is none.
+        """
         _refuse([name for name in files if sums[name] != version.tensors[name].sums], f"other than in {version.tag}")
 
-        def held(name: str) -> Held:
-            record, known = version.tensors[name], before.get(name)
-            if known is not None and known.record == record:
-                return known
-            return Held(files[name], record, safetensors_file.xxh3_of(self.root / files[name]))
+        def record(name: str) -> FileRecord:
+            if before is not None and before.tensors[name] == version.tensors[name]:
+                return before.files[files[name]]
+            path = self.root / files[name]
+            return FileRecord(path.stat().st_size, tensor_files.xxh3_of(path))
 
-        with self._checking(), ThreadPoolExecutor(THREADS) as pool:
-            listed = dict(zip(files, pool.map(held, files), strict=True))
-        manifest = {"tag": version.tag, "files": list(files.values())}
-        (self.root / "manifest.json").write_text(json.dumps(manifest))
-        new = self.root / f"{_STATE}.new"
-        new.write_bytes(msgspec.json.encode(State(version.name, version.tag, version.dtype, listed)))
-        new.replace(self.root / _STATE)
+        with self._timed(), ThreadPoolExecutor(THREADS) as pool:
+            records = dict(zip(files.values(), pool.map(record, files), strict=True))
+        dense = tuple(Piece(name, Region.whole(version.tensors[name].shape), files[name], name) for name in files)
+        tensors = {name: version.tensors[name] for name in files}
+        write_version(self.root, Version(version.name, version.tag, version.dtype, tensors, records, dense))
 
     @contextlib.contextmanager
-    def _checking(self) -> Iterator[None]:
+    def _timed(self) -> Iterator[None]:
+        """Adds the time of the block to ``check_s``."""
         began = time.monotonic()
         try:
             yield
@@ -232,8 +219,8 @@ class Mirror:
 
 
 @contextlib.contextmanager
-def _usable(version: Version) -> Iterator[None]:
-    """Within it content that is not what its version says it is raises DamagedError."""
+def _damaged_if_unusable(version: Version) -> Iterator[None]:
+    """Raises DamagedError if the block finds content that is not what the version says."""
     try:
         yield
     except (KeyError, ValueError) as error:
@@ -247,7 +234,7 @@ def _by_tensor(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
     return found
 
 
-def _piece(sources: Mapping[str, Mapping[str, np.ndarray]], piece: Piece, dtype: np.dtype) -> np.ndarray:
+def _bits_of_piece(sources: Mapping[str, Mapping[str, np.ndarray]], piece: Piece, dtype: np.dtype) -> np.ndarray:
     bits = sources[piece.file][piece.key]
     if bits.dtype != dtype or bits.size != piece.region.size:
         raise ValueError(f"{piece.file} has another {piece.key}")
@@ -256,6 +243,6 @@ def _piece(sources: Mapping[str, Mapping[str, np.ndarray]], piece: Piece, dtype:
 
 def _refuse(names: list[str], how: str) -> None:
     if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
-        raise DamagedError(f"{count} {how}: {', '.join(names[:4])}{more}")
+        raise DamagedError(f"{count} {how}: {', '.join(names[:_MOST_NAMES])}{more}")

@@ -1,8 +1,8 @@
-"""Brings a machine's mirror to a version: by the deltas since the one that it holds, else from the newest dense one.
+"""Brings a machine's mirror to a version: by the deltas since the version that it holds, or from a dense version.
 
     python -m rljax.weights.pull SOURCE VERSION MIRROR [--keep-delta]
 
-Servers of one machine call it side by side; the first does the work. It needs neither jax nor torch nor vLLM.
+Servers of one machine call it side by side; the first one does the work. It needs neither jax nor torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rljax.weights import safetensors_file
-from rljax.weights.mirror import THREADS, DamagedError, Mirror, State
+from rljax.weights import tensor_files
+from rljax.weights.format import VERSION_FILE, Piece, Version, is_newer, parse_version
+from rljax.weights.mirror import THREADS, DamagedError, Mirror
 from rljax.weights.source import PLACES, Source, SourceError, open_source
-from rljax.weights.version import VERSION_FILE, Piece, Version, is_newer, parse_version
 
 _LONGEST_CHAIN = 1000
 
 
 @dataclass
 class Pulled:
-    """What a pull did.
+    """The work and the time of a pull.
 
     Attributes:
-      tag: of the version that the mirror holds now.
-      bytes: that were read from the source (bytes).
-      seconds: all of it (seconds).
-      fetch_s: of them, for reading the files.
-      check_s: of them, for checksums: of the files, of the mirror before a delta, and of what it holds then.
-      deltas: that were applied.
-      dense: whether a dense version was taken.
-      repaired: what was wrong with the mirror before, or with a delta; "" where nothing was.
+      tag: The tag of the version that the mirror holds now.
+      bytes: The number of bytes that were read from the source.
+      seconds: The time of the whole pull (seconds).
+      fetch_s: The part of that time for reading the files (seconds).
+      check_s: The part of that time for checksums (seconds): of the files, of the mirror before a delta, and of the
+        mirror at the end.
+      deltas: The number of deltas that were applied.
+      dense: Whether a dense version was taken.
+      repaired: The damage that was found in the mirror before, or in a delta; "" if there was none.
     """
 
     tag: str = ""
@@ -55,25 +56,29 @@ class Pulled:
 
 
 def pull(source: Source, name: str, mirror: Mirror, *, keep_delta: bool = False) -> Pulled:
-    """Brings ``mirror`` to the version in directory ``name`` of ``source``.
+    """Brings a mirror to a version.
 
-    ``keep_delta``: where one delta does it, that is kept beside the mirror (``weights.kept_delta``).
+    Args:
+      source: The place that has the version.
+      name: The name of the version's directory there.
+      mirror: The mirror.
+      keep_delta: Whether to keep a delta that alone brings the mirror to the version (``delta.keep``).
 
     Raises:
-      SourceError: the source cannot be read.
-      DamagedError: what it has does not have the checksums that it must have.
-      ValueError: the mirror holds a newer version, for another server of this machine.
-      OSError: the mirror cannot be written.
+      SourceError: The source cannot be read.
+      DamagedError: Files of the source do not have the checksums that they must have.
+      ValueError: The mirror holds a newer version, for another server of this machine.
+      OSError: The mirror cannot be written.
     """
     began, checks, done = time.monotonic(), mirror.check_s, Pulled()
     with mirror.locked():
-        state, version = mirror.state, _read(source, name)
-        if state is not None and is_newer(state, version):
-            raise ValueError(f"{mirror.root} holds {state.name} already, which is newer than {name}")
+        held, version = mirror.version, _read(source, name)
+        if held is not None and is_newer(held, version):
+            raise ValueError(f"{mirror.root} holds {held.name} already, which is newer than {name}")
         done.tag = version.tag
         if not mirror.holds(version):
             try:
-                _bring(source, version, mirror, done, state, keep_delta)
+                _bring(source, version, mirror, done, held, keep_delta)
             except DamagedError as error:
                 done.repaired = str(error)
                 mirror.clear()
@@ -84,10 +89,10 @@ def pull(source: Source, name: str, mirror: Mirror, *, keep_delta: bool = False)
 
 
 def _bring(
-    source: Source, version: Version, mirror: Mirror, done: Pulled, state: State | None, keep_delta: bool = False
+    source: Source, version: Version, mirror: Mirror, done: Pulled, held: Version | None, keep_delta: bool
 ) -> None:
-    """From ``state``, or from a dense version."""
-    chain, from_dense = _chain(source, version, state)
+    """Brings the mirror to ``version`` from ``held``, or from a dense version. Adds the work to ``done``."""
+    chain, from_dense = _chain(source, version, held)
     if not from_dense:
         mirror.check()
     for each in chain:
@@ -101,24 +106,25 @@ def _bring(
         done.deltas += not dense
 
 
-def _chain(source: Source, version: Version, state: State | None) -> tuple[list[Version], bool]:
-    """The versions to take, oldest first, and whether they begin with a dense one instead of what the mirror holds.
+def _chain(source: Source, version: Version, held: Version | None) -> tuple[list[Version], bool]:
+    """Finds the way to ``version`` that takes fewer bytes: from ``held``, or from a dense version.
 
-    Of the two ways the one with fewer bytes.
+    Returns:
+      The versions to take, oldest first, and whether the first of them is taken whole.
     """
-    chain, dense = [version], 0  # of the chain's first ones, the last is dense
+    chain, dense = [version], 0  # the first ``dense`` versions of the chain end with a dense one
     while True:
         oldest = chain[-1]
         base = oldest.base
         if not dense and oldest.dense:
             dense = len(chain)
-        if state is not None and base is not None and base.digest == state.digest:
+        if held is not None and base is not None and base.digest == held.digest:
             anchor = chain[max(0, dense - 1)]
             from_anchor = anchor.num_bytes(anchor.dense) + _delta_bytes(chain[: dense - 1])
             if not dense or _delta_bytes(chain) <= from_anchor:
                 return chain[::-1], False
             return chain[:dense][::-1], True
-        if dense and (state is None or base is None or len(chain) == _LONGEST_CHAIN):
+        if dense and (held is None or base is None or len(chain) == _LONGEST_CHAIN):
             return chain[:dense][::-1], True
         if base is None:
             raise DamagedError(f"there is no dense version from which {version.name} could be reached")
@@ -148,7 +154,10 @@ def _read(source: Source, name: str) -> Version:
 def _fetched(
     source: Source, version: Version, pieces: Sequence[Piece], root: Path, done: Pulled
 ) -> Iterator[dict[str, Path]]:
-    """The files that have ``pieces``, by name, with the checksums that they must have; copies are gone at the end."""
+    """Yields the paths of the files that have ``pieces``, by name, once their hashes are right.
+
+    Copies under ``root`` are removed at the end. Raises DamagedError if a hash is wrong.
+    """
     began, folder = time.monotonic(), root / "incoming"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -158,7 +167,7 @@ def _fetched(
         fetched = time.monotonic()
         done.fetch_s += fetched - began
         with ThreadPoolExecutor(THREADS) as pool:
-            for file, xxh3 in zip(paths, pool.map(safetensors_file.xxh3_of, paths.values()), strict=True):
+            for file, xxh3 in zip(paths, pool.map(tensor_files.xxh3_of, paths.values()), strict=True):
                 if xxh3 != version.files[file].xxh3:
                     raise DamagedError(f"{version.name}/{file} has not the checksum that its version says")
         done.check_s += time.monotonic() - fetched
@@ -168,9 +177,9 @@ def _fetched(
 
 
 def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path) -> dict[str, Path]:
-    """The files by name, from all places that have some at the same time.
+    """Returns the paths of the files by name. Files of different places come at the same time.
 
-    In an order of this pull's own, so that machines that pull side by side do not all begin at one place.
+    The places are asked in random order, so that machines that pull side by side do not all begin at one place.
     """
     of_place: defaultdict[str, list[str]] = defaultdict(list)
     for file in files:
@@ -195,11 +204,11 @@ def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path)
 
 
 def main(argv: Sequence[str]) -> int:
-    """The program: prints what was done as one line of JSON; 1 and one line on stderr where it could not be done."""
+    """Runs the program. It prints what was done as one line of JSON, or one line on stderr and returns 1."""
     parser = argparse.ArgumentParser(prog="python -m rljax.weights.pull", description=__doc__)
     parser.add_argument("source", help="directory, http:// URL, or URL of an object store")
     parser.add_argument("version", help="name of the version's directory there")
-    parser.add_argument("mirror", type=Path, help="directory of this machine; made where there is none")
+    parser.add_argument("mirror", type=Path, help="directory of this machine; made if it does not exist")
     parser.add_argument("--keep-delta", action="store_true", help="keep a single delta for servers that load it alone")
     wanted = parser.parse_args(argv)
     try:

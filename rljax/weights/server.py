@@ -1,9 +1,9 @@
-"""A server of a run's weight files: byte ranges over HTTP, for the machines of the servers that sample.
+"""An HTTP server of a run's weight files, in byte ranges, for the machines of the servers that sample.
 
     python -m rljax.weights.server DIRECTORY --host 10.0.0.7 --port 8090
 
-It prints its URL once it listens, and ends when its standard input does. Requests bring the key of
-``$RLJAX_API_KEY_FILE`` where that names one; without it the address must be of loopback.
+It prints its URL once it listens, and ends when its standard input does. Requests must bring the key of the file that
+``$RLJAX_API_KEY_FILE`` names. Without such a file the address must be a loopback address.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.weights.addresses import private_address
-from rljax.weights.api_key import KEY_FILE, find_key_file
-from rljax.weights.middleware import RequireKey
+from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, private_address
 
 _NAME = re.compile(r"(v\d+-\d+/)?[\w-]+\.(json|safetensors|txt)")
 
 
 def make_app(root: Path) -> Starlette:
-    """Serves the files of ``root`` and of the versions in it; asks for the key of ``$RLJAX_API_KEY_FILE``, if any."""
+    """Returns an application that serves the files of ``root`` and of the versions in it.
+
+    It asks for the key of the file that ``$RLJAX_API_KEY_FILE`` names, if any.
+    """
 
     async def file(request: Request) -> Response:
         name = request.path_params["name"]
@@ -51,11 +52,11 @@ def make_app(root: Path) -> Starlette:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The program."""
+    """Runs the program."""
     parser = argparse.ArgumentParser(prog="python -m rljax.weights.server", description=__doc__)
     parser.add_argument("directory", type=Path, help="the run's directory of weights")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind: of loopback, or a private one with a key")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--host", default="127.0.0.1", help="a loopback address, or with a key a private one")
+    parser.add_argument("--port", type=int, default=0, help="the port to bind to; 0: a free one")
     wanted = parser.parse_args(argv)
     with caller_errors():
         if not private_address(wanted.host).is_loopback and find_key_file(None) is None:

@@ -1,4 +1,4 @@
-"""Where a version is read from: a directory that is seen here, HTTP, or an object store."""
+"""The places that a version is read from: a directory that this machine sees, an HTTP server, or an object store."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from rljax.weights.addresses import private_address
-from rljax.weights.api_key import find_key_file, read_api_key
-from rljax.weights.object_stores import open_store
-from rljax.weights.version import FileRecord
+from rljax.weights.access import find_key_file, private_address, read_api_key
+from rljax.weights.format import FileRecord
 
 PLACES = 8  # servers that files of one version come from at the same time
 _STREAMS = 4  # connections to each of them
@@ -31,84 +29,115 @@ class Source(Protocol):
     """Files by name, as ``VERSION/FILE``."""
 
     def read(self, name: str) -> bytes:
-        """A small file. Raises SourceError."""
+        """Returns the content of a small file. Raises SourceError."""
 
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """A file of that size as a path here, under ``folder`` where it has to be copied. Raises SourceError.
+        """Returns a path on this machine with the file ``name``. Several threads may call it.
 
-        Several threads may call it.
+        Args:
+          name: The name of the file.
+          record: The size and place of the file.
+          folder: The directory for a copy, where one is needed.
+
+        Raises:
+          SourceError: The file cannot be read, or has another size.
         """
 
     def close(self) -> None:
-        """Ends its connections; nothing is read after that."""
+        """Ends the connections; nothing is read after that."""
 
 
 def open_source(url: str, patience_s: float = PATIENCE_S) -> Source:
-    """The source at a directory's path, at ``http://``, or at any other URL that fsspec knows.
+    """Opens a source.
 
-    Over HTTP it is given up when nothing has come for ``patience_s`` (seconds).
+    Args:
+      url: The path of a directory, an ``http://`` URL, or any other URL that fsspec knows.
+      patience_s: The longest time without a byte after which a read over HTTP is given up (seconds).
+
+    Raises:
+      SourceError: Nothing is installed that knows such URLs.
+      ValueError: The key file for HTTP cannot be used.
     """
     if re.match(r"https?://", url):
         return HttpSource(url, patience_s)
     return StoreSource(url) if "://" in url else DirectorySource(Path(url))
 
 
+def open_store(url: str) -> tuple[Any, str]:
+    """Returns fsspec's file system for a URL, and the URL's path in it; nothing is asked of the store yet.
+
+    Raises whatever fsspec raises where nothing is installed that knows such URLs.
+    """
+    from fsspec.core import url_to_fs
+
+    # Listings are not cached: another machine may have written since.
+    store, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+    if hasattr(store, "auto_mkdir"):
+        store.auto_mkdir = True  # makes the folders of file:// URLs, because object stores have none
+    return store, path
+
+
 class DirectorySource:
     """A directory that the trainer and this machine both see."""
 
     def __init__(self, root: Path) -> None:
-        """Reads nothing yet."""
+        """Takes the path; reads nothing yet."""
         self._root = root
 
     def read(self, name: str) -> bytes:
-        """See Source."""
-        with _told(self._root / name):
+        """Reads a small file."""
+        with _source_errors(self._root / name):
             return (self._root / name).read_bytes()
 
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """See Source: the file itself."""
-        with _told(self._root / name):
+        """Returns the path of the file itself; nothing is copied into ``folder``."""
+        with _source_errors(self._root / name):
             if (self._root / name).stat().st_size != record.bytes:
                 raise OSError(f"it has not {record.bytes} bytes")
         return self._root / name
 
     def close(self) -> None:
-        """See Source: there is none."""
+        """Does nothing: there is no connection."""
 
 
 class StoreSource:
     """An object store."""
 
     def __init__(self, url: str) -> None:
-        """Reads nothing yet. Raises SourceError where nothing is installed that knows such URLs."""
-        with _told(url):
+        """Reads nothing yet. Raises SourceError if nothing is installed that knows such URLs."""
+        with _source_errors(url):
             self._fs, self._root = open_store(url)
 
     def read(self, name: str) -> bytes:
-        """See Source."""
-        with _told(f"{self._root}/{name}"):
+        """Downloads a small file."""
+        with _source_errors(f"{self._root}/{name}"):
             return bytes(self._fs.cat_file(f"{self._root}/{name}"))
 
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """See Source."""
+        """Downloads a file into ``folder``; ``record`` is not needed."""
         path = folder / name.replace("/", "-")
-        with _told(f"{self._root}/{name}"):
+        with _source_errors(f"{self._root}/{name}"):
             self._fs.get_file(f"{self._root}/{name}", str(path))
         return path
 
     def close(self) -> None:
-        """See Source: they are fsspec's own, which others of this process use too."""
+        """Does nothing: the connections are fsspec's, and others in this process use them, too."""
 
 
 class HttpSource:
-    """A server of files with byte ranges, such as ``rollout/served/weight_server.py``; asked again while it is gone.
+    """A server of files with byte ranges, such as ``weights.server``. It is asked again while it does not answer.
 
-    A file comes in ranges over several connections. A range that breaks off goes on where it was. A file whose record
-    says that another server has it comes from there, with the same key: that must be at a private address.
+    A file comes in ranges over several connections. A range that breaks off is continued where it was. A file whose
+    record names another server comes from that server, with the same key; its address must be private.
     """
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
-        """The key is that of ``$RLJAX_API_KEY_FILE``, where there is one. Raises ValueError for one that is none."""
+        """Reads the key that ``$RLJAX_API_KEY_FILE`` names, if any. Raises ValueError if the key cannot be used.
+
+        Args:
+          url: The URL of the run's directory on the server.
+          patience_s: The longest time without a byte after which a read is given up (seconds).
+        """
         import httpx
 
         self._url, self._patience_s = url.rstrip("/"), patience_s
@@ -119,22 +148,22 @@ class HttpSource:
         self._gone: tuple[type[Exception], ...] = (httpx.TransportError,)
 
     def read(self, name: str) -> bytes:
-        """See Source."""
-        url, found = f"{self._url}/{name}", list[bytes]()
+        """Downloads a small file."""
+        url, contents = f"{self._url}/{name}", list[bytes]()
 
         def get() -> bool:
             reply = self._client.get(url)
             self._check(reply, url, 200)
-            found.append(reply.content)
+            contents.append(reply.content)
             return True
 
         self._patiently(url, get)
-        return found[0]
+        return contents[0]
 
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """See Source."""
-        path, url = folder / name.replace("/", "-"), f"{_private(record.at) or self._url}/{name}"
-        with _told(path), open(path, "wb") as file:
+        """Downloads a file into ``folder``, in ranges, from the server that its record names."""
+        path, url = folder / name.replace("/", "-"), f"{_check_private(record.at) or self._url}/{name}"
+        with _source_errors(path), open(path, "wb") as file:
             file.truncate(record.bytes)
             number = file.fileno()
             with ThreadPoolExecutor(_STREAMS) as pool:
@@ -144,11 +173,11 @@ class HttpSource:
         return path
 
     def close(self) -> None:
-        """See Source."""
+        """Ends the connections."""
         self._client.close()
 
     def _range(self, url: str, number: int, first: int, end: int) -> None:
-        """Bytes ``first`` to ``end`` of a file into the same place of the open file ``number``."""
+        """Reads the bytes ``first`` to ``end`` of a file into the same place of the open file ``number``."""
         place = first
 
         def get() -> bool:
@@ -175,7 +204,7 @@ class HttpSource:
             raise SourceError(f"{url} answered with status {reply.status_code} instead of {wanted}")
 
     def _patiently(self, url: str, get: Callable[[], bool], progress: Callable[[], int] = lambda: 0) -> None:
-        """Calls ``get`` until it is done; while nothing moves, less and less often, and no longer than the patience."""
+        """Calls ``get`` until it returns True. Without progress it calls less and less often, until patience ends."""
         moved, place, pause = time.monotonic(), progress(), 0.1
         while True:
             try:
@@ -193,8 +222,8 @@ class HttpSource:
             pause = min(5.0, 2 * pause)
 
 
-def _private(url: str) -> str:
-    """``url``, which the key may be sent to. Raises SourceError where it is none of a loopback or private address."""
+def _check_private(url: str) -> str:
+    """Returns ``url`` if the key may be sent there. Raises SourceError if its address is not loopback or private."""
     if url:
         try:
             private_address(urllib.parse.urlsplit(url).hostname or "")
@@ -204,8 +233,8 @@ def _private(url: str) -> str:
 
 
 @contextlib.contextmanager
-def _told(name: str | Path) -> Iterator[None]:
-    """Within it what a library raises becomes a SourceError that names the file."""
+def _source_errors(name: str | Path) -> Iterator[None]:
+    """Turns whatever a library raises in the block into a SourceError that names the file."""
     try:
         yield
     except SourceError:

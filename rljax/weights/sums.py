@@ -1,48 +1,125 @@
-"""Checksums of tensors on the host, of a whole one, of a part of it, and of what a delta changes."""
+"""The checksum of a tensor: the same from numpy, jax and torch, and from the parts of a tensor put together.
+
+It is three sums (mod 2^32) over the mixed bits of a tensor's elements. In two of them the order of the elements does
+not matter, so that the shards of tensor parallelism add up to the whole wherever their elements belong. In the third
+each element is multiplied by a number of its place in the whole tensor. It adds up over parts whose places are known,
+and shows elements that changed places, which the other two cannot.
+
+The trainer and the plugins inside servers run the same lines. torch is imported only where a torch tensor is summed.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from rljax.weights.checksum import PLACE_FACTOR, Checksum, checksum, mixed
-from rljax.weights.region import Region
+from rljax.weights.format import Checksum, Region
 
-# Elements at a time: what is made of them, 24 bytes each, stays in a core's own cache. Other threads run only within a
-# call of numpy: with shorter ones they wait for each other.
+_PLACE_FACTOR = 0x9E3779B1
+# Elements at a time: the temporary arrays, 24 bytes an element, stay in a core's own cache. Other threads run only
+# within a call of numpy: with shorter calls they wait for each other.
 _BLOCK = 2**15
+_TORCH_BLOCK = 2**20  # elements of a torch tensor at a time
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # the trainer has a tied head as the embedding alone
+_MOST_NAMES = 4  # tensors that a message names
+
+
+# ---- the arithmetic ----
+
+
+def mixed(bits: Any) -> tuple[Any, Any]:
+    """Returns the two values of each element that are summed.
+
+    Args:
+      bits: The bit patterns of the elements: an int32 array of numpy, jax or torch, 16-bit patterns below 65,536.
+
+    Returns:
+      Two int32 arrays of the same shape. Both maps are one-to-one, and 0 stays 0.
+    """
+    first = _mix(bits, 0x7FEB352D, 0x846CA68B - 2**32)
+    return first, _mix(first, 0x2C1B3C6D, 0x297A2D39)
+
+
+def place_weights(places: Any) -> Any:
+    """Returns the numbers that the first mixed values are multiplied by: odd int32 numbers of their places.
+
+    Args:
+      places: The flat index of each element in the whole tensor, row by row, mod 2^32: an int32 array of numpy, jax or
+        torch.
+    """
+    x = places * (_PLACE_FACTOR - 2**32)
+    x = _shifted_onto(x, 15, 0x1FFFF)
+    x |= 1
+    return x
+
+
+def _mix(x: Any, multiplier: int, another: int) -> Any:
+    """Shifts and multiplies, in int32 that wraps around."""
+    x = _shifted_onto(x, 16, 0xFFFF)
+    x *= multiplier
+    x = _shifted_onto(x, 15, 0x1FFFF)
+    x *= another
+    return _shifted_onto(x, 16, 0xFFFF)
+
+
+def _shifted_onto(x: Any, by: int, kept: int) -> Any:
+    """Returns a new array: x ^ x >> by. The shift keeps the sign, so the bits that it brings in are masked off.
+
+    The new array is changed in place where it can be: new memory costs more than the sums.
+    """
+    shifted = x >> by
+    shifted &= kept
+    shifted ^= x
+    return shifted
+
+
+# ---- arrays on the host ----
+
+
+def bits_of(array: np.ndarray) -> np.ndarray:
+    """Returns the bit patterns of an array's elements, without a copy: uint16 or uint32 of the same shape."""
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
 
 
 def array_checksum(array: np.ndarray) -> Checksum:
-    """Of a whole tensor of 16-bit or 32-bit elements."""
+    """Returns the checksum of a whole tensor of 16-bit or 32-bit elements."""
     return region_checksum(bits_of(array).reshape(-1), Region.whole(array.shape))
 
 
 def region_checksum(bits: np.ndarray, region: Region) -> Checksum:
-    """Of the elements of ``region``; those of a tensor's regions, each element in one of them, add up to the tensor's.
+    """Returns the checksum of a part of a tensor. Those of parts that make up the tensor add up to the tensor's.
 
     Args:
-      bits: uint16 or uint32, as many as the region has elements, row by row.
-      region: where in the tensor they are.
+      bits: The bits of the region's elements, row by row: a vector of uint16 or uint32.
+      region: The place of the part in the tensor.
     """
     rows, width = (1, region.size) if region.width == region.stride else (region.rows, region.width)
     matrix = bits.reshape(rows, width)
     rows_at_once = min(rows, max(1, _BLOCK // max(1, width)))
     row_places, column_places = np.arange(rows_at_once) * region.stride, np.arange(min(width, _BLOCK))
     steps = _times_factor((row_places[:, None] + column_places).astype(np.uint32))
-    sums = _Sums(steps.size)
+    sums = _RunningSums(steps.size)
     for row in range(0, rows, rows_at_once):
         for column in range(0, width, _BLOCK):
             block = matrix[row : row + rows_at_once, column : column + _BLOCK]
             first = region.first + row * region.stride + column
             sums.add(block, steps[: block.shape[0], : block.shape[1]], first)
-    return checksum(bits.size, *sums.values)
+    return Checksum.from_sums(bits.size, *sums.values)
 
 
 def changed_checksum(before: Checksum, old: np.ndarray, new: np.ndarray, places: np.ndarray) -> Checksum:
-    """Of a tensor of which ``before`` is the checksum, once the bits ``old`` at ``places`` (int64) became ``new``."""
-    added, removed = (_Sums(min(places.size, _BLOCK)) for _ in range(2))
+    """Returns the checksum of a tensor in which some elements have changed.
+
+    Args:
+      before: The checksum before the change.
+      old: The bits of the changed elements before: a vector of uint16 or uint32.
+      new: The bits of the changed elements after, of the same type.
+      places: The flat indices of the changed elements, int64.
+    """
+    added, removed = (_RunningSums(min(places.size, _BLOCK)) for _ in range(2))
     for start in range(0, places.size, _BLOCK):
         some = slice(start, start + _BLOCK)
         here = _times_factor(places[some].astype(np.uint32))
@@ -50,40 +127,35 @@ def changed_checksum(before: Checksum, old: np.ndarray, new: np.ndarray, places:
         removed.add(old[some], here)
     known = (before.first, before.second, before.placed)
     values = (sum(each) for each in zip(known, added.values, (-value for value in removed.values), strict=True))
-    return checksum(before.count, *values)
+    return Checksum.from_sums(before.count, *values)
 
 
-def bits_of(array: np.ndarray) -> np.ndarray:
-    """The bit patterns of an array's elements, without a copy: uint16 or uint32 of its shape."""
-    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-
-
-class _Sums:
-    """Adds up blocks of elements, in memory that is taken once: new memory costs more than the arithmetic.
+class _RunningSums:
+    """The three sums of blocks of elements, in memory that is taken once: new memory costs more than the arithmetic.
 
     Attributes:
-      values: the three sums so far, right mod 2^32.
+      values: The three sums so far, right mod 2^32.
     """
 
     def __init__(self, most: int) -> None:
-        """``most``: elements of the largest block."""
+        """Takes the memory for blocks of up to ``most`` elements."""
         self.values = [0, 0, 0]
         self._patterns = np.empty(most, np.intp)
         self._mixed, self._weights, self._spare = (np.empty(most, np.uint32) for _ in range(3))
 
     def add(self, bits: np.ndarray, products: np.ndarray, start: int = 0) -> None:
-        """Adds a block.
+        """Adds a block of elements.
 
         Args:
-          bits: elements, uint16 or uint32.
-          products: of their places in the tensor and ``PLACE_FACTOR``, counted from ``start`` (uint32).
-          start: a place.
+          bits: The bits of the elements, uint16 or uint32.
+          products: The places of the elements, counted from ``start``, times ``_PLACE_FACTOR``, uint32.
+          start: The place in the tensor from which ``products`` counts.
         """
         if bits.dtype == np.uint16:
             patterns, first = (each[: bits.size].reshape(bits.shape) for each in (self._patterns, self._mixed))
             np.copyto(patterns, bits)
             first_table, second_table = _tables()
-            # No pattern is beyond a table; of the ways to treat one that is, this one is the fastest.
+            # No pattern lies beyond a table. Of numpy's ways to treat one that does, "wrap" is the fastest.
             second = _total(second_table.take(patterns, mode="wrap", out=first))
             first_table.take(patterns, mode="wrap", out=first)
         else:
@@ -94,17 +166,17 @@ class _Sums:
         self.values = [sum(both) for both in zip(self.values, (total, second, _total(first)), strict=True)]
 
     def _place_weights(self, products: np.ndarray, start: int) -> np.ndarray:
-        """As ``rljax.weights.checksum.place_weights``."""
+        """Returns what ``place_weights`` does, in memory that was taken before."""
         weights, shifted = (each[: products.size].reshape(products.shape) for each in (self._weights, self._spare))
-        np.add(products, np.uint32(start * PLACE_FACTOR % 2**32), out=weights)
+        np.add(products, np.uint32(start * _PLACE_FACTOR % 2**32), out=weights)
         np.right_shift(weights, 15, out=shifted)
         np.bitwise_xor(weights, shifted, out=weights)
         return np.bitwise_or(weights, 1, out=weights)
 
 
 def _times_factor(places: np.ndarray) -> np.ndarray:
-    """In the memory of ``places``, uint32."""
-    return np.multiply(places, np.uint32(PLACE_FACTOR), out=places)
+    """Multiplies ``places``, uint32, in their own memory."""
+    return np.multiply(places, np.uint32(_PLACE_FACTOR), out=places)
 
 
 def _total(values: np.ndarray) -> int:
@@ -113,6 +185,85 @@ def _total(values: np.ndarray) -> int:
 
 @functools.cache
 def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """The two mixed values of each pattern of 16 bits."""
+    """Returns the two mixed values of each 16-bit pattern."""
     first, second = mixed(np.arange(2**16, dtype=np.int32))
     return first.view(np.uint32), second.view(np.uint32)
+
+
+# ---- torch tensors of a server's worker ----
+
+
+def tensor_checksum(tensor: Any) -> Checksum:
+    """Returns the checksum of a torch tensor of 16-bit or 32-bit elements, on any device, in little extra memory."""
+    import torch
+
+    narrow = tensor.element_size() == 2
+    bits = tensor.detach().reshape(-1).view(torch.int16 if narrow else torch.int32)
+    sums = torch.zeros(3, dtype=torch.int64, device=tensor.device)
+    for number, part in enumerate(bits.split(_TORCH_BLOCK)):
+        words = part.to(torch.int32) & 0xFFFF if narrow else part
+        first, second = mixed(words)
+        start = number * _TORCH_BLOCK
+        places = torch.arange(start, start + len(part), device=part.device).to(torch.int32)
+        placed = first * place_weights(places)
+        sums += torch.stack([values.sum(dtype=torch.int64) for values in (first, second, placed)])
+    return Checksum.from_sums(tensor.numel(), *sums.tolist())
+
+
+def as_published(tensor: Any, dtype: Any) -> Any:
+    """Returns a torch tensor in ``dtype`` if that changes no value, else the tensor as it is.
+
+    A server may hold in float32 what was published in 16 bits: vLLM does so with the bias of a linear layer on a CPU
+    with AMX. Where a value does not exist in ``dtype``, the checksum shall differ from the trainer's.
+    """
+    import torch
+
+    if tensor.dtype == dtype:
+        return tensor
+    narrow = tensor.to(dtype)
+    return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+
+
+# ---- the comparison of trainer and server ----
+
+
+def differences(expected: Mapping[str, Checksum], workers: Sequence[Mapping[str, Checksum | None]]) -> list[str]:
+    """Names each tensor whose bits differ, with how in brackets; the list is empty if a server holds ``expected``.
+
+    A tensor may be whole on several workers, or in parts whose counts add up to the whole. Each part may be on several
+    workers, all parts on equally many: so are key-value heads where there are more workers than heads.
+
+    Args:
+      expected: The trainer's tensors by name.
+      workers: The tensors of each worker by name; None for a tensor that was not loaded.
+    """
+    found = []
+    for name in dict.fromkeys([*expected, *(name for worker in workers for name in worker)]):
+        wanted = expected.get(name) or expected.get(_TIED.get(name, ""))
+        parts = [worker[name] for worker in workers if name in worker]
+        if wanted is None:
+            found.append(f"{name} (the trainer has none)")
+        elif not parts or None in parts:
+            found.append(f"{name} (not loaded)")
+        elif how := _difference(wanted, [part for part in parts if part is not None]):
+            found.append(f"{name} ({how})")
+    return found
+
+
+def describe_differences(found: Sequence[str]) -> str:
+    """Returns how many :func:`differences` there are, and the first few."""
+    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+    return f"{len(found)} {'tensors differ' if found[1:] else 'tensor differs'}: {', '.join(found[:_MOST_NAMES])}{more}"
+
+
+def _difference(wanted: Checksum, parts: Sequence[Checksum]) -> str:
+    if all(part.count == wanted.count for part in parts):
+        return "" if all(part == wanted for part in parts) else "other bits"
+    count = sum(part.count for part in parts)
+    if count % wanted.count:
+        return f"{count} elements instead of {wanted.count}"
+    copies = count // wanted.count
+    # The trainer does not know which places a worker's part has, so the third sums are not compared here.
+    together = Checksum.from_sums(count, sum(part.first for part in parts), sum(part.second for part in parts), 0)
+    same = together == Checksum.from_sums(count, copies * wanted.first, copies * wanted.second, 0)
+    return "" if same else "other bits"

@@ -1,125 +1,226 @@
-"""Published weights as a server's worker finds them: in directories that a trainer has shown, and in mirrors.
+"""The weights that a server's worker may load: versions in directories that a trainer has shown, and in mirrors.
 
-Loaded inside servers, where there is no jax: it needs the standard library and ``rollout.weights`` alone.
+The plugins load this module inside servers, where there is no jax.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rljax.weights.directory import PROTOCOL
-from rljax.weights.kept_delta import KeptDelta, kept
-from rljax.weights.pulling import Pulling
+from rljax.distributed.files import memory_directory
+from rljax.distributed.ownership import claim, provably_dead
+from rljax.weights.delta import KeptDelta, kept
+from rljax.weights.format import PROTOCOL, VERSION_FILE, Region, read_version
+from rljax.weights.mirror import Mirror
 from rljax.weights.source import open_source
 
+MIRROR_DIR = "RLJAX_MIRROR_DIR"
+"""The environment variable that names a directory for mirrors; by default they are in memory."""
+
+_PREFIX = "rljax-mirror-"
+_USERS = "users"
 _PROBE_S = 10.0  # longest to wait for a source that does not answer
 
 
 class WorkerWeights:
-    """What one worker may load: versions in directories that trainers have shown, or in this machine's mirror.
+    """The versions that one worker may load.
 
     Attributes:
-      pulling: from the source that the last trainer has shown; None: there is none.
+      pulls: The pulls from the source that the last trainer has shown; None if none was shown.
     """
 
     def __init__(self) -> None:
+        """Begins with nothing that may be loaded."""
         self._roots: frozenset[Path] = frozenset()
-        self.pulling: Pulling | None = None
+        self.pulls: Pulls | None = None
 
     def show(self, probe_path: str, probe_text: str, protocol: int, source: str = "") -> None:
-        """Checks protocol and probe file, which proves that both sides see one directory or source.
+        """Takes the place of a trainer's versions, after a proof that both sides see the same one.
 
         Args:
-          probe_path: a file that the trainer wrote; with a ``source`` it is read there by its name.
-          probe_text: what it must contain.
-          protocol: that the trainer speaks.
-          source: from where weights are pulled; "": they are read in the probe's directory.
+          probe_path: The path of a file that the trainer wrote. With a ``source`` it is read there by its name.
+          probe_text: The text that the file must have.
+          protocol: The protocol of the trainer.
+          source: The place that weights are pulled from. "": they are read in the probe's directory.
 
         Raises:
-          ValueError: the protocols differ, or this process does not see the trainer's file.
+          ValueError: The protocols differ, or this process does not see the trainer's file.
         """
         if protocol != PROTOCOL:
-            raise ValueError(f"rljax protocol: the trainer speaks {protocol}, this server {PROTOCOL}")
+            raise ValueError(
+                f"rljax protocol: the trainer speaks {protocol}, this server {PROTOCOL}; install the same rljax on both"
+            )
         probe = Path(probe_path)
         if source:
-            with contextlib.closing(open_source(source, _PROBE_S)) as there:
-                text = there.read(probe.name).decode()
+            with contextlib.closing(open_source(source, _PROBE_S)) as opened:
+                text = opened.read(probe.name).decode()
             if text != probe_text:
                 raise ValueError(f"{source} is not where this trainer's weights are")
-            if self.pulling is None or self.pulling.source != source:
-                if self.pulling is not None:
-                    self.pulling.close()
-                self.pulling = Pulling(source, probe_text)
+            if self.pulls is None or self.pulls.source != source:
+                if self.pulls is not None:
+                    self.pulls.close()
+                self.pulls = Pulls(source, probe_text)
             return
         if not probe.is_file() or probe.read_text() != probe_text:
             raise ValueError(f"this server does not see the trainer's file {probe}: one shared directory is needed")
         self._roots |= {probe.resolve().parent}
 
     def begin_pull(self, name: str, *, keep_delta: bool = False) -> None:
-        """Begins to bring this machine's mirror to the version ``name``; the worker goes on. Raises ValueError."""
-        self._pulling().begin(name, keep_delta=keep_delta)
+        """Begins to bring this machine's mirror to the version ``name``, and returns at once. Raises ValueError."""
+        self._shown_pulls().begin(name, keep_delta=keep_delta)
 
     def pulled(self, name: str) -> dict[str, Any] | None:
-        """What that pull did (``weights.pull.Pulled``), or its ``error``; None while it goes on. Raises ValueError."""
-        return self._pulling().done(name)
+        """Returns the result of the pull of ``name`` (see ``Pulls.result``). Raises ValueError."""
+        return self._shown_pulls().result(name)
 
     @contextlib.contextmanager
     def version(self, path: str, tag: str) -> Iterator[tuple[Path, list[str]]]:
-        """The directory of a version and its safetensors files, which do not change within the ``with``.
+        """Yields a version's directory and the names of its safetensors files, which do not change in the block.
 
         Args:
-          path: the version's directory; "": this machine's mirror, which was brought to the version before.
-          tag: that its manifest must bear.
+          path: The directory of the version. "": this machine's mirror, which was brought to the version before.
+          tag: The tag that the version must have.
 
         Raises:
-          ValueError: the directory bears another tag, names a file outside itself, or lies in no directory that a
+          ValueError: The version has another tag, cannot be loaded from its files, or lies in no directory that a
             trainer has shown.
         """
         if not path:
-            mirror = self._pulling().mirror
+            mirror = self._shown_pulls().mirror
             with mirror.locked(shared=True):
-                yield mirror.root, _files(mirror.root, tag)
+                yield mirror.root, _loadable_files(mirror.root, tag)
             return
         directory = Path(path).resolve()
         if directory.parent not in self._roots:
             raise ValueError(f"{directory} lies in no directory that a trainer has shown at its handshake")
-        yield directory, _files(directory, tag)
+        yield directory, _loadable_files(directory, tag)
 
     def mirrored(self) -> tuple[str, KeptDelta | None]:
-        """Digest of the version in this machine's mirror, and the delta to it, where that was kept.
+        """Returns the digest of the version in this machine's mirror, and the delta to it if it was kept.
 
-        Called within ``with version("", tag)``, so that neither changes. Raises ValueError.
+        It is called in the block of ``version("", tag)``, so that neither changes. Raises ValueError.
         """
-        mirror = self._pulling().mirror
-        state = mirror.state
-        return ("", None) if state is None else (state.digest, kept(mirror.root, state.name))
+        mirror = self._shown_pulls().mirror
+        version = mirror.version
+        return ("", None) if version is None else (version.digest, kept(mirror.root, version.name))
 
-    def _pulling(self) -> Pulling:
-        if self.pulling is None:
+    def _shown_pulls(self) -> Pulls:
+        if self.pulls is None:
             raise ValueError("no trainer has shown from where weights are pulled")
-        return self.pulling
+        return self.pulls
 
 
-def _files(directory: Path, tag: str) -> list[str]:
-    manifest = json.loads((directory / "manifest.json").read_text())
-    if manifest["tag"] != tag:
-        raise ValueError(f"{directory} holds {manifest['tag']}, the update is for {tag}")
-    outside = [file for file in manifest["files"] if Path(file).name != file or file == ".."]
-    if outside:
-        raise ValueError(f"{directory} names files outside itself: {outside[:3]}")
-    return list(manifest["files"])
+class Pulls:
+    """The pulls of one server process. Each is a program of its own, so that the server goes on without a delay.
+
+    Attributes:
+      source: The place that versions are pulled from.
+      mirror: The mirror of it that all server processes of this machine share.
+    """
+
+    def __init__(self, source: str, run_tag: str) -> None:
+        """Joins the mirror's users, and removes mirrors whose users are all dead.
+
+        Args:
+          source: The place that versions are pulled from.
+          run_tag: The beginning of all tags of the run, which names the mirror.
+
+        Raises:
+          OSError: The mirror cannot be written.
+        """
+        parent = Path(os.environ.get(MIRROR_DIR) or memory_directory())
+        _remove_abandoned(parent)
+        self.source = source
+        self.mirror = Mirror(parent / f"{_PREFIX}{hashlib.sha256(run_tag.encode()).hexdigest()[:16]}")
+        users = self.mirror.root / _USERS
+        users.mkdir(exist_ok=True)
+        self._user = claim(users / f"{os.getpid()}.json")
+        self._name = ""
+        self._running: subprocess.Popen[str] | None = None
+        self._result: dict[str, Any] = {}  # of the pull of ``_name``, once it has ended
+
+    def begin(self, name: str, *, keep_delta: bool = False) -> None:
+        """Starts to pull the version ``name`` (``pull.pull``), unless that pull runs already."""
+        if self._name != name or self._running is None:
+            self._stop()
+            words = [sys.executable, "-m", "rljax.weights.pull", self.source, name, str(self.mirror.root)]
+            words += ["--keep-delta"] * keep_delta
+            self._running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self._name, self._result = name, {}
+
+    def result(self, name: str) -> dict[str, Any] | None:
+        """Returns the result of the pull of ``name``; None while it runs. It may be asked for several times.
+
+        Returns:
+          The fields of ``pull.Pulled``, and ``error``: "" if the pull succeeded.
+        """
+        if self._name != name:
+            return {"error": f"{name} is not being pulled", "seconds": 0.0}
+        if self._running is not None:
+            if self._running.poll() is None:
+                return None
+            printed, messages = self._running.communicate()
+            status, self._running = self._running.returncode, None
+            failed = {"error": messages.strip()[-500:] or f"the pull ended with status {status}", "seconds": 0.0}
+            self._result = failed if status else {**json.loads(printed), "error": ""}
+        return self._result
+
+    def close(self) -> None:
+        """Ends a pull that runs, and leaves the mirror; the last user removes it. May be called twice."""
+        self._stop()
+        self._user.release()
+        with contextlib.suppress(FileNotFoundError):  # another user that left has removed it
+            if not any((self.mirror.root / _USERS).iterdir()):
+                self.mirror.remove()
+
+    def _stop(self) -> None:
+        if self._running is not None:
+            self._running.kill()
+            self._running.communicate()
+            self._running = None
+
+
+def _loadable_files(directory: Path, tag: str) -> list[str]:
+    """Returns the files of a dense version that any safetensors reader can load: tensors whole, under their names."""
+    try:
+        version = read_version(directory)
+    except OSError as error:
+        raise ValueError(f"{directory / VERSION_FILE} cannot be read: {error.strerror}") from error
+    if version.tag != tag:
+        raise ValueError(f"{directory} holds {version.tag}, the update is for {tag}")
+    for piece in version.dense:
+        whole = piece.region == Region.whole(version.tensors[piece.tensor].shape)
+        if not whole or piece.key != piece.tensor or version.files[piece.file].at:
+            raise ValueError(f"{directory} does not have {piece.tensor} whole, under its name, in a file of its own")
+    if not version.dense:
+        raise ValueError(f"{directory} is a delta, and must be pulled")
+    return version.files_of(version.dense)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes mirrors if each of their users is provably dead."""
+    for root in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            users = list((root / _USERS).iterdir())
+            if users and all(provably_dead(user) for user in users):
+                shutil.rmtree(root, ignore_errors=True)
 
 
 def described_shape(text: Any, head_dim: int) -> dict[str, Any]:
-    """The sizes of a model that the handshake compares, by the names of ``config.json``.
+    """Returns the sizes of a model that the handshake compares, by the names of ``config.json``.
 
     Args:
-      text: its configuration, as transformers reads it.
-      head_dim: of its attention.
+      text: The configuration of the language model, as transformers reads it.
+      head_dim: The size of an attention head.
     """
     return {
         "vocab_size": text.vocab_size,

@@ -1,4 +1,4 @@
-"""Writes the parts of tensors that one process holds: dense files, and what changed since the version before."""
+"""Writes the parts of a version's tensors that one process holds: whole, or as what changed since the version before."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from rljax.weights import safetensors_file
+from rljax.weights import tensor_files
 from rljax.weights.delta import Delta, encode
-from rljax.weights.region import Region
+from rljax.weights.format import FileRecord, Piece, Region
 from rljax.weights.sums import bits_of
-from rljax.weights.version import FileRecord, Piece
 
 _FILE_BYTES = 256 * 2**20  # of one dense file, unless one tensor is larger
 _THREADS = min(8, os.cpu_count() or 1)
+_SAMPLE = 65_536  # elements of a tensor that StreamWriter compares between versions
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -29,10 +29,10 @@ class Part(NamedTuple):
     """A part of a tensor, as a process holds it.
 
     Attributes:
-      tensor: Hugging Face name.
-      shape: of the whole tensor.
-      region: where in it the part is.
-      array: the part, in the dtype that servers load; not changed by anybody from now on.
+      tensor: The Hugging Face name of the tensor.
+      shape: The shape of the whole tensor.
+      region: The place of the part in the tensor.
+      array: The part's values, in the dtype that servers load. Nobody changes the array any more.
     """
 
     tensor: str
@@ -41,68 +41,82 @@ class Part(NamedTuple):
     array: np.ndarray
 
 
-class Taken(msgspec.Struct, frozen=True):
-    """What a version's parts are, before anything is written.
+class PartsSummary(msgspec.Struct, frozen=True):
+    """The number and size of a version's parts.
 
     Attributes:
-      dtypes: of the parts, each once.
-      elements: of all parts.
-      dense_bytes: of all parts (bytes).
-      changed: elements that differ from the version before; None where there is none to compare with.
-      delta_bytes: of the delta (bytes); None likewise.
-      shapes: of the tensors, by name.
+      dtypes: The dtypes of the parts, each once.
+      elements: The number of elements of all parts.
+      dense_bytes: The size of all parts (bytes).
+      changed: The number of elements that differ from the version before; None where there is no such version.
+      delta_bytes: The size of the delta (bytes); None where there is no delta.
+      shapes: The shapes of the tensors by name.
     """
 
     dtypes: tuple[str, ...]
     elements: int
     dense_bytes: int
-    changed: int | None
+    changed: float | None
     delta_bytes: int | None
     shapes: dict[str, tuple[int, ...]]
 
 
-class Pieces(msgspec.Struct, frozen=True):
-    """What was written: pieces, and the files that have them."""
+class WrittenFiles(msgspec.Struct, frozen=True):
+    """The pieces that were written, and the files that have them.
+
+    Attributes:
+      pieces: The pieces.
+      files: The record of each file by its name.
+    """
 
     pieces: tuple[Piece, ...]
     files: dict[str, FileRecord]
 
 
 class Writer(Protocol):
-    """Writes the parts of a version, of this process or of all."""
+    """Writes the parts of a version that this process holds, or those of all processes."""
 
-    def take(self, tensors: Any) -> Taken:
-        """See PartWriter."""
+    def collect(self, tensors: Any, directory: Path) -> PartsSummary:
+        """Takes the parts of the next version, and compares them with the version before.
 
-    def write_dense(self, directory: Path) -> Pieces:
-        """See PartWriter."""
+        Args:
+          tensors: The tensors, in the form that the writer was made for.
+          directory: The directory of the version, which exists.
 
-    def write_delta(self, directory: Path) -> Pieces:
-        """See PartWriter."""
+        Raises:
+          OSError: The parts cannot be written, where the writer does so already.
+        """
+
+    def write_dense(self, directory: Path) -> WrittenFiles:
+        """Writes the collected parts whole. A delta is written before, or not at all. Raises OSError."""
+
+    def write_delta(self, directory: Path) -> WrittenFiles:
+        """Writes what changed since the version before. Raises OSError."""
 
     def forget(self, directory: Path) -> None:
-        """The next version is compared with nothing: the one in ``directory`` has not become one."""
+        """Gives up the version in ``directory``; the next version is compared with nothing."""
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Of versions by name, these are all that anybody still needs."""
+        """Removes the files of all versions but ``names``, where the directory's owner does not."""
 
 
 class PartWriter:
-    """Of one process. Keeps its parts of the newest version in memory, which the next one's delta is against."""
+    """A Writer of one process. It keeps the parts of the newest version in memory; the next delta is against them."""
 
     def __init__(self, parts: Callable[[Any], Iterable[Part]], name: str = "0") -> None:
-        """Takes what it needs.
+        """Takes the source of the parts.
 
         Args:
-          parts: this process's parts of what ``take`` is given.
-          name: begins the names of its files; each process of a run has another.
+          parts: A function from the argument of :meth:`collect` to this process's parts.
+          name: The beginning of the names of this process's files; each process of a run has another one.
         """
         self._parts_of, self._name = parts, name
         self._parts: list[Part] = []
         self._deltas: list[Delta] | None = None
 
-    def take(self, tensors: Any) -> Taken:
-        """The parts of the next version, and the delta to it."""
+    def collect(self, tensors: Any, directory: Path | None = None) -> PartsSummary:
+        """Takes the parts of the next version, and makes the delta to it; nothing is written yet."""
+        del directory
         before = {(part.tensor, part.region): part.array for part in self._parts}
         is_first, self._parts = not before, []
         deltas: list[Delta | None] = []
@@ -115,7 +129,7 @@ class PartWriter:
         known = [delta for delta in deltas if delta is not None]
         has_delta = not is_first and not before and len(known) == len(deltas)
         self._deltas = known if has_delta else None
-        return Taken(
+        return PartsSummary(
             tuple(sorted({part.array.dtype.name for part in self._parts})),
             sum(part.array.size for part in self._parts),
             dense_bytes,
@@ -124,8 +138,8 @@ class PartWriter:
             {part.tensor: part.shape for part in self._parts},
         )
 
-    def write_dense(self, directory: Path) -> Pieces:
-        """Writes the parts that were taken; a delta to them is written before, or not at all. Raises OSError."""
+    def write_dense(self, directory: Path) -> WrittenFiles:
+        """Writes the collected parts whole, several to a file; a delta cannot be written any more. Raises OSError."""
         self._deltas = None
         groups: list[list[Part]] = []
         room = 0
@@ -135,23 +149,15 @@ class PartWriter:
                 room = _FILE_BYTES
             groups[-1].append(part)
             room -= part.array.nbytes
-        numbered = list(enumerate(groups))
 
-        def write(number_group: tuple[int, list[Part]]) -> tuple[list[Piece], str, FileRecord]:
-            number, group = number_group
-            file = f"{self._name}-{number:04d}-dense.safetensors"
-            keyed = {f"{number:06d}": part for number, part in enumerate(group)}
-            content = {key: (part.array.dtype.name, part.array.shape, part.array) for key, part in keyed.items()}
-            written = safetensors_file.write(directory / file, content)
-            pieces = [Piece(part.tensor, part.region, file, key) for key, part in keyed.items()]
-            return pieces, file, FileRecord(*written)
+        def write(number: int, group: Sequence[Part]) -> WrittenFiles:
+            return _write_parts(directory, f"{self._name}-{number:04d}-dense.safetensors", group)
 
         with ThreadPoolExecutor(_THREADS) as pool:
-            done = list(pool.map(write, numbered))
-        return Pieces(tuple(itertools.chain(*(pieces for pieces, _, _ in done))), {file: it for _, file, it in done})
+            return merge_written(list(pool.map(write, itertools.count(), groups)))
 
-    def write_delta(self, directory: Path) -> Pieces:
-        """Writes the delta to the parts that were taken. Raises OSError."""
+    def write_delta(self, directory: Path) -> WrittenFiles:
+        """Writes the delta to the collected parts. Raises OSError."""
         assert self._deltas is not None
         file, content, pieces = f"{self._name}-delta.safetensors", {}, []
         for number, (part, delta) in enumerate(zip(self._parts, self._deltas, strict=True)):
@@ -161,25 +167,115 @@ class PartWriter:
                 content[f"{key}.gaps"] = ("uint8", (len(delta.gaps),), delta.gaps)
                 content[f"{key}.values"] = ("uint8", (len(delta.values),), delta.values)
         self._deltas = None
-        return Pieces(tuple(pieces), {file: FileRecord(*safetensors_file.write(directory / file, content))})
+        return WrittenFiles(tuple(pieces), {file: tensor_files.write(directory / file, content)})
 
     def forget(self, directory: Path) -> None:
-        """See Writer."""
+        """Forgets the parts of the version in ``directory``, so that the next version is compared with nothing."""
         del directory
         self._parts, self._deltas = [], None
 
     def keep_only(self, names: Collection[str]) -> None:
-        """See Writer: whoever made the directories removes them."""
+        """Removes nothing: the owner of the directories removes them."""
+
+
+class StreamWriter:
+    """A Writer of whole tensors that has one of them in memory at a time, and writes no deltas.
+
+    It keeps a sample of each tensor, to count the changed elements: a tensor of more than 65,536 elements counts by
+    that many, evenly spaced.
+    """
+
+    def __init__(self) -> None:
+        """Begins without a version before."""
+        self._samples: dict[str, np.ndarray] = {}
+        self._written = WrittenFiles((), {})
+
+    def collect(self, tensors: Iterable[tuple[str, np.ndarray]], directory: Path) -> PartsSummary:
+        """Writes each of the (Hugging Face name, array) into a file of its own. Raises OSError."""
+        is_first = not self._samples
+        written: list[WrittenFiles] = []
+        dtypes, shapes = set(), {}
+        num_bytes, elements, changed = 0, 0, 0.0
+        for part in whole_parts(tensors):
+            written.append(_write_parts(directory, f"{len(written):05d}.safetensors", [part]))
+            changed += self._changed_share(part) * part.array.size
+            dtypes.add(part.array.dtype.name)
+            shapes[part.tensor] = part.shape
+            num_bytes += part.array.nbytes
+            elements += part.array.size
+        self._written = merge_written(written)
+        return PartsSummary(
+            tuple(sorted(dtypes)), elements, num_bytes, None if is_first else changed, None, shapes
+        )
+
+    def write_dense(self, directory: Path) -> WrittenFiles:
+        """Returns what :meth:`collect` has written."""
+        del directory
+        return self._written
+
+    def write_delta(self, directory: Path) -> WrittenFiles:
+        """Raises NotImplementedError: no summary of :meth:`collect` has a delta."""
+        raise NotImplementedError(f"no delta can be written to {directory}")
+
+    def forget(self, directory: Path) -> None:
+        """Forgets the version in ``directory``, so that the next version is compared with nothing."""
+        del directory
+        self._samples, self._written = {}, WrittenFiles((), {})
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Removes nothing: the owner of the directories removes them."""
+
+    def _changed_share(self, part: Part) -> float:
+        """Returns the share of a tensor that differs from the version before, and keeps a sample for the next one."""
+        flat = part.array.reshape(-1)
+        sample = bits_of(flat[:: -(-flat.size // _SAMPLE)].copy() if flat.size else flat)
+        before, self._samples[part.tensor] = self._samples.get(part.tensor), sample
+        if before is None or before.shape != sample.shape:
+            return 1.0
+        return float(np.mean(before != sample)) if sample.size else 0.0
 
 
 def whole_parts(named: Iterable[tuple[str, np.ndarray]]) -> Iterator[Part]:
-    """Of a process that holds all tensors."""
+    """Yields the parts of a process that holds all tensors, from their (Hugging Face name, array)."""
     for name, array in named:
         yield Part(name, array.shape, Region.whole(array.shape), array)
 
 
+def merge_summaries(summaries: Sequence[PartsSummary]) -> PartsSummary:
+    """Returns the summary of all processes' parts from those of each process."""
+    changed, delta_bytes = ([getattr(each, name) for each in summaries] for name in ("changed", "delta_bytes"))
+    return PartsSummary(
+        tuple(sorted({dtype for each in summaries for dtype in each.dtypes})),
+        sum(each.elements for each in summaries),
+        sum(each.dense_bytes for each in summaries),
+        None if None in changed else sum(changed),
+        None if None in delta_bytes else sum(delta_bytes),
+        {name: shape for each in summaries for name, shape in each.shapes.items()},
+    )
+
+
+def merge_written(written: Sequence[WrittenFiles]) -> WrittenFiles:
+    """Returns the pieces and files of all of ``written`` as one."""
+    files = {name: record for each in written for name, record in each.files.items()}
+    return WrittenFiles(tuple(itertools.chain(*(each.pieces for each in written))), files)
+
+
+def _write_parts(directory: Path, file: str, parts: Sequence[Part]) -> WrittenFiles:
+    """Writes parts into one dense file. A whole tensor is stored under its own name, so that any reader finds it."""
+    keys = [
+        part.tensor if part.region == Region.whole(part.shape) else f"{number:06d}"
+        for number, part in enumerate(parts)
+    ]
+    content = {
+        key: (part.array.dtype.name, part.array.shape, part.array) for key, part in zip(keys, parts, strict=True)
+    }
+    record = tensor_files.write(directory / file, content)
+    pieces = tuple(Piece(part.tensor, part.region, file, key) for key, part in zip(keys, parts, strict=True))
+    return WrittenFiles(pieces, {file: record})
+
+
 def _delta(before: dict[tuple[str, Region], np.ndarray], part: Part) -> Delta | None:
-    """None where there is nothing of this size and dtype to compare with."""
+    """Returns the delta to a part; None where the version before has no part of this size and dtype."""
     old = before.get((part.tensor, part.region))
     if old is None or (old.dtype, old.size) != (part.array.dtype, part.array.size):
         return None
@@ -187,7 +283,7 @@ def _delta(before: dict[tuple[str, Region], np.ndarray], part: Part) -> Delta | 
 
 
 def _in_order(pool: ThreadPoolExecutor, items: Iterable[T], act: Callable[[T], U]) -> Iterator[tuple[T, U]]:
-    """Each item with what ``act`` makes of it in another thread, few items ahead."""
+    """Yields each item with ``act(item)``, which other threads compute, few items ahead."""
     waiting: list[tuple[T, Future[U]]] = []
     for item in items:
         waiting.append((item, pool.submit(act, item)))
@@ -196,24 +292,3 @@ def _in_order(pool: ThreadPoolExecutor, items: Iterable[T], act: Callable[[T], U
             yield first, future.result()
     for first, future in waiting:
         yield first, future.result()
-
-
-def all_taken(taken: Sequence[Taken]) -> Taken:
-    """What several processes took, as one."""
-    changed, delta_bytes = ([getattr(each, name) for each in taken] for name in ("changed", "delta_bytes"))
-    return Taken(
-        tuple(sorted({dtype for each in taken for dtype in each.dtypes})),
-        sum(each.elements for each in taken),
-        sum(each.dense_bytes for each in taken),
-        None if None in changed else sum(changed),
-        None if None in delta_bytes else sum(delta_bytes),
-        {name: shape for each in taken for name, shape in each.shapes.items()},
-    )
-
-
-def joined(written: Sequence[Pieces]) -> Pieces:
-    """What several processes wrote, as one."""
-    files: dict[str, FileRecord] = {}
-    for each in written:
-        files |= each.files
-    return Pieces(tuple(itertools.chain(*(each.pieces for each in written))), files)

@@ -1,0 +1,89 @@
+"""Files that appear whole or not at all, and directories that one process owns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rljax.distributed.ownership import claim, provably_dead
+from rljax.errors import writing
+
+_OWNER = "owner.json"
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a temporary path beside ``path``, and renames it to ``path`` when the block ends without an error.
+
+    Who opens ``path`` finds the old content or the new content, never a part of it. After an error, or where the
+    process is killed in the block, ``path`` is as it was before.
+
+    Args:
+      path: The file or directory that the block makes. A directory must not exist yet.
+
+    Raises:
+      OSError: The file cannot be written or renamed; the error names a file.
+    """
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.partial")
+    with writing(partial):
+        yield partial
+    partial.replace(path)
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a file in one rename; text is encoded as UTF-8. Raises OSError."""
+    with replacing(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def memory_directory() -> Path:
+    """Returns a directory in this machine's memory, or the directory of temporary files where there is none."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class OwnedDirectory:
+    """A new directory that this process owns for one run and removes in :meth:`close`.
+
+    Attributes:
+      root: The directory.
+      parent: The directory that contains it.
+    """
+
+    def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None) -> None:
+        """Makes the directory, and removes those of the same prefix whose owner is provably dead.
+
+        Args:
+          prefix: The beginning of the directory's name.
+          parent: The directory to make it in. None: ``memory_directory()``.
+
+        Raises:
+          RuntimeError: ``parent`` cannot be written.
+        """
+        self.parent = Path(parent) if parent is not None else memory_directory()
+        try:
+            self.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(self.parent, prefix)
+            self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=self.parent))
+            self._owner = claim(self.root / _OWNER)
+        except OSError as error:
+            raise RuntimeError(f"cannot write under {self.parent}: {error}") from error
+        self.root.chmod(0o755)  # the servers that read it may run as another user
+
+    def close(self) -> None:
+        """Removes the directory; may be called twice."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        self._owner.release()
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """Removes directories whose owner is provably dead; a directory without a record of its owner stays."""
+    for root in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it belongs to another user, or was removed in the meantime
+            if provably_dead(root / _OWNER):
+                shutil.rmtree(root, ignore_errors=True)

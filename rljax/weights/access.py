@@ -1,0 +1,160 @@
+"""Who may reach a server: the addresses that it may bind to, and the key that it asks for.
+
+The key is read from a file that nobody but its owner can read, never from a command line. This module needs the
+standard library alone, because the processes of vLLM and SGLang load it, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+KEY_FILE = "RLJAX_API_KEY_FILE"
+"""The environment variable that names the key file where no setting does."""
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_UNAUTHORIZED = b'{"error": "this server wants a key: Authorization: Bearer KEY"}'
+
+
+# ---- addresses ----
+
+
+def private_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Returns an address of this machine that a server of weights may bind to.
+
+    Args:
+      host: An IP address, or "localhost".
+
+    Raises:
+      ValueError: ``host`` is no IP address, or machines outside a private network may reach it.
+    """
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        raise ValueError(f"host must be an IP address of this machine, got {host!r}") from None
+    address = getattr(address, "ipv4_mapped", None) or address
+    private = address.is_private and not (address.is_unspecified or address.is_reserved)
+    if not (address.is_loopback or private):
+        raise ValueError(f"host must be a loopback or private address, got {host}: weights are not for everybody")
+    return address
+
+
+def own_address(host: str, leader: str) -> str:
+    """Returns the address of this machine that whoever reaches ``host`` can reach, too.
+
+    It is ``host`` itself where this machine is the one that has ``host``. Otherwise it is the address of the interface
+    through which this machine reaches ``host``. Nothing is sent to find it.
+
+    Args:
+      host: A loopback or private address of the machine of process 0.
+      leader: The address or name by which this machine reaches process 0.
+
+    Raises:
+      ValueError: There is no address that may be used; the message is one line.
+    """
+    if private_address(host).is_loopback:
+        own, other = _route_to(leader)
+        if own != other:
+            raise ValueError(
+                f"publish.host = {host} is reached on the machine of process 0 alone, and this process runs on another "
+                f"({own}): give a private address of process 0's machine, with a key"
+            )
+        return host
+    own, other = _route_to(host)
+    if own != other:
+        try:
+            private_address(own)
+        except ValueError:
+            raise ValueError(
+                f"{own}, from which this machine reaches {host}, is no private address: give this process a "
+                "publish.host of its own on its command line"
+            ) from None
+    return own
+
+
+def _route_to(host: str) -> tuple[str, str]:
+    """Returns the two addresses of a packet from this machine to ``host``; they are equal where ``host`` is here."""
+    try:
+        (family, kind, _, _, place), *_ = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0]), str(place[0])
+    except OSError as error:
+        raise ValueError(f"this machine knows no way to {host}: {error}") from error
+
+
+# ---- the key ----
+
+
+def find_key_file(path: str | os.PathLike[str] | None) -> Path | None:
+    """Returns ``path``, else the file that ``$RLJAX_API_KEY_FILE`` names, else None: no key is used."""
+    named = path or os.environ.get(KEY_FILE)
+    return Path(named).absolute() if named else None
+
+
+def read_api_key(path: Path) -> str:
+    """Returns the key in ``path``: its text without white space at either end.
+
+    Raises:
+      ValueError: The file does not exist, others than its owner may read it, or it holds no key. The message never
+        quotes the file.
+    """
+    try:
+        mode = path.stat().st_mode
+        key = path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ValueError(f"the key file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ValueError(f"the key file {path} holds more than plain ASCII") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise ValueError(f"others may read the key file {path}: chmod 600 it")
+    if len(key) < 16 or not key.isprintable() or " " in key:
+        raise ValueError(f"the key file {path} must hold one word of at least 16 characters (openssl rand -hex 32)")
+    return key
+
+
+class RequireKey:
+    """ASGI middleware that answers 401 to each request without the key, except to ``/health``.
+
+    The key is in the file that ``$RLJAX_API_KEY_FILE`` names. vLLM loads this class with
+    ``--middleware rljax.weights.access.RequireKey``. It adds such a middleware last, so that this one sees a request
+    before everything else. vLLM's own ``--api-key`` guards /v1 and /inference alone, not the weight-update endpoints.
+    """
+
+    def __init__(self, app: App) -> None:
+        """Reads the key once. Raises ValueError if there is none, so that the server does not start."""
+        self._app = app
+        self._expected = _digest(b"Bearer " + read_api_key(Path(os.environ.get(KEY_FILE, ""))).encode())
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handles one request, or the start and end of the server."""
+        kind = scope["type"]
+        if kind == "lifespan" or (kind == "http" and scope["path"] == "/health") or self._allows(scope):
+            await self._app(scope, receive, send)
+        elif kind == "http":
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(_UNAUTHORIZED)).encode())]
+            headers.append((b"www-authenticate", b"Bearer"))
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": _UNAUTHORIZED})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _allows(self, scope: Message) -> bool:
+        """Returns whether the request has the key. Hashes are compared, so that the time tells nothing of the key."""
+        values = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
+        return len(values) == 1 and hmac.compare_digest(_digest(values[0]), self._expected)
+
+
+def _digest(value: bytes) -> bytes:
+    return hashlib.sha256(value).digest()

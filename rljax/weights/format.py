@@ -1,0 +1,252 @@
+"""The format of one version of the weights: a directory with ``version.json``, written last, and the files it names.
+
+A version is dense, or a delta against the version before it, or both. A version that is both is an anchor: a server
+that has nothing to apply a delta to starts from it. A tensor may be stored in several pieces, each written by a process
+that holds a shard of it. docs/weights.md describes every entry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import msgspec
+import xxhash
+
+from rljax.distributed.files import write_whole
+
+PROTOCOL = 4
+"""The number of what trainer and server's plugin say to each other; both must have the same one."""
+FORMAT = 1  # all files are beside version.json
+FORMAT_OF_PLACES = 2  # some files are elsewhere: ``FileRecord.at``
+VERSION_FILE = "version.json"
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """The checksum of a tensor, or of a part of it: three sums over the mixed bits of its elements (``weights.sums``).
+
+    Attributes:
+      count: The number of elements.
+      first: The sum of every element's first mixed value, mod 2^32.
+      second: The sum of every element's second mixed value, mod 2^32.
+      placed: The sum of the first mixed values, each times the weight of its place, mod 2^32. For a part whose places
+        are not known, the places are counted from the part's beginning.
+    """
+
+    count: int
+    first: int
+    second: int
+    placed: int
+
+    @classmethod
+    def from_sums(cls, count: int, first: int, second: int, placed: int) -> Checksum:
+        """Returns the checksum with these sums, which may have any size and sign."""
+        return cls(count, first % 2**32, second % 2**32, placed % 2**32)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rectangle of a tensor that is seen as a matrix: its first axis, and all other axes together.
+
+    A vector is a matrix of one row.
+
+    Attributes:
+      row: The first row.
+      rows: The number of rows.
+      column: The first column.
+      width: The number of columns.
+      stride: The number of columns of the whole tensor.
+    """
+
+    row: int
+    rows: int
+    column: int
+    width: int
+    stride: int
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Region:
+        """Returns the region that covers a whole tensor of this shape."""
+        rows = shape[0] if len(shape) > 1 else 1
+        width = math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape)
+        return cls(0, rows, 0, width, width)
+
+    def lies_in(self, shape: Sequence[int]) -> bool:
+        """Returns whether the region is a part of a tensor of this shape."""
+        whole = Region.whole(shape)
+        inside = 0 <= self.row <= self.row + self.rows <= whole.rows
+        return inside and 0 <= self.column <= self.column + self.width <= self.stride == whole.stride
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.rows * self.width
+
+    @property
+    def first(self) -> int:
+        """The flat index in the tensor of the first element."""
+        return self.row * self.stride + self.column
+
+
+class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A part of a tensor in a safetensors file.
+
+    Attributes:
+      tensor: The Hugging Face name of the tensor.
+      region: The place of the part in the tensor.
+      file: The name of the file.
+      key: The name of the part's entry in the file. A delta has two entries: ``KEY.gaps`` and ``KEY.values``.
+      changed: The number of changed elements; only in a delta.
+      gap_type: The integer type of the gaps (``delta.Delta``); only in a delta.
+    """
+
+    tensor: str
+    region: Region
+    file: str
+    key: str
+    changed: int = 0
+    gap_type: str = ""
+
+
+class TensorRecord(msgspec.Struct, frozen=True):
+    """The shape and the checksum that a tensor of the version has.
+
+    Attributes:
+      shape: The shape of the whole tensor.
+      sums: The checksum of the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+    sums: Checksum
+
+
+class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The size, the hash and the place of a file.
+
+    Attributes:
+      bytes: The size of the file (bytes).
+      xxh3: The hexadecimal xxh3-64 of the file's content.
+      at: The URL of the server that has the file, as ``AT/VERSION/FILE``. "": the file is beside ``version.json``.
+    """
+
+    bytes: int
+    xxh3: str
+    at: str = ""
+
+
+class Base(msgspec.Struct, frozen=True):
+    """The version that a delta is against.
+
+    Attributes:
+      name: The name of its directory.
+      digest: The ``Version.digest`` that it has.
+    """
+
+    name: str
+    digest: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    """The content of ``version.json``.
+
+    Attributes:
+      name: The name of the version's directory.
+      tag: The name by which servers call the version.
+      dtype: The dtype of all tensors.
+      tensors: The record of each tensor by its Hugging Face name.
+      files: The record of each file by its name.
+      dense: The pieces that make up the tensors; empty in a version that is a delta alone.
+      delta: The pieces of the delta; empty in a version without one.
+      base: The version that the delta is against.
+      format: The number of the format: 1, or 2 where a file is not beside ``version.json``.
+    """
+
+    name: str
+    tag: str
+    dtype: str
+    tensors: dict[str, TensorRecord]
+    files: dict[str, FileRecord]
+    dense: tuple[Piece, ...] = ()
+    delta: tuple[Piece, ...] = ()
+    base: Base | None = None
+    format: int = FORMAT
+
+    @property
+    def digest(self) -> str:
+        """One hexadecimal number of all tensors' names and checksums. Versions with the same bits have the same one."""
+        sums = {name: record.sums for name, record in self.tensors.items()}
+        return xxhash.xxh3_64(msgspec.json.encode(sorted(sums.items()))).hexdigest()
+
+    def files_of(self, pieces: Iterable[Piece]) -> list[str]:
+        """Returns the names of the files that have ``pieces``, each name once."""
+        return list(dict.fromkeys(piece.file for piece in pieces))
+
+    def num_bytes(self, pieces: Iterable[Piece]) -> int:
+        """Returns the size of the files that have ``pieces`` (bytes)."""
+        return sum(self.files[file].bytes for file in self.files_of(pieces))
+
+    def check(self) -> None:
+        """Raises ValueError if the version contradicts itself, or names a file outside its directory."""
+        if self.format not in (FORMAT, FORMAT_OF_PLACES):
+            raise ValueError(f"format {self.format}; this program reads {FORMAT} and {FORMAT_OF_PLACES}")
+        if not self.tensors or not (self.dense or self.base):
+            raise ValueError("neither a dense version nor a delta")
+        for file in self.files:
+            if file in ("", ".", "..") or PurePosixPath(file).name != file:
+                raise ValueError(f"a file outside its directory: {file!r:.80}")
+        if self.format != format_of(self.files):
+            raise ValueError(f"format {self.format}, but the files are those of {format_of(self.files)}")
+        for pieces in filter(None, (self.dense, self.delta)):
+            elements = dict.fromkeys(self.tensors, 0)
+            for piece in pieces:
+                record = self.tensors.get(piece.tensor)
+                if record is None or piece.file not in self.files or not piece.region.lies_in(record.shape):
+                    raise ValueError(f"a piece of {piece.tensor!r:.80} that does not fit")
+                elements[piece.tensor] += piece.region.size
+            for name, record in self.tensors.items():
+                if elements[name] != math.prod(record.shape) or record.sums.count != elements[name]:
+                    raise ValueError(f"the pieces of {name!r:.80} are not the whole tensor")
+
+
+def format_of(files: Mapping[str, FileRecord]) -> int:
+    """Returns the number of the format of a version with these files."""
+    return FORMAT_OF_PLACES if any(record.at for record in files.values()) else FORMAT
+
+
+def is_newer(one: Version, other: Version) -> bool:
+    """Returns whether ``one`` is of the same run as ``other`` and was written later."""
+    (run, _, _), (name, _, number) = one.tag.rpartition("."), one.name.rpartition("-")
+    (other_run, _, _), (other_name, _, other_number) = other.tag.rpartition("."), other.name.rpartition("-")
+    counted = bool(name and other_name) and number.isdecimal() and other_number.isdecimal()
+    return counted and run == other_run and int(number) > int(other_number)
+
+
+def write_version(directory: Path, version: Version) -> None:
+    """Writes ``version.json`` in one rename. Raises OSError."""
+    write_whole(directory / VERSION_FILE, msgspec.json.encode(version))
+
+
+def read_version(directory: Path, name: str | None = None) -> Version:
+    """Returns the version in ``directory``, whose name is ``name``; None: it may have any name.
+
+    Raises:
+      OSError: ``version.json`` cannot be read.
+      ValueError: ``version.json`` cannot be used, or describes another version.
+    """
+    return parse_version((directory / VERSION_FILE).read_bytes(), name)
+
+
+def parse_version(content: bytes, name: str | None) -> Version:
+    """Returns the version that ``content``, of a ``version.json``, describes; arguments and errors of read_version."""
+    path = VERSION_FILE if name is None else f"{name}/{VERSION_FILE}"
+    try:
+        version = msgspec.json.decode(content, type=Version)
+        version.check()
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ValueError(f"{path} cannot be used: {error}") from error
+    if name not in (None, version.name):
+        raise ValueError(f"{path} is of the version {version.name!r:.80}")
+    return version

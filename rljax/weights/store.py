@@ -1,0 +1,220 @@
+"""The versions of one run on the trainer's side: written, offered to servers, and removed when nobody needs them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rljax.distributed.files import OwnedDirectory
+from rljax.errors import NotWrittenError
+from rljax.weights.format import Base, Checksum, TensorRecord, Version, format_of, write_version
+from rljax.weights.outlets import DirectoryOutlet, HttpOutlet, Outlet, SharedOutlet, StoreOutlet
+from rljax.weights.writer import PartsSummary, PartWriter, StreamWriter, Writer, WrittenFiles, whole_parts
+
+PREFIX = "rljax-weights-"
+"""The beginning of the name of a run's directory of weights."""
+PROBE = "probe.txt"
+
+
+@dataclass(frozen=True)
+class WeightVersion:
+    """One version on disk.
+
+    Attributes:
+      path: The directory of the version.
+      tag: The name by which servers call the version.
+      dtype: The dtype of all tensors.
+      num_bytes: The size of what a server reads to come here from the version before (bytes).
+      changed_fraction: The share of the elements that differ from the version before; NaN for the first version.
+      source: The place that servers' machines pull the version from (``source.open_source``). "": the servers read
+        ``path`` themselves.
+    """
+
+    path: Path
+    tag: str
+    dtype: str
+    num_bytes: int
+    changed_fraction: float
+    source: str = ""
+
+
+class WeightDirectory(OwnedDirectory):
+    """The directory with one run's versions: those since the newest anchor, which is dense.
+
+    Every version but the first is a delta, too, if the writer writes deltas.
+
+    Attributes:
+      source: The place that servers' machines pull versions from. "": the servers read them in ``root`` themselves.
+      run_tag: The beginning of every version's tag.
+    """
+
+    def __init__(
+        self,
+        parent: str | os.PathLike[str] | None = None,
+        *,
+        anchor_every: int = 16,
+        make_outlet: Callable[[Path], Outlet] = DirectoryOutlet,
+        writer: Writer | None = None,
+    ) -> None:
+        """Makes the directory and opens its outlet.
+
+        Args:
+          parent: The directory to make it in; None: this machine's memory.
+          anchor_every: The number of versions from one dense version to the next, where deltas are written.
+          make_outlet: A function from this directory to the place where versions are read.
+          writer: The writer of the tensors that :meth:`write` gets; None: this process writes whole tensors and deltas.
+
+        Raises:
+          RuntimeError: The directory cannot be written, or not be served.
+        """
+        super().__init__(PREFIX, parent)
+        self.run_tag = self.root.name.removeprefix(PREFIX) + "."
+        self._writer, self._anchor_every = writer or PartWriter(whole_parts), anchor_every
+        self._chain: list[Version] = []  # from the newest anchor on
+        self._count = 0
+        try:
+            self._outlet = make_outlet(self.root)
+        except BaseException:
+            super().close()
+            raise
+        self.source = self._outlet.source
+
+    def probe(self) -> tuple[Path, str]:
+        """Writes a file and returns its path and text. A server that reads the same text sees the same directory."""
+        path = self.root / PROBE
+        path.write_text(self.run_tag)
+        self._outlet.add(path)
+        return path, self.run_tag
+
+    def tag(self, policy_version: int) -> str:
+        """Returns the name by which servers call ``policy_version`` of this run."""
+        return f"{self.run_tag}{policy_version}"
+
+    def policy_version(self, tag: str) -> int:
+        """Returns the policy version that has ``tag``: the inverse of :meth:`tag`."""
+        return int(tag.removeprefix(self.run_tag))
+
+    def write(self, tensors: Any, policy_version: int, sums: Mapping[str, Checksum]) -> WeightVersion:
+        """Writes one version and offers it to the servers.
+
+        Args:
+          tensors: The tensors in the form that the writer takes; by default (Hugging Face name, array) of each, all in
+            the rollout dtype.
+          policy_version: The number of these weights.
+          sums: The checksum of each tensor by name.
+
+        Raises:
+          ValueError: There are no tensors, they have several dtypes, or they are not those of ``sums``.
+          NotWrittenError: There is no room. Nothing of this version is left, and the version before it is kept.
+        """
+        # A path is never used twice: vLLM has returned the cached weights of such a path.
+        self._count += 1
+        directory, tag = self.root / f"v{policy_version:08d}-{self._count}", self.tag(policy_version)
+        try:
+            directory.mkdir()
+            summary = self._writer.collect(tensors, directory)
+            dtype = _only_dtype(summary)
+            if unlike := sums.keys() ^ summary.shapes.keys():
+                raise ValueError(f"tensors without a checksum, or checksums without a tensor: {sorted(unlike)[:4]}")
+            dense, delta = self._write_files(summary, directory)
+            files = delta.files | dense.files
+            version = Version(
+                directory.name,
+                tag,
+                dtype,
+                {name: TensorRecord(summary.shapes[name], sums[name]) for name in sums},
+                files,
+                dense.pieces,
+                delta.pieces,
+                Base(self._chain[-1].name, self._chain[-1].digest) if delta.pieces else None,
+                format_of(files),
+            )
+            write_version(directory, version)
+            self._outlet.add(directory)
+        except BaseException as error:
+            shutil.rmtree(directory, ignore_errors=True)
+            self._writer.forget(directory)
+            if isinstance(error, OSError):
+                raise NotWrittenError(f"cannot write weights to {directory}: {error}") from error
+            raise
+        self._chain.append(version)
+        fraction = math.nan if summary.changed is None else summary.changed / summary.elements
+        pulled_bytes = version.num_bytes(version.delta or version.dense)
+        num_bytes = pulled_bytes if self.source else summary.dense_bytes
+        return WeightVersion(directory, tag, dtype, num_bytes, fraction, self.source)
+
+    def keep_only(self, version: WeightVersion) -> None:
+        """Removes the versions before the newest anchor, once servers have ``version``."""
+        del version
+        self._chain = self._chain[self._anchor() :]
+        kept = {each.name for each in self._chain}
+        old = [path for path in self.root.glob("v*") if path.name not in kept]
+        for path in old:
+            shutil.rmtree(path)
+            self._outlet.remove(path.name)
+        if old:
+            self._writer.keep_only(kept)
+
+    def close(self) -> None:
+        """Closes the outlet and removes the directory; may be called twice."""
+        self._outlet.close()
+        super().close()
+
+    def _write_files(self, summary: PartsSummary, directory: Path) -> tuple[WrittenFiles, WrittenFiles]:
+        """Writes the collected parts whole, as a delta, or both. Returns what is dense, and what is a delta."""
+        nothing = WrittenFiles((), {})
+        has_delta = summary.delta_bytes is not None and summary.delta_bytes < summary.dense_bytes
+        delta = self._writer.write_delta(directory) if has_delta else nothing
+        is_dense = not has_delta or len(self._chain) - self._anchor() >= self._anchor_every
+        return self._writer.write_dense(directory) if is_dense else nothing, delta
+
+    def _anchor(self) -> int:
+        """Returns the index in the chain of the newest anchor."""
+        return max(index for index, each in enumerate(self._chain) if each.dense)
+
+
+def open_weight_directory(
+    store: str,
+    parent: str | os.PathLike[str] | None,
+    *,
+    anchor_every: int,
+    host: str,
+    port: int,
+    api_key_file: Path | None,
+    writer: Writer | None = None,
+) -> WeightDirectory:
+    """Makes the directory of a run's versions, and opens the place where servers read them.
+
+    Args:
+      store: "shared", "directory", "http", or the URL of an object store (``PublishConfig.store``).
+      parent: The directory to make it in; None: this machine's memory.
+      anchor_every: The number of versions from one dense version to the next. With "shared" all versions are dense.
+      host: The address that "http" binds to.
+      port: The port that "http" binds to; 0: a free one.
+      api_key_file: The file with the key that whoever pulls over HTTP brings; None: no key.
+      writer: The writer of several processes that hold the tensors, where versions are pulled; None: this process has
+        all tensors.
+
+    Raises:
+      RuntimeError: The directory, or the place that serves it, cannot be used.
+    """
+    if store == "shared":
+        return WeightDirectory(parent, make_outlet=SharedOutlet, writer=StreamWriter())
+    make_outlet: Callable[[Path], Outlet] = DirectoryOutlet
+    if store == "http":
+        make_outlet = functools.partial(HttpOutlet, host=host, port=port, api_key_file=api_key_file)
+    elif store != "directory":
+        make_outlet = functools.partial(StoreOutlet, url=store)
+    return WeightDirectory(parent, anchor_every=anchor_every, make_outlet=make_outlet, writer=writer)
+
+
+def _only_dtype(summary: PartsSummary) -> str:
+    if len(summary.dtypes) != 1:
+        raise ValueError(f"tensors must have one dtype, got {list(summary.dtypes) or 'no tensors'}")
+    return summary.dtypes[0]
