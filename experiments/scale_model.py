@@ -45,7 +45,8 @@ from scale_rates import (
 
 from rljax.plan.compile import model_flops
 from rljax.policy.config import PolicyConfig
-from rljax.weights.files import WeightFiles
+from rljax.weights.store import open_weight_directory
+from rljax.weights.sums import array_checksum
 
 ROOT = Path(__file__).parents[1]
 CARDS, ROW_TOKENS, LONGEST_ROWS = 8, 9216, 1024  # the packed batch has a row for each response
@@ -240,13 +241,14 @@ def measure_files(tensors: int = 8, elements: int = 2**25, rounds: int = 5) -> t
 
     Seconds are of the processor, the kernel's for this process included, because other programs may run beside it.
     """
-    arrays = [(f"t{i}", np.full(elements, i, np.uint16)) for i in range(tensors)]
+    arrays = {f"t{i}": np.full(elements, i, np.float16) for i in range(tensors)}
+    sums = {name: array_checksum(array) for name, array in arrays.items()}
     size, times = tensors * elements * 2, list[tuple[float, float]]()
-    files = WeightFiles()
+    files = open_weight_directory("shared", None)
     try:
         for version in range(rounds):
             start = time.process_time()
-            written = files.write(arrays, version, {})
+            written = files.write(arrays.items(), version, sums)
             middle = time.process_time()
             for path in sorted(written.path.glob("*.safetensors")):
                 load_file(path)

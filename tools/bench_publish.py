@@ -31,14 +31,14 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
+from rljax.distributed.files import memory_directory
 from rljax.errors import ConfigError, run_cli
-from rljax.weights.directory import memory
+from rljax.weights.format import Base, TensorRecord, Version, write_version
 from rljax.weights.mirror import Mirror
 from rljax.weights.pull import pull
 from rljax.weights.source import DirectorySource
 from rljax.weights.sums import array_checksum, bits_of, changed_checksum
-from rljax.weights.version import Base, TensorRecord, Version, write_version
-from rljax.weights.writer import PartWriter, Pieces, whole_parts
+from rljax.weights.writer import PartWriter, WrittenFiles, whole_parts
 
 GIGABIT = 125e6  # bytes a second
 Tensors = dict[str, np.ndarray]
@@ -49,7 +49,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.1, 0.6, 1.7], help="of bfloat16 weights")
     parser.add_argument("--changed", type=float, nargs="+", default=[0.001, 0.01, 0.1, 1.0], help="shares of elements")
     parser.add_argument("--rounds", type=int, default=3, help="of each case (default: 3)")
-    parser.add_argument("--directory", type=Path, default=memory(), help="to work in (default: this machine's memory)")
+    parser.add_argument(
+        "--directory", type=Path, default=memory_directory(), help="to work in (default: this machine's memory)"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     options = parser.parse_args(argv)
     needed, room = 6e9 * max(options.gigabytes), shutil.disk_usage(options.directory).free
@@ -125,20 +127,22 @@ def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
     writer, seconds = PartWriter(whole_parts), dict[str, float]()
     measured = functools.partial(timed, seconds, directory=directory, size=size)
 
-    def version(name: str, sums: dict[str, Any], base: Base | None, dense: Pieces, delta: Pieces) -> Version:
+    def version(
+        name: str, sums: dict[str, Any], base: Base | None, dense: WrittenFiles, delta: WrittenFiles
+    ) -> Version:
         records = {key: TensorRecord(array.shape, sums[key]) for key, array in old.items()}
         return Version(name, name, "bfloat16", records, dense.files | delta.files, dense.pieces, delta.pieces, base)
 
-    none, source = Pieces((), {}), DirectorySource(root)
+    none, source = WrittenFiles((), {}), DirectorySource(root)
     for name in ("v1-1", "v2-1", "v2-2"):
         (root / name).mkdir(parents=True)
-    writer.take(old.items())
+    writer.collect(old.items())
     first = version("v1-1", sums_old, None, writer.write_dense(root / "v1-1"), none)
     write_version(root / "v1-1", first)
     pull(source, "v1-1", mirror)
 
     with measured("compare_and_encode_s"):
-        taken = writer.take(new.items())
+        taken = writer.collect(new.items())
     has_delta = taken.delta_bytes is not None and taken.delta_bytes < taken.dense_bytes
     if has_delta:
         with measured("write_delta_s"):

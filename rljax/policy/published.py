@@ -16,8 +16,8 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import Leaf, merged_slice, policy_leaves
 from rljax.policy.model import Params
 from rljax.sharding import fetch
-from rljax.weights.checksum import Checksum, checksum, mixed, place_weights
-from rljax.weights.region import Region
+from rljax.weights.format import Checksum, Region
+from rljax.weights.sums import mixed, place_weights
 from rljax.weights.writer import Part
 
 
@@ -69,7 +69,7 @@ def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, 
         for name, (finite, *of_name) in zip(np.ravel(leaf.names), np.reshape(columns, (4, -1)).T.tolist(), strict=True):
             if not finite:
                 raise RuntimeError(f"tensor {name!r} holds values that are not finite in {jnp.dtype(dtype).name}")
-            checksums[name] = checksum(math.prod(leaf.shape), *of_name)
+            checksums[name] = Checksum.from_sums(math.prod(leaf.shape), *of_name)
     return checksums
 
 

@@ -32,7 +32,7 @@ from rljax.rollout.servers.verify import Score
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SERVED, ClientLimits, PublishConfig, RolloutConfig
 from rljax.sharding import MeshConfig, make_mesh, on_devices
-from rljax.weights.checksum import Checksum
+from rljax.weights.format import Checksum
 from rljax.weights.writer import Part, Writer
 
 

@@ -21,14 +21,14 @@ from rljax.distributed.processes import PACK, SAVE, UPDATE, Processes
 from rljax.policy.model import Params
 from rljax.rollout.build import PolicyFunctions
 from rljax.rollout.engine import RolloutEngine, Samples
-from rljax.rollout.servers.parts import PartFiles
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
-from rljax.weights.checksum import Checksum
-from rljax.weights.writer import Pieces, Taken, all_taken, joined
+from rljax.weights.format import Checksum
+from rljax.weights.parts import PartFiles
+from rljax.weights.writer import PartsSummary, WrittenFiles, merge_summaries, merge_written
 
 
 @dataclass
@@ -249,17 +249,17 @@ class PublishToServers(Act[FollowerState]):
         with self.lead("score", arrays=ragged("sequences", sequences)):
             return self._functions.score(params, sequences)
 
-    def take(self, tensors: Any) -> Taken:
+    def collect(self, tensors: Any, directory: Path) -> PartsSummary:
         """Copies the parts of the next version to the memory of the process that holds them."""
-        with self.lead("take"):
-            results = self._take(tensors)
-        return all_taken(values_of(results, Taken))
+        with self.lead("collect"):
+            results = self._collect(tensors)
+        return merge_summaries(values_of(results, PartsSummary))
 
-    def write_dense(self, directory: Path) -> Pieces:
-        """Writes the parts that were taken, each process its own. Raises OSError if one process cannot."""
+    def write_dense(self, directory: Path) -> WrittenFiles:
+        """Writes the collected parts, each process its own. Raises OSError if one process cannot."""
         return self._lead_write("dense", directory)
 
-    def write_delta(self, directory: Path) -> Pieces:
+    def write_delta(self, directory: Path) -> WrittenFiles:
         """Writes the changes since the version before, each process its own. Raises OSError if one process cannot."""
         return self._lead_write("delta", directory)
 
@@ -286,8 +286,8 @@ class PublishToServers(Act[FollowerState]):
                 self._functions.checksums(local.params())
             case "score":
                 self._functions.score(local.params(), vectors_of("sequences", request.arrays))
-            case "take":
-                self._take(local.params())
+            case "collect":
+                self._collect(local.params())
             case "write":
                 self._write(fields["kind"], Path(fields["directory"]))
             case "forget":
@@ -300,13 +300,13 @@ class PublishToServers(Act[FollowerState]):
         assert self._parts is not None
         return self._parts
 
-    def _take(self, params: Any) -> list[dict[str, Any]]:
-        return gather_results(self.processes, lambda: self._files.take(params))
+    def _collect(self, params: Any) -> list[dict[str, Any]]:
+        return gather_results(self.processes, lambda: self._files.collect(params))
 
-    def _lead_write(self, kind: str, directory: Path) -> Pieces:
+    def _lead_write(self, kind: str, directory: Path) -> WrittenFiles:
         with self.lead("write", {"kind": kind, "directory": str(directory)}):
             results = self._write(kind, directory)
-        written = joined(values_of(results, Pieces))
+        written = merge_written(values_of(results, WrittenFiles))
         self._files.wait(directory, written)
         return written
 

@@ -20,7 +20,6 @@ from rljax.policy.config import PolicyConfig
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import PolicyFunctions, make_engine, policy_functions
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.servers.parts import PartFiles, make_parts
 from rljax.rollout.types import SERVED, SamplingParams
 from rljax.run.acts import FollowerState, PublishToServers, Save, SharedEngine, Step
 from rljax.run.checkpoint import Checkpointer
@@ -36,6 +35,8 @@ from rljax.run.step import RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
 from rljax.trainer.state import TrainState
+from rljax.weights.access import find_key_file
+from rljax.weights.parts import PartFiles, make_parts
 from rljax.weights.writer import PartWriter
 
 
@@ -151,7 +152,16 @@ def make_own_parts(config: Config, functions: PolicyFunctions, processes: Proces
     if config.publish.store == "shared":
         return None
     writer = PartWriter(functions.parts, str(processes.index))
-    return make_parts(writer, config.publish, config.rollout, processes.index, processes.coordinator)
+    return make_parts(
+        writer,
+        config.publish.store,
+        config.rollout.transfer_dir,
+        host=config.publish.host,
+        port=config.publish.port,
+        api_key_file=find_key_file(config.rollout.api_key_file),
+        index=processes.index,
+        coordinator=processes.coordinator,
+    )
 
 
 def make_acts(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.sharding import fetch, on_devices
-from rljax.weights.checksum import mixed
+from rljax.weights.sums import mixed
 
 
 def array_checksums(tree: Any) -> dict[str, str]:

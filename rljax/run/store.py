@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from rljax.run.stop import StopRequest
-from rljax.weights.object_stores import open_store
+from rljax.weights.source import open_store
 
 MANIFEST = "manifest.json"
 """The file of a copy that lists its files."""

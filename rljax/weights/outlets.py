@@ -117,6 +117,10 @@ class HttpOutlet:
     """An HTTP server of the run's directory: a program of its own (``weights.server``), which ends with this process.
 
     It is started again if a signal ends it.
+
+    Attributes:
+      source: The URL of the server.
+      process: The running program.
     """
 
     def __init__(self, root: Path, *, host: str, port: int, api_key_file: Path | None) -> None:
@@ -143,7 +147,7 @@ class HttpOutlet:
         """Checks that the server runs, which reads ``path`` where it is. Raises OSError if it has ended."""
         with self._changing:
             if not self._runs():
-                raise OSError(f"the server of weights ended with status {self._running.returncode}")
+                raise OSError(f"the server of weights ended with status {self.process.returncode}")
 
     def remove(self, name: str) -> None:
         """Does nothing: the directory's owner removes the version ``name``."""
@@ -158,7 +162,7 @@ class HttpOutlet:
         words = [sys.executable, "-m", "rljax.weights.server", str(self._root)]
         log_file = self._root / _LOG
         with log_file.open("w") as messages:  # not a pipe, which would fill up: nobody reads it
-            self._running = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*words, "--host", self._host, "--port", str(port)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -166,9 +170,9 @@ class HttpOutlet:
                 text=True,
                 env=self._environment,
             )
-        assert self._running.stdout is not None
-        answers, _, _ = select.select([self._running.stdout], [], [], _START_S)
-        source = self._running.stdout.readline().strip() if answers else ""
+        assert self.process.stdout is not None
+        answers, _, _ = select.select([self.process.stdout], [], [], _START_S)
+        source = self.process.stdout.readline().strip() if answers else ""
         if not source:
             self._end()
             lines = log_file.read_text().strip().splitlines() or [f"no answer within {_START_S:g} s"]
@@ -178,13 +182,13 @@ class HttpOutlet:
     def _restart_when_killed(self) -> None:
         goes_on = True
         while goes_on:
-            self._running.wait()
+            self.process.wait()
             with self._changing:
                 goes_on = not self._closing and self._runs()
 
     def _runs(self) -> bool:
         """Returns whether the server runs, after starting it again if a signal ended it."""
-        status = self._running.poll()
+        status = self.process.poll()
         if status is None or status >= 0:
             return status is None
         log.warning("the server of weights at %s was ended by signal %d and is started again", self.source, -status)
@@ -193,12 +197,12 @@ class HttpOutlet:
             self._start(int(self.source.rpartition(":")[2]))
         except (OSError, RuntimeError) as error:
             log.warning("%s", error)
-        return self._running.poll() is None
+        return self.process.poll() is None
 
     def _end(self) -> None:
-        if self._running.poll() is None:
-            self._running.kill()
-        for stream in (self._running.stdin, self._running.stdout):
+        if self.process.poll() is None:
+            self.process.kill()
+        for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 stream.close()
-        self._running.wait()
+        self.process.wait()

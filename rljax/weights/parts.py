@@ -73,38 +73,43 @@ class PartFiles:
 
 
 class HttpPartFiles(PartFiles):
-    """Files that a process other than 0 keeps in a directory of its own, and serves from its own machine."""
+    """Files that a process other than 0 keeps in a directory of its own, and serves from its own machine.
+
+    Attributes:
+      directory: The directory with the files.
+      outlet: The server of that directory.
+    """
 
     def __init__(self, writer: PartWriter, directory: OwnedDirectory, outlet: HttpOutlet) -> None:
         """Takes over a directory and the outlet that serves it."""
         super().__init__(writer)
-        self._directory, self._outlet = directory, outlet
+        self.directory, self.outlet = directory, outlet
 
     def write(self, kind: str, version: Path) -> WrittenFiles:
         """Writes the parts into this process's directory; their records say where they are served."""
-        own = self._directory.root / version.name
+        own = self.directory.root / version.name
         own.mkdir(exist_ok=True)
         written = super().write(kind, own)
-        self._outlet.add(own)
-        at = self._outlet.source
+        self.outlet.add(own)
+        at = self.outlet.source
         files = {name: msgspec.structs.replace(record, at=at) for name, record in written.files.items()}
         return WrittenFiles(written.pieces, files)
 
     def forget(self, version: Path) -> None:
         """Gives up a version, and removes what was written of it."""
         super().forget(version)
-        shutil.rmtree(self._directory.root / version.name, ignore_errors=True)
+        shutil.rmtree(self.directory.root / version.name, ignore_errors=True)
 
     def keep_only(self, names: Collection[str]) -> None:
         """Removes the files of all versions but ``names``."""
-        for path in self._directory.root.glob("v*"):
+        for path in self.directory.root.glob("v*"):
             if path.name not in names:
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Ends the outlet and removes the directory; may be called twice."""
-        self._outlet.close()
-        self._directory.close()
+        self.outlet.close()
+        self.directory.close()
 
 
 class StorePartFiles(PartFiles):

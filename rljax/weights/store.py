@@ -183,10 +183,10 @@ def open_weight_directory(
     store: str,
     parent: str | os.PathLike[str] | None,
     *,
-    anchor_every: int,
-    host: str,
-    port: int,
-    api_key_file: Path | None,
+    anchor_every: int = 16,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    api_key_file: Path | None = None,
     writer: Writer | None = None,
 ) -> WeightDirectory:
     """Makes the directory of a run's versions, and opens the place where servers read them.

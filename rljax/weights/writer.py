@@ -1,4 +1,4 @@
-"""Writes the parts of a version's tensors that one process holds: whole, or as what changed since the version before."""
+"""Writes the parts of tensors that one process holds: whole, or as what changed since the version before."""
 
 from __future__ import annotations
 
@@ -204,9 +204,7 @@ class StreamWriter:
             num_bytes += part.array.nbytes
             elements += part.array.size
         self._written = merge_written(written)
-        return PartsSummary(
-            tuple(sorted(dtypes)), elements, num_bytes, None if is_first else changed, None, shapes
-        )
+        return PartsSummary(tuple(sorted(dtypes)), elements, num_bytes, None if is_first else changed, None, shapes)
 
     def write_dense(self, directory: Path) -> WrittenFiles:
         """Returns what :meth:`collect` has written."""
@@ -263,8 +261,7 @@ def merge_written(written: Sequence[WrittenFiles]) -> WrittenFiles:
 def _write_parts(directory: Path, file: str, parts: Sequence[Part]) -> WrittenFiles:
     """Writes parts into one dense file. A whole tensor is stored under its own name, so that any reader finds it."""
     keys = [
-        part.tensor if part.region == Region.whole(part.shape) else f"{number:06d}"
-        for number, part in enumerate(parts)
+        part.tensor if part.region == Region.whole(part.shape) else f"{number:06d}" for number, part in enumerate(parts)
     ]
     content = {
         key: (part.array.dtype.name, part.array.shape, part.array) for key, part in zip(keys, parts, strict=True)

@@ -65,13 +65,21 @@ work = Path(sys.argv[1])
 for place in ("run/v1", "run", "."):
     save_file({"a": torch.ones(2)}, work / place / "0.safetensors")
 
+def described(name, files):
+    sums = {"count": 2, "first": 0, "second": 0, "placed": 0}
+    region = {"row": 0, "rows": 1, "column": 0, "width": 2, "stride": 2}
+    dense = [{"tensor": "a", "region": region, "file": file, "key": "a"} for file in files]
+    records = {file: {"bytes": 80, "xxh3": ""} for file in files}
+    version = {"name": name, "tag": "t", "dtype": "float32", "tensors": {"a": {"shape": [2], "sums": sums}}}
+    return json.dumps({**version, "files": records, "dense": dense})
+
 def outcome(path, files, shown=True):
     engine = FileWeightTransferEngine.__new__(FileWeightTransferEngine)
     engine.model, engine.model_config = Model(), SimpleNamespace(dtype=torch.float32)
     if shown:
         engine.init_transfer_engine(FileInitInfo(str(work / "run" / "probe.txt"), "x", PROTOCOL))
     for place in ("run/v1", "run", "."):
-        (work / place / "manifest.json").write_text(json.dumps({"tag": "t", "files": files}))
+        (work / place / "version.json").write_text(described(Path(path).name, files))
     try:
         engine.receive_weights(FileUpdateInfo(str(work / path), "t"))
     except ValueError as error:
@@ -109,12 +117,10 @@ def said(vllm_interpreter, tmp_path_factory):
 
 def test_it_loads_without_jax(said):
     """vLLM's environment has no jax: the plugin and what it imports must not ask for it."""
-    beside = ("rljax.weights.api_key", "rljax.weights", "rljax.distributed.ownership", "rljax.errors")
-    beside += ("rljax.weights.addresses",)
+    beside = ("rljax.weights.access", "rljax.weights", "rljax.distributed", "rljax.errors")
     own = ("rljax", "rljax.rollout", "rljax.rollout.servers.vllm", "rljax.rollout.servers.vllm.plugin")
     own += ("rljax.rollout.servers.vllm.in_place", "rljax.rollout.servers.vllm.parameters")
-    own += ("rljax.weights.checksum", "rljax.weights.object_stores", "rljax.rollout.servers")
-    own += ("rljax.weights.torch_checksum", "rljax.weights.worker")
+    own += ("rljax.weights.sums", "rljax.weights.worker", "rljax.rollout.servers")
     assert said["backend"] == "rljax_file"
     assert set(own) <= set(said["modules"])
     assert [name for name in said["modules"] if name not in own and not name.startswith(beside)] == []
@@ -133,6 +139,6 @@ def test_an_update_does_not_leave_its_directory(said):
     paths = said["paths"]
     assert paths["own"] == ["a"]
     for name in ("up", "absolute", "dots"):
-        assert "names files outside itself" in paths[name]
+        assert "a file outside its directory" in paths[name]
     for name in ("elsewhere", "around", "not shown"):
         assert "lies in no directory that a trainer has shown" in paths[name]

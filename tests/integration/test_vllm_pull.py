@@ -15,11 +15,12 @@ from safetensors.numpy import load_file
 from toy_runs import ROOT
 from vllm_checks import OTHER_BITS, adamw_step, check_use, rpc
 
+from rljax.distributed.files import memory_directory
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import PublishConfig, SamplingParams
-from rljax.weights import safetensors_file
-from rljax.weights.directory import memory
+from rljax.weights import tensor_files
+from rljax.weights.format import write_version
 from rljax.weights.mirror import Mirror
 
 pytestmark = pytest.mark.vllm
@@ -40,10 +41,10 @@ def pulling(request):
 
 
 def mirror_of(engine) -> Mirror:
-    """That of this machine: the one whose state names the engine's version."""
-    for root in memory().glob("rljax-mirror-*"):
-        state = Mirror(root).state
-        if state is not None and state.tag.startswith(engine.files.run_tag):
+    """That of this machine: the one that holds a version of the engine's run."""
+    for root in memory_directory().glob("rljax-mirror-*"):
+        version = Mirror(root).version
+        if version is not None and version.tag.startswith(engine.files.run_tag):
             return Mirror(root)
     raise AssertionError("no mirror of this run")
 
@@ -51,9 +52,9 @@ def mirror_of(engine) -> Mirror:
 def assert_bits(engine, served, params) -> None:
     """Recounted from the mirror's files, without the checksums of the product."""
     mirror = mirror_of(engine)
-    manifest = json.loads((mirror.root / "manifest.json").read_text())
+    version = json.loads((mirror.root / "version.json").read_text())
     found = {}
-    for file in manifest["files"]:
+    for file in version["files"]:
         found |= load_file(mirror.root / file)
     wanted = dict(served.model.tensors(served.dtype)(params))
     assert sorted(found) == sorted(wanted)
@@ -89,9 +90,14 @@ def test_a_program_without_the_package_recounts_what_the_server_holds(bfloat16, 
     assert said.splitlines()[-1] == "model.layers.1.mlp.down_proj.weight"
 
 
+def file_of(mirror, name) -> str:
+    (file,) = (piece.file for piece in mirror.version.dense if piece.tensor == name)
+    return file
+
+
 def flip(mirror, name) -> None:
     """One bit of a tensor."""
-    safetensors_file.mapped(mirror.root / mirror.state.tensors[name].file, writable=True)[name][5] ^= 1
+    tensor_files.mapped(mirror.root / file_of(mirror, name), writable=True)[name][5] ^= 1
 
 
 @pytest.mark.parametrize("store", ["http", pytest.param("directory", marks=pytest.mark.harness)])
@@ -131,11 +137,10 @@ def test_a_bit_that_flips_in_the_mirror_is_repaired_from_an_anchor(bfloat16, pul
 def forge(mirror, name) -> None:
     """A bit of the mirror flips, and its record is made to agree."""
     flip(mirror, name)
-    state = mirror.state
-    held = state.tensors[name]
-    held = msgspec.structs.replace(held, xxh3=safetensors_file.xxh3_of(mirror.root / held.file))
-    state = msgspec.structs.replace(state, tensors=state.tensors | {name: held})
-    (mirror.root / "state.json").write_bytes(msgspec.json.encode(state))
+    version = mirror.version
+    file = file_of(mirror, name)
+    forged = msgspec.structs.replace(version.files[file], xxh3=tensor_files.xxh3_of(mirror.root / file))
+    write_version(mirror.root, msgspec.structs.replace(version, files=version.files | {file: forged}))
 
 
 def test_a_bit_that_no_record_shows_is_seen_in_what_the_workers_loaded(bfloat16, pulling):
@@ -192,9 +197,9 @@ def test_a_server_that_joins_late_or_missed_versions_is_brought_to_the_newest(bf
 
 
 def test_what_the_servers_machine_cannot_reach_is_said_at_the_handshake(bfloat16, monkeypatch):
-    monkeypatch.setattr("rljax.rollout.servers.publishing.HttpServed.source", "http://127.0.0.1:9", raising=False)
+    monkeypatch.setattr("rljax.weights.outlets.HttpOutlet.source", "http://127.0.0.1:9", raising=False)
     monkeypatch.setattr(
-        "rljax.weights.versions.VersionFiles.source",
+        "rljax.weights.store.WeightDirectory.source",
         property(lambda self: "http://127.0.0.1:9", lambda *_: None),
     )
     with pytest.raises(HandshakeError, match=r"the server's machine cannot read weights from http://127.0.0.1:9"):

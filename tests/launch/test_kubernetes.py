@@ -155,7 +155,7 @@ def test_a_name_that_is_not_the_servers_is_found(overlay, where):
 
 
 def test_the_key_is_its_readers_alone():
-    """The check of rljax.weights.api_key, on the pods' side."""
+    """The check of rljax.weights.access, on the pods' side."""
     for overlay in OVERLAYS:
         spec = trainer(rendered(overlay)).spec
         (container,) = (one for one in spec["initContainers"] if one["name"] == "key")

@@ -56,7 +56,7 @@ def test_each_process_serves_what_it_wrote_and_only_that(count, tmp_path, mirror
             assert len(kept) == (1 if number in (0, 3) else number % 3 + 1)
             assert all({path.name for path in run.own(index).glob("v*")} == kept for index in range(count))
         late = Mirror(tmp_path / "late")
-        assert (take(told, late).dense, late.state.tag) == (True, mirror.state.tag)
+        assert (take(told, late).dense, late.version.tag) == (True, mirror.version.tag)
         assert_holds(late, run.truth(4))
         urls = {it["at"] for it in files.values() if "at" in it}
         assert len(urls) == count - 1

@@ -60,7 +60,7 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(server, count, tmp_path
         kept = {path.rpartition("/")[2] for path in bucket().ls(told["source"], detail=False)}
         assert kept == {f"v{number:08d}-{number + 1}" for number in (3, 4)} | {"owner.json"} & kept
         late = Mirror(tmp_path / "late")
-        assert (take(told, late).dense, late.state.tag) == (True, mirror.state.tag)
+        assert (take(told, late).dense, late.version.tag) == (True, mirror.version.tag)
         assert_holds(late, run.truth(4))
         assert not list((tmp_path / "run").glob("process_*/*/**/*.safetensors"))
         assert run.end() == [0] * count, run.said()

@@ -449,7 +449,7 @@ def test_checksums_of_another_update_prove_nothing(fake):
 
 
 def test_wrong_dtypes(fake):
-    engine = make(fake.url, tensors=lambda params: [("a", np.ones(2, np.float16))])
+    engine = make(fake.url, tensors=lambda params: [(name, np.ones(2, np.float16)) for name in params])
     try:
         with pytest.raises(ValueError, match="published tensors are float16, the rollout dtype is float32"):
             engine.publish(PARAMS, 0)

@@ -14,25 +14,30 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rljax.weights.files import WeightFiles
+from rljax.weights.store import open_weight_directory
+from rljax.weights.sums import array_checksum
 
 
 @pytest.fixture
 def files(tmp_path):
-    made = WeightFiles(tmp_path)
+    made = open_weight_directory("shared", tmp_path)
     yield made
     made.close()
+
+
+def written(files, tensors, number):
+    return files.write(tensors.items(), number, {name: array_checksum(array) for name, array in tensors.items()})
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_tensors_come_back_bit_for_bit(files, dtype):
     tensors = {"x.weight": np.linspace(-3, 3, 40).reshape(8, 5).astype(dtype), "y": np.ones(3, dtype)}
-    version = files.write(tensors.items(), 3, {})
-    manifest = json.loads((version.path / "manifest.json").read_text())
-    assert manifest["tag"] == version.tag == files.tag(3)
+    version = written(files, tensors, 3)
+    described = json.loads((version.path / "version.json").read_text())
+    assert described["tag"] == version.tag == files.tag(3)
     assert files.policy_version(version.tag) == 3
     read = {}
-    for file in manifest["files"]:
+    for file in described["files"]:
         read.update(load_file(version.path / file))
     assert list(read) == list(tensors)
     for name, array in tensors.items():
@@ -44,7 +49,7 @@ def test_tensors_come_back_bit_for_bit(files, dtype):
 
 def test_every_version_has_a_new_path_and_one_is_kept(files):
     tensors = {"x": np.zeros(4, np.float32)}
-    versions = [files.write(tensors.items(), number, {}) for number in (0, 1, 1)]
+    versions = [written(files, tensors, number) for number in (0, 1, 1)]
     assert len({v.path for v in versions}) == 3
     files.keep_only(versions[2])
     assert [p for p in files.root.iterdir() if p.is_dir()] == [versions[2].path]
@@ -52,11 +57,11 @@ def test_every_version_has_a_new_path_and_one_is_kept(files):
 
 def test_changed_fraction(files):
     large, small = np.zeros(1_000_000, np.float32), np.zeros(10, np.float32)
-    assert np.isnan(files.write({"l": large, "s": small}.items(), 0, {}).changed_fraction)
-    assert files.write({"l": large, "s": small}.items(), 1, {}).changed_fraction == 0.0
+    assert np.isnan(written(files, {"l": large, "s": small}, 0).changed_fraction)
+    assert written(files, {"l": large, "s": small}, 1).changed_fraction == 0.0
     large[:500_000] = 1.0
-    assert files.write({"l": large, "s": small}.items(), 2, {}).changed_fraction == pytest.approx(0.5, abs=1e-3)
-    assert files.write({"s": small + 1}.items(), 3, {}).changed_fraction == 1.0
+    assert written(files, {"l": large, "s": small}, 2).changed_fraction == pytest.approx(0.5, abs=1e-3)
+    assert written(files, {"s": small + 1}, 3).changed_fraction == 1.0
 
 
 def test_one_dtype(files):
@@ -68,8 +73,8 @@ def test_one_dtype(files):
 
 KEEPS_WEIGHTS = """
     import sys, time
-    from rljax.weights.files import WeightFiles
-    print(WeightFiles(sys.argv[1]).root, flush=True)
+    from rljax.weights.store import open_weight_directory
+    print(open_weight_directory("shared", sys.argv[1]).root, flush=True)
     time.sleep(60)
 """
 
@@ -91,7 +96,7 @@ def test_directories_of_the_dead_are_removed_and_those_of_the_living_kept(tmp_pa
         long_ago = time.time() - 3600
         for root in (living, dead, silent):
             os.utime(root / "owner.json", (long_ago, long_ago))
-        newcomer = WeightFiles(tmp_path)
+        newcomer = open_weight_directory("shared", tmp_path)
         assert set(tmp_path.iterdir()) == {living, beating, nobodys, newcomer.root}
         newcomer.close()
         newcomer.close()
@@ -104,5 +109,5 @@ def test_directories_of_the_dead_are_removed_and_those_of_the_living_kept(tmp_pa
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RuntimeError, match="cannot write weights under"):
-        WeightFiles(tmp_path / "file")
+    with pytest.raises(RuntimeError, match="cannot write under"):
+        open_weight_directory("shared", tmp_path / "file")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from in_flight import GROUP, check_versions, sampled_across_publishes
 from sglang_policy import Policy
+from weight_training import change_after_writing
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.build import connect
@@ -144,19 +145,10 @@ def test_a_cache_that_is_not_flushed_is_out_of_band(served, opened):
         (lambda name, array: array[:-1] if name == "model.embed_tokens.weight" else array, r"embed_tokens.*\[15, 64\]"),
     ],
 )
-def test_files_without_all_tensors_or_of_other_shapes_are_not_loaded(served, opened, change, said):
+def test_files_without_all_tensors_or_of_other_shapes_are_not_loaded(served, opened, change, said, monkeypatch):
     """SGLang would load what is there and report success. The server goes on after a sound publish."""
-    plain = served.policy.tensors
-    broken = []
-
-    def tensors(params):
-        for name, array in plain(params):
-            other = change(name, array) if broken else array
-            if other is not None:
-                yield name, other
-
-    engine = opened(tensors=tensors)
-    broken.append(True)
+    engine, broken = opened(), [True]
+    change_after_writing(monkeypatch, lambda name, array: change(name, array) if broken else array)
     with pytest.raises(RuntimeError, match=said):
         engine.publish(served.policy.moved(5), 1)
     broken.clear()

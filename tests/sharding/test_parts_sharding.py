@@ -9,7 +9,7 @@ from rljax.policy.hf import hf_tensors
 from rljax.policy.model import init_params, param_shardings
 from rljax.policy.published import hf_parts
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.weights.region import Region
+from rljax.weights.format import Region
 
 pytestmark = pytest.mark.mesh
 

@@ -22,12 +22,12 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.model import param_shardings
 from rljax.rollout.build import policy_functions
-from rljax.rollout.servers.parts import make_parts
-from rljax.rollout.servers.publishing import make_files
 from rljax.rollout.types import PublishConfig, RolloutConfig
 from rljax.run.acts import PublishToServers
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.weights.api_key import find_key_file
+from rljax.weights.access import find_key_file
+from rljax.weights.parts import make_parts
+from rljax.weights.store import open_weight_directory
 from rljax.weights.sums import bits_of
 from rljax.weights.writer import PartWriter
 
@@ -78,13 +78,29 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
         mesh = make_mesh(MeshConfig())
         params = load_params(MODEL, config, param_shardings(config, mesh))
         functions = policy_functions(config, "bfloat16")
-        parts = make_parts(PartWriter(functions.parts, str(index)), publish, rollout, index, processes.coordinator)
+        parts = make_parts(
+            PartWriter(functions.parts, str(index)),
+            store,
+            rollout.transfer_dir,
+            host=host,
+            port=publish.port,
+            api_key_file=find_key_file(None),
+            index=index,
+            coordinator=processes.coordinator,
+        )
         policy, act, move = Policy(params), PublishToServers(processes, functions, parts), Move(processes)
         if index:
             follow(processes, [act, move], policy)
             parts.close()
         else:
-            files = make_files(publish, rollout.transfer_dir, find_key_file(None), act)
+            files = open_weight_directory(
+                store,
+                rollout.transfer_dir,
+                anchor_every=publish.anchor_every,
+                host=host,
+                api_key_file=find_key_file(None),
+                writer=act,
+            )
             for folder in ("truth", "answers"):
                 (root / folder).mkdir()
             for number, line in enumerate(sys.stdin):

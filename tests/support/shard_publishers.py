@@ -122,7 +122,7 @@ def take(told, mirror):
 def assert_holds(mirror, truth):
     """Bit for bit what was gathered from the devices of all processes."""
     found = {}
-    for file in json.loads((mirror.root / "manifest.json").read_text())["files"]:
+    for file in json.loads((mirror.root / "version.json").read_text())["files"]:
         found |= load_file(mirror.root / file)
     assert found.keys() == set(truth.files)
     for name, array in found.items():

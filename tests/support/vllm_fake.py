@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, urlparse
 
 from safetensors.numpy import load_file
 
+from rljax.weights.format import PROTOCOL
 from rljax.weights.sums import array_checksum
 
 SHAPE = {
@@ -107,7 +108,7 @@ class FakeVllm:
 
     def _describe(self) -> dict:
         return {
-            "protocol": 3,
+            "protocol": PROTOCOL,
             "vllm": "fake",
             "dtype": self.dtype,
             "quantization": None,

@@ -5,13 +5,13 @@ import json
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from rljax.weights.format import Region
 from rljax.weights.pull import pull
-from rljax.weights.region import Region
 from rljax.weights.source import open_source
+from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum, bits_of
-from rljax.weights.versions import VersionFiles
 from rljax.weights.writer import Part
 
 SHAPES = {"embed": (64, 48), "norm": (48,), "experts": (4, 6, 8), "head": (64, 48)}
@@ -23,7 +23,7 @@ class Training:
     def __init__(self, root, dtype=ml_dtypes.bfloat16, files=None, **options):
         self.rng = np.random.default_rng(0)
         self.tensors = {name: self.rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
-        self.files, self.number, self.versions = files or VersionFiles(root, **options), 0, []
+        self.files, self.number, self.versions = files or WeightDirectory(root, **options), 0, []
 
     def step(self, share=0.05):
         """Changes a share of the elements and writes the version."""
@@ -68,12 +68,12 @@ def shards(tensors, count):
 
 
 def held(mirror):
-    """What a server would load: its manifest's tag, and the tensors of its files."""
-    manifest = json.loads((mirror.root / "manifest.json").read_text())
+    """What a server would load: its version's tag, and the tensors of its files."""
+    version = json.loads((mirror.root / "version.json").read_text())
     tensors = {}
-    for file in manifest["files"]:
+    for file in version["files"]:
         tensors.update(load_file(mirror.root / file))
-    return manifest["tag"], tensors
+    return version["tag"], tensors
 
 
 def assert_holds(mirror, training, version=None):
@@ -85,3 +85,17 @@ def assert_holds(mirror, training, version=None):
         assert tensors[name].shape == array.shape
         assert tensors[name].dtype == array.dtype
     mirror.check()
+
+
+def change_after_writing(monkeypatch, change):
+    """Has each version's files changed once it is written: ``change(name, array)`` is what is stored, None nothing."""
+    sound = WeightDirectory.write
+
+    def write(self, *arguments):
+        version = sound(self, *arguments)
+        for path in version.path.glob("*.safetensors"):
+            changed = {name: change(name, array) for name, array in load_file(path).items()}
+            save_file({name: array for name, array in changed.items() if array is not None}, path)
+        return version
+
+    monkeypatch.setattr(WeightDirectory, "write", write)

@@ -18,8 +18,7 @@ from rljax.rollout.servers.foreground import serve
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, command, environment, start
 from rljax.rollout.types import RolloutConfig, SamplingParams
-from rljax.weights.api_key import KEY_FILE, find_key_file, read_api_key
-from rljax.weights.middleware import RequireKey
+from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, read_api_key
 from rljax.weights.sums import array_checksum
 
 KEY = "0123456789abcdef-a-key"
@@ -162,7 +161,7 @@ def test_neither_command_line_nor_environment_holds_the_key(key_file, monkeypatc
     monkeypatch.delenv(KEY_FILE, raising=False)
     config = ServerConfig("m", api_key_file=key_file)
     words = command(config, 7, gpu=False)
-    assert words[words.index("--middleware") + 1] == "rljax.weights.middleware.RequireKey"
+    assert words[words.index("--middleware") + 1] == "rljax.weights.access.RequireKey"
     settings = environment(config, gpu=False)
     assert settings[KEY_FILE] == str(key_file)
     assert KEY not in " ".join([*words, *settings.values(), repr(config)])

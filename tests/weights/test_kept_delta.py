@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from weight_training import SHAPES, Training
 
-from rljax.weights import kept_delta
-from rljax.weights.kept_delta import kept
+from rljax.weights import delta as deltas
+from rljax.weights.delta import kept
+from rljax.weights.format import VERSION_FILE, parse_version
 from rljax.weights.mirror import Mirror
 from rljax.weights.sums import bits_of
-from rljax.weights.version import VERSION_FILE, parse_version
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def training(tmp_path):
 
 
 def found(mirror):
-    return kept(mirror.root, mirror.state.name)
+    return kept(mirror.root, mirror.version.name)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
@@ -37,7 +37,7 @@ def test_its_patches_make_the_new_version_of_the_old_one(tmp_path, mirror, dtype
         training.step()
         training.pull(mirror, keep_delta=True)
         assert found(mirror) is None  # it was dense
-        before, old = {name: bits_of(array).copy() for name, array in training.tensors.items()}, mirror.state.digest
+        before, old = {name: bits_of(array).copy() for name, array in training.tensors.items()}, mirror.version.digest
         training.step(0.05)
         training.pull(mirror, keep_delta=True)
     delta = found(mirror)
@@ -65,8 +65,8 @@ def test_it_is_kept_when_asked_for_and_when_one_delta_does_it(training, mirror):
     assert found(mirror) is None
     training.step()
     training.pull(mirror, keep_delta=True)
-    assert found(mirror).version.tag == mirror.state.tag
-    training.step(2 * kept_delta.MOST)
+    assert found(mirror).version.tag == mirror.version.tag
+    training.step(2 * deltas.MOST_KEPT)
     training.pull(mirror, keep_delta=True)
     assert found(mirror) is None  # too large
 
@@ -88,7 +88,7 @@ def test_without_room_for_it_the_version_is_there_all_the_same(training, mirror,
     def full(*paths):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept_delta.shutil, "copyfile", full)
+    monkeypatch.setattr(deltas.shutil, "copyfile", full)
     training.step()
     training.pull(mirror)
     training.step()

@@ -6,16 +6,16 @@ import time
 import numpy as np
 import pytest
 
-from rljax.weights.pulling import MIRROR_DIR, Pulling
+from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum
-from rljax.weights.versions import VersionFiles
+from rljax.weights.worker import MIRROR_DIR, Pulls
 
 TENSOR = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
 @pytest.fixture
 def files(tmp_path):
-    with contextlib.closing(VersionFiles(tmp_path / "weights")) as made:
+    with contextlib.closing(WeightDirectory(tmp_path / "weights")) as made:
         yield made
 
 
@@ -23,13 +23,13 @@ def files(tmp_path):
 def pulling(tmp_path, files, monkeypatch):
     (tmp_path / "mirrors").mkdir()
     monkeypatch.setenv(MIRROR_DIR, str(tmp_path / "mirrors"))
-    with contextlib.closing(Pulling(files.source, files.run_tag)) as made:
+    with contextlib.closing(Pulls(files.source, files.run_tag)) as made:
         yield made
 
 
 def ended(pulling, name):
     until = time.monotonic() + 60
-    while (done := pulling.done(name)) is None:
+    while (done := pulling.result(name)) is None:
         assert time.monotonic() < until
         time.sleep(0.02)
     return done
@@ -45,8 +45,8 @@ def test_what_a_pull_did_is_said_until_the_next_one(files, pulling):
         pulling.begin(names[-1])
         first = ended(pulling, names[-1])
         assert (first["error"], first["tag"]) == ("", version.tag)
-        assert pulling.done(names[-1]) == first
-    assert pulling.done(names[0])["error"] == f"{names[0]} is not being pulled"
+        assert pulling.result(names[-1]) == first
+    assert pulling.result(names[0])["error"] == f"{names[0]} is not being pulled"
     pulling.begin(names[1])
     assert ended(pulling, names[1])["bytes"] == 0
 
@@ -57,7 +57,7 @@ def test_a_pull_that_fails_says_why_and_may_be_begun_again(files, pulling):
     pulling.begin(version.path.name)
     failed = ended(pulling, version.path.name)
     assert "version.json cannot be read" in failed["error"]
-    assert pulling.done(version.path.name) == failed
+    assert pulling.result(version.path.name) == failed
     (version.path / "elsewhere.json").rename(version.path / "version.json")
     pulling.begin(version.path.name)
     assert ended(pulling, version.path.name)["error"] == ""

@@ -17,18 +17,16 @@ from toy_runs import ROOT
 from weight_training import Training, assert_holds, shards
 
 from rljax.errors import ConfigError, NotWrittenError
-from rljax.rollout.servers import parts as parts_module
-from rljax.rollout.servers.parts import PartFiles, make_parts
-from rljax.rollout.servers.publishing import make_files
-from rljax.rollout.types import PublishConfig, RolloutConfig
+from rljax.weights import parts as parts_module
 from rljax.weights import source as sources
-from rljax.weights.addresses import own_address
-from rljax.weights.api_key import KEY_FILE
+from rljax.weights.access import KEY_FILE, find_key_file, own_address
+from rljax.weights.format import FileRecord
 from rljax.weights.mirror import DamagedError, Mirror
+from rljax.weights.parts import PartFiles, make_parts
 from rljax.weights.pull import pull
 from rljax.weights.source import SourceError, open_source
-from rljax.weights.version import FileRecord
-from rljax.weights.writer import PartWriter, Pieces, all_taken, joined
+from rljax.weights.store import open_weight_directory
+from rljax.weights.writer import PartWriter, WrittenFiles, merge_summaries, merge_written
 
 HERE = "127.0.0.1:1"  # as a coordinator of this machine
 
@@ -39,9 +37,9 @@ class InTurn:
     def __init__(self, parts):
         self.parts = parts
 
-    def take(self, named):
+    def collect(self, named, directory):
         held = shards(dict(named), len(self.parts))
-        return all_taken([each.take(own) for each, own in zip(self.parts, held, strict=True)])
+        return merge_summaries([each.collect(own) for each, own in zip(self.parts, held, strict=True)])
 
     def write_dense(self, directory):
         return self._write("dense", directory)
@@ -50,7 +48,7 @@ class InTurn:
         return self._write("delta", directory)
 
     def _write(self, kind, directory):
-        written = joined([each.write(kind, directory) for each in self.parts])
+        written = merge_written([each.write(kind, directory) for each in self.parts])
         self.parts[0].wait(directory, written)
         return written
 
@@ -63,16 +61,20 @@ class InTurn:
             each.keep_only(names)
 
 
+def own_parts(store, parent, index, *, host="127.0.0.1", port=0, coordinator=HERE):
+    """The parts of one process of several, each of which yields what it is given."""
+    writer = PartWriter(lambda own: own, str(index))
+    key_file = find_key_file(None)
+    options = {"host": host, "port": port, "api_key_file": key_file, "index": index, "coordinator": coordinator}
+    return make_parts(writer, store, parent, **options)
+
+
 class Pod:
     """So many processes of a run, each with a directory of its own."""
 
     def __init__(self, root, count, store="http", anchor_every=4):
-        publish = PublishConfig(store=store, anchor_every=anchor_every)
-        self.parts = []
-        for index in range(count):
-            rollout = RolloutConfig(transfer_dir=str(root / f"process_{index}"))
-            self.parts.append(make_parts(PartWriter(lambda own: own, str(index)), publish, rollout, index, HERE))
-        files = make_files(publish, str(root / "process_0"), None, InTurn(self.parts))
+        self.parts = [own_parts(store, root / f"process_{index}", index) for index in range(count)]
+        files = open_weight_directory(store, root / "process_0", anchor_every=anchor_every, writer=InTurn(self.parts))
         self.training = Training(root, files=files)
 
     def close(self):
@@ -164,8 +166,8 @@ def test_a_place_that_is_gone_for_a_while_is_waited_for(pods, mirror, monkeypatc
     """What has come of it, and of the others, is not asked for again."""
     monkeypatch.setattr(sources, "_RANGE_BYTES", 1000)
     pod = pods(2)
-    proxy = CuttingProxy(pod.parts[1]._served.source, cut_after=1500)
-    pod.parts[1]._served.source = proxy.url
+    proxy = CuttingProxy(pod.parts[1].outlet.source, cut_after=1500)
+    pod.parts[1].outlet.source = proxy.url
     version = pod.training.step()
     records = [record for record in described(version)["files"].values() if record.get("at")]
     failures = []
@@ -198,7 +200,7 @@ def test_a_file_that_is_damaged_at_one_place_is_refused_until_an_anchor_comes(po
     pod.training.step()
     pod.training.pull(mirror)
     version = pod.training.step()
-    (path,) = pod.parts[1]._directory.root.glob(f"{version.path.name}/1-delta.safetensors")
+    (path,) = pod.parts[1].directory.root.glob(f"{version.path.name}/1-delta.safetensors")
     content = bytearray(path.read_bytes())
     content[len(content) * 7 // 8] ^= 1
     path.write_bytes(content)
@@ -214,7 +216,7 @@ def test_a_part_that_cannot_be_written_leaves_no_version_anywhere(pods, mirror, 
     pod = pods(2)
     pod.training.step()
     pod.training.pull(mirror)
-    own = pod.parts[1]._directory.root
+    own = pod.parts[1].directory.root
     (own / "v00000001-2").write_text("in the way")
     with pytest.raises(NotWrittenError, match="File exists"):
         pod.training.step()
@@ -229,7 +231,7 @@ def test_a_part_that_cannot_be_written_leaves_no_version_anywhere(pods, mirror, 
 def test_a_server_that_is_killed_in_mid_pull_is_back_at_its_address(pods, mirror, monkeypatch):
     monkeypatch.setattr(sources, "_RANGE_BYTES", 1000)
     pod = pods(2)
-    served = pod.parts[1]._served
+    served = pod.parts[1].outlet
     proxy = CuttingProxy(served.source)  # counts
     served.source, url = proxy.url, served.source
     version = pod.training.step()
@@ -246,12 +248,12 @@ def test_a_server_that_is_killed_in_mid_pull_is_back_at_its_address(pods, mirror
         thread.start()
         while proxy.passed < 2000:
             time.sleep(0.0005)
-        first = served._running.pid
+        first = served.process.pid
         os.kill(first, signal.SIGKILL)
         thread.join(60)
     assert failures == []
     assert_holds(mirror, pod.training)
-    assert served._running.pid != first
+    assert served.process.pid != first
     assert httpx.get(f"{url}/health").text == "ok\n"
     pod.training.step()
     pod.training.pull(mirror)
@@ -261,8 +263,8 @@ def test_a_server_that_is_killed_in_mid_pull_is_back_at_its_address(pods, mirror
 def test_a_server_of_one_part_that_ended_is_named(pods):
     pod = pods(2)
     pod.training.step()
-    pod.parts[1]._served._running.stdin.close()
-    pod.parts[1]._served._running.wait(20)
+    pod.parts[1].outlet.process.stdin.close()
+    pod.parts[1].outlet.process.wait(20)
     with pytest.raises(NotWrittenError, match="the server of weights ended with status 0"):
         pod.training.step()
 
@@ -297,7 +299,7 @@ def test_each_process_uploads_its_files_and_process_0_the_version_last(pods, mir
 def test_files_of_other_processes_are_waited_for_until_they_are_whole(tmp_path, monkeypatch):
     """As on a shared file system that shows them late; one that is not shared is named."""
     parts = PartFiles(PartWriter(lambda own: own))
-    written = Pieces((), {"0.safetensors": FileRecord(4, ""), "1.safetensors": FileRecord(8, "")})
+    written = WrittenFiles((), {"0.safetensors": FileRecord(4, ""), "1.safetensors": FileRecord(8, "")})
     (tmp_path / "0.safetensors").write_bytes(b"1234")
     (tmp_path / "1.safetensors").write_bytes(b"1234")
     whole = threading.Timer(0.3, lambda: (tmp_path / "1.safetensors").write_bytes(b"12345678"))
@@ -305,7 +307,7 @@ def test_files_of_other_processes_are_waited_for_until_they_are_whole(tmp_path, 
     parts.wait(tmp_path, written)
     assert (tmp_path / "1.safetensors").stat().st_size == 8
     (tmp_path / "1.safetensors").unlink()
-    monkeypatch.setattr(parts_module, "_SEEN_S", 0.2)
+    monkeypatch.setattr(parts_module, "_PATIENCE_S", 0.2)
     with pytest.raises(OSError, match=r"does not see 1\.safetensors, .* wrote: rollout\.transfer_dir"):
         parts.wait(tmp_path, written)
 
@@ -338,16 +340,14 @@ def test_a_process_elsewhere_has_the_address_of_the_way_to_process_0():
 
 def test_an_address_that_cannot_be_had_is_told_in_one_line(tmp_path):
     interface()
-    rollout = RolloutConfig(transfer_dir=str(tmp_path))
-    writer = PartWriter(lambda own: own)
     for host, coordinator, message in (
         ("10.1.2.3", "127.0.0.1:1", "so RLJAX_API_KEY_FILE must name a key file"),
         ("127.0.0.1", "no-such-machine.invalid:1", "this machine knows no way to no-such-machine.invalid"),
         ("8.8.8.8", "127.0.0.1:1", "host must be a loopback or private address, got 8.8.8.8"),
         ("127.0.0.1", "127.0.0.1:1", r"publish.port \+ 3 must be in 0..65535, got 65538"),
     ):
-        publish = PublishConfig(store="http", host=host, port=65535 if "65535" in message else 0)
+        port = 65535 if "65535" in message else 0
         with pytest.raises(ConfigError, match=f"process 3 cannot hand over its part of the weights: .*{message}") as it:
-            make_parts(writer, publish, rollout, 3, coordinator)
+            own_parts("http", tmp_path, 3, host=host, port=port, coordinator=coordinator)
         assert "\n" not in str(it.value)
     assert list(tmp_path.iterdir()) == []

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from cutting_proxy import CuttingProxy
 
-from rljax.rollout.servers.publishing import HttpServed, make_files
-from rljax.rollout.types import PublishConfig
-from rljax.weights.api_key import KEY_FILE
-from rljax.weights.directory import PROTOCOL
+from rljax.weights.access import KEY_FILE
+from rljax.weights.format import PROTOCOL, FileRecord
 from rljax.weights.mirror import Mirror
+from rljax.weights.outlets import HttpOutlet
 from rljax.weights.pull import pull
 from rljax.weights.source import HttpSource, SourceError, open_source
+from rljax.weights.store import open_weight_directory
 from rljax.weights.sums import array_checksum
-from rljax.weights.version import FileRecord
 from rljax.weights.worker import WorkerWeights
 
 KEY = "a-key-of-more-than-sixteen-letters"
@@ -31,7 +30,7 @@ def served(tmp_path):
     (tmp_path / "root").mkdir()
 
     def serve(key_file=None):
-        made.append(HttpServed(tmp_path / "root", host="127.0.0.1", port=0, api_key_file=key_file))
+        made.append(HttpOutlet(tmp_path / "root", host="127.0.0.1", port=0, api_key_file=key_file))
         return made[-1]
 
     yield serve
@@ -94,9 +93,9 @@ def test_without_the_key_nothing_is_given(tmp_path, served, content, key_file, m
 def test_an_address_that_others_reach_needs_a_key(tmp_path):
     (tmp_path / "root").mkdir()
     with pytest.raises(RuntimeError, match=r"is not loopback: others reach it, so RLJAX_API_KEY_FILE must name"):
-        HttpServed(tmp_path / "root", host="10.0.0.7", port=0, api_key_file=None)
+        HttpOutlet(tmp_path / "root", host="10.0.0.7", port=0, api_key_file=None)
     with pytest.raises(RuntimeError, match="host must be a loopback or private address"):
-        make_files(PublishConfig(store="http", host="0.0.0.0"), str(tmp_path / "weights"), None)
+        open_weight_directory("http", tmp_path / "weights", host="0.0.0.0")
     assert list((tmp_path / "weights").iterdir()) == []
 
 
@@ -143,7 +142,7 @@ def test_a_run_publishes_over_http(tmp_path, key_file, monkeypatch):
     monkeypatch.setenv(KEY_FILE, str(key_file))
     mirror = Mirror(tmp_path / "mirror")
     tensors = {"w": np.random.default_rng(0).normal(size=(300, 200)).astype(np.float32)}
-    files = make_files(PublishConfig(store="http"), str(tmp_path), key_file)
+    files = open_weight_directory("http", tmp_path, api_key_file=key_file)
     with contextlib.closing(files):
         path, text = files.probe()
         assert open_source(files.source).read(path.name).decode() == text
@@ -160,22 +159,22 @@ def test_a_run_publishes_over_http(tmp_path, key_file, monkeypatch):
 
 
 def test_a_trainer_that_shows_itself_leaves_no_connection_in_the_worker(tmp_path):
-    files = make_files(PublishConfig(store="http"), str(tmp_path), None)
+    files = open_weight_directory("http", tmp_path)
     with contextlib.closing(files):
         path, text = files.probe()
         before, weights = len(os.listdir("/proc/self/fd")), WorkerWeights()
         weights.show(str(path), text, PROTOCOL, files.source)
-        assert weights.pulling.source == files.source
-        weights.pulling.close()
+        assert weights.pulls.source == files.source
+        weights.pulls.close()
         assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_server_ends_with_the_run(tmp_path):
     """Whatever ends it: the pipe of its standard input is closed."""
-    files = HttpServed(tmp_path, host="127.0.0.1", port=0, api_key_file=None)
+    files = HttpOutlet(tmp_path, host="127.0.0.1", port=0, api_key_file=None)
     assert httpx.get(f"{files.source}/health").status_code == 200
-    files._running.stdin.close()
-    assert files._running.wait(timeout=20) == 0
+    files.process.stdin.close()
+    assert files.process.wait(timeout=20) == 0
     with pytest.raises(OSError, match="the server of weights ended with status 0"):
         files.add(tmp_path)
     files.close()

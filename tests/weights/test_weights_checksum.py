@@ -11,10 +11,16 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_tensors
 from rljax.policy.model import init_params
 from rljax.policy.published import hf_checksums
-from rljax.weights.checksum import Checksum, checksum, mixed, place_weights
-from rljax.weights.differences import described, differences
-from rljax.weights.region import Region
-from rljax.weights.sums import array_checksum, changed_checksum, region_checksum
+from rljax.weights.format import Checksum, Region
+from rljax.weights.sums import (
+    array_checksum,
+    changed_checksum,
+    describe_differences,
+    differences,
+    mixed,
+    place_weights,
+    region_checksum,
+)
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 TIED = PolicyConfig(32, 8, 16, 2, 2, 1, 4, tie_word_embeddings=True)
@@ -76,7 +82,7 @@ def test_the_checksums_of_regions_add_up_to_the_tensors(dtype, shape):
             assert region.lies_in(shape)
             part = region_checksum(bits[np.ix_(rows, columns)].reshape(-1), region)
             total += (part.first, part.second, part.placed)
-    assert checksum(array.size, *total.tolist()) == array_checksum(array)
+    assert Checksum.from_sums(array.size, *total.tolist()) == array_checksum(array)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,7 +162,7 @@ def test_torch_jax_and_numpy_agree(dtype):
 def test_what_a_server_keeps_wider_has_the_checksum_of_what_was_published(dtype):
     """And a value that is none of the published dtype has another one, as have two that changed places."""
     torch = pytest.importorskip("torch")
-    from rljax.weights.torch_checksum import as_published, tensor_checksum
+    from rljax.weights.sums import as_published, tensor_checksum
 
     narrow = getattr(torch, dtype)
     published = torch.from_numpy(normal((70,), jnp.dtype("float32"))).to(narrow)
@@ -219,8 +225,8 @@ def test_what_is_missing_left_over_or_of_another_size_is_named():
         "q_proj (65 elements instead of 64)",
         "bias (the trainer has none)",
     ]
-    assert described(["a", "b", "c", "d", "e", "f"]) == "6 tensors differ: a, b, c, d and 2 more"
-    assert described(["a"]) == "1 tensor differs: a"
+    assert describe_differences(["a", "b", "c", "d", "e", "f"]) == "6 tensors differ: a, b, c, d and 2 more"
+    assert describe_differences(["a"]) == "1 tensor differs: a"
 
 
 def test_a_tied_head_is_the_embedding():

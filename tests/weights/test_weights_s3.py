@@ -11,7 +11,7 @@ from toy_runs import ROOT
 from weight_training import Training, assert_holds
 
 from rljax.weights.mirror import Mirror
-from rljax.weights.object_store import StoreServed
+from rljax.weights.outlets import StoreOutlet
 
 URL = "s3://runs/team/weights"
 pytestmark = [pytest.mark.store, pytest.mark.timeout(300)]
@@ -30,7 +30,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def training(server, tmp_path):
-    made = Training(tmp_path / "trainer", anchor_every=3, serve=lambda root: StoreServed(root, url=URL))
+    made = Training(tmp_path / "trainer", anchor_every=3, make_outlet=lambda root: StoreOutlet(root, url=URL))
     with contextlib.closing(made.files):
         yield made
 
@@ -96,7 +96,7 @@ def test_a_damaged_object_is_refused_until_a_dense_version_comes(training, tmp_p
     status, said = pulled(training, mirror.root)
     assert status == 1
     assert said == f"error: {training.versions[-1].path.name}/{name} has not the checksum that its version says\n"
-    assert mirror.state is None or mirror.state.tag == training.versions[0].tag
+    assert mirror.version is None or mirror.version.tag == training.versions[0].tag
 
     training.step()
     training.step()  # an anchor
@@ -111,7 +111,7 @@ def test_a_damaged_dense_object_is_refused(training, tmp_path):
     status, said = pulled(training, tmp_path / "mirror")
     assert status == 1
     assert "has not the checksum that its version says" in said
-    assert Mirror(tmp_path / "mirror").state is None
+    assert Mirror(tmp_path / "mirror").version is None
 
 
 def test_a_server_that_is_gone_is_named_in_one_line(training, server, tmp_path, monkeypatch):
@@ -126,7 +126,7 @@ def test_a_server_that_is_gone_is_named_in_one_line(training, server, tmp_path, 
 
 
 def test_the_bucket_loses_the_versions_with_the_run(server, tmp_path):
-    training = Training(tmp_path / "trainer", serve=lambda root: StoreServed(root, url=URL))
+    training = Training(tmp_path / "trainer", make_outlet=lambda root: StoreOutlet(root, url=URL))
     with contextlib.closing(training.files):
         training.step()
         assert bucket().find(URL)

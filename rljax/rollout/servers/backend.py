@@ -14,8 +14,8 @@ from rljax.errors import ReplyError, ServerGoneError, VerificationError
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import ServerInfo, Wire
 from rljax.rollout.types import InFlight, VerifyConfig
-from rljax.weights.checksum import Checksum
-from rljax.weights.directory import WeightDirectory, WeightVersion
+from rljax.weights.format import Checksum
+from rljax.weights.store import WeightDirectory, WeightVersion
 
 _POLL_S = 0.05  # The time between two questions to workers whether they have pulled a version (seconds).
 

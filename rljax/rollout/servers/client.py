@@ -32,7 +32,7 @@ from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefused
 from rljax.rollout.servers.pool import Group, Server, ServerPool, json_object, refusal_text
 from rljax.rollout.servers.wire import Completion, Request, Wire, check_completion, join_parts, remaining_request
 from rljax.rollout.types import ClientLimits
-from rljax.weights.api_key import find_key_file, read_api_key
+from rljax.weights.access import find_key_file, read_api_key
 
 T = TypeVar("T")
 _TICK_S = 0.25  # The time between two yields to the caller of a stream (seconds).

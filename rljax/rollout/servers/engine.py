@@ -29,13 +29,12 @@ from rljax.rollout.engine import Samples, Stopping
 from rljax.rollout.servers.backend import Backend, Expectation
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.handshake import check_logprobs
-from rljax.rollout.servers.publishing import make_files
 from rljax.rollout.servers.verify import Score, Verifier, check_bits, check_serves
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, check_prompts, make_requests, shortest
 from rljax.rollout.types import PublishConfig, Response, RolloutConfig, SamplingParams, VersionSpan
-from rljax.weights.api_key import find_key_file
-from rljax.weights.checksum import Checksum
-from rljax.weights.directory import WeightVersion
+from rljax.weights.access import find_key_file
+from rljax.weights.format import Checksum
+from rljax.weights.store import WeightVersion, open_weight_directory
 from rljax.weights.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -132,7 +131,15 @@ class ServedEngine:
         self.fleet = Fleet(config, backend, admission, stop)
         self._client, self._metrics = self.fleet.client, self.fleet.metrics
         try:
-            self.files = make_files(publish, config.transfer_dir, find_key_file(config.api_key_file), writer)
+            self.files = open_weight_directory(
+                publish.store,
+                config.transfer_dir,
+                anchor_every=publish.anchor_every,
+                host=publish.host,
+                port=publish.port,
+                api_key_file=find_key_file(config.api_key_file),
+                writer=writer,
+            )
         except BaseException:
             self.fleet.close()
             raise

@@ -13,7 +13,8 @@ from rljax.rollout.servers.backend import Expectation
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.verify import probe_length, sharpening
 from rljax.rollout.servers.wire import ServerInfo
-from rljax.weights.directory import PROTOCOL, WeightDirectory
+from rljax.weights.format import PROTOCOL
+from rljax.weights.store import WeightDirectory
 
 
 def ask(client: ServerClient, url: str, method: str, path: str, refusal: str, json: Any = None) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self, TypeVar
 
 from rljax.errors import ServerFailedError, check_choices
-from rljax.weights.addresses import private_address
-from rljax.weights.api_key import find_key_file, read_api_key
+from rljax.weights.access import find_key_file, private_address, read_api_key
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from rljax.rollout.servers.backend import Backend, Loaded
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import SamplingParams, VerifyConfig
-from rljax.weights.checksum import Checksum
-from rljax.weights.differences import described, differences
-from rljax.weights.directory import WeightVersion
+from rljax.weights.format import Checksum
+from rljax.weights.store import WeightVersion
+from rljax.weights.sums import describe_differences, differences
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
 """A function of (the policy's pytree, token sequences) that returns the log-probability of each token."""
@@ -103,7 +103,7 @@ def check_bits(
     workers = backend.loaded(client, url, version)
     found = differences(sums, [worker.tensors for worker in workers])
     if found:
-        raise VerificationError(f"{url} does not hold the trainer's weights: {described(found)}")
+        raise VerificationError(f"{url} does not hold the trainer's weights: {describe_differences(found)}")
     return workers
 
 

@@ -20,7 +20,7 @@ from rljax.rollout.servers.backend import AskWorkers, Expectation, Loaded, pull_
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import InFlight
-from rljax.weights.directory import WeightDirectory, WeightVersion
+from rljax.weights.store import WeightDirectory, WeightVersion
 
 log = logging.getLogger(__name__)
 

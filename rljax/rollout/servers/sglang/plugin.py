@@ -9,7 +9,7 @@ itself around three functions of SGLang:
   files that lack a tensor, or hold one of another shape.
 - the end-of-sequence tokens of the model, which would end responses besides those that a request names.
 
-With a key file ``rljax.weights.middleware`` guards every route. Imports only the standard library, torch, safetensors,
+With a key file ``rljax.weights.access`` guards every route. Imports only the standard library, torch, safetensors,
 sglang and what of rljax needs no more: there is no jax in SGLang's environment.
 """
 
@@ -29,10 +29,9 @@ from safetensors import SafetensorError, safe_open
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from rljax.weights.api_key import KEY_FILE
-from rljax.weights.directory import PROTOCOL
-from rljax.weights.middleware import RequireKey
-from rljax.weights.torch_checksum import tensor_checksum
+from rljax.weights.access import KEY_FILE, RequireKey
+from rljax.weights.format import PROTOCOL
+from rljax.weights.sums import tensor_checksum
 from rljax.weights.worker import WorkerWeights, described_shape
 
 ANSWER = "rljax"  # among the checksums of a reply of /weights_checker: the answer, as JSON

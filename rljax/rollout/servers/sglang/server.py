@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from rljax.rollout.servers import process
 from rljax.rollout.servers.process import environment_python, refused_args, start_server
-from rljax.weights.api_key import KEY_FILE
+from rljax.weights.access import KEY_FILE
 
 _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 _CPU_ARGS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]

@@ -24,7 +24,7 @@ from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import InFlight
-from rljax.weights.directory import WeightDirectory, WeightVersion
+from rljax.weights.store import WeightDirectory, WeightVersion
 
 log = logging.getLogger(__name__)
 

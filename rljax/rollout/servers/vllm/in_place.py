@@ -14,8 +14,8 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from rljax.rollout.servers.vllm.parameters import ParameterSums
-from rljax.weights.checksum import Checksum
-from rljax.weights.kept_delta import KeptDelta
+from rljax.weights.delta import KeptDelta
+from rljax.weights.format import Checksum
 
 
 class PatchedWeights:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from rljax.weights.checksum import Checksum
-from rljax.weights.torch_checksum import as_published, tensor_checksum
+from rljax.weights.format import Checksum
+from rljax.weights.sums import as_published, tensor_checksum
 
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """Parameter of a mixture's experts -> what it holds of each expert."""

@@ -34,9 +34,8 @@ from vllm.platforms import current_platform
 
 from rljax.rollout.servers.vllm.in_place import PatchedWeights, stands_as_loaded, write_in_place
 from rljax.rollout.servers.vllm.parameters import ParameterSums
-from rljax.weights.checksum import Checksum
-from rljax.weights.directory import PROTOCOL
-from rljax.weights.kept_delta import KeptDelta
+from rljax.weights.delta import KeptDelta
+from rljax.weights.format import PROTOCOL, Checksum
 from rljax.weights.worker import WorkerWeights, described_shape
 
 log = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """One version: a directory with ``manifest.json`` and safetensors files, and the tag its manifest must bear.
+    """One version: a directory with ``version.json`` and safetensors files, and the tag that it must have.
 
     An empty path is that of this machine's mirror, which was brought to the version before. With ``in_place`` a delta
     that the mirror took is written into the parameters, where they stand as they were loaded.

@@ -14,11 +14,11 @@ from typing import ClassVar
 
 from rljax.rollout.servers import process
 from rljax.rollout.servers.process import environment_python, refused_args, start_server
-from rljax.weights.api_key import KEY_FILE
+from rljax.weights.access import KEY_FILE
 
 BACKEND = "rljax_file"
 WORKER_EXTENSION = "rljax.rollout.servers.vllm.plugin.WorkerExtension"
-MIDDLEWARE = "rljax.weights.middleware.RequireKey"
+MIDDLEWARE = "rljax.weights.access.RequireKey"
 _CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
