@@ -1,7 +1,7 @@
 """Token dumps: token ids of sequences with any number of log-probability columns, in one Parquet file.
 
-Each sequence is a row: ``sequence_id`` string, ``token_ids`` list<int32> (prompt and response), ``response_mask``
-list<bool> and ``logprobs/<column>`` list<float32>. All lists of a row have one length. ``logprobs[t]`` is the
+Each sequence is a row: ``sequence_id`` string, ``token_ids`` ``list<int32>`` (prompt and response), ``response_mask``
+``list<bool>`` and ``logprobs/<column>`` ``list<float32>``. All lists of a row have one length. ``logprobs[t]`` is the
 log-probability **of** ``token_ids[t]`` given everything before it (nats), or NaN if it is unknown. The schema's
 metadata has a JSON object under ``rljax.dump``: ``version``, ``columns`` (the source of each column) and ``sampling``
 (how the tokens were sampled). Reading a dump executes nothing in it.

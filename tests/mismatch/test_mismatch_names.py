@@ -137,6 +137,6 @@ def test_the_documentation_lists_every_name():
     text = (pathlib.Path(__file__).parents[2] / "docs" / "mismatch.md").read_text()
     for metric in NAME_TABLE:
         ours = f"`{metric.ours}`" if metric.ours else ""
-        assert f"| {metric.framework} | `{metric.name}` | {metric.formula} | {ours} |" in text
+        assert f"| {metric.framework} | `{metric.name}` | `{metric.formula}` | {ours} |" in text
     for name in mismatch_metrics(*(np.ones((1, 1)),) * 3, entropy=np.ones((1, 1))):
         assert f"`{name}`" in text or f"`{name[name.rindex('_') :]}`" in text, name
