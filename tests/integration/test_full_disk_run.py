@@ -28,9 +28,7 @@ def words(base, run_dir, steps):
 
 
 @pytest.mark.parametrize("left", [0, 40_000, 100_000])
-def test_a_run_on_a_full_disk_ends_in_one_line_and_goes_on_bit_for_bit_when_there_is_room(
-    left, toy_base, tmp_path, unbroken
-):
+def test_a_run_on_a_full_disk_ends_in_one_line_and_goes_on(left, toy_base, tmp_path, unbroken):
     """``left`` bytes are free after the first checkpoint: none, a row, or a dump and a part of a checkpoint."""
     with small_disk(tmp_path, MEGABYTES):
         run_dir = tmp_path / "run"

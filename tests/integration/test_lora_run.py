@@ -150,7 +150,7 @@ def test_a_dense_run_has_no_adapters_to_export(toy_base, tmp_path):
         pytest.param("float16", False, marks=pytest.mark.harness),
     ],
 )
-def test_with_the_exact_engine_the_mismatch_is_zero_and_so_is_the_first_kl(dtype, start_from, toy_base, tmp_path):
+def test_with_the_exact_engine_the_mismatch_is_zero(dtype, start_from, toy_base, tmp_path):
     policy = read_config(toy_base)
     rng = np.random.default_rng(0)
     adapters = jax.tree.map(

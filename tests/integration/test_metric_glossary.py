@@ -26,7 +26,7 @@ SMALL = [
 ]
 
 
-def test_every_key_of_a_row_is_explained_and_every_explained_key_occurs(toy_base, tmp_path):
+def test_the_glossary_has_exactly_the_keys_of_rows(toy_base, tmp_path):
     code, output = complete(command(toy_base, tmp_path / "run", *SMALL))
     assert code == 0, output
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

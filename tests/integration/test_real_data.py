@@ -85,7 +85,7 @@ def test_a_run_from_the_file_learns_and_is_evaluated(evaluated, prepared):
     assert read_provenance(prepared)["steps"][0]["read"] == 60
 
 
-def test_evaluations_and_a_pause_halfway_leave_the_run_as_it_is_bit_for_bit(evaluated, train):
+def test_evaluations_and_a_pause_change_no_bit(evaluated, train):
     plain = ["--eval.every", "0"]
     train("plain", "--run.steps", "2", *plain)
     run, _ = train("plain", "--run.steps", str(STEPS), *plain)
@@ -119,7 +119,7 @@ def test_a_checkpoint_evaluated_alone_gives_what_its_row_says(evaluated, prepare
     assert np.mean([line["reward"] for line in lines]) == of_newest["accuracy"]
 
 
-def test_long_prompts_are_counted_with_the_command_that_drops_them(toy_base, capsys):
+def test_long_prompts_are_counted_and_the_remedy_named(toy_base, capsys):
     words = ["--data.task", "file", "--data.path", str(DATA / "math_chat.jsonl"), "--model.path", str(toy_base)]
     words += ["--data.batch-size", "4"]
 

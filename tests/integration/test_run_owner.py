@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.harness
-def test_of_two_started_at_once_one_trains_and_what_is_killed_is_restarted_at_once(toy_base, tmp_path):
+def test_of_two_started_at_once_one_trains(toy_base, tmp_path):
     run_dir = tmp_path / "run"
     words = tiny(toy_base, run_dir, 40)
     children = [start(words), start(words)]

@@ -82,7 +82,7 @@ def test_written_config_reproduces_the_run(uninterrupted, toy_base, tmp_path):
 
 
 @pytest.mark.harness
-def test_killed_twice_and_resumed_the_rows_are_the_same_bit_for_bit(uninterrupted, toy_base, tmp_path):
+def test_killed_twice_the_rows_are_the_same_bit_for_bit(uninterrupted, toy_base, tmp_path):
     run_dir = tmp_path / "killed"
     for rows in (3, 6):
         process = start(small(toy_base, run_dir))
@@ -121,7 +121,7 @@ def reward(problem, response, truncated):
 
 
 @pytest.mark.harness
-def test_terminated_while_rewards_are_waited_for_a_run_gives_the_step_up(toy_base, tmp_path, monkeypatch):
+def test_terminated_while_rewards_are_awaited(toy_base, tmp_path, monkeypatch):
     (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
     monkeypatch.syspath_prepend(tmp_path)
     reward = ("--data.reward", "slow_reward:reward", "--data.reward-timeout-s", "400", "--run.grace-s", "4")

@@ -48,7 +48,7 @@ def test_a_run_taken_up_from_before_its_best_step(tmp_path, again, expected):
     assert best_of(tmp_path) == expected
 
 
-def test_a_save_that_was_cut_short_is_cleared_away_before_the_next(tmp_path):
+def test_an_incomplete_save_is_cleared_before_the_next(tmp_path):
     directory = tmp_path / "checkpoints"
     checkpointer = Checkpointer(directory)
     checkpointer.save(1, state(1), {})

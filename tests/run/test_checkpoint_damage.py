@@ -11,7 +11,9 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 import pytest
+from checkpoint_states import state
 from toy_runs import environment
 
 from rljax.run.checkpoint import BEST, Checkpointer, DamagedCheckpointError
@@ -22,13 +24,6 @@ pytestmark = pytest.mark.slow
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 STEPS = (2, 4)
 HARMLESS = {"commit_success.txt", "_CHECKPOINT_METADATA", "_sharding"}  # nothing of the state is read from these
-
-
-def state(step):
-    """Random bits do not compress: they are stored as they are, where a flipped one is not seen by the format."""
-    draw = np.random.default_rng(step)
-    noise = jnp.asarray(draw.standard_normal((64, 300)), jnp.float32)
-    return {"noise": noise, "half": noise[:5].astype(jnp.bfloat16), "count": jnp.int32(step), "flag": jnp.array(True)}
 
 
 WANTED = jax.tree.map(
@@ -200,13 +195,13 @@ def test_a_process_lost_while_it_is_read_damages_no_checkpoint(run, monkeypatch)
         def restore(*args, **options):
             raise ValueError(lost)
 
-        monkeypatch.setattr(checkpointer._manager, "restore", restore)
+        monkeypatch.setattr(orbax.checkpoint.CheckpointManager, "restore", restore)
         with pytest.raises(ValueError, match=lost):
             checkpointer.restore_newest(WANTED)
     assert not (run / "damaged").exists()
 
 
-def test_a_checkpoint_of_before_checksums_is_restored_with_a_warning(run, capfd):
+def test_a_checkpoint_without_checksums_gives_a_warning(run, capfd):
     path = run / "checkpoints/4/host/metadata"
     host = json.loads(path.read_text())
     path.write_text(json.dumps({key: host[key] for key in ("step", "mean")}))
@@ -240,9 +235,8 @@ def test_a_damaged_best_is_set_aside_for_the_next(tmp_path):
 def test_a_killed_save_leaves_the_one_before(tmp_path):
     """A process that is killed at once after a save began; the next start has step 1, or both, and always whole."""
     words = f"""
-import jax.numpy as jnp, os, signal, sys, pathlib
-sys.path.insert(0, {str(__file__.rpartition("/")[0])!r})
-from test_checkpoint_damage import state
+import os, signal, pathlib
+from checkpoint_states import state
 from rljax.run.checkpoint import Checkpointer
 checkpointer = Checkpointer(pathlib.Path({str(tmp_path)!r}) / "checkpoints", keep=1)
 checkpointer.save(2, state(2), {{"step": 2}})

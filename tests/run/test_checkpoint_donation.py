@@ -16,7 +16,7 @@ def step(state):
     return jax.tree.map(lambda x: x * 2.0 + 1.0, state)
 
 
-def test_steps_that_follow_at_once_do_not_reach_into_what_is_saved(tmp_path):
+def test_later_steps_do_not_reach_into_a_save(tmp_path):
     """Where arrays lie in the host's memory, which orbax reads while it writes; a damaged one would not be restored."""
     state = {f"{i}": jnp.full(SHAPE, float(i)) for i in range(8)}
     checkpointer = Checkpointer(tmp_path / "checkpoints")

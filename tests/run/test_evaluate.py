@@ -68,7 +68,7 @@ def test_scores_by_hand():
     }
 
 
-def test_a_partial_reward_counts_in_the_mean_and_solves_above_a_half():
+def test_a_partial_reward_counts_and_solves_above_a_half():
     result = summarize_scores(scored([[0.5, 0.6], [-1.0, 0.1]]), n=2, pass_k=(1, 2))
     assert result["accuracy"] == pytest.approx(0.05)
     assert result["pass@1"] == pytest.approx(0.25)
@@ -107,7 +107,7 @@ def test_the_order_of_arrival_changes_nothing(seed, workers, tokenizer):
     }
 
 
-def test_an_evaluation_names_its_datasets_and_counts_its_own_errors(tokenizer):
+def test_an_evaluation_counts_its_own_errors(tokenizer):
     engine = ScriptedEngine(tokenizer, list(RESPONSES))
 
     def breaks(problem, response, truncated):
@@ -135,7 +135,7 @@ def test_an_evaluation_names_its_datasets_and_counts_its_own_errors(tokenizer):
     }
 
 
-def test_the_mean_accuracy_is_over_datasets_and_leaves_the_start_out():
+def test_the_mean_accuracy_leaves_the_start_out():
     row = {"eval/a/accuracy": 0.25, "eval/b/accuracy": 0.75, "eval/a/accuracy_at_start": 0.9, "eval/a/pass@1": 1.0}
     assert mean_accuracy(row) == 0.5
     assert mean_accuracy({"eval/a/accuracy_at_start": 0.9, "reward/mean": 1.0}) is None
@@ -157,7 +157,7 @@ def test_samples_that_make_no_sense_are_refused(kind, wrong, message):
         kind(**wrong)
 
 
-def test_the_run_asks_its_engine_for_the_longer_of_both_responses():
+def test_the_engine_has_room_for_the_longer_response():
     arguments = ["--data.max-prompt-tokens", "10", "--rollout.max-response-tokens", "20"]
     assert load_config(Config, arguments, prog="", description="").max_engine_tokens == 30
     longer = [*arguments, "--eval.max-response-tokens", "50"]

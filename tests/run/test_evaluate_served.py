@@ -64,7 +64,7 @@ def test_no_server_left_ends_the_evaluation_in_bounded_time(fakes):
     model.close()
 
 
-def test_what_does_not_fit_is_refused_before_the_server_would_cut_it(fakes):
+def test_a_prompt_that_does_not_fit_is_refused(fakes):
     model = ServedModel([fakes[0].url], VllmBackend(), limits=FAST)
     with pytest.raises(ValueError, match=r"prompt 0 has 3 tokens; with 126 of response it must have 1 to 2"):
         drawn(model, tokens=126)

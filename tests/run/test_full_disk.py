@@ -35,7 +35,7 @@ def save(checkpointer, step):
     checkpointer.wait()
 
 
-def test_a_checkpoint_without_room_keeps_the_one_before_and_is_saved_when_there_is_room(small):
+def test_a_checkpoint_without_room_keeps_the_one_before(small):
     with contextlib.closing(Checkpointer(small / "checkpoints", keep=1)) as checkpointer:
         save(checkpointer, 1)
         filler = fill(small)
@@ -51,7 +51,7 @@ def test_a_checkpoint_without_room_keeps_the_one_before_and_is_saved_when_there_
         np.testing.assert_array_equal(restored["noise"], state(2)["noise"])
 
 
-def test_a_row_without_room_is_refused_whole_and_tensorboard_does_not_hold_the_run_up(small, capsys):
+def test_a_row_without_room_is_refused_whole(small, capsys):
     recorder = Recorder(small, 1000)
     values = {f"group/{number}": 0.1 * number for number in range(40)}
     recorder.write({"step": 1} | values)

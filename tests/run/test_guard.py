@@ -81,7 +81,7 @@ def counts(skipped, totals, start=(0, 0)):
     return seen
 
 
-def test_updates_without_signal_neither_count_nor_end_a_run_of_skipped_ones():
+def test_updates_without_signal_do_not_count_as_skipped():
     """Not finite, no signal, not finite, applied, no signal, not finite."""
     skipped = SkippedUpdates(3, 1)
     assert counts(skipped, [(1, 1), (2, 1), (3, 2), (3, 2), (4, 2), (5, 3)]) == [1, 1, 2, 0, 0, 1]
@@ -89,7 +89,7 @@ def test_updates_without_signal_neither_count_nor_end_a_run_of_skipped_ones():
     assert not skipped.are_too_many
 
 
-def test_an_update_that_is_applied_ends_the_run_of_skipped_ones_in_its_step():
+def test_an_applied_update_ends_a_row_of_skipped_ones():
     """Four updates a step: all not finite; three of them; all without signal but one; and so on from a resume."""
     skipped = SkippedUpdates(9, 4)
     assert counts(skipped, [(104, 24), (107, 27), (111, 28)], start=(100, 20)) == [4, 0, 1]

@@ -225,7 +225,7 @@ def test_a_guard_warns_and_stops_saved(go, capsys):
 SKIPPING = {"run": {"steps": 8}, "guard": {"max_skipped_updates": 3}, "eval": {"every": 0}}
 
 
-def test_updates_skipped_in_a_row_stop_the_run_and_name_the_checkpoint_from_before(go):
+def test_updates_skipped_in_a_row_stop_the_run(go):
     """Skipped from step 3 to 5. Step 4 is not saved, so that with two kept the one of step 2 stays beside the last."""
     run = go(not_finite=range(3, 99), keep=2, checkpoint={"every": 2}, **SKIPPING)
     assert (len(run.rows), run.saved) == (5, [2, 5])
@@ -236,7 +236,7 @@ def test_updates_skipped_in_a_row_stop_the_run_and_name_the_checkpoint_from_befo
     ]
 
 
-def test_skipped_updates_that_are_not_in_a_row_do_not_stop_the_run(go):
+def test_skipped_updates_not_in_a_row_do_not_stop_it(go):
     """The save that is due at step 3 is made at step 4, when an update was applied again."""
     run = go(not_finite=(1, 3, 5, 6), **SKIPPING)
     assert (len(run.rows), run.progress.stopped_by, run.saved) == (8, [], [4, 7, 8])
@@ -260,12 +260,12 @@ def test_a_guards_unknown_metric_is_the_callers_mistake(go):
         go(guard={"stop": ("reward/meen > 2",)})
 
 
-def test_a_schedules_unknown_metric_ends_the_run_at_its_second_step(go):
+def test_a_schedules_unknown_metric_ends_the_run(go):
     with pytest.raises(ConfigError, match=r"no row has a metric 'reward/meen'; did you mean reward/mean\?"):
         go(schedule={"metric": "reward/meen"})
 
 
-def test_without_signal_the_update_is_skipped_and_the_step_recorded(go):
+def test_without_signal_the_update_is_skipped(go):
     run = go(engine=ScriptedEngine(TOKENIZER, lambda prompt, sample, seed: f"{sum_of(prompt)}$"))
     assert [row["optimizer/skipped_updates"] for row in run.rows] == [1, 2, 3, 4]
     assert [row["reward/groups_with_signal"] for row in run.rows] == [0.0] * 4
@@ -275,14 +275,14 @@ def test_without_signal_the_update_is_skipped_and_the_step_recorded(go):
     jax.tree.map(np.testing.assert_array_equal, run.before, run.after)
 
 
-def test_servers_gone_at_a_publish_leave_the_step_whole_and_not_evaluated(go):
+def test_servers_gone_at_a_publish_leave_the_step_whole(go):
     run = go(engine=ScriptedEngine(TOKENIZER, half_right, gone_at_version=2))
     assert (len(run.rows), run.saved, run.progress.step) == (2, [2], 2)
     assert not any(key.startswith("eval/") for key in run.rows[1])
     assert run.rows[1]["optimizer/grad_norm"] > 0
 
 
-def test_servers_gone_in_a_rollout_give_the_step_up_and_save_the_one_before(go):
+def test_servers_gone_in_a_rollout_give_the_step_up(go):
     whole = go("whole", eval={"every": 0})
     first = go(engine=ScriptedEngine(TOKENIZER, half_right, gone_after=2), eval={"every": 0})
     assert (len(first.rows), first.saved, first.progress.step) == (2, [2], 2)
@@ -320,7 +320,7 @@ def asked_to_stop(*, step, pause_s=0.0, evaluation=False, saved=None):
 ALWAYS_SAVED = {"eval": {"every": 0}, "checkpoint": {"every": 1}}
 
 
-def test_asked_to_stop_in_a_rollout_with_time_to_spare_the_step_is_finished(go, capsys, tmp_path):
+def test_a_stop_with_time_to_spare_finishes_the_step(go, capsys, tmp_path):
     engine = asked_to_stop(step=3, saved=tmp_path / "run" / "checkpoints" / "1")
     run = go(engine=engine, grace_s=600.0, **ALWAYS_SAVED)
     assert (len(run.rows), run.saved) == (3, [1, 2, 3])
@@ -328,7 +328,7 @@ def test_asked_to_stop_in_a_rollout_with_time_to_spare_the_step_is_finished(go, 
 
 
 @pytest.mark.parametrize("every", [1, 0])
-def test_asked_to_stop_in_a_rollout_without_time_the_step_is_given_up(go, capsys, every):
+def test_a_stop_without_time_gives_the_step_up(go, capsys, every):
     """No time because there is none; and because nothing is known of a save, where none was made yet."""
     changes = {"eval": {"every": 0}, "checkpoint": {"every": every}}
     whole = go("whole", **changes)
@@ -346,13 +346,13 @@ def test_asked_to_stop_in_a_rollout_without_time_the_step_is_given_up(go, capsys
 
 
 @pytest.mark.slow
-def test_a_step_that_takes_longer_than_the_last_is_given_up_in_time(go, capsys):
+def test_a_step_longer_than_the_last_is_given_up_in_time(go, capsys):
     run = go(engine=asked_to_stop(step=3, pause_s=1.0), grace_s=2.5, **ALWAYS_SAVED)
     assert (len(run.rows), run.saved) == (2, [1, 2])
     assert capsys.readouterr().err.endswith("step 3 is given up: asked to stop while responses were sampled\n")
 
 
-def test_asked_to_stop_in_the_first_step_nothing_is_known_and_it_is_given_up(go):
+def test_a_stop_in_the_first_step_gives_it_up(go):
     run = go(engine=asked_to_stop(step=1), grace_s=600.0)
     assert (run.rows, run.saved) == ([], [])
 
@@ -409,7 +409,7 @@ def test_the_best_evaluated_step_is_kept_beside_the_newest(go):
         assert best.all_steps() == [2]
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_its_steps_run_again(go, capsys):
+def test_steps_of_a_damaged_checkpoint_run_again(go, capsys):
     whole = go("whole", checkpoint={"every": 2})
     shutil.copytree(whole.directory, whole.directory.with_name("run"))
     newest = whole.directory.with_name("run") / "checkpoints" / "4"
@@ -484,7 +484,7 @@ def test_a_failed_rollout_saves_the_step_before(error, answers, go, capsys):
     jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
 
 
-def test_a_failed_publish_records_and_saves_the_new_state_and_is_made_up_for(go, capsys):
+def test_a_failed_publish_saves_the_new_state(go, capsys):
     whole, rows = go("whole"), RowList()
     with pytest.raises(TimeoutError, match="900 s"):
         go(engine=Failing(TimeoutError("no server took it in 900 s"), version=1), rows=rows)
@@ -528,7 +528,7 @@ def test_a_row_that_fails_is_tried_again(go):
     assert resumed_rows(go, rows)[0] == without_clock(whole.rows)
 
 
-def test_a_row_that_cannot_be_recorded_keeps_the_last_checkpoint(go, capsys):
+def test_a_row_that_fails_keeps_the_last_checkpoint(go, capsys):
     whole, rows = go("whole"), FailingRecord(2)
     with pytest.raises(OSError, match="No space left"):
         go(rows=rows, checkpoint={"every": 1})
@@ -649,7 +649,7 @@ def test_rollouts_sampled_ahead_are_those_of_the_same_prompts(go, k):
     assert not {"time/wait_s", "time/drain_s"} & in_turn.rows[0].keys()
 
 
-def test_a_run_with_rollouts_ahead_is_stopped_and_resumed_without_losing_a_prompt(go):
+def test_a_resumed_run_with_rollouts_ahead_loses_no_prompt(go):
     whole = go("whole")
     first = go(stop_after=2, rollout={"max_staleness": 1})
     assert first.saved == [2]
@@ -662,7 +662,7 @@ def test_a_run_with_rollouts_ahead_is_stopped_and_resumed_without_losing_a_promp
     assert before[:2] + after == [prompts for prompts in whole.engine.asked if len(prompts) == 2]
 
 
-def test_an_engine_that_breaks_ahead_ends_the_run_at_its_own_step(go):
+def test_an_engine_that_breaks_ahead_ends_its_own_step(go):
     def breaks_at_the_third(prompt, sample, seed):
         return half_right(prompt, sample, seed) if seed != step_seed(0, 3) else 1 / 0
 
@@ -708,7 +708,7 @@ class Watched(ScriptedEngine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["wait", "keep"])
-def test_an_evaluation_is_of_its_own_version_while_batches_are_sampled_ahead(go, how):
+def test_an_evaluation_ahead_is_of_its_own_version(go, how):
     """The policy is right from version 2 on, and no batch is sampled beside an evaluation."""
     engine = Watched(TOKENIZER, lambda prompt, sample, seed: f"{sum_of(prompt) if engine.published[-1] > 1 else 7}$")
     run = go(engine=engine, rollout={"max_staleness": 2, "update": how}, eval={"every": 1})
@@ -747,7 +747,7 @@ class Breaking(Watched):
 
 
 @pytest.mark.parametrize(("how", "where"), [("wait", "prepare"), ("keep", "publish")])
-def test_a_publish_that_fails_while_the_next_batch_is_sampled_leaves_its_step_saved(go, how, where):
+def test_a_publish_that_fails_ahead_leaves_its_step_saved(go, how, where):
     changes = {"rollout": {"max_staleness": 1, "update": how}, "eval": {"every": 0}}
     whole, rows, broken = go("whole", **changes), RowList(), Breaking(TOKENIZER, half_right, where=where)
     with pytest.raises(RuntimeError, match="planted"):

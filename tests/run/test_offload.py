@@ -198,28 +198,22 @@ def test_a_run_goes_on_from_its_checkpoints_with_or_without_it(go):
 
 
 @pytest.mark.slow
-def test_what_an_update_that_fails_was_given_is_saved(go, capsys):
+def test_what_an_update_that_fails_was_given_is_saved(go, monkeypatch, capsys):
     whole = go("whole", kl="k3", offload=True, steps=2)
+    step, calls = TrainStep.__call__, []
 
-    class Failing:
+    def fails_at_the_third(self, *arguments, **options):
         """Takes the state that it was given, as a step does, and fails."""
+        calls.append(len(calls) + 1)
+        updated = step(self, *arguments, **options)
+        if calls[-1] == 3:
+            raise RuntimeError("planted")
+        return updated
 
-        def __init__(self, update):
-            self.inner, self.pack, self.calls = update._update, update._update.pack, 0
-            update._update, self.update = self.take, update
-
-        def take(self, *arguments):
-            self.calls += 1
-            updated = self.inner(*arguments)
-            if self.calls == 3:
-                raise RuntimeError("planted")
-            return updated
-
-        def __call__(self, *arguments):
-            return self.update(*arguments)
-
+    monkeypatch.setattr(TrainStep, "__call__", fails_at_the_third)
     with pytest.raises(RuntimeError, match="planted"):
-        go("fails", kl="k3", offload=True, change=Failing, steps=3)
+        go("fails", kl="k3", offload=True, steps=3)
+    monkeypatch.undo()
     assert "step 2 is saved; the same command goes on from there" in capsys.readouterr().err
     again = go("fails", kl="k3", offload=True, steps=2)
     assert again.engine.published == [2]

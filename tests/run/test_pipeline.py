@@ -131,7 +131,7 @@ def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0):
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4, 20])
 @pytest.mark.parametrize("slow", ["sampling", "training", "by turns"])
-def test_each_batch_is_trained_on_once_in_order_and_none_is_older_than_asked(k, slow):
+def test_batches_come_once_in_order_and_none_is_too_old(k, slow):
     waits = {
         "sampling": (lambda step: 0.02, lambda step: 0.0),
         "training": (lambda step: 0.0, lambda step: 0.02),
@@ -172,7 +172,7 @@ def test_while_a_step_trains_those_after_it_are_sampled(k):
     assert seen == [(step, min(step + k, steps)) for step in range(1, steps + 1)]
 
 
-def test_the_row_says_how_long_before_its_step_a_batch_was_begun():
+def test_the_row_says_how_far_ahead_a_batch_was_begun():
     begun, trains = {}, {}
 
     def sampling_s(step):
@@ -211,7 +211,7 @@ def test_a_resumed_run_asks_again_for_what_was_under_way(k):
     assert again.calls[0][:2] == (4, 3)
 
 
-def test_a_batch_whose_servers_were_lost_is_asked_again_after_the_publish():
+def test_a_lost_batch_is_sampled_again_after_the_publish():
     engine = Engine(lambda step: 0.01)
     engine.failures[3] = ServersLostError("none is left")
     # Training takes longer, so that the loss is known before version 2 is published.
@@ -222,7 +222,7 @@ def test_a_batch_whose_servers_were_lost_is_asked_again_after_the_publish():
     assert [sampled.rollouts[0] for sampled in trained] == expected
 
 
-def test_a_lost_batch_that_is_waited_for_is_sampled_by_who_waits():
+def test_a_lost_batch_that_is_awaited_is_sampled_in_take():
     engine = Engine()
     engine.failures[1] = ServersLostError("none is left")
     trained, _ = go_on(make(engine, 1), engine, 1, 3)
@@ -230,7 +230,7 @@ def test_a_lost_batch_that_is_waited_for_is_sampled_by_who_waits():
     assert [sampled.rollouts[1] for sampled in trained] == [1, 2, 3]
 
 
-def test_a_failure_is_raised_when_its_batch_is_due_and_not_before():
+def test_a_failure_is_raised_when_its_batch_is_due():
     engine = Engine()
     engine.failures[3] = RuntimeError("the engine broke")
     batches = make(engine, 4)
@@ -261,7 +261,7 @@ def test_progress_counts_while_the_run_waits_for_it():
 
 
 @pytest.mark.parametrize("how", ["asked", "closed"])
-def test_what_is_sampled_ahead_is_given_up_when_no_step_will_use_it(how):
+def test_a_batch_that_no_step_will_use_is_given_up(how):
     engine = Engine(lambda step: 30.0 if step > 1 else 0.0)
     began = time.monotonic()
     batches = make(engine, 2)
@@ -277,7 +277,7 @@ def test_what_is_sampled_ahead_is_given_up_when_no_step_will_use_it(how):
     assert threading.active_count() == 1 or not any(t.name == "rljax-sampling" for t in threading.enumerate())
 
 
-def test_the_batch_that_is_waited_for_is_not_given_up_when_a_stop_is_asked_for():
+def test_an_awaited_batch_is_not_given_up_at_a_stop():
     engine = Engine(lambda step: 0.3)
     engine.stop.begin_step(0.0, Saved())
     batches = make(engine, 1)
@@ -321,7 +321,7 @@ class Sharing(Engine):
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("slow", ["sampling", "training"])
-def test_a_batch_under_way_goes_on_across_publishes_and_none_begins_within_one(k, slow):
+def test_a_batch_goes_on_across_publishes(k, slow):
     """Whatever version it ends with, none is older than asked."""
     engine = Sharing(lambda step: 0.2 if slow == "sampling" else 0.0)
     batches, trained = make(engine, k, always_drains=False), []

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import fsspec
 import pytest
 
 from rljax.errors import ConfigError, OwnedError
@@ -80,7 +81,8 @@ def stop_at(call):
 
 
 def files_in(store):
-    return sorted(path.removeprefix(f"{store._root}/") for path in store._fs.find(store._root))
+    files, root = fsspec.core.url_to_fs(store.url)
+    return sorted(path.removeprefix(f"{root}/") for path in files.find(root))
 
 
 def test_a_copy_comes_back_as_it_was(store, tmp_path):
@@ -94,7 +96,7 @@ def test_a_copy_comes_back_as_it_was(store, tmp_path):
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])  # before each of the two files, and before the manifest
-def test_an_upload_that_ends_early_leaves_the_one_before_as_the_newest(store, tmp_path, call):
+def test_an_upload_that_ends_early_leaves_the_one_before(store, tmp_path, call):
     store.upload(2, folder_of(tmp_path, 2), keep=2)
     with pytest.raises(StoppedUploadError):
         store.upload(4, folder_of(tmp_path, 4), keep=2, check=stop_at(call))
@@ -103,7 +105,7 @@ def test_an_upload_that_ends_early_leaves_the_one_before_as_the_newest(store, tm
     store.download(2, tmp_path / "back")
 
 
-def test_an_upload_in_place_of_another_deletes_its_manifest_first(store, tmp_path):
+def test_a_replaced_copy_loses_its_manifest_first(store, tmp_path):
     store.upload(2, folder_of(tmp_path, 2), keep=2)
     store.upload(4, folder_of(tmp_path, 4), keep=2)
     (tmp_path / "folder4/metrics.jsonl").write_text("other rows")
@@ -120,7 +122,7 @@ def test_a_copy_that_is_there_is_not_uploaded_again(store, tmp_path):
     store.upload(4, tmp_path / "folder4", keep=2, check=stop_at(1))
 
 
-def test_the_newest_copies_are_kept_and_what_has_no_manifest_is_deleted(store, tmp_path):
+def test_newest_copies_stay_and_those_without_manifest_go(store, tmp_path):
     for step in (2, 4, 6):
         store.upload(step, folder_of(tmp_path, step), keep=2)
     assert store.steps() == [4, 6]
@@ -263,7 +265,7 @@ def test_the_copy_before_a_damaged_one_is_used(on_disk, tmp_path, capsys):
     assert not list(another.iterdir())
 
 
-def test_the_later_of_the_directory_and_the_store_is_gone_on_from(on_disk, tmp_path):
+def test_the_later_of_directory_and_store_is_continued(on_disk, tmp_path):
     new = make_run(kept_run(on_disk, tmp_path), [3], on_disk.url)
     start_from_store(config_of(new, on_disk.url), new)
     assert saved_steps(new) == [3, 4]

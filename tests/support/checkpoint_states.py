@@ -1,0 +1,12 @@
+"""States of a checkpoint for tests."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def state(step: int) -> dict[str, jax.Array]:
+    """Random bits do not compress: they are stored as they are, where a flipped one is not seen by the format."""
+    draw = np.random.default_rng(step)
+    noise = jnp.asarray(draw.standard_normal((64, 300)), jnp.float32)
+    return {"noise": noise, "half": noise[:5].astype(jnp.bfloat16), "count": jnp.int32(step), "flag": jnp.array(True)}
