@@ -38,6 +38,6 @@ if [ "$engine" = jax ]; then
 fi
 
 bash "launch/install_$engine.sh"
-dtype="$("$RLJAX_BIN/python" -m rljax.cli config rollout.dtype configs/quickstart.yaml "$@")"
+dtype="$("$RLJAX_BIN/python" -m rljax.cli config --show rollout.dtype configs/quickstart.yaml "$@")"
 export RLJAX_VENV="${RLJAX_BIN%/bin}"
 exec bash launch/single_node.sh configs/quickstart.yaml --engine "$engine" -- --run.dir "runs/quickstart-$engine-$dtype" "$@"

@@ -117,7 +117,7 @@ python="$RLJAX_BIN/python"
 given=("$config" "$@" --rollout.engine "$engine")
 pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and their engine wants a URL
 keys=model.path,rollout.dtype,precision.lm_head_dtype,run.dir,max_engine_tokens,rollout.api_key_file,rollout.colocated
-settings="$("$python" -m rljax.cli config "$keys" "${pending[@]}")" || exit 2
+settings="$("$python" -m rljax.cli config --show "$keys" "${pending[@]}")" || exit 2
 {
   read -r model && read -r dtype && read -r head && read -r run_dir && read -r longest && read -r key_file &&
     read -r colocated

@@ -6,12 +6,13 @@ command starts at once, and ``rljax serve`` works in a server's environment, whe
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.metadata
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rljax.errors import ConfigError, run_cli
 
@@ -22,25 +23,29 @@ class Command(NamedTuple):
     Attributes:
       module: The module whose ``main`` takes the other words and returns the exit status.
       summary: One line for ``rljax --help``.
+      options: The name of the module's dataclass of options, for the completion of the shell; empty: it has none.
     """
 
     module: str
     summary: str
+    options: str = "Arguments"
 
 
 COMMANDS = {
-    "train": Command("rljax.train", "Trains a policy: rljax train CONFIG.yaml [--a.b value ...]"),
+    "train": Command("rljax.train", "Trains a policy: rljax train CONFIG.yaml [--a.b value ...]", "Config"),
     "evaluate": Command("rljax.evaluate", "Measures the accuracy of a model or of a run on one dataset."),
     "compare": Command("rljax.commands.compare", "Compares log-probabilities of the same tokens between engines."),
     "replay": Command("rljax.commands.replay", "Shows what the length-triggered schedule would do on a training log."),
     "plot": Command("rljax.commands.plot", "Plots one run, or several runs in the same panels."),
     "prepare": Command("rljax.commands.prepare", "Makes a training file from problems: filters, counts, scores."),
     "export": Command("rljax.commands.export", "Writes a checkpoint as a Hugging Face directory."),
-    "serve": Command("rljax.commands.serve", "Serves a model with vLLM or SGLang, ready for weight updates."),
-    "config": Command("rljax.commands.config", "Prints the settings that a run would use."),
+    "serve": Command("rljax.commands.serve", "Serves a model with vLLM or SGLang, ready for weight updates.", ""),
+    "config": Command("rljax.commands.config", "Prints the settings that a run would use, or explains one.", "Config"),
     "check": Command("rljax.commands.check", "Checks kernels and the training step on the accelerator that is here."),
 }
 USAGE = "usage: rljax COMMAND [words of the command]"
+COMPLETION = "--tyro-print-completion"
+SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
 def help_text() -> str:
@@ -48,7 +53,8 @@ def help_text() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     title = "RL fine-tuning of language models in JAX, with the training-inference mismatch measured."
-    end = "rljax COMMAND --help explains a command; rljax --version prints the version."
+    end = "rljax COMMAND --help explains a command; rljax --version prints the version.\n"
+    end += f"{COMPLETION} {{{','.join(SHELLS)}}} prints a script for the completion of words by the shell."
     return "\n".join([USAGE, "", title, "", *lines, "", end])
 
 
@@ -59,6 +65,33 @@ def find(name: str) -> Command:
     similar = difflib.get_close_matches(name, COMMANDS, n=1)
     advice = f"did you mean {similar[0]}?" if similar else f"commands: {', '.join(COMMANDS)}"
     raise ConfigError(f"unknown command {name}; {advice}")
+
+
+def load(name: str, command: Command) -> Any:
+    """Imports the module of a command. Raises ConfigError when a package that it needs is not installed."""
+    try:
+        return importlib.import_module(command.module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "rljax"):
+            raise
+        raise ConfigError(
+            f"rljax {name} needs the package {missing}, which is not installed: pip install 'rljax[train]'"
+        ) from error
+
+
+def print_completion(shell: str) -> None:
+    """Prints tyro's script that completes the commands and their options in a shell.
+
+    Raises:
+      ConfigError: The shell is not one of ``SHELLS``.
+    """
+    if shell not in SHELLS:
+        raise ConfigError(f"{COMPLETION}: expected one of {', '.join(SHELLS)}, got {shell or 'nothing'}")
+    tyro = load("completion", Command("tyro.extras", ""))
+    kinds = {name: getattr(load(name, one), one.options) for name, one in COMMANDS.items() if one.options}
+    with contextlib.suppress(SystemExit):  # tyro ends the program after the script
+        tyro.subcommand_cli_from_dict(kinds, prog="rljax", args=[COMPLETION, shell])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,17 +106,11 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] == "--version":
         print(importlib.metadata.version("rljax"))
         return 0
+    if argv[0] == COMPLETION:
+        print_completion(argv[1] if len(argv) > 1 else "")
+        return 0
     command = find(argv[0])
-    try:
-        module = importlib.import_module(command.module)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in ("", "rljax"):
-            raise
-        raise ConfigError(
-            f"rljax {argv[0]} needs the package {missing}, which is not installed: pip install 'rljax[train]'"
-        ) from error
-    status: int = module.main(argv[1:])
+    status: int = load(argv[0], command).main(argv[1:])
     return status
 
 

@@ -62,13 +62,24 @@ from rljax.sharding import make_mesh
 
 PROG = "rljax train"
 DRY_RUN = "--dry-run"
+COMMON_OPTIONS = (
+    *("run.dir", "run.steps", "run.seed", "run.resume", "model.path", "data.task", "data.path", "data.reward"),
+    *("data.batch_size", "data.max_prompt_tokens", "rollout.engine", "rollout.urls", "rollout.dtype"),
+    *("rollout.group_size", "rollout.max_response_tokens", "rollout.temperature", "rollout.max_staleness"),
+    *("precision.compute_dtype", "precision.remat", "packing.row_tokens", "packing.rows_per_micro_batch"),
+    *("mesh.fsdp", "optimizer.learning_rate", "schedule.kind", "schedule.decay_period", "correction.preset"),
+    *("lora.rank", "eval.every", "eval.datasets", "checkpoint.every"),
+)
+"""The options that most runs set, and that ``--help`` prints."""
 GUARD_STATUS = 3
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs training; returns the exit status."""
     words, options = own_options(argv)
-    config = load_config(Config, words, prog=PROG, description=__doc__ or "", example="quickstart")
+    config = load_config(
+        Config, words, prog=PROG, description=__doc__ or "", example="quickstart", common=COMMON_OPTIONS
+    )
     run_dir = Path(config.run.dir)
     with caller_errors():
         check_engine(config.rollout)

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import tyro
 from tqdm import tqdm
 
 from rljax.commands import check_kernels as kernels
@@ -41,6 +40,7 @@ from rljax.plan.dry_run import in_units
 from rljax.policy.attention import choose_attention, find_implementation
 from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
+from rljax.run.options import parse_arguments
 
 ROOT = Path(__file__).parents[2]
 Found = dict[str, Any]
@@ -329,7 +329,7 @@ _LINES: dict[str, Callable[[Found], str]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Checks, prints a table, writes the file; returns the exit status."""
-    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    arguments = parse_arguments(Arguments, argv, prog="rljax check", description=__doc__ or "")
     parts = make_parts(arguments)
     parts = {name: part for name, part in parts.items() if name == DEVICE or wanted(name, arguments.only)}
     found: dict[str, Found] = {}

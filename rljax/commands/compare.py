@@ -1,29 +1,33 @@
 """Compares log-probabilities of the same tokens across engines and precisions, pair by pair.
 
+    rljax compare --toy
     rljax compare TOKENS --model DIR --scorer jax:bfloat16 --scorer hf:bfloat16 --out comparison
 
-TOKENS is a token dump, a JSONL file, or prime-rl's token export (docs/compare.md). The columns of log-probabilities in
-it are compared as well. The program writes tokens.parquet (with the new columns), report.md, report.json and report.png
-into the directory OUT. The exit status is 0 when every pair of columns passes, 1 when a pair fails or is refused, 2
-when an argument is wrong or a server does not answer, and 130 after an interrupt. After an interrupt, or when a server
-stops answering, the program still saves and reports the columns that are complete.
+TOKENS is a token dump, a JSONL file, or prime-rl's token export. The columns of log-probabilities in it are compared,
+too. The program writes tokens.parquet (with the new columns), report.md, report.json and report.png into the directory
+OUT.
+
+The exit status is 0 when every pair of columns passes, and 1 when a pair fails or is refused. It is 2 when an argument
+is wrong or a server does not answer, and 130 after an interrupt. After an interrupt, or when a server stops answering,
+the program still saves and reports the columns that are complete.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import tyro
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from rljax.commands.parser import Parser
 from rljax.compare.distributions import DistributionPair, compare_distributions, with_distributions
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import SECOND_RUN, Comparison, compare_columns, to_json, to_markdown, to_text
@@ -31,132 +35,93 @@ from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler
 from rljax.compare.scorers import name_columns, score_column, split_spec
 from rljax.data.prompts import TOYS
 from rljax.errors import ConfigError, caller_errors
-from rljax.policy.hub import CONFIGS, model_directory
+from rljax.policy.hub import model_directory
 from rljax.record.token_dumps import TokenDump, write_dump
+from rljax.run.options import parse_arguments
 
 METRIC = "logprob_abs_diff_mean"
 TOY_PROMPTS = 64
-MAX_RESPONSE_TOKENS = 256
 MOST_NAMED = 24  # with more pairs than this, the legend groups those that pass
 COARSENESS = {"bfloat16": "tab:red", "float16": "tab:blue", "float32": "tab:green"}
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the options. Raises ConfigError for words that are none."""
-    parser = Parser(
-        prog="rljax compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of the comparison."""
+
+    tokens: tyro.conf.Positional[Path | None] = None
+    """The file of sequences. It may have columns of log-probabilities."""
+    toy_prompts: int | None = None
+    """Instead of TOKENS, take the prompts of this many toy problems, for --sample."""
+    toy: bool = False
+    """Compare on the toy base of the package. It samples responses to 64 toy problems in bfloat16, and the trainer's
+    forward scores them in bfloat16 and in float32."""
+    model: str | None = None
+    """The Hugging Face directory of the model, or OWNER/NAME. The scorers vllm: and dump: do not need it."""
+    scorer: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """The program that computes a column: jax:DTYPE, jax-decode:DTYPE or hf:DTYPE (DTYPE is float32, bfloat16 or
+    float16; DTYPE@DIR takes another model directory), vllm:URL, sglang:URL or dump:FILE#COLUMN. It may be repeated."""
+    sample: str | None = None
+    """First sample new responses to the prompts, with jax-decode:DTYPE or vllm-decode:URL."""
+    responses: int = 1
+    """The number of responses sampled for each prompt."""
+    max_response_tokens: int = 256
+    """The longest sampled response (tokens). With --toy it is at most 36."""
+    seed: int = 0
+    """The seed of the sampling."""
+    columns: tuple[str, ...] | None = None
+    """The columns of TOKENS to compare. None: all of them."""
+    trainer: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A column that a trainer computed. It may be repeated."""
+    rollout: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(aliases=("--engine",))] = ()
+    """A column that a rollout engine computed. It may be repeated."""
+    distributions: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Also compare the next-token distributions of the scorers jax:, hf:, vllm: and sglang: at each response token."""
+    top_k: int = 20
+    """With --distributions, the number of likeliest tokens that a server is asked for."""
+    same_weights: tyro.conf.FlagCreatePairsOff[bool] = False
+    """The model directories hold one model's weights in different forms, as after a conversion. Their hashes may
+    differ, and the numbers alone judge."""
+    temperature: float = 1.0
+    """The temperature of sampling and of scoring."""
+    batch_size: int = 8
+    """The number of sequences that are scored at the same time."""
+    second_run: bool = True
+    """Score a second time, at another batch size, to measure the noise floor."""
+    out: Path = Path("comparison")
+    """The directory to write."""
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Returns the arguments, with those that --toy stands for.
+
+    Raises:
+      ConfigError: A word is no argument.
+    """
+    given = parse_arguments(Arguments, argv, prog="rljax compare", description=__doc__ or "")
+    if not given.toy:
+        return given
+    return dataclasses.replace(
+        given,
+        toy_prompts=given.toy_prompts or TOY_PROMPTS,
+        model=given.model or "toy-base",
+        sample=given.sample or "jax-decode:bfloat16",
+        scorer=("jax:bfloat16", "jax:float32", *given.scorer),
+        max_response_tokens=min(given.max_response_tokens, TOYS["toy"].max_response_tokens),
     )
-    parser.add_argument(
-        "tokens",
-        metavar="TOKENS",
-        type=Path,
-        nargs="?",
-        help="file of sequences; it may have columns of log-probabilities",
-    )
-    parser.add_argument(
-        "--toy-prompts", metavar="N", type=int, help="instead of TOKENS: the prompts of N toy problems, for --sample"
-    )
-    parser.add_argument(
-        "--toy",
-        action="store_true",
-        help="compare on the package's toy base: it samples responses to 64 toy problems in bfloat16, and "
-        "the trainer's forward scores them in bfloat16 and in float32",
-    )
-    parser.add_argument(
-        "--model", metavar="DIR", type=Path, help="Hugging Face directory; vllm: and dump: do not need it"
-    )
-    parser.add_argument(
-        "--scorer",
-        metavar="SPEC",
-        action="append",
-        default=[],
-        help="what computes a column: jax:DTYPE, jax-decode:DTYPE or hf:DTYPE (DTYPE: float32, bfloat16, float16; "
-        "DTYPE@DIR: of another model directory), vllm:URL or dump:FILE#COLUMN; may be repeated",
-    )
-    parser.add_argument(
-        "--sample",
-        metavar="SPEC",
-        help="first sample new responses to the prompts, with jax-decode:DTYPE or vllm-decode:URL",
-    )
-    parser.add_argument(
-        "--responses", metavar="N", type=int, default=1, help="responses sampled for each prompt (default: 1)"
-    )
-    parser.add_argument(
-        "--max-response-tokens",
-        metavar="N",
-        type=int,
-        help="longest sampled response in tokens (default: 256; with --toy 36)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--columns", metavar="NAME", nargs="+", help="columns of TOKENS to compare (default: all)")
-    parser.add_argument(
-        "--trainer",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="a column that a trainer computed; may be repeated",
-    )
-    parser.add_argument(
-        "--rollout",
-        "--engine",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="a column that a rollout engine computed; may be repeated",
-    )
-    parser.add_argument(
-        "--distributions",
-        action="store_true",
-        help="also compare the next-token distributions of the jax:, hf:, vllm: and sglang: scorers, at each "
-        "response token",
-    )
-    parser.add_argument(
-        "--top-k",
-        metavar="K",
-        type=int,
-        default=20,
-        help="with --distributions: how many of its likeliest tokens a server is asked for (default: 20)",
-    )
-    parser.add_argument(
-        "--same-weights",
-        action="store_true",
-        help="the model directories hold one model's weights in different forms, as after a conversion: their hashes "
-        "may differ, and the numbers alone judge",
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="temperature of sampling and of scoring (default: 1)"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=8, help="sequences that are scored at the same time (default: 8)"
-    )
-    parser.add_argument(
-        "--no-second-run", action="store_true", help="do not score a second time to measure the noise floor"
-    )
-    parser.add_argument("--out", type=Path, default=Path("comparison"), help="directory to write (default: comparison)")
-    options = parser.parse_args(argv)
-    if options.toy:
-        options.toy_prompts = options.toy_prompts or TOY_PROMPTS
-        options.model = options.model or CONFIGS / "toy-base"
-        options.sample = options.sample or "jax-decode:bfloat16"
-        options.scorer = ["jax:bfloat16", "jax:float32", *options.scorer]
-        options.max_response_tokens = options.max_response_tokens or TOYS["toy"].max_response_tokens
-    options.max_response_tokens = options.max_response_tokens or MAX_RESPONSE_TOKENS
-    return options
 
 
 Job = tuple[str, str, int]  # column, spec, batch size
 
 
-def jobs(dump: TokenDump, columns: dict[str, str], options: argparse.Namespace) -> list[Job]:
+def jobs(dump: TokenDump, columns: dict[str, str], options: Arguments) -> list[Job]:
     """The columns to compute: each scorer runs once, and a second time at another batch size for its noise floor.
 
     The engine that sampled the responses has given its first column already, so only its second run is added.
     """
     sampler = options.sample if options.sample in dump.logprobs else None
     first = [(column, spec, options.batch_size) for spec, column in columns.items() if spec != sampler]
-    if options.no_second_run:
+    if not options.second_run:
         return first
     twice = columns | ({sampler: sampler} if sampler else {})
     other = options.batch_size // 2 or 2
@@ -165,7 +130,7 @@ def jobs(dump: TokenDump, columns: dict[str, str], options: argparse.Namespace) 
     ]
 
 
-def scored(dump: TokenDump, todo: Sequence[Job], options: argparse.Namespace) -> Iterator[TokenDump]:
+def scored(dump: TokenDump, todo: Sequence[Job], options: Arguments) -> Iterator[TokenDump]:
     """Computes one column after the other and yields the dump with each new one."""
     with tqdm(total=len(todo) * len(dump.sequence_ids), desc="scoring", unit="seq", disable=not todo) as bar:
         for column, spec, batch_size in todo:
@@ -183,16 +148,14 @@ def scored(dump: TokenDump, todo: Sequence[Job], options: argparse.Namespace) ->
             yield dump
 
 
-def sequences(options: argparse.Namespace) -> TokenDump:
-    """The sequences of TOKENS, or the prompts of the toy task; with --sample new responses to their prompts."""
+def sequences(options: Arguments) -> TokenDump:
+    """Returns the sequences of TOKENS or the prompts of the toy task; with --sample, new responses to their prompts."""
     if (options.tokens is None) == (options.toy_prompts is None):
         raise ConfigError("expected either TOKENS or --toy-prompts N")
     if options.model is None and (options.sample or options.toy_prompts is not None):
         raise ConfigError("--sample and --toy-prompts need --model")
-    if options.tokens is not None:
-        dump = read_tokens(options.tokens)
-    else:
-        dump = toy_prompts(options.toy_prompts, options.model)
+    model = options.model or ""
+    dump = read_tokens(options.tokens) if options.tokens is not None else toy_prompts(options.toy_prompts or 0, model)
     if options.sample is None:
         return dump
     config = SampleConfig(
@@ -201,13 +164,13 @@ def sequences(options: argparse.Namespace) -> TokenDump:
         temperature=options.temperature,
         seed=options.seed,
         batch_size=options.batch_size,
-        second_run=not options.no_second_run,
+        second_run=options.second_run,
     )
     with tqdm(desc="sampling", unit="seq") as bar:
-        return sample_responses(dump, options.model, options.sample, config, progress=bar.update)
+        return sample_responses(dump, model, options.sample, config, progress=bar.update)
 
 
-def distributions(dump: TokenDump, options: argparse.Namespace) -> list[DistributionPair]:
+def distributions(dump: TokenDump, options: Arguments) -> list[DistributionPair]:
     """What --distributions asks for."""
     if not options.distributions:
         return []
@@ -222,7 +185,7 @@ def distributions(dump: TokenDump, options: argparse.Namespace) -> list[Distribu
         )
 
 
-def named_roles(options: argparse.Namespace, columns: Collection[str]) -> dict[str, str]:
+def named_roles(options: Arguments, columns: Collection[str]) -> dict[str, str]:
     """The roles that --trainer and --rollout give: name of a column -> role."""
     roles = dict.fromkeys(options.trainer, "trainer") | dict.fromkeys(options.rollout, "rollout")
     if len(roles) < len(set(options.trainer)) + len(set(options.rollout)):
@@ -294,7 +257,7 @@ def main(argv: Sequence[str]) -> int:
     stopped: KeyboardInterrupt | ConfigError | None = None
     with caller_errors():
         if options.model is not None:
-            options.model = Path(model_directory(str(options.model)))
+            options = dataclasses.replace(options, model=model_directory(options.model))
         for spec in options.scorer:
             split_spec(spec)
         if options.distributions:

@@ -1,29 +1,153 @@
-"""Prints resolved settings of a run, one a line: what ``rljax.train`` would use.
+"""Prints the settings that a run would use, or explains one of them.
 
-rljax config rollout.dtype,max_engine_tokens configs/quickstart.yaml --rollout.dtype float32
+rljax config CONFIG.yaml [--a.b value ...]              every setting, as YAML
+rljax config --show KEY[,KEY...] [CONFIG.yaml] [...]    some values, one a line
+rljax config KEY [CONFIG.yaml] [...]                    one key: its type, default, source, and what refuses it
+rljax config SECTION                                    the keys of a section, such as rollout
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import functools
-from collections.abc import Sequence
+import inspect
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
 
+import rljax
 from rljax.errors import ConfigError
+from rljax.policy.hub import packaged
 from rljax.run.config import Config
-from rljax.run.config_file import load_config
+from rljax.run.config_file import config_to_yaml, resolve, suggest
+from rljax.run.options import field_texts
+from rljax.run.yaml_file import dotted, shown
+
+PROG = "rljax config"
+SHOW = "--show"
+KEY = re.compile(r"[\w.]+(?<!\.yaml)")
+WIDTH = 100
+"""Characters of a line of an explanation."""
+CHECKS = {
+    "check_at_least": "is at least {least}",
+    "check_positive": "is above 0",
+    "check_finite": "is finite and not negative",
+}
+"""The text of a rule, by the function of ``rljax.errors`` that checks it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the settings; returns the exit status."""
-    if argv and argv[0] in ("-h", "--help"):
+    """Prints settings or an explanation; returns the exit status."""
+    words = list(argv)
+    if words and words[0] in ("-h", "--help"):
         print(__doc__)
         return 0
-    if not argv or argv[0].startswith("-"):
-        raise ConfigError("usage: rljax config KEY[,KEY...] [CONFIG.yaml] [--a.b value ...]")
-    config = load_config(Config, argv[1:], prog="rljax config KEY", description=__doc__ or "")
-    for key in argv[0].split(","):
-        try:
-            print(functools.reduce(getattr, key.split("."), config))
-        except AttributeError as error:
-            raise ConfigError(f"there is no setting {key}") from error
+    keys: list[str] | None = None
+    if words and words[0] == SHOW:
+        if len(words) < 2:
+            raise ConfigError(f"{SHOW} needs a key, as in: {PROG} {SHOW} rollout.dtype quickstart")
+        keys, words = words[1].split(","), words[2:]
+    known_values = dataclasses.asdict(Config())
+    known = dict(dotted(known_values))
+    key = words.pop(0) if keys is None and words and words[0] in known else None
+    file = words.pop(0) if words and not words[0].startswith("-") else None
+    if key is None and file is not None and not os.path.exists(file) and not packaged(file) and KEY.fullmatch(file):
+        raise ConfigError(f"{file} is neither a key nor a configuration; {suggest(file, known_values)}")
+    config, places = resolve(Config, file, words, prog=PROG)
+    if keys is not None:
+        print("\n".join(str(value_of(config, one)) for one in keys))
+    elif key is None:
+        print(config_to_yaml(config), end="")
+    elif isinstance(known[key], dict):
+        print("\n".join(section_lines(key)))
+    else:
+        source = places.get(tuple(key.split(".")), "the default")
+        print("\n".join(explanation(key, known[key], value_of(config, key), source)))
     return 0
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Returns the value of a dotted key, which may also be a property of the configuration."""
+    try:
+        return functools.reduce(getattr, key.split("."), config)
+    except AttributeError as error:
+        raise ConfigError(f"unknown key {key}; {suggest(key, dataclasses.asdict(config))}") from error
+
+
+def section_of(key: str) -> tuple[type, str]:
+    """Returns the dataclass that holds a dotted key, and the field's name in it."""
+    *above, name = key.split(".")
+    kind: type = functools.reduce(lambda outer, one: get_type_hints(outer)[one], above, Config)
+    return kind, name
+
+
+def section_lines(key: str) -> list[str]:
+    """Returns the lines that list the keys of a section, with the first sentence about each."""
+    kind, name = section_of(key)
+    section = get_type_hints(kind)[name]
+    texts = field_texts(Config, Config())
+    lines = []
+    for field in dataclasses.fields(section):
+        first = texts.get((section, field.name), "").partition(". ")[0].rstrip(".")
+        lines.append(textwrap.shorten(f"{key}.{field.name}: {first}", WIDTH, placeholder=" ..."))
+    return lines
+
+
+def explanation(key: str, default: Any, value: Any, source: str) -> list[str]:
+    """Returns the lines that explain a key.
+
+    Args:
+      key: The dotted key.
+      default: The value that it has without a file and options.
+      value: The value in the configuration at hand.
+      source: The place at which that value was written.
+    """
+    kind, name = section_of(key)
+    declared = inspect.get_annotations(kind)[name]
+    rows = [("type", declared if isinstance(declared, str) else declared.__name__), ("default", shown(default))]
+    rows.append(("value", f"{shown(value)} ({source})"))
+    rows += [("refused", text) for text in refusals(key)]
+    lines = [key, *textwrap.wrap(field_texts(Config, Config()).get((kind, name), ""), WIDTH - 2)]
+    for head, text in rows:
+        lines += textwrap.wrap(f"{head:<9}{text}", WIDTH - 2, subsequent_indent=" " * 9)
+    return [lines[0], *(f"  {line}" for line in lines[1:])]
+
+
+def refusals(key: str) -> list[str]:
+    """Returns the rules that refuse values of a key, as the package's source has them.
+
+    They are the checks of the dataclass that holds the key, and the errors of any module that name the dotted key.
+    """
+    kind, name = section_of(key)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    found = [f"unless it {text}" for text in _checks(tree, name)]
+    found += [text for text in _raised(tree) if re.match(rf"{name}\b", text)]
+    for path in sorted(Path(str(rljax.__path__[0])).rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if key in source:
+            found += [text for text in _raised(ast.parse(source)) if re.search(rf"(?<![\w.]){re.escape(key)}\b", text)]
+    return list(dict.fromkeys(found))
+
+
+def _checks(tree: ast.AST, name: str) -> Iterator[str]:
+    """Yields the rules of the calls ``check_...(self, ..., "name")``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CHECKS:
+            constants = [one.value for one in node.args if isinstance(one, ast.Constant)]
+            if name in constants:
+                least = ast.unparse(node.args[1]) if len(node.args) > 1 else ""
+                yield CHECKS[node.func.id].format(least=least)
+
+
+def _raised(tree: ast.AST) -> Iterator[str]:
+    """Yields the texts of the errors that are raised, with ``...`` for each value in them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            text = node.exc.args[0]
+            parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+            words = [str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts]
+            yield "".join(words)

@@ -22,6 +22,7 @@ from rljax.errors import ConfigError, caller_errors
 from rljax.evaluate import find_policy
 from rljax.policy.hf import save_params
 from rljax.policy.peft import save_adapters
+from rljax.run.options import parse_arguments
 from rljax.sharding import MeshConfig, make_mesh
 
 
@@ -46,7 +47,7 @@ class Arguments:
 
 def main(argv: Sequence[str]) -> int:
     """Exports; returns the exit status."""
-    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    arguments = parse_arguments(Arguments, argv, prog="rljax export", description=__doc__ or "")
     with caller_errors():
         policy = find_policy(arguments.run, step=arguments.step)
         if policy.run is None:

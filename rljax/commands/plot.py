@@ -6,21 +6,21 @@ One run is plotted into its own directory unless ``--out`` says otherwise, sever
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
 from matplotlib.figure import Figure
 
 from rljax.commands.paper_panels import ALL_PANELS
-from rljax.commands.parser import Parser
 from rljax.errors import ConfigError, caller_errors
 from rljax.record.figure import PanelGrid, plot_grid, plot_report, read_runs, save_figure
 from rljax.record.panels import Run
 from rljax.record.summary import collapse_step, trailing_mean
+from rljax.run.options import parse_arguments
 
 
 def collapse_of(run: Run) -> int | None:
@@ -109,7 +109,7 @@ def has(run: Run, needed: str) -> bool:
     return any(fnmatch.fnmatch(key, needed) and value is not None for row in run.rows for key, value in row.items())
 
 
-def figures_table(width: int = 100) -> str:
+def figures_table(width: int = 78) -> str:
     """Title, runs and metrics of each figure as text."""
     lines = []
     for name, paper in FIGURES.items():
@@ -119,36 +119,40 @@ def figures_table(width: int = 100) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of the plot."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """The run directories, each with a metrics.jsonl."""
+    out: Path | None = None
+    """The PNG to write. None: report.png or figure_NAME.png, in the run's directory if there is one run."""
+    figure: str | None = None
+    """One of the figures of the papers (the list is above). None: the report."""
+    labels: str | None = None
+    """Names for the runs, in their order, with commas between them. None: their directories."""
+    smooth: float = 0.9
+    """The decay per step of the mean over the raw curves."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Plots; returns the exit status."""
-    parser = Parser(
-        prog="rljax plot",
-        description=__doc__,
-        epilog=f"figures, the runs to give (arms of docs/paper.md), the metrics each must have:\n\n{figures_table()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory, the one with metrics.jsonl")
-    parser.add_argument(
-        "--out", type=Path, help="PNG to write (default: report.png or figure_NAME.png, in RUN if there is one run)"
-    )
-    parser.add_argument(
-        "--figure", metavar="NAME", choices=FIGURES, help="one of the figures below (default: the report)"
-    )
-    parser.add_argument("--labels", metavar="A,B,...", help="names for the runs, in their order (default: directories)")
-    parser.add_argument(
-        "--smooth", type=float, default=0.9, help="decay per step of the mean over the raw curves (default: 0.9)"
-    )
-    options = parser.parse_args(argv)
-    name = f"figure_{options.figure}.png" if options.figure else "report.png"
-    out = options.out or (options.runs[0] / name if len(options.runs) == 1 else Path(name))
-    labels = options.labels.split(",") if options.labels else None
+    text = f"{__doc__}\nFigures, the runs to give (arms of docs/paper.md), the metrics that each must have:\n\n"
+    given = parse_arguments(Arguments, argv, prog="rljax plot", description=text + figures_table())
+    if not given.runs:
+        raise ConfigError("expected at least one run directory")
+    if given.figure is not None and given.figure not in FIGURES:
+        raise ConfigError(f"--figure: expected one of {', '.join(FIGURES)}, got {given.figure}")
+    name = f"figure_{given.figure}.png" if given.figure else "report.png"
+    out = given.out or (given.runs[0] / name if len(given.runs) == 1 else Path(name))
+    labels = given.labels.split(",") if given.labels else None
     try:
         with caller_errors():
-            if options.figure:
-                save_figure(plot_figure(options.figure, read_runs(options.runs, labels), options.smooth), out)
+            if given.figure:
+                save_figure(plot_figure(given.figure, read_runs(given.runs, labels), given.smooth), out)
             else:
-                plot_report(options.runs, out, smooth=options.smooth, labels=labels)
-    except RuntimeError as error:  # a damaged record: for this program, an argument that is no run
+                plot_report(given.runs, out, smooth=given.smooth, labels=labels)
+    except RuntimeError as error:  # a damaged record means that the argument is no run
         raise ConfigError(error) from error
     print(out)
     return 0

@@ -36,6 +36,7 @@ from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.evaluation import SOLVED
+from rljax.run.options import parse_arguments
 from rljax.run.sampling import Sampler
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
@@ -318,7 +319,7 @@ def digest(path: Path) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prepares; returns the exit status."""
-    arguments = tyro.cli(Arguments, args=argv, description=__doc__)
+    arguments = parse_arguments(Arguments, argv, prog="rljax prepare", description=__doc__ or "")
     arguments.check()
     with caller_errors():
         source = find_source(arguments.source)

@@ -9,21 +9,22 @@ SkyRL, tunix and rljax; with ``--column`` you choose any other column of positiv
 log counts as a step without a length.
 """
 
-import argparse
 import csv
 import dataclasses
 import math
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import tyro
 from google.protobuf.message import DecodeError
 from matplotlib.figure import Figure
 from tensorboardX.proto import event_pb2
 
-from rljax.commands.parser import Parser
 from rljax.errors import ConfigError, caller_errors, parse_json
+from rljax.run.options import parse_arguments
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 
 # Name of the mean response length, and names of the share of truncated responses in the same log. A column matches
@@ -286,57 +287,50 @@ def plot(result: Replay, column: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the options. Raises ConfigError for words that are none."""
-    """Reads the command line. Every field of SurgeConfig is an option."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("log", metavar="LOG", type=Path, help="log file of a run, or the directory that contains it")
-    parser.add_argument("--column", help="the length column, if its name is not known")
-    parser.add_argument("--truncated-column", help="the column with the share of truncated responses")
-    parser.add_argument("--png", type=Path, default=Path("surge.png"), help="file for the figure (default: surge.png)")
-    parser.add_argument("--sweep", action="store_true", help="show how ratio, window and persistence change the result")
-    rate = parser.add_argument_group("learning rate")
-    rate.add_argument("--learning-rate", type=float, default=1e-6, help="initial rate (default: 1e-6)")
-    rate.add_argument(
-        "--multiplier", type=float, default=1.8, help="decay period divided by the step of the surge (default: 1.8)"
-    )
-    rate.add_argument("--decay-factor", type=float, default=0.5, help="factor of the rate at each decay (default: 0.5)")
-    rate.add_argument(
-        "--floor-ratio", type=float, default=0.1, help="lowest rate divided by the initial (default: 0.1)"
-    )
-    rules = parser.add_argument_group(
-        "rules of the tracker", "fields of rljax.schedule.SurgeConfig; its documentation explains them"
-    )
-    for field in dataclasses.fields(SurgeConfig):
-        flag = "--" + field.name.replace("_", "-")
-        rules.add_argument(
-            flag,
-            type=type(field.default),
-            default=field.default,
-            help=f"SurgeConfig.{field.name} (default: {field.default})",
-        )
-    return parser.parse_args(argv)
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of the replay."""
+
+    log: tyro.conf.Positional[Path]
+    """The log file of a run, or the directory that contains it."""
+    column: str | None = None
+    """The length column, where its name is not known."""
+    truncated_column: str | None = None
+    """The column with the share of truncated responses."""
+    png: Path = Path("surge.png")
+    """The file for the figure."""
+    sweep: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Show how ratio, window and persistence change the result."""
+    learning_rate: float = 1e-6
+    """The initial rate."""
+    multiplier: float = 1.8
+    """The decay period divided by the step of the surge."""
+    decay_factor: float = 0.5
+    """The factor of the rate at each decay."""
+    floor_ratio: float = 0.1
+    """The lowest rate divided by the initial one."""
+    surge: Annotated[SurgeConfig, tyro.conf.arg(name="")] = field(default_factory=SurgeConfig)
+    """The rules of the surge tracker."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replays, prints the report, plots; returns the exit status."""
-    args = parse(argv)
+    """Replays a log, prints the report and plots it; returns the exit status."""
+    given = parse_arguments(Arguments, argv, prog="rljax replay", description=__doc__ or "")
     rate = {
-        "init_value": args.learning_rate,
-        "multiplier": args.multiplier,
-        "decay_factor": args.decay_factor,
-        "floor_ratio": args.floor_ratio,
+        "init_value": given.learning_rate,
+        "multiplier": given.multiplier,
+        "decay_factor": given.decay_factor,
+        "floor_ratio": given.floor_ratio,
     }
     with caller_errors():
-        config = SurgeConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SurgeConfig)})
-        rows = read_rows(args.log)
-        column, truncated_column = choose_columns(columns_of(rows), args.column, args.truncated_column)
+        rows = read_rows(given.log)
+        column, truncated_column = choose_columns(columns_of(rows), given.column, given.truncated_column)
         lengths, truncated = series(rows, column, truncated_column)
-        result = replay(lengths, truncated, config, rate)
+        result = replay(lengths, truncated, given.surge, rate)
     print("\n".join(report(result, column, truncated_column)))
-    if args.sweep:
-        print("\n".join(sweep(lengths, truncated, config, rate)))
+    if given.sweep:
+        print("\n".join(sweep(lengths, truncated, given.surge, rate)))
     with caller_errors():
-        plot(result, column, args.png)
-    print(f"figure: {args.png}")
+        plot(result, column, given.png)
+    print(f"figure: {given.png}")
     return 0

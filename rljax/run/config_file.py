@@ -1,85 +1,96 @@
-"""Reads a configuration: a tree of frozen dataclasses filled from defaults, then a YAML file, then the command line.
+"""Builds a configuration, a tree of frozen dataclasses, from its defaults, a YAML file and the command line.
 
-PyYAML reads the file, ``tyro`` draws ``--help``, and pydantic checks the merged values and
-builds the dataclasses, so that a mistake gives the same single line wherever it was written. ``__post_init__`` runs on
-the merged values only: a file may be valid only together with an option of the command line. ``base: OTHER.yaml`` in a
-file, relative to it, names another file whose values it overrides. Every field of the dataclasses has a default.
+PyYAML reads the file, tyro reads the options, and pydantic checks the merged values and builds the dataclasses. So a
+mistake gives the same single line wherever it was written. ``__post_init__`` runs on the merged values only: a file may
+be valid only together with an option. Every field of the dataclasses has a default.
 """
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
 import difflib
 import functools
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar
 
 import pydantic
-import yaml
 
 from rljax.errors import ConfigError
 from rljax.policy.hub import CONFIGS, packaged
+from rljax.run.yaml_file import BASE, Names, Places, dotted, laid_over, read_yaml, shown, to_yaml
 
 T = TypeVar("T")
-Names = tuple[str, ...]  # the keys that lead from the root to a value
-Places = dict[Names, str]  # where a value was written: "FILE:LINE" or "command line"
 
 COMMAND_LINE = "command line"
 HELP = {"-h", "--help"}
-BASE = "base"
-MAX_VALUES = 100_000  # of a file with its aliases written out
-MAX_SHOWN = 80  # characters of a value quoted in an error
-SIMILAR = 0.7  # how much a known key must resemble an unknown one to be suggested (1: equal)
+ALL = "all"
+SIMILAR = 0.7
+"""The least likeness of a known key to an unknown one for which it is suggested (1: equal)."""
 
 
-def load_config(root: type[T], argv: Sequence[str], *, prog: str, description: str, example: str | None = None) -> T:
-    """Builds ``root`` from ``[CONFIG.yaml] [--a.b value ...]``; precedence default < YAML < command line.
+def load_config(
+    root: type[T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    example: str | None = None,
+    common: Collection[str] | None = None,
+) -> T:
+    """Builds ``root`` from ``[CONFIG.yaml] [--a.b value ...]``; an option overrides the file, and the file a default.
 
-    Options take ``--a.b value`` or ``--a.b=value``, with ``-`` or ``_`` inside names; a bare ``--a.flag`` means true, a
-    tuple takes the words up to the next option, ``None`` empties an optional value, and of a repeated option the last
-    counts. A word is read as in YAML where its option takes such a value, otherwise as text. ``--help`` prints every
-    option, with the file's values as defaults, and leaves with status 0.
+    ``--help`` prints the options, with the file's values as defaults, and leaves with status 0.
 
     Args:
-      root: the dataclass.
-      argv: the words of the command line.
-      prog: how the program is called, for ``--help``.
-      description: what the program does, for ``--help``.
-      example: a configuration file to suggest when none is given; None: the file is optional.
+      root: The dataclass of the configuration.
+      argv: The words of the command line.
+      prog: The words by which the program is called, for ``--help``.
+      description: The text of ``--help`` above the options.
+      example: A configuration to suggest when none is given; None: the file is optional.
+      common: The dotted names of the options that ``--help`` prints; ``--help all`` prints the rest, too. None: all.
 
     Raises:
-      ConfigError: anything wrong with the arguments, the file or the values.
-      SystemExit: ``--help``.
+      ConfigError: Anything is wrong with the arguments, the file or the values.
+      SystemExit: The words ask for ``--help``.
     """
-    for word in argv:
-        if any("\ud800" <= letter <= "\udfff" for letter in word):  # how Python hands over other bytes
-            raise ConfigError(f"{COMMAND_LINE}: {_show(word)} is not UTF-8 text")
-    file, options = (None, argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
-    if file is None and example is not None and not HELP & set(options):
+    words, file, wants_help = list(argv), None, bool(HELP & set(argv))
+    for word in words:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):  # the form in which Python hands over other bytes
+            raise ConfigError(f"{COMMAND_LINE}: {shown(word)} is not UTF-8 text")
+    if words and not words[0].startswith("-"):
+        file = words.pop(0)
+    if file is None and example is not None and not wants_help:
         raise ConfigError(f"give a configuration first, as in: {prog} {example} (--help lists the options)")
-    checker: pydantic.TypeAdapter[T] = _checker(root)  # type: ignore[arg-type]
-    defaults = dataclasses.asdict(root())  # type: ignore[call-overload]
-    values, places = (defaults, {}) if file is None else _read_yaml(find_config(file), BASE not in defaults)
-    values = _laid_over(defaults, values)
+    if wants_help:
+        _print_help(root, file, words, prog, description, common)
+    return resolve(root, file, words, prog=prog)[0]
+
+
+def resolve(root: type[T], file: str | None, words: Sequence[str], *, prog: str) -> tuple[T, Places]:
+    """Builds ``root`` from a file and options.
+
+    Args:
+      root: The dataclass of the configuration.
+      file: The name of a YAML file, or of a configuration that the package carries; None: the defaults alone.
+      words: The options ``--a.b value``.
+      prog: The words by which the program is called.
+
+    Returns:
+      The configuration, and the place of each value that is not a default.
+
+    Raises:
+      ConfigError: Anything is wrong with the file, the options or the values.
+    """
+    defaults, values, places = _read_file(root, file)
+    values, option_places = _over_options(root, values, words, prog)
+    places |= option_places
     try:
-        _validate(checker, values)
-    except pydantic.ValidationError as error:
-        wrong = [one for one in error.errors() if one["type"] != "value_error"]  # the options may yet mend those
-        if wrong:
-            _refuse(wrong, defaults, values, places)
-    if HELP & set(options):
-        _print_help(root, values, prog, description)
-    for names, value in _read_options(root, options, values):
-        _at(values, names[:-1])[names[-1]] = value
-        places[names] = COMMAND_LINE
-    try:
-        return _validate(checker, values)
+        checker: pydantic.TypeAdapter[T] = _checker(root)  # type: ignore[arg-type]
+        return _validate(checker, values), places
     except pydantic.ValidationError as error:
         _refuse(error.errors(), defaults, values, places)
 
@@ -103,80 +114,17 @@ def find_config(name: str) -> Path:
 
 
 def config_to_yaml(config: Any) -> str:
-    """The configuration, defaults included, as YAML that ``load_config`` reads back to an equal value."""
-    values = dataclasses.asdict(config)
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=110)
+    """Returns a configuration, defaults included, as YAML that ``load_config`` reads back to an equal value."""
+    return to_yaml(dataclasses.asdict(config))
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+def suggest(path: str, defaults: dict[str, Any]) -> str:
+    """Returns the end of a line about an unknown key: the known key most like it, or the keys of its section.
 
-
-@functools.lru_cache(maxsize=8)
-def _checker(root: type) -> pydantic.TypeAdapter[Any]:
-    """What checks values of ``root``. To build it takes longer than to check a configuration."""
-    return pydantic.TypeAdapter(root)
-
-
-def _validate(checker: pydantic.TypeAdapter[T], value: Any) -> T:
-    """``value`` as the checker's type. Strict JSON: a list is a tuple and an int a float, and nothing else is taken."""
-    return checker.validate_json(json.dumps(value), strict=True, extra="forbid")
-
-
-def _laid_over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with ``values`` in its place, section by section."""
-    merged = dict(base)
-    for key, value in values.items():
-        below = base.get(key)
-        merged[key] = _laid_over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return merged
-
-
-def _at(values: dict[str, Any], names: Names) -> Any:
-    """The value that the names lead to."""
-    return functools.reduce(dict.__getitem__, names, values)
-
-
-# --- mistakes ---------------------------------------------------------------------------------------------------------
-
-
-def _refuse(errors: Sequence[Any], defaults: dict[str, Any], values: dict[str, Any], places: Places) -> NoReturn:
-    """Says the first mistake in one line: where it was written, the dotted path, what is wrong."""
-    first, names = errors[0], _names(errors[0]["loc"], values)
-    path, shown = ".".join(names), _show(first["input"])
-    if first["type"] == "value_error":
-        reason = str(first["ctx"]["error"])
-        field = reason.split(" ")[0]
-        if field in _at(defaults, names):  # checks open with the name of the field
-            names, path = (*names, field), f"{path}." if path else ""
-        else:
-            path = f"{path}: " if path else ""
-        message = f"{path}{reason}"
-    elif first["type"] == "unexpected_keyword_argument":
-        message = f"unknown key {path}; {_suggest(path, defaults)}"
-    elif first["type"] == "dataclass_type":
-        message = f"{path}: expected a mapping with the keys {', '.join(_at(defaults, names))}, got {shown}"
-    elif first["type"] in ("missing", "too_long"):  # of a tuple: the fields themselves all have defaults
-        message = f"{path}: expected {len(_at(defaults, names))} items, got {shown}"
-    else:  # a union gives one error for each type that it allows
-        allowed = [error["msg"] for error in errors if _names(error["loc"], values) == names]
-        expected = " or ".join(dict.fromkeys(message.removeprefix("Input should be ") for message in allowed))
-        message = f"{path}: expected {expected}, got {shown}"
-    raise ConfigError(f"{places[names]}: {message}" if names in places else message)
-
-
-def _names(location: Sequence[str | int], values: Any) -> Names:
-    """The part of pydantic's location that names keys; indices of lists and members of unions follow it."""
-    names: list[str] = []
-    for part in location:
-        if not isinstance(values, dict) or part not in values:
-            break
-        names.append(str(part))
-        values = values[part]
-    return tuple(names)
-
-
-def _suggest(path: str, defaults: dict[str, Any]) -> str:
-    """Ends the line about an unknown key with the known one most like it, or with its section's keys."""
+    Args:
+      path: The dotted path of the unknown key.
+      defaults: The known keys with their values, as nested dictionaries.
+    """
     section, _, name = path.rpartition(".")
     known = dict(dotted(defaults))
 
@@ -193,103 +141,127 @@ def _suggest(path: str, defaults: dict[str, Any]) -> str:
     return f"known keys: {', '.join(siblings or defaults)}"
 
 
-def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every key of nested settings, sections included."""
-    for key, value in values.items():
-        yield prefix + key, value
-        if isinstance(value, dict):
-            yield from dotted(value, f"{prefix}{key}.")
+# --- the file and the values ------------------------------------------------------------------------------------------
 
 
-def _show(value: Any) -> str:
-    text = "nothing" if value == [] else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+def _read_file(root: type, file: str | None) -> tuple[dict[str, Any], dict[str, Any], Places]:
+    """Returns the defaults, the values of the file over them, and the places of the latter.
+
+    Raises:
+      ConfigError: A value of the file has a wrong type. What ``__post_init__`` refuses is left to the end, because an
+        option may mend it.
+    """
+    defaults = dataclasses.asdict(root())
+    if file is None:
+        return defaults, dict(defaults), {}
+    written, places = read_yaml(find_config(file), BASE not in defaults)
+    values = laid_over(defaults, written)
+    try:
+        _validate(_checker(root), values)
+    except pydantic.ValidationError as error:
+        wrong = [one for one in error.errors() if one["type"] != "value_error"]
+        if wrong:
+            _refuse(wrong, defaults, values, places)
+    return defaults, values, places
+
+
+@functools.lru_cache(maxsize=8)
+def _checker(root: type) -> pydantic.TypeAdapter[Any]:
+    """Returns what checks values of ``root``. Building it takes longer than checking a configuration."""
+    return pydantic.TypeAdapter(root)
+
+
+def _validate(checker: pydantic.TypeAdapter[T], value: Any) -> T:
+    """Returns ``value`` as the checker's type, read as strict JSON: a list is a tuple, and an int may be a float."""
+    return checker.validate_json(json.dumps(value), strict=True, extra="forbid")
+
+
+def _at(values: dict[str, Any], names: Names) -> Any:
+    """Returns the value to which the names lead."""
+    return functools.reduce(dict.__getitem__, names, values)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def _refuse(errors: Sequence[Any], defaults: dict[str, Any], values: dict[str, Any], places: Places) -> NoReturn:
+    """Raises ConfigError for the first mistake, in one line: its place, the dotted path, what is wrong."""
+    first, names = errors[0], _names(errors[0]["loc"], values)
+    path, got = ".".join(names), shown(first["input"])
+    if first["type"] == "value_error":
+        reason = str(first["ctx"]["error"])
+        field = reason.split(" ")[0]
+        if field in _at(defaults, names):  # a check's message opens with the name of the field
+            names, path = (*names, field), f"{path}." if path else ""
+        else:
+            path = f"{path}: " if path else ""
+        message = f"{path}{reason}"
+    elif first["type"] == "unexpected_keyword_argument":
+        message = f"unknown key {path}; {suggest(path, defaults)}"
+    elif first["type"] == "dataclass_type":
+        message = f"{path}: expected a mapping with the keys {', '.join(_at(defaults, names))}, got {got}"
+    elif first["type"] in ("missing", "too_long"):  # a tuple has them; the fields themselves all have defaults
+        message = f"{path}: expected {len(_at(defaults, names))} items, got {got}"
+    else:  # a union gives one error for each type that it allows
+        allowed = [error["msg"] for error in errors if _names(error["loc"], values) == names]
+        expected = " or ".join(dict.fromkeys(message.removeprefix("Input should be ") for message in allowed))
+        message = f"{path}: expected {expected}, got {got}"
+    raise ConfigError(f"{places[names]}: {message}" if names in places else message)
+
+
+def _names(location: Sequence[str | int], values: Any) -> Names:
+    """Returns the part of pydantic's location that names keys; indices of lists and members of unions follow it."""
+    names: list[str] = []
+    for part in location:
+        if not isinstance(values, dict) or part not in values:
+            break
+        names.append(str(part))
+        values = values[part]
+    return tuple(names)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
-_OPTION = re.compile(r"--?[A-Za-z]")  # -3 is a value
+
+def _over_options(root: type, values: dict[str, Any], words: Sequence[str], prog: str) -> tuple[dict[str, Any], Places]:
+    """Returns the values with the options' values in their place, and the places of the options.
+
+    Raises:
+      ConfigError: A word is no option.
+    """
+    if not words:
+        return values, {}
+    from rljax.run.options import read_options  # tyro takes a tenth of a second
+
+    merged, unknown = read_options(root, _unchecked(root(), values), words, prog)
+    if unknown:
+        _refuse_word(unknown[0], values)
+    before, after = (dict(_leaves(json.loads(json.dumps(one)))) for one in (values, merged))
+    return merged, {names: COMMAND_LINE for names, value in after.items() if value != before[names]}
 
 
-def _read_options(root: type, words: Sequence[str], values: dict[str, Any]) -> Iterator[tuple[Names, Any]]:
-    """What the words give, as (names, plain value); a value that its option does not take stays words."""
-    waiting, known = collections.deque(words), dict(dotted(values))
-    while waiting:
-        word = waiting.popleft()
-        name, equals, text = word.removeprefix("--").partition("=")
-        given = [text] if equals else []
-        while waiting and not equals and not _OPTION.match(waiting[0]):
-            given.append(waiting.popleft())
-        path = name.replace("-", "_")
-        if not word.startswith("--"):
-            raise ConfigError(f"{COMMAND_LINE}: unexpected argument {word!r}")
-        if path not in known:
-            raise ConfigError(f"{COMMAND_LINE}: unknown key {path}; {_suggest(path, values)}")
-        if isinstance(known[path], dict):
-            raise ConfigError(f"{COMMAND_LINE}: {path} is a section: set its keys, as in --{name}.KEY VALUE")
-        *above, last = names = tuple(path.split("."))
-        section = functools.reduce(lambda outer, key: get_type_hints(outer)[key], above, root)
-        yield names, _read_words(get_type_hints(section)[last], given)
+def _refuse_word(word: str, values: dict[str, Any]) -> NoReturn:
+    """Raises ConfigError for a word that is no option."""
+    name = word.removeprefix("--").partition("=")[0]
+    path = name.replace("-", "_")
+    if not word.startswith("--"):
+        raise ConfigError(f"{COMMAND_LINE}: unexpected argument {word!r}")
+    if path in dict(dotted(values)):
+        raise ConfigError(f"{COMMAND_LINE}: {path} is a section: set its keys, as in --{name}.KEY VALUE")
+    raise ConfigError(f"{COMMAND_LINE}: unknown key {path}; {suggest(path, values)}")
 
 
-def _read_words(annotation: Any, words: list[str]) -> Any:
-    """The words as the first of these that the type takes: YAML values, text, a single one of either."""
-    checker: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
-    scalars = [_read_scalar(word) for word in words]
-    for plain in [scalars, words, *(scalars + words if len(words) == 1 else []), *([] if words else [True])]:
-        try:
-            _validate(checker, plain)
-        except pydantic.ValidationError:
-            continue
-        return plain
-    return words[0] if len(words) == 1 else words
-
-
-def _read_scalar(word: str) -> Any:
-    """The word as a plain scalar of YAML; Python's None is null, too."""
-    loader = _Loader("")
-    tag = loader.resolve(yaml.ScalarNode, word, (True, False))
-    try:
-        return None if word.lower() == "none" else loader.construct_object(yaml.ScalarNode(tag, word))
-    except ValueError:  # more digits than Python reads
-        return word
-
-
-def _print_help(root: type, values: dict[str, Any], prog: str, description: str) -> None:
-    """Prints every option with its value, and leaves with status 0."""
-    import tyro  # a quarter of a second, which no run waits for
-
-    registry, asking = tyro.constructors.ConstructorRegistry(), False
-
-    @registry.struct_rule
-    def section(info: Any) -> Any:
-        """Tyro's own rule, but the documentation of a field is without the line breaks of the source."""
-        nonlocal asking
-        if asking:
-            return None
-        asking = True
-        own = registry.get_struct_spec(info)
-        asking = False
-        if not isinstance(own, tyro.constructors.StructConstructorSpec):
-            return own
-        texts = [(one.helptext() if callable(one.helptext) else one.helptext) or "" for one in own.fields]
-        pairs = zip(own.fields, texts, strict=True)
-        fields = tuple(dataclasses.replace(one, helptext=" ".join(text.split())) for one, text in pairs)
-        return dataclasses.replace(own, fields=fields)
-
-    tyro.cli(
-        root,
-        prog=f"{prog} [CONFIG.yaml]",
-        description=description,
-        args=["--help"],
-        default=_unchecked(root(), values),
-        config=(tyro.conf.FlagConversionOff,),
-        registry=registry,
-    )
+def _leaves(values: dict[str, Any], above: Names = ()) -> Iterator[tuple[Names, Any]]:
+    """Yields (names, value) of every value that is no section."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
 
 
 def _unchecked(template: Any, values: dict[str, Any]) -> Any:
-    """A copy of a dataclass instance with these values, whose ``__post_init__`` did not run: tyro's defaults."""
+    """Returns a copy of a dataclass instance with these values, whose ``__post_init__`` did not run."""
     made = copy.copy(template)
     for name, value in values.items():
         plain = tuple(value) if isinstance(value, list) else value
@@ -297,87 +269,16 @@ def _unchecked(template: Any, values: dict[str, Any]) -> Any:
     return made
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------
+def _print_help(
+    root: type, file: str | None, words: list[str], prog: str, description: str, common: Collection[str] | None
+) -> None:
+    """Prints the options with the file's values as their defaults, and leaves with status 0."""
+    from rljax.run.options import print_help
 
-
-def _read_yaml(file: Path, may_have_base: bool, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Places]:
-    """The values of a file over those of its base, and where each key stands; ``above`` are the files that led here."""
-    places: Places = {}
-    try:
-        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
-        if _written_out(node, {}) > MAX_VALUES:
-            raise ValueError(f"its aliases repeat values more than {MAX_VALUES} times")
-        _find_keys(node, file, (), places)
-        document = None if node is None else _Loader("").construct_document(node)
-        values = json.loads(json.dumps(document, default=str, ensure_ascii=False).encode())
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
-        raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {problem}") from error
-    except UnicodeError as error:  # also an escape such as "\ud800"
-        raise ConfigError(f"{file}: not valid YAML: text that is not UTF-8") from error
-    except RecursionError as error:
-        raise ConfigError(f"{file}: not valid YAML: nested too deeply, or a value inside itself") from error
-    except (LookupError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{file}: not valid YAML: a value that is not of its tag (!!bool, !!timestamp)") from error
-    except ValueError as error:  # a number that is none, a value inside itself
-        raise ConfigError(f"{file}: not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file}: expected a mapping, got {'an empty file' if values is None else _show(values)}")
-    if not may_have_base or BASE not in values:
-        return values, places
-    name, where = values.pop(BASE), places[BASE,]
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}: {BASE}: expected the name of a file, got {_show(name)}")
-    base, chain = file.parent / name, (*above, file.resolve())
-    if base.resolve() in chain:
-        raise ConfigError(f"{where}: {BASE}: {base} leads back to itself")
-    if not base.is_file():
-        raise ConfigError(f"{where}: {BASE}: {base} does not exist")
-    below, its_places = _read_yaml(base, may_have_base, chain)
-    return _laid_over(below, values), its_places | places
-
-
-def _written_out(node: Any, known: dict[int, int]) -> int:
-    """How many values a node has with its aliases written out; ``known``: those of the nodes seen, by ``id``."""
-    if id(node) not in known:
-        known[id(node)] = 0  # of a node inside itself
-        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-        below = (part for one in inner for part in (one if isinstance(one, tuple) else (one,)))
-        known[id(node)] = 1 + sum(_written_out(part, known) for part in below)
-    return known[id(node)]
-
-
-def _find_keys(node: yaml.Node | None, file: Path, names: Names, places: Places) -> None:
-    """Adds where each key of a mapping stands. Raises YAMLError for a key that stands there twice."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        inner = (*names, str(key.value))
-        if inner in places:
-            raise yaml.MarkedYAMLError(problem=f"duplicate key {'.'.join(inner)}", problem_mark=key.start_mark)
-        places[inner] = f"{file}:{key.start_mark.line + 1}"
-        _find_keys(value, file, inner, places)
-
-
-# Which plain scalars are more than strings: the core schema of YAML 1.2.
-_SCALARS = {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)",
-    "float": r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-}
-_RESOLVERS = {None: [(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{form})\\Z")) for name, form in _SCALARS.items()]}
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads scalars as YAML 1.2 does: 1e-4 is a number; yes, off, 010, dates and 1:30 are strings."""
-
-    yaml_implicit_resolvers = _RESOLVERS
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the strings that _Loader would read as something else."""
-
-    yaml_implicit_resolvers = _RESOLVERS
+    _, values, _ = _read_file(root, file)
+    if common is not None and ALL not in words:
+        count = sum(1 for _ in _leaves(values))
+        description += f"\n\nThese are the {len(common)} options that most runs set. --help all prints all {count}, "
+        description += "and rljax config KEY explains one."
+        print_help(root, _unchecked(root(), values), prog, description, common)
+    print_help(root, _unchecked(root(), values), prog, description)

@@ -13,7 +13,8 @@ from rljax.distributed.ownership import Ownership, claim, read
 from rljax.errors import ConfigError, OwnedError, caller_errors
 from rljax.record.rows import Row, read_rows
 from rljax.run.config import Config
-from rljax.run.config_file import dotted, load_config
+from rljax.run.config_file import load_config
+from rljax.run.yaml_file import dotted
 
 OWNER = "owner.json"
 """The file of a run directory that names the process that trains there."""

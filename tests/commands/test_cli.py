@@ -60,3 +60,25 @@ def test_a_missing_package_is_named(monkeypatch):
     status, _, err = outcome(cli.main, ["compare", "--help"])
     assert status == 2
     assert err == "error: rljax compare needs the package tqdm, which is not installed: pip install 'rljax[train]'\n"
+
+
+def test_the_shell_completes_commands_and_options(tmp_path):
+    status, script, _ = outcome(cli.main, ["--tyro-print-completion", "bash"])
+    assert status == 0
+    (tmp_path / "rljax.bash").write_text(script)
+
+    def completions(*words):
+        shell = f"""
+            source {tmp_path}/rljax.bash
+            COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; COMP_LINE="{" ".join(words)}"
+            COMP_POINT=${{#COMP_LINE}}
+            _tyro_rljax
+            printf '%s\\n' "${{COMPREPLY[@]}}"
+        """
+        done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60)
+        return done.stdout.split()
+
+    assert completions("rljax", "exp") == ["export"]
+    assert completions("rljax", "train", "--run.st") == ["--run.steps", "--run.stuck-s"]
+    status, _, err = outcome(cli.main, ["--tyro-print-completion", "csh"])
+    assert (status, err) == (2, "error: --tyro-print-completion: expected one of bash, zsh, tcsh, fish, got csh\n")

@@ -54,9 +54,16 @@ DOORS = {
     "tensorboardX": {"record.writers", "commands.replay"},
     "tqdm": {"record.writers", "evaluate", "commands.check", "commands.compare", "commands.prepare"},
     "jinja2": {"data.tokenizer"},
-    "tyro": {"run.config_file", "commands.check", "commands.export", "commands.prepare"},
+    "tyro": {
+        "run.options",
+        "commands.compare",
+        "commands.export",
+        "commands.plot",
+        "commands.prepare",
+        "commands.replay",
+    },
     "pydantic": {"run.config_file"},
-    "yaml": {"run.config_file"},
+    "yaml": {"run.yaml_file"},
     "matplotlib": {
         "record.panels",
         "record.figure",

@@ -106,9 +106,8 @@ def test_the_wheel_stands_alone_in_an_empty_directory(installed, tmp_path):
     log = tmp_path / "runs/quickstart/metrics.jsonl"
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2]
     assert "no surge in 2 steps" in rljax("replay", log)
-    assert "reward/mean" in rljax("plot", log.parent, "--help")
     assert rljax("plot", log.parent).strip().endswith("report.png")
     assert "jax:bfloat16" in rljax("compare", "--toy", "--toy-prompts", 4, "--no-second-run")
     assert json.loads(rljax("evaluate", "--path", "runs/quickstart", "--n", 1).splitlines()[-1])["step"] == 2
-    assert rljax("config", "rollout.group_size,model.path", "quickstart").split() == ["8", "configs/toy-base"]
+    assert rljax("config", "--show", "rollout.group_size,model.path", "quickstart").split() == ["8", "configs/toy-base"]
     assert "wrote step 2" in rljax("export", "runs/quickstart", "exported")
