@@ -113,7 +113,7 @@ def figures_table(width: int = 78) -> str:
     """Title, runs and metrics of each figure as text."""
     lines = []
     for name, paper in FIGURES.items():
-        lines.append(f"{name}: {paper.title}")
+        lines.append(f"  {name}: {paper.title}")  # the space keeps the line apart from the one above it in --help
         for head, text in (("runs", ", ".join(paper.runs)), ("metrics", ", ".join(paper.needs))):
             lines += textwrap.wrap(f"{head + ':':9}{text}", width, initial_indent="    ", subsequent_indent=" " * 13)
     return "\n".join(lines)

@@ -76,7 +76,7 @@ def test_the_shell_completes_commands_and_options(tmp_path):
             printf '%s\\n' "${{COMPREPLY[@]}}"
         """
         done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60)
-        return done.stdout.split()
+        return [line.split()[0] for line in done.stdout.splitlines() if line]
 
     assert completions("rljax", "exp") == ["export"]
     assert completions("rljax", "train", "--run.st") == ["--run.steps", "--run.stuck-s"]
