@@ -1,16 +1,21 @@
-"""Finds the final answer in a response: DAPO's ``Answer:`` line or LaTeX's box, whichever comes later."""
+"""Finds the final answer in a response: an ``Answer:`` line, a box, a ``####`` line or an ``<answer>`` tag."""
 
 from __future__ import annotations
 
 import re
 
-_ANSWER_LINE = re.compile(r"(?:\banswer|答案)(?:[ \t]+is)?[ \t*_`]*[:：][*_`]*", re.IGNORECASE)
+_ANSWER_LINE = re.compile(
+    r"(?:\banswer|答案|(?:答|解)(?=[:：]))(?:[ \t]+is|[是为])?[ \t*_`]*[:：][*_`]*", re.IGNORECASE
+)
 _ANSWER_IS = re.compile(r"(?:\banswer[ \t]+(?:is|=)|答案[是为])[ \t*_`]*", re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_HASHES = re.compile(r"^[ \t]*####[ \t]*(?=\S.*\s*\Z)", re.MULTILINE)  # the last line of GSM8K's answers
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{}]))")
 # The text that may stand between boxes of one answer: x = \boxed{1} or x = \boxed{2}.
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;.]|\\[,;! ()\[\]]|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*"
 )
+_WORD = re.compile(r"(?:\\[a-zA-Z]+|[^\s$\\])+")
 _LAST_BOXES = 50  # a response may open thousands of boxes, and the end of each must be found
 _DISPLAYS = (("$$", "$$"), ("\\[", "\\]"))
 _ONLY_DELIMITERS = re.compile(r"(?:\$\$?|\\\]|\\\)|\\end\{(?:equation|align|gather)\*?\}|[.*\s])*")
@@ -19,19 +24,48 @@ _PROSE = re.compile(r"(?<![\\a-zA-Z])(?!(?:pi|sqrt|sin|cos|tan|log|ln)\b)[a-zA-Z
 
 
 def final_answer(response: str) -> str | None:
-    """Returns the text of the final answer as written, or None without one.
+    """Returns the text of the final answer as written, or None when none is stated.
 
-    Only the text after the last ``</think>`` counts, if there is one. The answer is the later of two statements: the
-    last ``Answer:`` line (its rest, or the next line if that is empty) and the last closed, non-empty ``\\boxed{}``.
-    Boxes with only "and", "or", "x =" and punctuation between them are one answer. Without either statement, the answer
-    may be in "the answer is ...", or in a last line that is only a formula. Numbers in other text do not count.
+    Only the text after the last ``</think>`` counts, if there is one. The latest of these four governs:
+
+    - the last ``Answer:`` line (its rest, or the next line when that is empty);
+    - the last ``\\boxed{}`` that is not empty; boxes with only "and", "or", "x =" and punctuation between them are one
+      answer;
+    - a last line with ``####``;
+    - the last ``<answer>`` tag.
+
+    A response whose last box is never closed was cut off and states nothing. A response with none of the four may state
+    its answer as "the answer is ...", or as a last line that is only a formula. Numbers in other text do not count.
     """
     text = response.rsplit("</think>", 1)[-1]
-    line_at, line = _statement_after(_ANSWER_LINE, text)
-    box_at, box = _last_boxes(text)
-    if line is not None or box is not None:
-        return box if box is not None and box_at > line_at else line
-    return _statement_after(_ANSWER_IS, text)[1] or _bare_last_line(text)
+    tag_at, tag = _last_tag(text)
+    stated = [
+        _statement_after(_ANSWER_LINE, text),
+        _statement_after(_HASHES, text),
+        (tag_at, tag),
+        _last_boxes(text),
+    ]
+    place, answer = max((each for each in stated if each[1] is not None), default=(-1, None), key=lambda each: each[0])
+    if _unclosed_box(text) > place:
+        return None
+    if answer is None:
+        return _statement_after(_ANSWER_IS, text)[1] or _bare_last_line(text)
+    if place == tag_at:
+        return final_answer(answer) or answer
+    return answer
+
+
+def _last_tag(text: str) -> tuple[int, str | None]:
+    """Returns (start of the last ``<answer>`` tag, its content)."""
+    found = [each for each in _TAG.finditer(text) if each[1].strip()]
+    return (found[-1].start(), found[-1][1].strip()) if found else (-1, None)
+
+
+def _unclosed_box(text: str) -> int:
+    """Returns the start of the last box if its brace is never closed, else -1."""
+    last = next(reversed(list(_BOX.finditer(text))), None)
+    opens = last is not None and last[0].endswith("{") and closing_brace(text, last.end()) is None
+    return last.start() if last is not None and opens else -1
 
 
 def _statement_after(opening: re.Pattern[str], text: str) -> tuple[int, str | None]:
@@ -69,7 +103,10 @@ def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
     for match in list(_BOX.finditer(text))[-_LAST_BOXES:]:
         if boxes and match.start() < boxes[-1][2]:
             continue
-        end = closing_brace(text, match.end())
+        if match[0].endswith("{"):
+            end = closing_brace(text, match.end())
+        else:  # \boxed 42: one word
+            end = match.end() + len(_WORD.match(text, match.end())[0])  # type: ignore[index]
         if end is not None:
             boxes.append((match.start(), match.end(), end))
     return boxes

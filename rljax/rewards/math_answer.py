@@ -1,4 +1,4 @@
-"""The reward of DAPO-style mathematics: 1 if math-verify judges the final answer right, else 0.
+"""The reward of DAPO-style mathematics: 1 if the final answer is right, else 0.
 
 math-verify limits its time with signals, which work only in a main thread. This module switches the limit off, because
 the reward pool has one of its own. A direct call of ``math_reward`` may take as long as sympy takes.
@@ -17,14 +17,19 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 from rljax.rewards.final_answer import final_answer
+from rljax.rewards.math_form import form_of, matches, without_label
 from rljax.rewards.math_text import (
     braces_balance,
     option_letter,
+    option_letters,
     rewrite_numbers,
+    split_base,
+    split_label,
     tidy,
-    without_label,
     without_money,
+    without_words,
 )
+from rljax.rewards.math_value import same_formula, same_solutions, same_value
 from rljax.rewards.units import split_unit, units_agree
 
 # This module removes units itself: the library also treats single letters as units, so 5t would become 5.
@@ -38,6 +43,9 @@ _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z' \-]*")
 _NUMERIC = re.compile(r"[^A-Za-z]*")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _TWO_NUMBERS = re.compile(r"(?<![\d_])\d+\s+\d")  # the library reads 4 2 as a binomial coefficient
+_SEVERAL_CHOICES = re.compile(r"(?=([A-J]))[A-J]{2,5}")
+_RATIO = re.compile(r"[^:<>=\\]+(?::[^:<>=\\]+){2,}")
+_DECIMAL = re.compile(r"\d\.\d|(?<!\d)\.\d")
 _INTEGER = re.compile(r"[+-]?\d{1,1000}")
 _PERCENT = re.compile(r"\s*(?:\\?%|\bper ?cent\b|\bpct\b)$", re.IGNORECASE)
 _SIGNIFICANT_DIGITS = 6
@@ -69,26 +77,80 @@ def math_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> f
 
 
 def same_answer(truth: str, stated: str) -> bool:
-    """Whether a stated answer is right; ``truth`` determines the form (an interval, a set, a word, a choice)."""
+    """Returns whether a stated answer is the right one.
+
+    Args:
+      truth: The right answer. It sets the form: an interval, a set, a word, a choice.
+      stated: The answer of a response, as ``final_answer`` finds it.
+    """
     if len(stated) > _LONGEST:
         return False
+    truth = truth.rsplit("####", 1)[-1]  # GSM8K's answers end with it
     right, answer = tidy(truth), tidy(stated)
     if not right or not answer:
         return False
-    if _SPACES.sub("", right) == _SPACES.sub("", answer):
+    if _squeezed(right) == _squeezed(answer):
         return True
     if _WORDS.fullmatch(right):
         return right.casefold() == answer.casefold()
     if len(letter := right.strip("() ")) == 1 and "A" <= letter <= "J":
         return option_letter(answer) == letter
-    if {right[0], answer[0]} == {"(", "\\"} and "\\{" in (right[:2], answer[:2]):
-        return False  # a pair or an open interval is not a set, although the library accepts it
-    return _same_quantity(right, without_label(answer))
+    if _SEVERAL_CHOICES.fullmatch(right):
+        return option_letters(answer) == option_letters(right)
+    letter, right = split_label(right)
+    stated_letter, answer = split_label(answer)
+    if letter and (stated_letter or option_letter(answer)):
+        return letter == (stated_letter or option_letter(answer)) and (not stated_letter or _same_form(right, answer))
+    try:
+        value = tidy(without_words(answer))
+        return _same_form(right, answer) or (value != answer and _same_form(right, value))
+    except RecursionError:  # nested deeper than any answer
+        return False
+
+
+def _squeezed(text: str) -> str:
+    return _SPACES.sub("", text)
+
+
+def _same_form(right: str, answer: str) -> bool:
+    """Compares part by part where the answers have parts; a set, a tuple and a list each by its own rule."""
+    if same_solutions(right, answer):
+        return True
+    one, other = form_of(right), form_of(answer)
+    kinds = {one.kind, other.kind}
+    if kinds == {"one"}:
+        return _same_quantity(right, answer)
+    if kinds <= {"set", "list"}:
+        return matches(one.items, other.items, in_order=one.names == other.names != (), equal=_same_part)
+    if kinds <= {"tuple", "list"}:
+        same_brackets = (one.brackets or "()") == (other.brackets or "()")
+        return same_brackets and matches(one.items, other.items, in_order=True, equal=_same_part)
+    if kinds == {"tuple", "one"}:
+        return _equal(right, answer)  # an interval may be written as a union or a difference
+    # A set of one element stands for the element.
+    if one.kind == "set":
+        return len(one.items) == 1 and _same_part(one.items[0], answer)
+    return other.kind == "set" and len(other.items) == 1 and _same_part(right, other.items[0])
+
+
+def _same_part(right: str, answer: str) -> bool:
+    """Compares two parts of an answer, which may have parts themselves."""
+    if _squeezed(right) == _squeezed(answer):
+        return True
+    if "one" == form_of(right).kind == form_of(answer).kind:
+        return _same_quantity(right, answer)
+    return _same_form(right, answer)
 
 
 def _same_quantity(right: str, answer: str) -> bool:
     """Whether two answers are equal; units, currency and percent signs are removed if the right one is a number."""
     right, answer = without_money(right), without_money(answer)
+    if _RATIO.fullmatch(right) and _RATIO.fullmatch(answer):
+        return _same_ratio(right.split(":"), answer.split(":"))
+    right_digits, base = split_base(right)
+    digits, stated_base = split_base(answer)
+    if base or stated_base:
+        return right_digits == digits and (base == stated_base or not base or not stated_base)
     right_value, right_share = _without_percent(right)
     value, share = _without_percent(answer)
     number, unit = split_unit(right_value)
@@ -103,6 +165,13 @@ def _same_quantity(right: str, answer: str) -> bool:
     return _equal(right_value, value) or _equal(*factor)
 
 
+def _same_ratio(right: list[str], answer: list[str]) -> bool:
+    """Compares ratios such as 3:4:5 and 6:8:10: each part by the first one."""
+    return len(right) == len(answer) and all(
+        _equal(rf"({right[i]})\cdot({answer[0]})", rf"({answer[i]})\cdot({right[0]})") for i in range(1, len(right))
+    )
+
+
 def _hundredth(text: str) -> str:
     return rf"\frac{{{rewrite_numbers(text)}}}{{100}}"
 
@@ -113,20 +182,27 @@ def _without_percent(text: str) -> tuple[str, bool]:
 
 
 def _equal(right: str, answer: str) -> bool:
+    """Compares two values: exactly where neither has a decimal point, else to six significant digits."""
+    (label, value), (stated_label, stated_value) = without_label(right), without_label(answer)
+    if label == stated_label or not ("=" in right and "=" in answer):
+        right, answer = value, stated_value
     if _INTEGER.fullmatch(right) and _INTEGER.fullmatch(answer):
         return int(right) == int(answer)
     expected, stated = _parsed(right), _parsed(answer)
     if not expected or not stated:
         return False
-    return bool(
-        verify(
-            list(expected),
-            list(stated),
-            float_rounding=_decimals(expected[0]),
-            allow_set_relation_comp=True,
-            timeout_seconds=None,
-        )
+    if not (_DECIMAL.search(right) or _DECIMAL.search(answer)):
+        exact = same_value(expected[0], stated[0])
+        if exact is not None:
+            return exact
+    agrees = verify(
+        list(expected),
+        list(stated),
+        float_rounding=_decimals(expected[0]),
+        allow_set_relation_comp=True,
+        timeout_seconds=None,
     )
+    return bool(agrees) or same_formula(expected[0], stated[0])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -136,8 +212,7 @@ def _parsed(text: str) -> tuple[Any, ...]:
     if not braces_balance(text) or _TWO_NUMBERS.search(text):
         return ()
     boxed = rf"\boxed{{{text}}}"
-    config = [_EXTRACTION]
-    return tuple(parse(boxed, config, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None))
+    return tuple(parse(boxed, [_EXTRACTION], fallback_mode="no_fallback", parsing_timeout=None))
 
 
 def _decimals(expected: Any) -> int:

@@ -7,6 +7,7 @@ import unicodedata
 from fractions import Fraction
 
 from rljax.rewards.final_answer import closing_brace
+from rljax.rewards.math_form import join_digit_groups
 
 _SYMBOLS = str.maketrans(
     {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # full-width forms
@@ -24,17 +25,41 @@ _SYMBOLS = str.maketrans(
 _DROPPED = re.compile(r"(?<!\\)\\(?:(?:displaystyle|limits|[bB]igg?|left|right|boldsymbol)(?![a-zA-Z])|!)")
 _SPACES = re.compile(r"(?<!\\)\\(?:(?:q?quad)(?![a-zA-Z])|[,;: >])|~")
 _FONTS = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf)?|math(?:rm|bf|it|sf|normal)|mbox|operatorname|boxed|fbox)\s*\{")
+_ROOT = re.compile(r"(\\sqrt\s*(?:\[[^\]]*\])?)\s*([0-9a-zA-Z])")
+_BASE = re.compile(r"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*)\)?\s*_\s*\{?\s*(\d+|[a-z]{3,})\s*\}?")
+_TIMES_TEN = re.compile(r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)")
+_PERIOD = re.compile(r"(\d*)\.(\d*)\((\d+)\)")
+_GOES_ON = re.compile(r"(\d{0,20})\.(\d{0,12}?)(\d{1,12}?)\3{1,12}(\d{0,12})\s*(?:\\ldots|\.\.\.|…)")
 _SHORT_FRACTION = re.compile(r"\\[dtc]?frac\s*(\d)\s*(\d)(?!\d)")
 _MIXED = re.compile(r"(?<![\d.^_{/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
-_THOUSANDS = re.compile(r"(?<![\d.,(\[{])\d{1,3}(?:(?:,|\{,\}|\\,| )\d{3})+(?![\d,])")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
 _PLAIN_NAMES = re.compile(r"(?<![a-zA-Z\\])(pi|infinity|infty|sin|cos|tan|log|ln)(?![a-zA-Z])")
 _SQRT = re.compile(r"\\?(?<![a-zA-Z])sqrt\s*\(([^()]*)\)")
-_MONEY = re.compile(r"^(?:-?)(?:\\?\$|[€£¥₹])\s*(?=[\d.])|(?<=^-)(?:\\?\$|[€£¥₹])")
-_LABEL = re.compile(r"^\(([A-Ja-j])\)[:.]?\s*(?=\S)")
-_ASIDE = re.compile(r"(?<=\S)\s+\([A-Za-z][A-Za-z ,'\-]{2,}\)$")
-_OPTION = re.compile(r"^\(?([A-Ja-j])(?:[).:](?:\s.*)?)?$")
+_MONEY = re.compile(r"^(?:-?)(?:\\?\$|[€£¥₹])\s*(?=[\d.])|(?<=^-)(?:\\?\$|[€£¥₹])|(?<=\d)\s*[€£¥₹]$")
+_LABEL = re.compile(r"^(?:\(([A-Ja-j])\)[:.]?\s*|([A-J])[).:]\s+)(?=\S)")
+_ASIDE = re.compile(
+    r"(?<=\S)\s*\((?:(?<=\s\()[A-Za-z][A-Za-z ,'\-]{2,}|(?:since|because|as|where|for|when|if|note)\b.*)\)$"
+)
+# A condition on the letters behind a value: 2n + 1 for all n >= 1; 2 k pi, k in Z.
+_CONDITION = re.compile(
+    r"(?<=\S)(?:\s*,?\s+(?:for (?:all|any|every|each|some)|where|whenever)\s.*"
+    r"|\s*,\s*[A-Za-z]\s*(?:\\in(?![a-z])|∈|is an? )\s*(?:\\math(?:bb|bf)\s*\{?\s*[ZN]\s*\}?|[ZNℤℕ]|integer).*)$"
+)
+_OPTION = re.compile(r"^(?:(?:option|choice|answer)\s+)?\(?([A-Ja-j])(?:[).:](?:\s.*)?|\s+[-–—]\s.*)?$", re.IGNORECASE)
+_OPTIONS = re.compile(r"^\(?[A-J]\)?(?:(?:\s*(?:,|;|&|\\&)\s*|\s+and\s+|\s+|)\(?[A-J]\)?)+$")
+_APPROXIMATELY = re.compile(r"^(?:\\approx|\\simeq|\\sim|≈|~|about\b|approximately\b|roughly\b)\s*", re.IGNORECASE)
+_SAID = re.compile(r"^[A-Za-z][A-Za-z' ]*\b(?:is|are|equals|be)\s*:?\s+(?=\S*[\d\\$])")
+_ALL_REALS = re.compile(
+    r"^(?:all|the set of(?: all)?|set of(?: all)?) real numbers?$|^\\mathbb\s*\{?R\}?$|^all reals$", re.IGNORECASE
+)
+_CLOCK = re.compile(r"(?<=\d)\s*\b([ap])\.?\s?m\b\.?(?=\s|$)", re.IGNORECASE)
+_ONE_NAME = {
+    r"\varnothing": r"\emptyset", r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": r"\}",
+    r"\lbrack": "[", r"\rbrack": "]", r"\dots": r"\ldots", r"\cdots": r"\ldots", r"\dotsc": r"\ldots",
+    r"\leq": r"\le", r"\geq": r"\ge", r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\lt": "<", r"\gt": ">",
+}  # fmt: skip
+_NAMES = re.compile(r"\\(?:" + "|".join(name[1:] for name in sorted(_ONE_NAME, reverse=True)) + r")(?![a-zA-Z])")
 
 
 def tidy(answer: str) -> str:
@@ -42,12 +67,14 @@ def tidy(answer: str) -> str:
     text = "".join(str(unicodedata.decimal(c)) if unicodedata.category(c) == "Nd" else c for c in answer)
     text = text.translate(_SYMBOLS).replace("\n", " ").strip().strip("*`").strip()
     text = _without_math_delimiters(text)
-    text = _THOUSANDS.sub(lambda m: re.sub(r"\D", "", m[0]), text)
+    text = join_digit_groups(re.sub(r"(?:\\\\\s*)+$", "", text).strip())
     text = _without_fonts(_SPACES.sub(" ", _DROPPED.sub("", text)))
-    text = text.replace(r"\varnothing", r"\emptyset").replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = re.sub(r"\\{\s*\\}", r"\\emptyset", _NAMES.sub(lambda found: _ONE_NAME[found[0]], text))
+    text = re.sub(r"\\\\\s*(?=\\end(?![a-zA-Z]))", "", text)  # an empty last row
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r"(?<=\S)\s*[.,;:]+$", "", text) if not text.endswith("...") else text
-    return _ASIDE.sub("", text).strip()
+    text = _CLOCK.sub(lambda found: f" {found[1].upper()}M", _ALL_REALS.sub(r"(-\\infty,\\infty)", text))
+    return _CONDITION.sub("", _ASIDE.sub("", text)).strip()
 
 
 def rewrite_numbers(text: str) -> str:
@@ -56,7 +83,8 @@ def rewrite_numbers(text: str) -> str:
     ``\\frac 1 2``, plain ``pi`` and ``sqrt(2)`` become LaTeX that the library reads.
     """
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
-    text = _REPEATING.sub(_repeating, text)
+    text = _ROOT.sub(r"\1{\2}", _TIMES_TEN.sub(r" \\times ", text))
+    text = _GOES_ON.sub(_going_on, _PERIOD.sub(_repeating, _REPEATING.sub(_repeating, text)))
     text = _MIXED.sub(_mixed, text)
     text = _SQRT.sub(r"\\sqrt{\1}", text)
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
@@ -64,19 +92,39 @@ def rewrite_numbers(text: str) -> str:
 
 
 def without_money(text: str) -> str:
-    """Removes a leading currency sign."""
+    """Removes a currency sign before or after a number."""
     return _MONEY.sub(lambda m: "-" if m[0].startswith("-") else "", text)
 
 
-def without_label(text: str) -> str:
-    """Removes the letter of a choice before its value, as in ``(C) 42``."""
-    return _LABEL.sub("", text)
+def split_label(text: str) -> tuple[str, str]:
+    """Returns (the letter of a choice, its value): ``(C) 42`` gives ("C", "42"); the letter is "" without one."""
+    found = _LABEL.match(text)
+    return ("", text) if found is None else ((found[1] or found[2]).upper(), text[found.end() :])
 
 
 def option_letter(text: str) -> str | None:
-    """Returns the letter of a multiple-choice answer, ``C``, ``(C)`` or ``C. 42``, in upper case; otherwise None."""
+    """Returns the letter of a multiple-choice answer in upper case; None for anything else.
+
+    ``C``, ``(C)``, ``C. 42``, ``C - 42`` and ``option C`` are such answers.
+    """
     match = _OPTION.match(text)
     return match[1].upper() if match else None
+
+
+def option_letters(text: str) -> set[str] | None:
+    """Returns the letters of an answer with several choices, such as ``B, D`` or ``BD``; None for anything else."""
+    return set(re.findall("[A-J]", text)) if _OPTIONS.match(text) else None
+
+
+def split_base(text: str) -> tuple[str, str]:
+    """Returns (the digits, the base) of a number such as ``204_5``; the base is "" where none is written."""
+    found = _BASE.fullmatch(text)
+    return (text, "") if found is None else (found[1], found[2])
+
+
+def without_words(text: str) -> str:
+    """Removes the words and signs in front of a value, as in "The value is 42"."""
+    return _APPROXIMATELY.sub("", _SAID.sub("", text))
 
 
 def braces_balance(text: str) -> bool:
@@ -109,3 +157,11 @@ def _repeating(match: re.Match[str]) -> str:
     whole, fixed, period = match[1] or "0", match[2], match[3]
     value = Fraction(int(whole + fixed + period) - int(whole + fixed), 10 ** len(fixed) * (10 ** len(period) - 1))
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _going_on(match: re.Match[str]) -> str:
+    """Reads 0.1666... by the digits that it repeats; what does not repeat stays as it is."""
+    whole, fixed, period, rest = match[1], match[2], match[3], match[4]
+    if not period.startswith(rest):
+        return match[0]
+    return _REPEATING.sub(_repeating, rf"{whole or 0}.{fixed}\overline{{{period}}}")

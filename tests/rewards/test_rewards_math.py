@@ -26,6 +26,27 @@ def test_agreed_verdict(row):
     assert verdict == row["verdict"], f"final answer read as {final_answer(row['response'])!r}"
 
 
+HOW = {
+    "boxed": "Hence the result is $\\boxed{%s}$.",
+    "answer_line": "Some steps lead there.\n\nAnswer: %s",
+    "response": "%s",
+}
+
+
+@pytest.mark.parametrize("table", ["answer_pairs", "answer_forms"])
+def test_verdicts_on_what_people_and_models_write(table):
+    """``answer_pairs`` are forms from public reports with their sources, ``answer_forms`` more of their kinds."""
+    lines = (TABLE.parent / f"{table}.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) >= 200
+    wrong = [
+        (row["gold"], row["text"], row["expected"])
+        for row in rows
+        if math_reward({"answer": row["gold"]}, HOW[row["how"]] % row["text"], False) != row["expected"]
+    ]
+    assert wrong == []
+
+
 def test_the_table_is_large_balanced_and_free_of_repeats():
     assert len(ROWS) >= 200
     assert len({(row["answer"], row["response"], row.get("truncated")) for row in ROWS}) == len(ROWS)

@@ -1,0 +1,163 @@
+"""Splits an answer into its parts: a set, a tuple, a list without brackets, or one value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+_BRACKETS = {"(": ")", "[": "]", r"\{": r"\}"}
+_BRACES = {"{": "}"}  # group symbols in LaTeX; nothing is written for them
+_TOKEN = re.compile(r"\\\\|\\[{}]|\\[a-zA-Z]+|\\.|.", re.DOTALL)
+_SEPARATORS = {",", ";", r"\\"}
+_WORDS = re.compile(r"\s(?:and|or)\s")
+_LABEL = re.compile(r"^([A-Za-z](?:_\{?\w+\}?|'|\([a-z]\))?)\s*=(?!=)\s*(?=\S)")
+_SYSTEM = re.compile(r"^\\begin\s*\{(cases|aligned|array|gathered)\}(?:\s*\{[lcr|]*\})?(.*)\\end\s*\{\1\}$", re.DOTALL)
+_DIGIT_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_SPACED_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|\\[,;:! ]|~| )\d{3})+(?![\d,])")
+
+
+class Form(NamedTuple):
+    """The outer form of an answer.
+
+    Attributes:
+      kind: "set", "tuple" (an interval, too), "list" for parts without brackets, or "one" for a single value.
+      brackets: The opening and the closing bracket of a tuple, such as ``"[)"``; empty for other kinds.
+      items: The parts as text. A single value has one. Parts with names stand in the order of the names.
+      names: The letter in front of each part, such as ``x`` of ``x = 1``, if every part has a letter of its own.
+    """
+
+    kind: str
+    brackets: str
+    items: tuple[str, ...]
+    names: tuple[str, ...] = ()
+
+
+def form_of(text: str) -> Form:
+    """Returns the outer form of an answer that ``math_text.tidy`` has cleaned."""
+    system = _SYSTEM.match(text)
+    if system is not None:
+        return _labelled("list", split(system[2].replace("&", "")))
+    opening = next((each for each in (r"\{", "(", "[") if text.startswith(each)), "")
+    if opening and (end := _closing(text)) is not None:
+        inside, closing = text[len(opening) : end], text[end:]
+        items = split(inside)
+        if opening == r"\{" and closing == r"\}":
+            return _labelled("set", items)
+        if len(items) > 1 and closing in (")", "]") and opening != r"\{":
+            return Form("tuple", opening + closing, tuple(items))
+        return Form("one", "", (text,))
+    return _labelled("list", expanded(split(text)))
+
+
+def expanded(items: Sequence[str]) -> list[str]:
+    """Returns the parts with each ``\\pm`` written out as two parts, the upper signs first."""
+    written: list[str] = []
+    for item in items:
+        if re.search(r"\\pm(?![a-zA-Z])", item) is None:
+            written.append(item)
+            continue
+        for plus, minus in (("+", "-"), ("-", "+")):
+            signed = re.sub(r"\\pm(?![a-zA-Z])", plus, item)
+            written.append(re.sub(r"\\mp(?![a-zA-Z])", minus, signed).strip().removeprefix("+").strip())
+    return written
+
+
+def split(text: str) -> list[str]:
+    """Splits at commas, semicolons, line ends, "and" and "or" that stand outside all brackets."""
+    pieces, start = [], 0
+    for at, token, depth in _tokens(text):
+        if depth == 0 and token in _SEPARATORS:
+            pieces.append(text[start:at])
+            start = at + len(token)
+    pieces.append(text[start:])
+    parts = [part.strip() for piece in pieces for part in _split_words(piece)]
+    return [part for part in parts if part]
+
+
+def join_digit_groups(text: str) -> str:
+    """Writes 1,000 as 1000. Inside brackets a comma parts two numbers, unless a group begins with 0."""
+    text = _SPACED_GROUPS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    depths = {at: depth for at, _, depth in _tokens(text, _BRACKETS)}
+
+    def joined(found: re.Match[str]) -> str:
+        inside = depths.get(found.start(), 0) > 0
+        if inside and not any(group.startswith("0") for group in found[0].split(",")[1:]):
+            return found[0]
+        return found[0].replace(",", "")
+
+    return _DIGIT_GROUPS.sub(joined, text)
+
+
+def matches(right: Sequence[str], stated: Sequence[str], *, in_order: bool, equal: Callable[[str, str], bool]) -> bool:
+    """Returns whether the parts agree one to one, by ``equal(right, stated)``.
+
+    Args:
+      right: The parts of the right answer.
+      stated: The parts of the stated answer.
+      in_order: Whether the order counts.
+      equal: A function that compares two parts.
+    """
+    if len(right) != len(stated):
+        return False
+    if in_order:
+        return all(map(equal, right, stated))
+    left = list(stated)
+    for part in right:
+        found = next((each for each in left if equal(part, each)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return True
+
+
+def without_label(text: str) -> tuple[str, str]:
+    """Returns (the name in front of a value, the value): ``x = 3`` gives ("x", "3")."""
+    found = _LABEL.match(text)
+    if found is None or "=" in text[found.end() :]:
+        return "", text
+    return found[1], text[found.end() :]
+
+
+def _labelled(kind: str, items: Sequence[str]) -> Form:
+    """The form of a set or a list; the names in front of its parts are taken off if all parts have one."""
+    if kind == "list" and len(items) < 2:
+        return Form("one", "", tuple(items) or ("",))
+    pairs = [without_label(item) for item in items]
+    if not all(label for label, _ in pairs):
+        return Form(kind, "", tuple(items))
+    pairs.sort(key=lambda pair: pair[0])
+    letters = tuple(label.partition("_")[0] for label, _ in pairs)  # x_1 and x_2 are two values of one letter
+    return Form(kind, "", tuple(value for _, value in pairs), letters if len(set(letters)) == len(letters) else ())
+
+
+def _split_words(piece: str) -> list[str]:
+    if _WORDS.search(piece) is None:
+        return [piece]
+    depths = {at: depth for at, _, depth in _tokens(piece)}
+    parts, start = [], 0
+    for found in _WORDS.finditer(piece):
+        if depths.get(found.start(), 0) == 0:
+            parts.append(piece[start : found.start()])
+            start = found.end()
+    return [*parts, piece[start:]]
+
+
+def _tokens(text: str, pairs: Mapping[str, str] = _BRACKETS | _BRACES) -> list[tuple[int, str, int]]:
+    """(position, token, depth of brackets) of each token; an opening bracket has the depth outside of it."""
+    tokens, depth, closers = [], 0, set(pairs.values())
+    for found in _TOKEN.finditer(text):
+        token = found[0]
+        if (token in closers or token == r"\end") and depth:
+            depth -= 1
+        tokens.append((found.start(), token, depth))
+        if token in pairs or token == r"\begin":
+            depth += 1
+    return tokens
+
+
+def _closing(text: str) -> int | None:
+    """The position of the bracket that closes the first one, if it is the end of the text."""
+    tokens = _tokens(text)
+    end = next((at for at, token, depth in tokens[1:] if depth == 0 and token in (")", "]", r"\}")), None)
+    return end if end == tokens[-1][0] else None

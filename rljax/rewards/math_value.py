@@ -1,0 +1,120 @@
+"""Compares parsed values where an absolute tolerance would be wrong: exact numbers, formulas and solution sets."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse
+
+_DIGITS = 60
+# Positive and negative points without a pattern, at which two formulas are compared.
+_POINTS = (("7/5", "11/3", "23/7"), ("-13/6", "-5/7", "-29/9"), ("19/4", "-8/3", "17/5"), ("2/9", "31/8", "-6/5"))
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![a-zA-Z])|\\in(?![a-zA-Z])")
+_BUILDER = re.compile(r"^\\\{\s*\(?([A-Za-z])\)?\s*(?:\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|\\vert|\||:)\s*(.*)\\\}$")
+_MEMBER = re.compile(r"^[A-Za-z]\s*\\in(?![a-zA-Z])\s*")
+_EXTRACTION = LatexExtractionConfig(
+    boxed_match_priority=0,
+    normalization_config=NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, boxed="last"),
+)
+
+
+def same_value(right: Any, stated: Any) -> bool | None:
+    """Returns whether two exact numbers are equal; None unless both are finite numbers without letters.
+
+    Rational numbers are compared exactly, however small they are. Others must agree to 50 significant digits.
+
+    Args:
+      right: The right value, a sympy object.
+      stated: The stated value, a sympy object.
+    """
+    right, stated = (_number(value) for value in (right, stated))
+    if right is None or stated is None:
+        return None
+    if right.is_Rational and stated.is_Rational:
+        return bool(right == stated)
+    one, other = (sympy.N(value, _DIGITS) for value in (right, stated))
+    if not (one.is_finite and other.is_finite):
+        return None
+    return bool(abs(one - other) <= sympy.Float(10) ** (10 - _DIGITS) * max(abs(one), abs(other)))
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, sympy.Expr):
+        return None
+    value = value.subs({letter: sympy.I for letter in value.free_symbols if letter.name == "i"})
+    if value.free_symbols:
+        return None
+    try:
+        value = value.doit()
+        return value if value.is_number and value.is_finite is not False else None
+    except Exception:  # sympy raises many kinds
+        return None
+
+
+def same_formula(right: Any, stated: Any) -> bool:
+    """Returns whether two formulas of the same letters agree at several points where the right one is real.
+
+    This finds sqrt(1/n) = 1/sqrt(n), which sympy does not simplify because it fails for negative n.
+
+    Args:
+      right: The right formula, a sympy object.
+      stated: The stated formula, a sympy object.
+    """
+    if not (isinstance(right, sympy.Expr) and isinstance(stated, sympy.Expr)):
+        return False
+    letters = sorted(right.free_symbols, key=str)
+    if not letters or len(letters) > len(_POINTS[0]) or set(letters) != stated.free_symbols:
+        return False
+    seen = 0
+    for point in _POINTS:
+        values = dict(zip(letters, map(sympy.Rational, point), strict=False))
+        try:
+            one, other = (sympy.N(formula.doit().subs(values), 30) for formula in (right, stated))
+            if not one.is_real:
+                continue
+            if not abs(one - other) <= sympy.Float("1e-20") * max(abs(one), abs(other)):
+                return False
+        except Exception:  # sympy raises many kinds, and some formulas have no value there
+            return False
+        seen += 1
+    return seen >= 2
+
+
+def same_solutions(right: str, stated: str) -> bool:
+    """Returns whether two texts describe the same set of real numbers, and one of them does so by inequalities.
+
+    Args:
+      right: The right answer, such as ``(-\\infty,-2]\\cup[2,\\infty)``.
+      stated: The stated answer, such as ``x \\le -2 or x \\ge 2``.
+    """
+    if not (_RELATION.search(right) or _RELATION.search(stated)):
+        return False
+    one, other = _solutions(right), _solutions(stated)
+    return one is not None and other is not None and one == other
+
+
+def _solutions(text: str) -> Any:
+    """The set of real numbers that a text describes by an inequality, a set or an interval; None for others."""
+    if (built := _BUILDER.match(text)) is not None:
+        text = built[2]
+    text = _MEMBER.sub("", text.strip())
+    sets = []
+    for part in re.split(r"\s+or\s+|\\lor(?![a-zA-Z])", text):
+        found = parse(
+            rf"\boxed{{{part}}}",
+            [_EXTRACTION],
+            fallback_mode="no_fallback",
+            extraction_mode="first_match",
+            parsing_timeout=None,
+        )
+        if not found:
+            return None
+        try:
+            value = found[0]
+            sets.append(value if isinstance(value, sympy.Set) else value.as_set())
+        except Exception:  # sympy raises many kinds
+            return None
+    return sympy.Union(*sets)
