@@ -90,7 +90,7 @@ class SingleUpdate:
 
     def __init__(self, step: TrainStep, forward: Forward, pack: Pack, reference: Reference | None = None):
         """``pack`` makes batches of the step's shape, which ``forward`` takes, too."""
-        self._step, self._forward, self.pack, self._reference = step, forward, pack, reference
+        self.step, self._forward, self.pack, self._reference = step, forward, pack, reference
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
@@ -102,7 +102,7 @@ class SingleUpdate:
         free = free_routing_row(self._forward, state.params, batch) if replayed else {}
         noise = options.noise and int(batch.with_loss) > 1
         has_loss = any(s.in_loss for s in sequences)
-        state, metrics, logprobs = self._step(state, batch, options.learning_rate, has_loss, noise)
+        state, metrics, logprobs = self.step(state, batch, options.learning_rate, has_loss, noise)
         row, histograms = fetch_metrics(metrics, noise=noise)
         return Updated(state, row | free, histograms, lambda: unpack(fetch(logprobs), batch, sequences))
 
@@ -128,7 +128,7 @@ class MultipleUpdates:
         ``replays_own``: the updates route each token as that one forward did (``rollout.router_replay: r2``).
         """
         self._replays_own = replays_own
-        self._step, self._forward, self.pack, self._pack_mini = step, forward, pack, pack_mini
+        self.step, self._forward, self.pack, self.pack_mini = step, forward, pack, pack_mini
         self._mini_batches, self._epochs, self._group_size = mini_batches, epochs, group_size
         self._reference = reference
 
@@ -150,11 +150,11 @@ class MultipleUpdates:
             known = [s._replace(reference_logprobs=values) for s, values in zip(known, of_reference, strict=True)]
         taken: list[tuple[dict[str, jax.Array], bool]] = []
         for mini in self._split(known, options.seed):
-            mini_batch = self._pack_mini(mini)
+            mini_batch = self.pack_mini(mini)
             mini_batch = mini_batch._replace(used=mini_batch.with_loss)  # the forward has measured the others
             wanted = options.noise and not taken and int(mini_batch.used) > 1
             has_loss = any(s.in_loss for s in mini)
-            state, metrics, _ = self._step(state, mini_batch, options.learning_rate, has_loss, wanted)
+            state, metrics, _ = self.step(state, mini_batch, options.learning_rate, has_loss, wanted)
             taken.append((metrics, wanted))
         of_batch, histograms = fetch_metrics(measured, noise=False)
         minis = [fetch_metrics(metrics, noise=wanted)[0] for metrics, wanted in taken]

@@ -48,7 +48,9 @@ def test_links_lead_somewhere(page):
     heads = {
         re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.+)$", text, re.M)
     }
-    for target in re.findall(r"\]\(([^)]+)\)", text):
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert targets
+    for target in targets:
         if target.startswith("#"):
             assert target[1:] in heads, target
         elif not target.startswith("http"):
@@ -56,5 +58,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_files_that_are_named_exist():
-    for name in re.findall(r"\b(?:tools|launch|configs|rljax)/[\w/.]+\.(?:py|sh|yaml)", TEXT):
+    names = re.findall(r"\b(?:tools|launch|configs|rljax)/[\w/.]+\.(?:py|sh|yaml)", TEXT)
+    assert names
+    for name in names:
         assert (ROOT / name).is_file(), name

@@ -82,7 +82,7 @@ def test_surge_is_called_at_the_crossing_and_sets_the_rate(rows):
 
 
 def test_mismatch_is_there_in_every_row_and_finite(rows):
-    assert rows
+    assert len(rows) == STEPS
     for row in rows:
         assert "nonfinite_keys" not in row
         assert 1e-6 < row["mismatch/log_ppl_abs_diff"] < 1e-2

@@ -69,6 +69,7 @@ def test_a_run_trains_in_two_pods(manifests, tmp_path):
 def test_without_a_permission_there_is_no_cluster(manifests, tmp_path, missing):
     job, jobset, namespace, may = manifests
     found = in_pods(tmp_path, ["-c", FORMED], job, jobset, namespace, [one for one in may if tuple(one) != missing])
+    assert len(found["processes"]) == 2
     for status, _, errors in found["processes"]:
         assert status != 0
         assert "Kubernetes API Error: 403" in errors
@@ -77,6 +78,7 @@ def test_without_a_permission_there_is_no_cluster(manifests, tmp_path, missing):
 def test_a_job_that_is_not_indexed_forms_none(manifests, tmp_path):
     job, jobset, namespace, may = manifests
     found = in_pods(tmp_path, ["-c", FORMED], {**job, "completionMode": "NonIndexed"}, jobset, namespace, may)
+    assert len(found["processes"]) == 2
     for status, _, errors in found["processes"]:
         assert status != 0
         assert "jobs must be indexed" in errors

@@ -94,4 +94,4 @@ def test_later_steps_are_bit_equal_and_device_buffers_freed(shape):
     assert array_checksums(stays) == array_checksums(moves)
     back = jax.tree.leaves(on_devices(moves.params))
     assert all(leaf.sharding.memory_kind == "device" for leaf in back)
-    assert update._step.compilations == 1
+    assert update.step.compilations == 1
