@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.distributed.acts import follow as follow_acts
+from rljax.distributed.files import write_whole
 from rljax.distributed.ownership import Ownership
 from rljax.distributed.processes import Processes
 from rljax.distributed.start import ProcessOptions, start_processes
@@ -268,10 +269,7 @@ def process_options(config: RunConfig) -> ProcessOptions:
 
 def write_config(config: Config, run_dir: Path) -> None:
     """Writes config.yaml in one rename; a resume is compared with it."""
-    temporary = run_dir / "config.yaml.tmp"
-    with writing(temporary):
-        temporary.write_text(config_to_yaml(config))
-    temporary.replace(run_dir / "config.yaml")
+    write_whole(run_dir / "config.yaml", config_to_yaml(config))
 
 
 def finish(run_dir: Path) -> None:

@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from rljax.commands import check_kernels as kernels
 from rljax.commands import check_step as training
+from rljax.distributed.files import write_whole
 from rljax.errors import ConfigError
 from rljax.plan.dry_run import in_units
 from rljax.policy.attention import choose_attention, find_implementation
@@ -257,9 +258,7 @@ def read_parts(output: Path) -> dict[str, Found]:
 def write_json(path: Path, document: Found) -> None:
     """Writes at once or not at all: another process may read it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(document, indent=1) + "\n")
-    unfinished.replace(path)
+    write_whole(path, json.dumps(document, indent=1) + "\n")
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rljax.distributed.files import replacing
 from rljax.errors import parse_json
 
 FORMAT_VERSION = 1
@@ -121,9 +122,8 @@ def write_rows(path: str | Path, rows: Iterable[Row], *, like: str | Path, prove
     document = json.dumps({"version": FORMAT_VERSION, **provenance}).encode()
     schema = schema.with_metadata({**(schema.metadata or {}), _KEY: document})
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), partial)
-    partial.rename(path)
+    with replacing(path) as partial:
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), partial)
 
 
 def read_provenance(path: str | Path) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from rljax.distributed.files import replacing
 from rljax.errors import parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
@@ -298,9 +299,8 @@ def save_params(
     weight_map = {}
     for i, names in enumerate(plan):
         file = SINGLE_NAME if len(plan) == 1 else f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors"
-        # Written under another name: after an interrupted save there is the old file or the new one, complete.
-        save_file(dict(itertools.islice(tensors, len(names))), out / (file + ".partial"), metadata={"format": "pt"})
-        (out / (file + ".partial")).rename(out / file)
+        with replacing(out / file) as partial:
+            save_file(dict(itertools.islice(tensors, len(names))), partial, metadata={"format": "pt"})
         stale.discard(out / file)
         weight_map.update(dict.fromkeys(names, file))
     if len(plan) > 1:

@@ -11,6 +11,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
+from rljax.distributed.files import replacing
 from rljax.errors import parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import leaves_of, open_tensors, read_leaves
@@ -55,9 +56,8 @@ def save_adapters(
     for leaf in leaves_of(abstract_adapters(config, lora), stored_adapters(config, lora)):
         whole = np.asarray(fetch(flat[leaf.path]), np.float32)
         tensors |= {name: leaf.to_hf(part) for name, part in zip(leaf.names, whole, strict=True)}
-    partial = out / (WEIGHTS_NAME + ".partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.rename(out / WEIGHTS_NAME)
+    with replacing(out / WEIGHTS_NAME) as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
     settings = _FIXED | {
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rljax.distributed.files import write_whole
 from rljax.record.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, last_value, step_seconds
 
 EDGE_STEPS = 10  # steps at either end of a run that its first and last means cover
@@ -69,9 +70,7 @@ def collapse_step(accuracy: np.ndarray) -> int | None:
 def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> Path:
     """Writes ``summary.json`` in one rename and returns its path."""
     path = Path(run_dir) / "summary.json"
-    temporary = path.with_suffix(".json.tmp")
-    temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return path
 
 

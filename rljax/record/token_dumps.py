@@ -23,7 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rljax.errors import parse_json, writing
+from rljax.distributed.files import replacing
+from rljax.errors import parse_json
 
 FORMAT_VERSION = 1
 """The version written into every file; a reader refuses any other."""
@@ -219,10 +220,8 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     }
     schema = pa.schema(_types(dump.logprobs), {_KEY: json.dumps(note, sort_keys=True)})
     table = pa.table([list(values) for values in columns], schema=schema)
-    growing = out.with_name(out.name + ".part")
-    with writing(growing):
-        pq.write_table(table, growing, compression="zstd")
-    growing.replace(out)
+    with replacing(out) as partial:
+        pq.write_table(table, partial, compression="zstd")
     return out
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from rljax.distributed.files import replacing
 from rljax.errors import writing
 from rljax.mismatch.histogram import bin_edges
 from rljax.record.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
@@ -222,12 +223,10 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
         raise RuntimeError(f"{path}: expected {_span(expected)} before step {first_step}, got {_span(got)}")
     if not path.exists():
         return
-    temporary = path.with_suffix(".jsonl.tmp")
-    with temporary.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         file.writelines(line + b"\n" for _, line in kept)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _span(steps: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from rljax.distributed.files import replacing
 from rljax.distributed.ownership import Ownership, claim, read
 from rljax.errors import ConfigError, OwnedError, caller_errors
 from rljax.record.rows import Row, read_rows
@@ -139,14 +140,13 @@ def copy_run(source: Path, run_dir: Path, step: int | None = None) -> None:
       step: The step whose checkpoint alone is copied. None: all checkpoints are.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    partial = run_dir / "checkpoints.partial"
-    shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     inside = "" if step is None else str(step)
-    shutil.copytree(source / "checkpoints" / inside, partial / inside)
-    shutil.copyfile(source / "metrics.jsonl", run_dir / "metrics.jsonl.partial")
-    (run_dir / "metrics.jsonl.partial").rename(run_dir / "metrics.jsonl")
-    partial.rename(run_dir / "checkpoints")
+    with replacing(run_dir / "checkpoints") as partial:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source / "checkpoints" / inside, partial / inside)
+        with replacing(run_dir / "metrics.jsonl") as rows:
+            shutil.copyfile(source / "metrics.jsonl", rows)
 
 
 def check_same_run(config: Config, run_dir: Path, url: str = "", may_differ: tuple[str, ...] = ()) -> None:

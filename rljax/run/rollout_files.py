@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rljax.data.tokenizer import Tokenizer
-from rljax.errors import writing
+from rljax.distributed.files import write_whole
 from rljax.record.token_dumps import ColumnSource, dump_of_responses, write_dump
 from rljax.rollout.types import InjectConfig
 from rljax.run.config import Config
@@ -144,10 +144,7 @@ def write_transcript(
             "worst_log_ratio": _number(gap[worst]),
         }
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    partial = path.with_suffix(".jsonl.part")
-    with writing(partial):
-        partial.write_text("".join(lines), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, "".join(lines))
 
 
 def _number(value: Any) -> float | None:

@@ -1,0 +1,49 @@
+"""Files that appear whole or not at all, and directories that are removed with their owner."""
+
+import pytest
+
+from rljax.distributed.files import OwnedDirectory, memory_directory, replacing, write_whole
+
+
+def test_a_file_is_replaced_when_the_block_ends(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("old")
+    with replacing(path) as partial:
+        partial.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_leaves_the_old_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("old")
+    with pytest.raises(FileNotFoundError), replacing(path) as partial:
+        partial.write_bytes((tmp_path / "absent").read_bytes())
+    assert path.read_text() == "old"
+    write_whole(path, "né")
+    assert path.read_bytes() == "né".encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_appears_whole(tmp_path):
+    with replacing(tmp_path / "out") as partial:
+        partial.mkdir()
+        (partial / "a").write_bytes(b"1")
+        assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out/a").read_bytes() == b"1"
+
+
+def test_an_error_without_a_name_names_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: '.*rows\.partial'"), replacing(tmp_path / "rows"):
+        raise OSError(28, "No space left on device")
+
+
+def test_an_owned_directory_is_removed_when_it_is_closed(tmp_path):
+    owned = OwnedDirectory("mine-", tmp_path / "parent")
+    assert owned.root.parent == owned.parent == tmp_path / "parent"
+    assert owned.root.name.startswith("mine-")
+    owned.close()
+    owned.close()
+    assert list(owned.parent.iterdir()) == []
+    assert memory_directory().is_dir()
