@@ -110,12 +110,6 @@ class StoppedWaitingError(RuntimeError):
     """The run was asked to stop while the engine waited for servers that are gone, or for responses."""
 
 
-def stop_sampling(gives_up: Callable[[], bool]) -> None:
-    """Raises StoppedWaitingError when ``gives_up`` returns True, so that unfinished responses are dropped."""
-    if gives_up():
-        raise StoppedWaitingError("asked to stop while responses were sampled")
-
-
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Adds the name ``path`` to an ``OSError`` that names no file, which is the case for a failed write."""

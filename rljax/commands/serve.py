@@ -9,13 +9,25 @@ installed with ``pip install --no-deps rljax zstandard xxhash``.
 
 from __future__ import annotations
 
+import argparse
 import importlib
-from collections.abc import Sequence
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar, get_args
 
-from rljax.errors import ConfigError
-from rljax.rollout.servers.foreground import serve
+from rljax.errors import ConfigError, ServerFailedError
+from rljax.rollout.servers.process import Dtype, ServerConfig, ServerProcess
+
+log = logging.getLogger(__name__)
 
 KINDS = ("vllm", "sglang")
+
+Config = TypeVar("Config", bound=ServerConfig)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,3 +40,91 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"expected a kind of server, vllm or sglang, got {argv[0] if argv else 'nothing'}")
     server = importlib.import_module(f"rljax.rollout.servers.{argv[0]}.server")
     return serve(server.ServerConfig, server.start, server.ServerConfig.kind, argv[1:])
+
+
+def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
+    """Returns the options that were given, and the defaults of those that are no field of ``ServerConfig``."""
+    parser = argparse.ArgumentParser(
+        prog=f"rljax serve {kind.lower()}",
+        description="Serves a model for rljax, on loopback unless --host says otherwise.",
+        epilog=f"Further {kind} arguments come last, after --.",
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("model", help="The model directory, or a hub name.")
+    parser.add_argument("--python", help=f"The interpreter of {kind}'s environment.")
+    parser.add_argument("--dtype", choices=get_args(Dtype), help="The dtype that the trainer publishes.")
+    parser.add_argument(
+        "--head-dtype", choices=("model", "float32"), help="The dtype in which the LM head computes; model is --dtype."
+    )
+    parser.add_argument("--host", help="The address to bind: of loopback (default), or a private one with a key.")
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        help="The file with the key that every route asks for (default: $RLJAX_API_KEY_FILE; needed beyond loopback).",
+    )
+    parser.add_argument("--port", type=int, help="The port; 0 takes a free one.")
+    parser.add_argument("--max-model-len", type=int, help="The longest prompt plus response, in tokens.")
+    parser.add_argument("--max-num-seqs", type=int, help="The most sequences that are decoded at once.")
+    parser.add_argument("--log", dest="log_path", type=Path, help="The file for the server's output.")
+    parser.add_argument(
+        "--url-file", type=Path, default=None, help="The file that the URL is written to once the server is healthy."
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, help="The longest wait for health, in seconds.")
+    parser.add_argument(
+        "--follow-parent",
+        action="store_true",
+        default=False,
+        help="Whether the server ends with the calling process, and not at Ctrl-C.",
+    )
+    end = argv.index("--") if "--" in argv else len(argv)
+    return vars(parser.parse_args(argv[:end])) | {"extra_args": tuple(argv[end + 1 :])}
+
+
+def serve(
+    make: Callable[..., Config], start: Callable[[Config, float], ServerProcess], kind: str, argv: Sequence[str]
+) -> int:
+    """Serves until interrupted, terminated, or the server ends; prints the URL on standard output.
+
+    Args:
+      make: A function that makes the configuration of this kind of server from the options.
+      start: A function of (configuration, longest wait in seconds) that starts the server.
+      kind: The name of the kind, for messages.
+      argv: The options.
+
+    Returns:
+      The exit status.
+    """
+    logging.basicConfig(level=logging.INFO, format=f"{kind.lower()}_server: %(message)s")
+    options = parse(kind, argv)
+    url_file, timeout_s, follow_parent = (options.pop(name) for name in ("url_file", "timeout", "follow_parent"))
+    parent = os.getppid()
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, leave)
+    if follow_parent:
+        # Ctrl-C reaches the whole terminal group; the caller may want the server until it has saved.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        config = make(**options)
+    except ValueError as error:
+        log.error("%s", error)
+        return 2
+    try:
+        with start(config, timeout_s) as server:
+            log.info("healthy, %s, log %s", config.dtype, server.log_path)
+            if url_file is not None:
+                url_file.write_text(server.url + "\n")
+            print(server.url, flush=True)
+            while server.alive():
+                if follow_parent and os.getppid() != parent:
+                    log.info("the calling process has ended; stopping")
+                    return 0
+                time.sleep(0.5)
+            log.error("the server ended; the end of %s:\n%s", server.log_path, server.log_tail())
+            return 1
+    except ServerFailedError as error:
+        log.error("%s", error)
+        return 1

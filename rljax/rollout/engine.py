@@ -74,8 +74,8 @@ class RolloutEngine(Protocol):
           policy_version: The number of the policy version.
 
         Returns:
-          What happened outside of sampling since the publish before (``time/*_s``, ``publish/*``, ``rollout/*``), for
-          the row of a step. No key of it is among those of :class:`Samples`.
+          The figures of all but sampling since the publish before (``time/*_s``, ``publish/*``, ``rollout/*``), for the
+          row of a step. :class:`Samples` has none of their keys.
 
         Raises:
           RuntimeError: The engine does not sample from ``params``.

@@ -38,11 +38,10 @@ DOORS = {
         "rollout.servers.vllm.plugin",
         "rollout.servers.sglang.plugin",
     },
-    "vllm": {"rollout.servers.vllm.plugin", "rollout.servers.vllm.in_place"},
+    "vllm": {"rollout.servers.vllm.plugin", "rollout.servers.vllm.parameters"},
     "sglang": {"rollout.servers.sglang.plugin"},
     "torch": {
         "rollout.servers.vllm.plugin",
-        "rollout.servers.vllm.in_place",
         "rollout.servers.vllm.parameters",
         "rollout.servers.sglang.plugin",
         "rollout.servers.sglang.launch_on_cpu",

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from kubernetes_manifests import OVERLAYS, ROOT, renderer
 
+from rljax.commands.serve import parse
 from rljax.rollout.servers.discovery import make_lookup
-from rljax.rollout.servers.foreground import parse
 from rljax.rollout.servers.vllm.server import ServerConfig, command
 from rljax.run.config import Config
 from rljax.run.config_file import load_config

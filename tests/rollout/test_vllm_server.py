@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rljax.commands.serve import parse
 from rljax.errors import ServerFailedError
-from rljax.rollout.servers.foreground import parse
 from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, command, start, vllm_python
 
 pytestmark = pytest.mark.slow

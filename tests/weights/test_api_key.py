@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from vllm_fake import SHAPE, FakeVllm
 
+from rljax.commands.serve import serve
 from rljax.compare.scorers import score_column
 from rljax.errors import ConfigError, HandshakeError, ServerRefusedError
 from rljax.record.token_dumps import make_dump
 from rljax.rollout.build import connect
 from rljax.rollout.servers.engine import ServedEngine
-from rljax.rollout.servers.foreground import serve
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, command, environment, start
 from rljax.rollout.types import RolloutConfig, SamplingParams

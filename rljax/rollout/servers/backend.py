@@ -115,8 +115,8 @@ class Backend(Wire, Protocol):
           client: The client of the server.
           url: The server.
           version: The version, which the server's machine has.
-          in_flight: What becomes of the responses that the server samples. No key and no value of the old weights is
-            used for a token of the new ones.
+          in_flight: The fate of the responses that the server samples (``RolloutConfig.update``). No key and no value
+            of the old weights is used for a token of the new ones.
 
         Raises:
           ServerGoneError: The server does not answer.

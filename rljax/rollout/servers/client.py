@@ -9,9 +9,6 @@ With a router rollouts go to it, and everything else goes to each server itself.
 A reply may hold several weight versions where new weights come while it is sampled. It is handed on once the server
 that sampled it is open with the newest of them. A part of a response that the server gave up for the new weights is
 kept, and the rest is asked of any server.
-
-Every exchange has a deadline, from the connection to the last byte. The caller bounds the wait for a server to open:
-:meth:`ServerClient.stream` yields to it.
 """
 
 from __future__ import annotations
@@ -57,8 +54,8 @@ class ServerClient:
 
         Args:
           urls: The addresses of the servers, as ``http://host:port``; empty where servers join later.
-          wire: How this kind of server is spoken to.
-          limits: How long the client waits, and how much it sends.
+          wire: The requests and replies of this kind of server.
+          limits: The limits of time and of requests.
           api_key_file: The file with the servers' key, as ``RolloutConfig.api_key_file``.
           router: The URL of a router of rollouts, as ``RolloutConfig.router``.
 
@@ -98,7 +95,7 @@ class ServerClient:
 
     @property
     def losses(self) -> int:
-        """How many times a server went down so far."""
+        """The number of times that a server went down so far."""
         return self._pool.losses
 
     def down(self) -> dict[str, str]:
@@ -314,7 +311,9 @@ class ServerClient:
     async def _rollout(self, server: Server, request: Request, vocab_size: int | None) -> Completion:
         """Returns a completion that may be trained on, or a part of one where new weights came meanwhile."""
         url, first = self._router or server.url, max(0, len(server.versions) - 1)
-        completion = await self._sample(server, request, self.limits.request_timeout_s, url)
+        body = self._wire.body(server.route, request, server.model)
+        reply = await self._exchange(url, "POST", server.route, self.limits.request_timeout_s, json=body)
+        completion = self._read(url, server, request, reply)
         is_updated = server.state == "paused" or len(server.versions) - 1 > first
         check_completion(url, completion, request, vocab_size, may_be_part=is_updated)
         tags = [tag for tag, _, _ in completion.spans or ()]
@@ -333,19 +332,22 @@ class ServerClient:
         timeout_s = min(_PROBE_S, self.limits.request_timeout_s)
         for attempt in range(1, self.limits.max_attempts):
             try:
-                return await self._sample(server, request, timeout_s, server.url)
+                return await self._sample(server, request, timeout_s)
             except ReplyError:
                 pass
             except ServerRefusedError as error:
                 if not _may_pass(error):
                     raise
             await self._back_off(attempt)
-        return await self._sample(server, request, timeout_s, server.url)
+        return await self._sample(server, request, timeout_s)
 
-    async def _sample(self, server: Server, request: Request, timeout_s: float, url: str) -> Completion:
-        """Returns one completion by way of ``url``. Raises ServerGoneError, ServerRefusedError or ReplyError."""
+    async def _sample(self, server: Server, request: Request, timeout_s: float) -> Completion:
+        """Returns one completion of ``server``. Raises ServerGoneError, ServerRefusedError or ReplyError."""
         body = self._wire.body(server.route, request, server.model)
-        reply = await self._exchange(url, "POST", server.route, timeout_s, json=body)
+        reply = await self._exchange(server.url, "POST", server.route, timeout_s, json=body)
+        return self._read(server.url, server, request, reply)
+
+    def _read(self, url: str, server: Server, request: Request, reply: httpx.Response) -> Completion:
         try:
             return self._wire.completion(server.route, reply.content, request)
         except ReplyError as error:

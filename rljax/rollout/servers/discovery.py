@@ -1,4 +1,4 @@
-"""Which servers there are while a run goes on: those that a file, a directory or a name in the DNS lists now."""
+"""The list of servers while a run goes on, from a file, a directory or a name in the DNS."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from urllib.parse import urlsplit
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+"""The time from one look at the list to the next (seconds)."""
 _DNS = "dns"
 
 
 def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
-    """What lists the URLs of the servers, each time that it is called; it may raise OSError or ValueError.
+    """Returns a function that lists the URLs of the servers when it is called, and may raise OSError or ValueError.
 
     Args:
-      where: a file with one URL in a line (what follows a # is a comment); a directory, whose files ``*.url`` have one
-        each, as ``rljax serve vllm --url-file`` writes them; or ``dns://HOST:PORT``, a server at each address that
-        HOST has, such as those of a headless Service of Kubernetes.
+      where: The place of the list. A file has one URL in a line, and a comment after a #. A directory has files
+        ``*.url`` with one URL each, as ``rljax serve --url-file`` writes them. ``dns://HOST:PORT`` stands for a server
+        at each address of HOST, such as a headless Service of Kubernetes.
 
     Raises:
       ValueError: ``where`` is none of these.
@@ -29,7 +30,7 @@ def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
     if "://" not in where:
         if not where.strip():
             raise ValueError("rollout.discovery must be a file, a directory or dns://HOST:PORT, got nothing")
-        return lambda: _listed(Path(where))
+        return lambda: _read_urls(Path(where))
     expected = f"rollout.discovery must be a path or dns://HOST:PORT, got {where!r}"
     try:
         url = urlsplit(where)
@@ -38,26 +39,29 @@ def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
         raise ValueError(f"{expected}: {error}") from error
     if url.scheme != _DNS or not host or port is None or url.path not in ("", "/"):
         raise ValueError(expected)
-    return lambda: _resolved(host, port)
+    return lambda: _resolve(host, port)
 
 
 class Discovery:
     """Looks up the servers on a thread of its own, so that a name server that hangs delays nothing.
 
-    What cannot be read changes nothing, and a new list counts once two looks in a row have found it: a file may be read
-    while somebody writes it.
+    A list that cannot be read changes nothing. A new list counts once two looks in a row have found it, because a file
+    may be read while somebody writes it.
+
+    Attributes:
+      where: The place of the list.
     """
 
     def __init__(self, where: str, check: Callable[[str], None], *, every_s: float = LOOK_EVERY_S) -> None:
         """Begins to look.
 
         Args:
-          where: as ``make_lookup`` takes it.
-          check: raises ValueError for what is no URL of a server.
-          every_s: from one look to the next (seconds).
+          where: The place of the list, as ``make_lookup`` takes it.
+          check: A function that raises ValueError if its argument is not the URL of a server.
+          every_s: The time from one look to the next (seconds).
 
         Raises:
-          ValueError: ``where`` is none of what it may be.
+          ValueError: ``make_lookup`` does not take ``where``.
         """
         self.where, self._check, self._every_s = where, check, every_s
         self._lookup = make_lookup(where)
@@ -67,11 +71,11 @@ class Discovery:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The servers' URLs as found last, without doubles; () before the first look."""
+        """The servers' URLs as listed last, each once; () before the first look."""
         return self._urls
 
     def close(self) -> None:
-        """Ends the looking; may be called twice."""
+        """Ends the looking. It may be called twice."""
         self._ended.set()
 
     def _look(self) -> None:
@@ -79,8 +83,8 @@ class Discovery:
         said = ""
         while not self._ended.is_set():
             try:
-                found = tuple(dict.fromkeys(url.rstrip("/") for url in self._lookup()))
-                for url in found:
+                listed = tuple(dict.fromkeys(url.rstrip("/") for url in self._lookup()))
+                for url in listed:
                     self._check(url)
             except (OSError, ValueError) as error:
                 if str(error) != said:
@@ -88,20 +92,20 @@ class Discovery:
                     log.warning("%s does not list servers, those known are kept: %s", self.where, said)
             else:
                 said = ""
-                if found == before or not self._urls:
-                    self._urls = found
-                before = found
+                if listed == before or not self._urls:
+                    self._urls = listed
+                before = listed
             self._ended.wait(self._every_s)
 
 
-def _listed(path: Path) -> tuple[str, ...]:
-    """Those that a file lists, or the files of a directory."""
+def _read_urls(path: Path) -> tuple[str, ...]:
+    """Returns the URLs in a file, or in the files ``*.url`` of a directory."""
     files = sorted(path.glob("*.url")) if path.is_dir() else [path]
     lines = (line.partition("#")[0].strip() for file in files for line in file.read_text().splitlines())
     return tuple(line for line in lines if line)
 
 
-def _resolved(host: str, port: int) -> tuple[str, ...]:
+def _resolve(host: str, port: int) -> tuple[str, ...]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = sorted({str(address[0]) for *_, address in found})
     return tuple(f"http://[{each}]:{port}" if ":" in each else f"http://{each}:{port}" for each in addresses)

@@ -1,13 +1,11 @@
 """The rollout engine over HTTP servers: fleet, weight files, handshake and verification put together.
 
-A server samples rollouts only between a verified publish and the next one. Its workers then loaded the trainer's
-checksums, and what it generates from probes has the trainer's log-probabilities. Servers are updated and asked for
-their proof side by side.
-
-A server that died, was restarted or joins passes the handshake, is given the current weights and is verified before it
-samples a token. One that fails the proof is left out until the next version. Servers on the trainer's devices sleep
-from the end of sampling on, and are updated and verified whenever they wake. Every reply names the weights that it was
-sampled under, so replies of a server that was restarted unnoticed are refused.
+A server samples rollouts only between a verified publish and the next one. Its workers then loaded tensors with the
+trainer's checksums, and what it generates from probes has the trainer's log-probabilities. A server that died, was
+restarted or joins passes the handshake, is given the current weights and is verified before it samples a token. One
+that fails the proof is left out until the next version. Servers on the trainer's devices sleep from the end of sampling
+on, and are updated and verified whenever they wake. Every reply names the weights that it was sampled under, so replies
+of a server that was restarted unnoticed are refused.
 """
 
 from __future__ import annotations
@@ -42,13 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class _Published:
-    """One version, and what proves that a server holds it.
-
-    Attributes:
-      version: The weight files.
-      params: The policy's pytree.
-      sums: The checksum of each tensor.
-    """
+    """The weight files of a version, the policy's pytree that they hold, and the checksum of each tensor."""
 
     version: WeightVersion
     params: Any
@@ -61,7 +53,7 @@ class _Recovered:
 
     Attributes:
       info: The description from its handshake, or None where it needed none.
-      probes: What it generated from the probes under the current weights, by round.
+      probes: The completions of the probes under the current weights, by round.
     """
 
     info: ServerInfo | None = None
@@ -104,7 +96,7 @@ class ServedEngine:
             RuntimeError where one holds a value that is not finite in the rollout dtype.
           score: A function of (the policy's pytree, token sequences) that returns the log-probability of each token,
             computed in the rollout dtype at temperature 1. Only the verification uses it.
-          publish: How weights come to the servers; None for ``PublishConfig()``.
+          publish: The way in which weights come to the servers; None for ``PublishConfig()``.
           writer: The writer of what ``tensors`` returns, where several processes hold it; None for whole tensors.
           head_dtype: The dtype in which the servers' LM heads must compute, or None for any.
           stop: Whether to stop waiting for servers, and to give up what is sampled; None for neither.
@@ -143,15 +135,19 @@ class ServedEngine:
         except BaseException:
             self.fleet.close()
             raise
+        self._wait_for_servers()
+        self.verifier = Verifier(
+            config.verify, score, shortest(self._infos.values()), dtype=config.dtype, mixture="num_experts" in hf_config
+        )
+
+    def _wait_for_servers(self) -> None:
+        """Waits for the handshake of all servers that were given, or of the first that discovery lists."""
         try:
             while not self._infos or (self.fleet.discovery is None and self._client.down()):
                 self.fleet.recover_all()
         except BaseException:
             self.close()
             raise
-        self.verifier = Verifier(
-            config.verify, score, shortest(self._infos.values()), dtype=config.dtype, mixture="num_experts" in hf_config
-        )
 
     def prepare(self, params: Any, policy_version: int) -> None:
         """Writes the version, and has the servers' machines pull it while responses are sampled."""
@@ -266,8 +262,8 @@ class ServedEngine:
         routes = None
         if reply.routes is not None and self._expected.routes is not None:
             routes = reply.routes.astype(route_dtype(self._expected.routes[2]), copy=False)
-        truncated = reply.finish_reason == "length"
-        return Response(*divmod(index, n), reply.token_ids, reply.logprobs, truncated, versions, routes)
+        sampled = reply.token_ids, reply.logprobs
+        return Response(*divmod(index, n), *sampled, reply.finish_reason == "length", versions, routes)
 
     @property
     def version(self) -> WeightVersion:

@@ -36,7 +36,7 @@ _LONGEST_S = 3600.0  # A time that nothing asked of a server takes (seconds).
 
 @dataclass(frozen=True)
 class Admission:
-    """What a server must show before rollouts go to it, and what becomes of one that fails.
+    """The proof that a server must give before rollouts go to it, and the fate of one that fails.
 
     Attributes:
       recover: A function of the URL of a server that answers again. On a thread it asks the server for all that is
@@ -100,7 +100,7 @@ class Fleet:
         Args:
           config: The settings ``urls``, ``discovery``, ``limits``, ``server_wait_s``, ``api_key_file`` and ``router``.
           backend: The kind of the servers.
-          admission: What a server must show before rollouts go to it.
+          admission: The proof that a server must give before rollouts go to it.
           stop: Whether to stop waiting for servers, and to give up what is sampled; None for neither.
 
         Raises:

@@ -25,7 +25,7 @@ def ask(client: ServerClient, url: str, method: str, path: str, refusal: str, js
       url: The server.
       method: The HTTP method.
       path: The path of the endpoint.
-      refusal: What it means if the server refuses, for the message.
+      refusal: The meaning of a refusal, for the message.
       json: The body of the request.
 
     Raises:

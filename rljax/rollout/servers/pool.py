@@ -71,7 +71,7 @@ class ServerPool:
         """Makes an empty pool.
 
         Args:
-          wire: How the kind of server is spoken to.
+          wire: The requests and replies of this kind of server.
           max_outstanding: The most requests that one server has at a time.
           exchange: The function that sends a request to the router.
           router: The URL of the router, or None.
@@ -81,7 +81,7 @@ class ServerPool:
         self._servers: dict[str, Server] = {}
         self._changed, self._telling = asyncio.Condition(), asyncio.Lock()
         self.losses = 0
-        """How many times a server went down so far."""
+        """The number of times that a server went down so far."""
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """A server as a process group: started, waited for until it is healthy, and ended without leaving anything behind.
 
-Standard library only, so that it runs under the trainer's interpreter and under a server's alike. Between the caller
-and the server stands a *guard*: a small process that leads the group and holds a pipe from the caller. When the pipe
-closes, whether by :meth:`ServerProcess.stop` or because the caller died in any way, the guard ends the whole group.
+It needs the standard library alone, so that it runs under the trainer's interpreter and under a server's. Between the
+caller and the server stands a *guard*: a small process that leads the group and holds a pipe from the caller. When the
+pipe closes, by :meth:`ServerProcess.stop` or because the caller died in any way, the guard ends the whole group.
 
 ``python -m rljax.rollout.servers.process COMMAND...`` is the guard.
 """
@@ -35,37 +35,41 @@ from rljax.weights.access import find_key_file, private_address, read_api_key
 log = logging.getLogger(__name__)
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-_HEALTH_S = 2.0  # seconds that /health has to answer
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
-_GRACE_S = 15.0  # seconds between asking the server to end and going on without its answer
-_CLEANUP_S = 5.0  # seconds its helper processes then have
+_HEALTH_S = 2.0  # The longest that /health may take to answer (seconds).
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # It ignores http_proxy.
+_GRACE_S = 15.0  # The time that the server has to end once it was asked to (seconds).
+_CLEANUP_S = 5.0  # The time that its helper processes then have (seconds).
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What to serve and where.
+    """The model to serve, and the address and settings of its server.
 
     Attributes:
-      model: directory with ``config.json`` and safetensors, or a hub name.
-      python: interpreter of the environment that holds the server and rljax's plugin.
-      dtype: "bfloat16", "float16" or "float32"; must equal the dtype the trainer publishes.
-      head_dtype: "float32" computes the LM head in float32, as ``precision.lm_head_dtype: float32`` wants; "model": in
-        ``dtype``.
-      host: address to bind: of loopback, or a private one with a key; whoever reaches it may replace the weights.
-      port: 0 takes a free one.
-      max_model_len: prompt plus response (tokens); None takes the model's own.
-      max_num_seqs: most sequences decoded at once.
-      api_key_file: file with the key that every route but /health then asks for; None takes ``$RLJAX_API_KEY_FILE``,
-        and where that is not set either there is no key.
-      log_path: where the server's output goes; None takes a temporary file.
-      extra_args: further arguments of the server; they win over all but the address.
-      extra_env: further environment variables.
+      kind: The name of the kind of server, for messages.
+      died_status: The status of /health where the engine or a worker ended while the API process goes on, or None
+        where all of the server then ends.
+      refused_args: The arguments that would undo what is checked here, and the reason for each.
+      model: The directory with ``config.json`` and safetensors, or a hub name.
+      python: The interpreter of the environment that holds the server and rljax's plugin.
+      dtype: The dtype of the server, which must equal the dtype that the trainer publishes.
+      head_dtype: The dtype in which the LM head computes. "float32" is what ``precision.lm_head_dtype: float32``
+        needs, and "model" is ``dtype``.
+      host: The address to bind: one of loopback, or a private one with a key. Whoever reaches it may replace the
+        weights.
+      port: The port; 0 takes a free one.
+      max_model_len: The longest prompt plus response (tokens), or None for the model's own limit.
+      max_num_seqs: The most sequences that are decoded at once.
+      api_key_file: The file with the key that every route but /health then asks for. None takes
+        ``$RLJAX_API_KEY_FILE``, and where that is not set there is no key.
+      log_path: The file for the server's output, or None for a temporary one.
+      extra_args: Further arguments of the server, which win over all but the address.
+      extra_env: Further environment variables.
     """
 
-    kind: ClassVar[str]  # of the server, for messages
-    # Status of /health where the engine or a worker ended while the API process goes on; None: then all of it ends.
+    kind: ClassVar[str]
     died_status: ClassVar[int | None] = None
-    refused_args: ClassVar[Mapping[str, str]] = {}  # arguments that would undo what is checked here, and why
+    refused_args: ClassVar[Mapping[str, str]] = {}
 
     model: str
     python: str = sys.executable
@@ -96,49 +100,55 @@ class ServerConfig:
                 raise ValueError(f"{name} is not passed to {self.kind}: {self.refused_args[name]}")
 
 
-def refused_args(script: str) -> dict[str, str]:
-    """What no kind of server is passed, and why; ``script`` is the one of launch/ that serves it."""
+def refused_args(command: str) -> dict[str, str]:
+    """Returns the arguments that no kind of server is passed, and why. ``command``: The command that serves it."""
     return {
-        "--host": f"give the address as host ({script} --host), where it is checked",
-        "--api-key": f"ps shows it, and some routes stay open; give api_key_file ({script} --api-key-file)",
+        "--host": f"give the address as host ({command} --host), where it is checked",
+        "--api-key": f"ps shows it, and some routes stay open; give api_key_file ({command} --api-key-file)",
         "--trust-remote-code": "it runs whatever code the model's directory holds",
     }
 
 
 def environment_python(kind: str, variable: str, venv: str | os.PathLike[str] | None = None) -> Path:
-    """Interpreter of a server's environment: ``venv``, else ``$variable``, else ``.venv-KIND`` beside the package.
+    """Returns the interpreter of a server's environment.
+
+    Args:
+      kind: The kind of the server, as vLLM.
+      variable: The environment variable that names the environment where ``venv`` is None.
+      venv: The environment. Where neither names one, it is ``.venv-vllm`` beside the package.
 
     Raises:
-      RuntimeError: there is no interpreter at that place.
+      RuntimeError: There is no interpreter in the environment.
     """
     name, checkout = kind.lower(), Path(__file__).resolve().parents[3]
     root = Path(venv or os.environ.get(variable) or checkout / f".venv-{name}")
     python = root / "bin" / "python"
     if not python.exists():
-        raise RuntimeError(f"no {kind} environment at {root}: run launch/install_{name}.sh or set {variable}")
+        raise RuntimeError(f"no {kind} environment at {root}: install {kind} and rljax in one and set {variable} to it")
     return python
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU answers on this machine."""
+    """Returns whether an NVIDIA GPU answers on this machine."""
     tool = shutil.which("nvidia-smi")
     return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).returncode == 0
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free on ``host`` now."""
+    """Returns a TCP port that is free on ``host`` now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 class ServerProcess(ABC):
-    """One running server. Made by :func:`start_server`; ``stop`` may be called twice.
+    """One running server, which :func:`start_server` makes.
 
     Attributes:
-      config: what it serves, and where.
-      url: where it listens.
-      log_path: of its output.
+      config: The model and the settings of the server.
+      port: The port that it listens on.
+      url: The address that it listens on.
+      log_path: The file with its output.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -161,28 +171,28 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def _command(self, gpu: bool) -> list[str]:
-        """The server's command line, on ``port``; ``gpu``: where there is a GPU."""
+        """Returns the server's command line, on ``port``. ``gpu``: Whether the machine has a GPU."""
 
     @abstractmethod
     def _environment(self, gpu: bool) -> dict[str, str]:
-        """The server's environment."""
+        """Returns the server's environment variables."""
 
     @property
     def pid(self) -> int:
-        """Process id of the guard, which is also the id of the process group."""
+        """The process id of the guard, which is also the id of the process group."""
         return self._guard.pid
 
     def alive(self) -> bool:
-        """Whether the server can answer, now or later: its processes run, and its engine has not died."""
+        """Returns whether the server can answer now or later: its processes run, and its engine has not died."""
         died = self.config.died_status
         return self._guard.poll() is None and (died is None or self._health() != died)
 
     def healthy(self) -> bool:
-        """Whether ``/health`` answers 200."""
+        """Returns whether ``/health`` answers 200."""
         return self._health() == 200
 
     def _health(self) -> int | None:
-        """Status of ``/health``; None when nothing answers."""
+        """Returns the status of ``/health``, or None when nothing answers."""
         try:
             with _DIRECT.open(f"{self.url}/health", timeout=_HEALTH_S) as reply:
                 return int(reply.status)
@@ -192,14 +202,14 @@ class ServerProcess(ABC):
             return None
 
     def log_tail(self, lines: int = 40) -> str:
-        """The last lines of the server's output."""
+        """Returns the last ``lines`` of the server's output."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def wait_healthy(self, timeout_s: float = 600.0) -> None:
-        """Waits for health, saying every 15 seconds that it does.
+        """Waits until the server is healthy, and logs every 15 seconds that it waits.
 
         Raises:
-          ServerFailedError: it ended, or was not healthy within ``timeout_s`` seconds; it is stopped then.
+          ServerFailedError: The server ended, or was not healthy within ``timeout_s`` seconds. It is stopped then.
         """
         began = said = time.monotonic()
         while not self.healthy():
@@ -217,7 +227,7 @@ class ServerProcess(ABC):
             time.sleep(0.25)
 
     def stop(self) -> None:
-        """Ends every process of the group and waits until they are gone."""
+        """Ends every process of the group and waits until they are gone. It may be called twice."""
         if self._guard.stdin is not None and not self._guard.stdin.closed:
             self._guard.stdin.close()
         try:
@@ -250,12 +260,12 @@ def start_server(make: Callable[[Config], Server], config: Config, timeout_s: fl
     A free port that someone else took in the meantime is replaced, at most twice.
 
     Args:
-      make: starts the process.
-      config: what it serves.
-      timeout_s: longest wait for its health (seconds).
+      make: A function that starts the process of a configuration.
+      config: The configuration of the server.
+      timeout_s: The longest wait for its health (seconds).
 
     Raises:
-      ServerFailedError: it did not become healthy; nothing of it is left running.
+      ServerFailedError: The server did not become healthy. Nothing of it is left running.
     """
     for attempts_left in (2, 1, 0):
         server = make(config)
@@ -273,7 +283,7 @@ def start_server(make: Callable[[Config], Server], config: Config, timeout_s: fl
 
 
 def _guard(argv: Sequence[str]) -> None:
-    """Runs ``argv`` until it ends or standard input closes, then ends its own process group; at once on SIGTERM."""
+    """Runs ``argv`` until it ends or standard input closes, then ends its process group. SIGTERM ends it at once."""
     at_once = threading.Event()
     # Handlers that do nothing: unlike ignored signals they are not inherited by the child.
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -304,7 +314,7 @@ def _until(done: Callable[[], bool], timeout_s: float) -> None:
 
 
 def _others_in_group() -> dict[int, str]:
-    """Id and command line of each live process besides this one in its group (none where there is no /proc)."""
+    """Returns the id and command line of each other live process of this group, none where there is no /proc."""
     found = {}
     for directory in Path("/proc").glob("[0-9]*"):
         pid = int(directory.name)

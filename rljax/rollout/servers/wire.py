@@ -92,7 +92,7 @@ class ServerInfo:
 
 
 class Wire(Protocol):
-    """How one kind of server is spoken to. It does no I/O.
+    """The requests and replies of one kind of server, without any I/O.
 
     Attributes:
       name: The name of the kind, for messages.

@@ -1,8 +1,8 @@
 """SGLang without a GPU: ``python -m rljax.rollout.servers.sglang.launch_on_cpu`` and SGLang's own arguments.
 
-SGLang's kernel package has builds for CUDA alone. A stand-in takes its place, whose functions can be imported and fail
+SGLang's kernel package has builds for CUDA alone. A stand-in takes its place. Its functions can be imported, and fail
 when they are called; the native torch back ends call none of them. The processes that SGLang spawns import this module
-again, so that it stands in each of them.
+again, so that each of them has the stand-in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KERNELS = "sgl_kernel"
 
 
 class _Kernels(types.ModuleType):
-    """Every name of it is a function that fails."""
+    """A module in which every name is a function that fails."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -35,7 +35,8 @@ class _Kernels(types.ModuleType):
 def stand_in() -> torch.library.Library:
     """Puts the stand-in, and the operators of torchvision that a build without CUDA lacks, where SGLang finds them.
 
-    The operators are there for as long as what is returned is kept.
+    Returns:
+      The library of the operators, which exist for as long as it is kept.
     """
     if _KERNELS not in sys.modules:
         kernels = _Kernels(_KERNELS)

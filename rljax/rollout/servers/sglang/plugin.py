@@ -1,16 +1,16 @@
 """The part of rljax that runs inside SGLang's processes: what weights it loads, and a description of the server.
 
-SGLang calls :func:`register` in each of its processes through the entry-point group ``sglang.srt.plugins``. It puts
-itself around three functions of SGLang:
+SGLang calls :func:`register` in each of its processes through the entry-point group ``sglang.srt.plugins``. It wraps
+three functions of SGLang:
 
-- ``ModelRunner.check_weights``, behind ``/weights_checker``: the actions ``rljax_*`` are answered by :class:`Worker`.
-- ``update_weights_from_disk`` of the scheduler: a version is loaded from a directory that a trainer has shown, with the
-  names and shapes of all of the model's tensors, and under the tag of its manifest. SGLang itself reports success for
-  files that lack a tensor, or hold one of another shape.
+- ``ModelRunner.check_weights``, behind ``/weights_checker``: :class:`Worker` answers the actions ``rljax_*``.
+- ``update_weights_from_disk`` of the scheduler: a version is loaded only from a directory that a trainer has shown,
+  with the names and shapes of all of the model's tensors, and under the tag of its manifest. SGLang itself reports
+  success for files that lack a tensor, or hold one of another shape.
 - the end-of-sequence tokens of the model, which would end responses besides those that a request names.
 
-With a key file ``rljax.weights.access`` guards every route. Imports only the standard library, torch, safetensors,
-sglang and what of rljax needs no more: there is no jax in SGLang's environment.
+With a key file ``rljax.weights.access`` guards every route. There is no jax in SGLang's environment, so this
+imports nothing that needs it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from rljax.weights.format import PROTOCOL
 from rljax.weights.sums import tensor_checksum
 from rljax.weights.worker import WorkerWeights, described_shape
 
-ANSWER = "rljax"  # among the checksums of a reply of /weights_checker: the answer, as JSON
+ANSWER = "rljax"
+"""The key of the answer, which is JSON, among the checksums in a reply of /weights_checker."""
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_ROOM = 8  # tokens of the context that SGLang keeps back from prompt and response
+_ROOM = 8  # The tokens of the context that SGLang keeps back from prompt and response.
 
 
 class Worker:
-    """What one scheduler process answers, and what it was given last.
+    """The answers of one scheduler process, and the weights that it may load.
 
     Attributes:
-      tag: of the version that was loaded last; "" where an update failed since, or there was none.
+      weights: The versions that this worker may load.
+      tag: The tag of the version that was loaded last; "" where an update failed since, or there was none.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class Worker:
         self.tag = ""
 
     def rljax_describe(self, runner: Any) -> dict[str, Any]:
-        """What the trainer compares with its own at the handshake; plain JSON."""
+        """Returns what the trainer compares at the handshake, as plain JSON."""
         model, args = runner.model_config, runner.server_args
         dtype = _name(model.dtype)
         return {
@@ -69,25 +71,25 @@ class Worker:
         }
 
     def rljax_show(self, runner: Any, probe: Mapping[str, Any]) -> None:
-        """The directory or source of a trainer (``WorkerWeights.show``)."""
+        """Notes the directory or source of a trainer (``WorkerWeights.show``)."""
         self.weights.show(**probe)
 
     def rljax_pull(self, runner: Any, name: str) -> None:
-        """Begins to bring this machine's mirror to the version ``name``; the worker goes on."""
+        """Begins to bring this machine's mirror to the version ``name``, and returns at once."""
         self.weights.begin_pull(name)
 
     def rljax_pulled(self, runner: Any, name: str) -> dict[str, Any] | None:
-        """What that pull did (``weights.pull.Pulled``), or its ``error``; null while it goes on."""
+        """Returns the figures of that pull (``weights.pull.Pulled``) or its ``error``, and null while it goes on."""
         return self.weights.pulled(name)
 
     def rljax_checksums(self, runner: Any) -> dict[str, Any]:
-        """The tag, the checksum of each tensor as the model holds it now, and the seconds that they took."""
+        """Returns the tag, the checksum of each tensor as it stands now, and the seconds that the checksums took."""
         began = time.monotonic()
         tensors = {name: dataclasses.astuple(tensor_checksum(part)) for name, part in parts(runner.model)}
         return {"tag": self.tag, "tensors": tensors, "seconds": time.monotonic() - began}
 
     def check_weights(self, original: Callable[..., Any], runner: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-        """Around ``ModelRunner.check_weights``. The list of names to skip carries the arguments, each as JSON."""
+        """Wraps ``ModelRunner.check_weights``. The list of names to skip carries the arguments, each as JSON."""
         if not action.startswith("rljax_"):
             return original(runner, action, *args, **kwargs)
         given = [json.loads(argument) for argument in kwargs.get("skip_tensor_list") or ()]
@@ -97,7 +99,7 @@ class Worker:
         return {"checksums": {ANSWER: answer}, "per_gpu_checksum": "", "parallelism_info": place}
 
     def update_weights(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
-        """Around the scheduler's ``update_weights_from_disk``: refuses what is no whole version of a shown trainer."""
+        """Wraps ``update_weights_from_disk``, and refuses all but a whole version of a trainer that was shown."""
         self.tag = ""
         try:
             with self.weights.version(request.model_path, request.weight_version or "") as (directory, files):
@@ -114,7 +116,7 @@ class Worker:
 
 
 def register() -> None:
-    """Puts the hooks into this process; SGLang applies them."""
+    """Registers the hooks in this process. SGLang applies them."""
     around = HookType.AROUND
     worker = Worker()
     scheduler = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -128,12 +130,12 @@ def register() -> None:
 
 
 def no_eos(original: Callable[..., Any], config: Any) -> set[int]:
-    """Of a model's own end-of-sequence tokens: none, so that a response ends at those of its request alone."""
+    """Returns no end-of-sequence token of the model, so that a response ends at those of its request alone."""
     return set()
 
 
 def lock(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Has every route but /health ask for the key."""
+    """Makes every route but /health ask for the key."""
     from sglang.srt.entrypoints.http_server import app
 
     app.add_middleware(RequireKey)
@@ -141,7 +143,7 @@ def lock(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each Hugging Face tensor, or this worker's part of it, as the model holds it now; without padding rows."""
+    """Yields each Hugging Face tensor, or this worker's part of it, as it stands now and without padding rows."""
     layers = dict(model.named_modules())
     for full, parameter in model.named_parameters():
         path, _, name = full.rpartition(".")
@@ -155,27 +157,27 @@ def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield full, parameter if rows is None else parameter[: rows.num_org_elements]
 
 
-def check_tensors(directory: Path, files: Sequence[str], held: Mapping[str, torch.Tensor], workers: int) -> None:
+def check_tensors(directory: Path, files: Sequence[str], own: Mapping[str, torch.Tensor], workers: int) -> None:
     """Refuses a version that has not exactly the model's tensors.
 
     Args:
-      directory: of the version.
-      files: its safetensors files.
-      held: what this worker holds of the model's tensors, by name.
-      workers: that share the model; several of them hold parts, which are not larger than the whole.
+      directory: The directory of the version.
+      files: The names of its safetensors files.
+      own: The tensors of this worker by name, or its parts of them.
+      workers: The number of workers that share the model. The parts of several are not larger than the whole.
 
     Raises:
-      ValueError: a tensor is missing, is none of the model's, or has another shape.
+      ValueError: A tensor is missing, is none of the model's, or has another shape.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(str(directory / file), framework="pt") as handle:
             shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
-    if unlike := sorted(shapes.keys() ^ held.keys()):
-        missing = [name for name in unlike if name in held]
+    if unlike := sorted(shapes.keys() ^ own.keys()):
+        missing = [name for name in unlike if name in own]
         raise ValueError(f"{directory} lacks {missing[:4]}, and has {[n for n in unlike if n in shapes][:4]} besides")
     for name, shape in shapes.items():
-        part = tuple(held[name].shape)
+        part = tuple(own[name].shape)
         fits = shape == part if workers == 1 else len(shape) == len(part) and all(map(int.__ge__, shape, part))
         if not fits:
             raise ValueError(f"{name} is {list(shape)} in {directory}, and {list(part)} in the model")

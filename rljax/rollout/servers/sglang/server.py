@@ -1,7 +1,6 @@
-"""Starts an SGLang server: its command line and environment. What any kind of server needs is in ``served.process``.
+"""The command line and environment of an SGLang server, and its start from Python (``rljax serve sglang``).
 
-Standard library only. To serve in the foreground there is ``launch/sglang_server.sh MODEL``, which runs
-``rljax serve sglang``.
+It needs the standard library alone, so that it runs under the trainer's interpreter and under SGLang's.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ from rljax.weights.access import KEY_FILE
 
 _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 _CPU_ARGS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-# The cache is _CPU_TOKENS large, whatever this share allows. Where others take more than that share of the machine's
-# memory while it loads, SGLang ends.
+# The cache is _CPU_TOKENS large, whatever this share allows. SGLang ends where other programs take more than that share
+# of the machine's memory while it loads.
 _CPU_ARGS += ["--disable-overlap-schedule", "--mem-fraction-static", "0.5"]
 _CPU_TOKENS = 32_768
-_ROOM = 8  # tokens of the context that SGLang keeps back from prompt and response
+_ROOM = 8  # The tokens of the context that SGLang keeps back from prompt and response.
 
 
 @dataclass(frozen=True)
 class ServerConfig(process.ServerConfig):
-    """See served.process.ServerConfig."""
+    """The configuration of an SGLang server."""
 
     kind: ClassVar[str] = "SGLang"
-    refused_args: ClassVar[Mapping[str, str]] = refused_args("sglang_server.sh")
+    refused_args: ClassVar[Mapping[str, str]] = refused_args("rljax serve sglang")
 
 
 def sglang_python(venv: str | os.PathLike[str] | None = None) -> Path:
-    """Interpreter of SGLang's environment: ``venv``, else ``$RLJAX_SGLANG_VENV``, else the checkout's ``.venv-sglang``.
+    """Returns the interpreter of SGLang's environment: ``venv``, ``$RLJAX_SGLANG_VENV`` or ``.venv-sglang``.
 
     Raises:
-      RuntimeError: there is no interpreter at that place.
+      RuntimeError: There is no interpreter in the environment.
     """
     return environment_python("SGLang", "RLJAX_SGLANG_VENV", venv)
 
 
 def command(config: process.ServerConfig, port: int, *, gpu: bool) -> list[str]:
-    """The SGLang command line for ``config`` on ``port``."""
+    """Returns the SGLang command line for ``config`` on ``port``. ``gpu``: Whether the machine has a GPU."""
     program = "sglang.launch_server" if gpu else "rljax.rollout.servers.sglang.launch_on_cpu"
     args = [config.python, "-m", program, "--model-path", config.model, "--served-model-name", "policy"]
     # Without --dtype the key-value cache of a float32 checkpoint would be float16.
@@ -60,11 +59,11 @@ def command(config: process.ServerConfig, port: int, *, gpu: bool) -> list[str]:
 
 
 def environment(config: process.ServerConfig, *, gpu: bool) -> dict[str, str]:
-    """The server's environment; what the caller has set already wins over the defaults for a CPU."""
+    """Returns the server's environment. Variables that the caller has set win over the defaults for a CPU."""
     env = {**({} if gpu else _CPU_ENV), **os.environ}
     env["PYTHONUNBUFFERED"] = "1"
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else /health samples a token, and waits while it is paused
-    env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for the tokens that are kept back
+    env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # makes room for the tokens that are kept back
     if Path(config.model).is_dir():
         env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if config.api_key_file is not None:
@@ -73,7 +72,7 @@ def environment(config: process.ServerConfig, *, gpu: bool) -> dict[str, str]:
 
 
 class SglangServer(process.ServerProcess):
-    """One running SGLang server. Made by :func:`start`."""
+    """One running SGLang server, which :func:`start` makes."""
 
     def _command(self, gpu: bool) -> list[str]:
         return command(self.config, self.port, gpu=gpu)
@@ -83,5 +82,5 @@ class SglangServer(process.ServerProcess):
 
 
 def start(config: ServerConfig, timeout_s: float = 600.0) -> SglangServer:
-    """Starts a server and returns it healthy. Raises as ``served.process.start_server``."""
+    """Starts a server and returns it healthy. Raises as ``start_server``."""
     return start_server(SglangServer, config, timeout_s)

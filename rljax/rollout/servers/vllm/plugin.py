@@ -2,10 +2,9 @@
 
 vLLM calls :func:`register` in each of its processes through the entry-point group ``vllm.general_plugins``. It makes
 the weight-transfer backend ``rljax_file`` known, which reads safetensors from a directory that trainer and server both
-see. :class:`WorkerExtension` (``--worker-extension-cls``) answers what the handshake asks, and which bits were loaded.
+see. :class:`WorkerExtension` (``--worker-extension-cls``) answers the handshake, and tells which bits were loaded.
 
-Imports only the standard library, torch, safetensors, vllm and what of rljax needs no more: there is no jax in vLLM's
-environment.
+There is no jax in vLLM's environment, so this imports nothing that needs it.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rljax.rollout.servers.vllm.in_place import PatchedWeights, stands_as_loaded, write_in_place
-from rljax.rollout.servers.vllm.parameters import ParameterSums
+from rljax.rollout.servers.vllm.parameters import ParameterSums, PatchedWeights, stands_as_loaded, write_in_place
 from rljax.weights.delta import KeptDelta
 from rljax.weights.format import PROTOCOL, Checksum
 from rljax.weights.worker import WorkerWeights, described_shape
@@ -44,7 +42,7 @@ BACKEND = "rljax_file"
 
 
 def register() -> None:
-    """Makes the backend known and asks for AMX; vLLM may call it several times in one process."""
+    """Makes the backend known and asks for AMX. vLLM may call it several times in one process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
     request_amx()
@@ -64,9 +62,13 @@ def request_amx() -> None:
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """A file the trainer wrote and what it must contain, which proves that both sides see one directory.
+    """A file that the trainer wrote, which proves that both sides see one directory.
 
-    With a ``source``, weights are pulled from there, and the file is read there by its name.
+    Attributes:
+      probe_path: The path of the file.
+      probe_text: The text that it must contain.
+      protocol: The protocol of the trainer.
+      source: The place that weights are pulled from, where the file is read by its name; "" for the directory itself.
     """
 
     probe_path: str
@@ -77,10 +79,13 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """One version: a directory with ``version.json`` and safetensors files, and the tag that it must have.
+    """One version of the weights.
 
-    An empty path is that of this machine's mirror, which was brought to the version before. With ``in_place`` a delta
-    that the mirror took is written into the parameters, where they stand as they were loaded.
+    Attributes:
+      path: The directory with ``version.json`` and safetensors files; "" for this machine's mirror, which was brought
+        to the version before.
+      tag: The tag that the version must have.
+      in_place: Whether a delta that the mirror took is written into the parameters, where these stand as loaded.
     """
 
     path: str
@@ -89,32 +94,36 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Reads a version's safetensors tensor by tensor and reloads the model in place."""
+    """Reads a version's safetensors tensor by tensor and reloads the model in place.
+
+    Attributes:
+      loaded: The checksums of the last update, once it is finished, or None.
+    """
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
-    loaded: LoadedWeights | PatchedWeights | None = None  # by the last update, once it is finished
+    loaded: LoadedWeights | PatchedWeights | None = None
     _loading: LoadedWeights | PatchedWeights | None = None
     _in_place = False  # whether the update under way asks for it
-    _digest = ""  # of the version that is loaded, or being loaded; "": not known
+    _digest = ""  # the digest of the version that is loaded, or being loaded; "" where it is not known
     _stands = False  # whether the parameters are those that were loaded last, and nothing was packed
 
     @functools.cached_property
     def weights(self) -> WorkerWeights:
-        """What this worker may load."""
+        """The weights that this worker may load."""
         return WorkerWeights()
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Checks protocol and probe file.
 
         Raises:
-          ValueError: the protocols differ, or this process does not see the trainer's file.
+          ValueError: The protocols differ, or this process does not see the trainer's file.
         """
         self._stands = False  # a trainer that begins, or has found other bits here, sends all weights once
         self.weights.show(init_info.probe_path, init_info.probe_text, init_info.protocol, init_info.source)
 
     def start_weight_update(self) -> None:
-        """Forgets what was loaded. How the layers take a version is decided when it is known which one it is."""
+        """Forgets what was loaded. How the layers take a version is decided once the version is known."""
         self.shutdown()
         self.loaded = None
 
@@ -122,7 +131,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         """Loads one version.
 
         Raises:
-          ValueError: the directory bears another tag than the update asks for, names a file outside itself, or lies in
+          ValueError: The directory bears another tag than the update asks for, names a file outside itself, or lies in
             no directory that a trainer has shown.
         """
         held, self._digest = self._digest, ""
@@ -148,7 +157,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             raise
 
     def _patch(self, delta: KeptDelta) -> bool:
-        """Whether what changed could be written; parts of it may be where not, until all tensors are loaded."""
+        """Returns whether what changed was written; where not, some of it may be, until all tensors are loaded."""
         try:
             write_in_place(self.model, delta)
         except Exception as error:
@@ -160,7 +169,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def finish_weight_update(self) -> None:
         """Puts the layers back into service, the tied head included, and takes the checksums that are missing.
 
-        An update that brought no weights leaves these as they are.
+        An update that brought no weights changes nothing.
         """
         if self._loading is None:
             return
@@ -188,13 +197,18 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 class LoadedWeights:
     """The checksum of every parameter as it was loaded, just before its layer packed it.
 
-    vLLM loads a layer, lets its quantization method pack it and copies the result to where it was; a layer that was
+    vLLM loads a layer, lets its quantization method pack it and copies the result to where it was. A layer that was
     sent nothing gets its old values back. So the checksums are taken by the quantization methods themselves, from
-    parameters that are as they were loaded; a layer without one packs nothing and is read at the end.
+    parameters that are as they were loaded. A layer without such a method packs nothing and is read at the end.
+
+    Attributes:
+      tag: The tag of the version.
+      tensors: The checksum of each tensor by Hugging Face name, or None where its layer was not loaded.
+      seconds: The time that the checksums took (seconds).
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Puts a step before each layer's packing; :meth:`detach` takes it out again. ``dtype``: that is published."""
+        """Puts a step before each layer's packing, until :meth:`detach`. ``dtype``: The dtype that is published."""
         self._sums = ParameterSums(model, dtype)
         methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
         self._unpacked = {
@@ -205,18 +219,18 @@ class LoadedWeights:
             method.process_weights_after_loading = self._before(method.process_weights_after_loading)
         self.tag = ""
         self.tensors: dict[str, Checksum | None] = {}
-        self.seconds = 0.0  # that the checksums took
+        self.seconds = 0.0
 
     def detach(self) -> None:
-        """Takes the steps out; may be called twice."""
+        """Takes the steps out. It may be called twice."""
         for method in self._methods.values():
             vars(method).pop("process_weights_after_loading", None)
         self._methods = {}
 
     def finish(self) -> None:
-        """Reads the layers that pack nothing; those that should have been packed and were not have no checksum.
+        """Reads the layers that pack nothing. Layers that should have been packed and were not get no checksum.
 
-        Of these only the names are asked for: on some CPUs a layer's parameters are empty once it was packed.
+        Only the names of the latter are read: on some CPUs a layer's parameters are empty once it was packed.
         """
         for layer, method in dict(self._unpacked).items():
             if method is None:
@@ -235,7 +249,7 @@ class LoadedWeights:
         return record_and_process
 
     def _record(self, layer: torch.nn.Module) -> None:
-        """The checksums of a layer's parameters."""
+        """Takes the checksums of a layer's parameters."""
         began = time.monotonic()
         self._unpacked.pop(layer, None)
         self.tensors.update(self._sums.of_layer(layer))
@@ -253,8 +267,8 @@ def read_tensors(directory: Path, files: list[str]) -> Iterator[tuple[str, torch
 def repair_tied_head(model: torch.nn.Module) -> None:
     """Ties ``lm_head`` to the reloaded embedding and packs it again.
 
-    On a CPU the head keeps a packed copy of its weight made at start-up, which the reload of the embedding passes
-    over: greedy output changes, yet log-probabilities stay more than a nat off. Elsewhere packing does nothing.
+    On a CPU the head keeps a packed copy of its weight from the start, which the reload of the embedding does not
+    change: greedy output changes, yet log-probabilities stay more than a nat off. Elsewhere packing does nothing.
     """
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
@@ -267,14 +281,14 @@ def repair_tied_head(model: torch.nn.Module) -> None:
 def repack_experts(layer: torch.nn.Module, kernel: Any) -> None:
     """Packs the experts of a mixture for its kernel on a CPU.
 
-    vLLM packs them when the kernel is made, and not when they are loaded again: the kernel would take the rows of one
-    expert for parts of others, and every log-probability would be off by nats.
+    vLLM packs them when the kernel is made, and not when they are loaded again. Then the kernel would take the rows of
+    one expert for parts of others, and every log-probability would be off by nats.
     """
     kernel.fused_experts.process_weights_after_loading(layer)
 
 
 class WorkerExtension:
-    """Methods that vLLM's workers gain; reached through ``/collective_rpc``."""
+    """The methods that vLLM's workers gain, which ``/collective_rpc`` reaches."""
 
     vllm_config: Any
     model_runner: Any
@@ -282,7 +296,7 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def rljax_describe(self) -> dict[str, Any]:
-        """What the trainer compares with its own at the handshake; plain JSON."""
+        """Returns what the trainer compares at the handshake, as plain JSON."""
         model = self.vllm_config.model_config
         transfer = self.vllm_config.weight_transfer_config
         return {
@@ -302,18 +316,18 @@ class WorkerExtension:
         }
 
     def rljax_pull(self, name: str, keep_delta: bool = False) -> None:
-        """Begins to bring this machine's mirror to the version ``name``; the worker goes on."""
+        """Begins to bring this machine's mirror to the version ``name``, and returns at once."""
         self.weight_transfer_engine.weights.begin_pull(name, keep_delta=keep_delta)
 
     def rljax_pulled(self, name: str) -> dict[str, Any] | None:
-        """What that pull did (``weights.pull.Pulled``), or its ``error``; null while it goes on. Plain JSON."""
+        """Returns the figures of that pull (``weights.pull.Pulled``) or its ``error``, and null while it goes on."""
         return self.weight_transfer_engine.weights.pulled(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
-        """What this worker was given last: the tag, each tensor's checksum, the seconds that they took, and whether
-        only what changed was written; plain JSON.
+        """Returns the tag and the tensors' checksums of the last update, as plain JSON.
 
-        A tensor whose layer was not loaded has null for its checksum. The tag is empty when no update was finished.
+        It also tells the seconds that the checksums took, and whether only what changed was written. A tensor whose
+        layer was not loaded has null for its checksum. The tag is empty when no update was finished.
         """
         loaded: LoadedWeights | PatchedWeights | None = self.weight_transfer_engine.loaded
         if loaded is None:
@@ -323,22 +337,22 @@ class WorkerExtension:
         return {"tag": loaded.tag, "tensors": tensors, "seconds": loaded.seconds, "in_place": in_place}
 
     def rljax_end_update(self) -> None:
-        """Ends an update that broke off, which vLLM would take for one that goes on."""
+        """Ends an update that broke off, which vLLM would otherwise take for one that goes on."""
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.shutdown()
 
 
 def returns_routes(vllm_config: Any) -> bool:
-    """Whether replies have the experts of each token (--enable-return-routed-experts)."""
+    """Returns whether replies hold the experts of each token (--enable-return-routed-experts)."""
     asked = getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config
     return bool(getattr(asked, "enable_return_routed_experts", False))
 
 
 def supported_head_sizes() -> list[int] | None:
-    """Head sizes that attention takes on this device, where vLLM does not check them itself (a CPU); else None.
+    """Returns the head sizes that attention takes on a CPU, where vLLM does not check them itself; elsewhere None.
 
-    There a server with another head size starts, and its engine ends at the first request.
+    On a CPU a server with another head size starts, and its engine ends at the first request.
     """
     if not current_platform.is_cpu():
         return None

@@ -1,7 +1,6 @@
-"""Starts a vLLM server: its command line and environment. What any kind of server needs is in ``served.process``.
+"""The command line and environment of a vLLM server, and its start from Python (``rljax serve vllm``).
 
-Standard library only, so that it runs under the trainer's interpreter and under vLLM's alike. To serve in the
-foreground there is ``launch/vllm_server.sh MODEL``, which runs ``rljax serve vllm``.
+It needs the standard library alone, so that it runs under the trainer's interpreter and under vLLM's.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ _CPU_ENV = {
 
 @dataclass(frozen=True)
 class ServerConfig(process.ServerConfig):
-    """See served.process.ServerConfig."""
+    """The configuration of a vLLM server."""
 
     kind: ClassVar[str] = "vLLM"
     died_status: ClassVar[int | None] = 503
-    refused_args: ClassVar[Mapping[str, str]] = refused_args("vllm_server.sh")
+    refused_args: ClassVar[Mapping[str, str]] = refused_args("rljax serve vllm")
 
 
 def vllm_python(venv: str | os.PathLike[str] | None = None) -> Path:
-    """Interpreter of vLLM's environment: ``venv``, else ``$RLJAX_VLLM_VENV``, else ``.venv-vllm`` beside the package.
+    """Returns the interpreter of vLLM's environment: ``venv``, ``$RLJAX_VLLM_VENV`` or ``.venv-vllm``.
 
     Raises:
-      RuntimeError: there is no interpreter at that place.
+      RuntimeError: There is no interpreter in the environment.
     """
     return environment_python("vLLM", "RLJAX_VLLM_VENV", venv)
 
 
 def command(config: process.ServerConfig, port: int, *, gpu: bool) -> list[str]:
-    """The vLLM command line for ``config`` on ``port``."""
+    """Returns the vLLM command line for ``config`` on ``port``. ``gpu``: Whether the machine has a GPU."""
     args = [config.python, "-m", "vllm.entrypoints.openai.api_server"]
     args += ["--model", config.model, "--served-model-name", "policy"]
     args += ["--port", str(port), "--dtype", config.dtype]
@@ -66,7 +65,7 @@ def command(config: process.ServerConfig, port: int, *, gpu: bool) -> list[str]:
 
 
 def environment(config: process.ServerConfig, *, gpu: bool) -> dict[str, str]:
-    """The server's environment; what the caller has set already wins over the defaults for a CPU."""
+    """Returns the server's environment. Variables that the caller has set win over the defaults for a CPU."""
     env = {**({} if gpu else _CPU_ENV), "VLLM_NO_USAGE_STATS": "1", **os.environ}
     env["VLLM_SERVER_DEV_MODE"] = "1"  # opens the pause and weight-update endpoints
     env["PYTHONUNBUFFERED"] = "1"
@@ -78,7 +77,7 @@ def environment(config: process.ServerConfig, *, gpu: bool) -> dict[str, str]:
 
 
 class VllmServer(process.ServerProcess):
-    """One running vLLM server. Made by :func:`start`."""
+    """One running vLLM server, which :func:`start` makes."""
 
     def _command(self, gpu: bool) -> list[str]:
         return command(self.config, self.port, gpu=gpu)
@@ -88,5 +87,5 @@ class VllmServer(process.ServerProcess):
 
 
 def start(config: ServerConfig, timeout_s: float = 600.0) -> VllmServer:
-    """Starts a server and returns it healthy. Raises as ``served.process.start_server``."""
+    """Starts a server and returns it healthy. Raises as ``start_server``."""
     return start_server(VllmServer, config, timeout_s)
