@@ -1,4 +1,4 @@
-"""The one place where an engine is made."""
+"""Makes the engine that a configuration names."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from rljax.weights.writer import Part, Writer
 
 @dataclass(frozen=True)
 class PolicyFunctions:
-    """What an HTTP engine computes from the policy's pytree (``ServedEngine``).
+    """The functions of the policy's pytree that an HTTP engine needs.
 
     Attributes:
-      tensors: see there, as those that follow.
-      checksums: likewise.
-      score: likewise.
-      parts: the parts of the tensors that this process holds.
-      writer: where several processes write their parts of a version; None: this one writes whole tensors.
+      tensors: A function that yields (Hugging Face name, array of the rollout dtype) of each tensor.
+      checksums: A function that returns the checksum of each of those tensors.
+      score: A function of (pytree, token sequences) that returns the log-probability of each token.
+      parts: A function that yields the parts of the tensors that this process holds.
+      writer: The writer of a version where several processes write their parts, or None where this one writes all.
     """
 
     tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]]
@@ -56,10 +56,10 @@ class PolicyFunctions:
 
 
 def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
-    """Those of a policy that is published in ``dtype``.
+    """Returns the functions of a policy that is published in ``dtype``.
 
-    Of parameters in the host's memory (``sharding.on_host``) there is a copy on the devices while a function works; to
-    score, which servers on the same devices may have to wait for, one in ``dtype``.
+    Parameters in the host's memory (``sharding.on_host``) are copied to the devices while a function works. The copy
+    for a score is in ``dtype``, because servers on the same devices may have to wait for its memory.
     """
     wanted, score = jnp.dtype(dtype), make_scorer(policy, dtype)
     return PolicyFunctions(
@@ -71,7 +71,7 @@ def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
 
 
 def check_engine(config: RolloutConfig) -> None:
-    """Raises ValueError for settings that the engine named by ``config`` cannot work with; opens nothing."""
+    """Raises ValueError for settings that the engine named by ``config`` cannot work with. It opens nothing."""
     inject = config.inject
     if config.colocated and config.engine != "vllm":
         raise ValueError(f"rollout.colocated works with rollout.engine = vllm, not with {config.engine}")
@@ -108,7 +108,7 @@ def check_engine(config: RolloutConfig) -> None:
 
 
 def _check_in_flight(config: RolloutConfig) -> None:
-    """Raises ValueError where responses under way cannot go on with new weights."""
+    """Raises ValueError if ``update`` needs more than the engine or the other settings allow."""
     said = f"rollout.update = {config.update}"
     if config.engine not in SERVED:
         raise ValueError(f"{said} works with rollout.engine = vllm or sglang, not with {config.engine}")
@@ -133,46 +133,32 @@ def make_engine(
     publish: PublishConfig | None = None,
     stop: Stopping | None = None,
 ) -> RolloutEngine:
-    """The engine that ``config.engine`` names; it is given parameters of ``policy`` by ``publish``.
+    """Makes the engine that ``config.engine`` names; ``publish`` gives it parameters of ``policy``.
 
     Args:
-      config: the engine's name and settings.
-      policy: shape of the policy.
-      mesh: the trainer's.
-      max_prompt_tokens: longest prompt (tokens).
-      max_tokens: longest prompt plus longest response that will be asked for (tokens).
-      lm_head_dtype: as ``PrecisionConfig`` has it; the exact engine has it in its executable. None: servers may
-        compute the LM head in any dtype, and the embedded engine does so in its own.
-      make_executable: the trainer's executable; engine exact alone needs and makes it.
-      functions: for HTTP servers; None: ``policy_functions``.
-      publish: how weights come to HTTP servers; None: as ``PublishConfig()`` says.
-      stop: Whether to stop waiting for servers, and to give up what is sampled. None: neither.
+      config: The engine's name and settings.
+      policy: The shape of the policy.
+      mesh: The trainer's mesh.
+      max_prompt_tokens: The longest prompt (tokens).
+      max_tokens: The longest prompt plus the longest response that will be asked for (tokens).
+      lm_head_dtype: The dtype of the LM head as in ``PrecisionConfig``. With None servers may compute it in any dtype,
+        and the embedded engine does so in its own. The exact engine's executable has its own setting.
+      make_executable: A function that makes the trainer's executable, which only the exact engine needs.
+      functions: The functions of the policy for HTTP servers; None for ``policy_functions``.
+      publish: The way in which weights come to HTTP servers; None for ``PublishConfig()``.
+      stop: Whether to stop waiting for servers, and to give up what is sampled; None for neither.
 
     Raises:
-      ConfigError: no server answers in time, or weights cannot be written.
-      ValueError: the settings do not fit the engine, or a server does not fit the policy.
+      ConfigError: No server answers in time, or weights cannot be written.
+      ValueError: The settings do not fit the engine, or a server does not fit the policy.
     """
     check_engine(config)
     if config.router_replay != "none" and not policy.num_experts:
         raise ValueError(f"rollout.router_replay = {config.router_replay} is for a mixture of experts; this is dense")
     if config.engine in SERVED:
         functions = functions or policy_functions(policy, config.dtype)
-        try:
-            return ServedEngine(
-                config,
-                _backend(config.engine, publish),
-                hf_config=config_to_hf(policy, config.dtype),
-                max_tokens=max_tokens,
-                tensors=functions.tensors,
-                checksums=functions.checksums,
-                score=functions.score,
-                publish=publish,
-                writer=functions.writer,
-                head_dtype=config.dtype if lm_head_dtype == "compute" else lm_head_dtype,
-                stop=stop,
-            )
-        except RuntimeError as error:
-            raise ConfigError(error) from error
+        head_dtype = config.dtype if lm_head_dtype == "compute" else lm_head_dtype
+        return _make_served(config, policy, max_tokens, head_dtype, functions, publish, stop)
     inject = config.inject
     if config.engine == "jax":
         replayed = config.router_replay == "r3"
@@ -193,8 +179,36 @@ def make_engine(
     return InjectedEngine(engine, inject, policy, mesh) if inject.changes_weights else engine
 
 
+def _make_served(
+    config: RolloutConfig,
+    policy: PolicyConfig,
+    max_tokens: int,
+    head_dtype: str | None,
+    functions: PolicyFunctions,
+    publish: PublishConfig | None,
+    stop: Stopping | None,
+) -> ServedEngine:
+    """Makes the engine over HTTP servers. Raises as :func:`make_engine`."""
+    try:
+        return ServedEngine(
+            config,
+            _backend(config.engine, publish),
+            hf_config=config_to_hf(policy, config.dtype),
+            max_tokens=max_tokens,
+            tensors=functions.tensors,
+            checksums=functions.checksums,
+            score=functions.score,
+            publish=publish,
+            writer=functions.writer,
+            head_dtype=head_dtype,
+            stop=stop,
+        )
+    except RuntimeError as error:
+        raise ConfigError(error) from error
+
+
 def load_jax_engine(model: str | Path, dtype: Any, max_prompt_tokens: int) -> JaxEngine:
-    """The embedded engine on one device, with the policy of a Hugging Face directory as version 0."""
+    """Makes the embedded engine on one device, with the policy of a Hugging Face directory as version 0."""
     policy = read_config(model)
     engine = JaxEngine(policy, dtype, max_prompt_tokens, mesh=make_mesh(MeshConfig(), jax.devices()[:1]))
     engine.publish(load_params(model, policy), 0)
@@ -208,16 +222,16 @@ def _backend(kind: str, publish: PublishConfig | None = None) -> Backend:
 def connect(
     urls: Sequence[str], limits: ClientLimits | None = None, *, kind: str = "vllm", api_key_file: str | None = None
 ) -> ServedModel:
-    """The model that servers hold as they stand; their key comes as that of ``RolloutConfig.api_key_file``.
+    """Connects to servers with the model that they were started with.
 
     Args:
-      urls: of the servers.
-      limits: of the client.
-      kind: vllm or sglang.
-      api_key_file: with the key that they ask for.
+      urls: The addresses of the servers.
+      limits: The limits of the client.
+      kind: The kind of the servers: vllm or sglang.
+      api_key_file: The file with the key that they ask for, as ``RolloutConfig.api_key_file``.
 
     Raises:
-      ServerError: a server does not answer.
-      ValueError: a server is not of this kind with one model, or the servers hold different ones.
+      ServerError: A server does not answer.
+      ValueError: A server is not of this kind with one model, or the servers hold different models.
     """
     return ServedModel(urls, _backend(kind), limits=limits, api_key_file=api_key_file)

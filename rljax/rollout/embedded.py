@@ -1,12 +1,13 @@
 """The embedded engine: key-value-cache decoding of the policy in one compiled loop.
 
-It is a second engine in the sense that matters: its own dtype, its own graph, its own rounding. As in vLLM, logits
-leave the LM head in the rollout dtype and only then become float32, unless the head computes in float32; the trainer
-keeps them float32, so in 16 bits the two differ on every token as real engines do. Prompts are padded on the left, so
-that all rows decode at one cache index; a prompt is prefilled once and its cache repeated for its ``n`` responses.
+It is a second engine with a dtype, a graph and a rounding of its own. As in vLLM, logits leave the LM head in the
+rollout dtype and only then become float32, unless the head computes in float32. The trainer keeps them float32, so in
+16 bits the two differ on every token, as real engines do. Prompts are padded on the left, so that all rows decode at
+one cache index. A prompt is prefilled once, and its cache is repeated for its ``n`` responses.
 
-With weights or a cache of 8 bits it samples from the numbers that a quantized engine holds: a function of the published
-weights, and no noise. The memory is that of the rollout dtype, because matrices are restored to it at each publish.
+With weights or a cache of 8 bits it samples from the numbers that a quantized engine holds. They are a function of the
+published weights, without noise. The memory stays that of the rollout dtype, because each publish restores matrices to
+it.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ Cache = tuple[Array, Array]  # keys and values, [layers, b, s, kv heads, head_di
 def _with_cache(
     mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
 ) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
-    """Writes this call's keys and values into the layer's cache and attends to all of it that ``mask`` allows.
+    """Returns an attention that writes keys and values into a layer's cache, and attends to what ``mask`` allows.
 
-    They are stored in the dtype of the cache, and all that is read of it, this call's own included, is what it stores.
+    They are stored in the dtype of the cache. The attention reads only what the cache stores, of this call's own too.
+
+    Args:
+      mask: Whether a query may attend to a place of the cache, [b, t, s].
+      write_at: The place of the cache that the first key is written to.
     """
 
     def attention_fn(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
@@ -70,7 +75,7 @@ def _prefill(
     cache_tokens: int,
     cache_dtype: Any,
 ) -> tuple[Float[Array, "p d"], Cache, Bool[Array, "p c"], Any]:
-    """Last hidden state, cache, the cache's valid places, and the experts of each token, for left-padded prompts."""
+    """Returns the last hidden state, the cache, its valid places and each token's experts, for left-padded prompts."""
     rows, width = tokens.shape
     index = jnp.arange(width)
     valid = index[None, :] >= width - lengths[:, None]
@@ -86,7 +91,7 @@ def _prefill(
 
 
 def _routes(stats: ForwardStats, config: PolicyConfig) -> Any:
-    """The experts that each token went to, [b, t, l, k]; None of a dense policy."""
+    """Returns the experts that each token went to, [b, t, l, k], or None for a dense policy."""
     if stats.router is None:
         return None
     return jnp.moveaxis(stats.router.choices, 0, 2).astype(route_dtype(config.num_experts))
@@ -98,12 +103,19 @@ def _next_tokens(
     keys: Array,
     temperature: Array,
     greedy: bool,
-    given: Int[Array, " b"] | None,
+    forced: Int[Array, " b"] | None,
     lm_head_dtype: Any,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
-    """Next tokens and their log-probabilities under the distribution sampled from (temperature 1 when greedy).
+    """Returns next tokens and their log-probabilities under the distribution sampled from (temperature 1 if greedy).
 
-    Where ``given`` are tokens, they are taken and none is sampled.
+    Args:
+      params: The weights in the rollout dtype.
+      hidden: The last hidden state of each row.
+      keys: The random key of each row.
+      temperature: The sampling temperature.
+      greedy: Whether the likeliest token is taken.
+      forced: The tokens to take instead of sampling, or None.
+      lm_head_dtype: The dtype in which the LM head computes, or None for that of ``hidden``.
     """
     hidden, table = head_operands(hidden, lm_head_table(params), lm_head_dtype)
     exactness = matmul_precision(table.dtype)
@@ -115,7 +127,7 @@ def _next_tokens(
         tokens = jnp.argmax(logits, axis=-1)
     else:
         logits = logits / temperature
-        tokens = jax.vmap(jax.random.categorical)(keys, logits) if given is None else given
+        tokens = jax.vmap(jax.random.categorical)(keys, logits) if forced is None else forced
     logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
     return tokens.astype(jnp.int32), logprobs
 
@@ -137,14 +149,31 @@ def _decode(
     cache_dtype: Any,
     with_routes: bool,
 ) -> tuple[Array, ...]:
-    """(tokens [b, r], log-probabilities [b, r], lengths [b], stopped [b]) of b = p * n responses of at most r tokens.
+    """Samples b = p * n responses of at most r tokens in one loop.
 
-    Where ``forced`` gives the responses, each step takes its token from there and samples none. ``with_routes``: the
-    experts of the prompts' tokens [p, s, l, k] and of the responses' [b, r, l, k] follow.
+    Args:
+      params: The weights in the rollout dtype.
+      config: The shape of the policy.
+      prompts: The token ids, padded on the left.
+      lengths: The number of tokens of each prompt.
+      stops: The tokens that end a response.
+      temperature: The sampling temperature.
+      seed: The seed of the sampling.
+      forced: The responses, whose tokens are then taken instead of sampling, or None.
+      n: The number of responses to each prompt.
+      limit: The longest response, r.
+      greedy: Whether the likeliest token is taken.
+      lm_head_dtype: The dtype in which the LM head computes, or None for that of ``params``.
+      cache_dtype: The dtype of the cached keys and values.
+      with_routes: Whether the experts of the tokens are returned.
+
+    Returns:
+      The tokens [b, r], their log-probabilities [b, r], the lengths [b] and whether a stop token ended each response
+      [b]. With routes, the experts of the prompts' tokens [p, s, l, k] and of the responses' [b, r, l, k] follow.
     """
     width = prompts.shape[1]
     rows = len(prompts) * n
-    hidden, cache, valid, of_prompts = _prefill(params, config, prompts, lengths, width + limit, cache_dtype)
+    hidden, cache, valid, prompt_routes = _prefill(params, config, prompts, lengths, width + limit, cache_dtype)
 
     def repeat(x: Array, axis: int = 0) -> Array:
         return jnp.repeat(x, n, axis=axis)
@@ -160,8 +189,8 @@ def _decode(
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
         step, done, tokens, logprobs, counts, hidden, cache, routes = state
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
-        given = None if forced is None else jax.lax.dynamic_index_in_dim(forced, step, 1, keepdims=False)
-        token, logprob = _next_tokens(params, hidden, keys, temperature, greedy, given, lm_head_dtype)
+        next_forced = None if forced is None else jax.lax.dynamic_index_in_dim(forced, step, 1, keepdims=False)
+        token, logprob = _next_tokens(params, hidden, keys, temperature, greedy, next_forced, lm_head_dtype)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, jnp.where(done, 0, token), step, 1)
         logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, jnp.where(done, 0.0, logprob), step, 1)
         counts = counts + jnp.where(done, 0, 1)
@@ -185,22 +214,22 @@ def _decode(
         jnp.zeros((rows,), jnp.int32),
         hidden,
         cache,
-        jnp.zeros((rows, limit, *of_prompts.shape[2:]), of_prompts.dtype) if with_routes else None,
+        jnp.zeros((rows, limit, *prompt_routes.shape[2:]), prompt_routes.dtype) if with_routes else None,
     )
     final: Any = jax.lax.while_loop(unfinished, body, start)
     _, done, tokens, logprobs, counts, _, _, *routes = final
-    found = tokens, logprobs, counts, done
-    return (*found, of_prompts, *routes) if with_routes else found
+    sampled = tokens, logprobs, counts, done
+    return (*sampled, prompt_routes, *routes) if with_routes else sampled
 
 
 class Programs(NamedTuple):
     """The jitted functions of an engine.
 
     Attributes:
-      cast: parameters -> their copies in the rollout dtype.
-      quantize: weights -> what is stored of them; None where they are not quantized.
-      restore: what is stored -> weights in the rollout dtype.
-      decode: as ``_decode`` without ``config``, ``lm_head_dtype`` and ``cache_dtype``.
+      cast: A function of parameters that returns copies in the rollout dtype.
+      quantize: A function of weights that returns them as they are stored, or None where they are not quantized.
+      restore: A function of stored weights that returns weights in the rollout dtype.
+      decode: The function ``_decode`` without its ``config``, ``lm_head_dtype`` and ``cache_dtype``.
     """
 
     cast: Any
@@ -218,10 +247,10 @@ def make_programs(
     weight_quantization: Literal["none", "int8", "fp8"],
     cache_dtype: Any,
 ) -> Programs:
-    """The programs of an engine whose cache has ``cache_dtype``, or its own dtype where that is None.
+    """Returns the programs of an engine whose cache has ``cache_dtype``, or its own dtype where that is None.
 
-    Engines of one kind share them: the second in a process is neither traced nor compiled again. Those of the last
-    eight kinds are kept.
+    Engines of one kind share them: the second in a process is neither traced nor compiled again. The programs of the
+    last eight kinds are kept.
     """
     shardings = param_shardings(config, mesh)
     # copy: with a float32 rollout the cast would hand on the trainer's own buffers, which its next step donates.
@@ -247,7 +276,7 @@ def make_programs(
 
 
 class JaxEngine:
-    """RolloutEngine over the policy in this process; the same seed, weights and prompts give the same bits."""
+    """RolloutEngine over the policy in this process. The same seed, weights and prompts give the same bits."""
 
     def __init__(
         self,
@@ -264,14 +293,14 @@ class JaxEngine:
         """Builds the engine; ``publish`` must be called before ``generate``.
 
         Args:
-          config: shape of the policy.
-          dtype: rollout dtype: the engine computes in it, and weights and cache have it unless the next two say less.
-          max_prompt_tokens: prompts are padded to it, so that the number of compilations stays small.
-          mesh: the trainer's; weights stay sharded as they are there.
-          lm_head_dtype: dtype in which the LM head computes, and of the logits; None: ``dtype``.
-          weight_quantization: as ``RolloutConfig`` has it.
-          kv_cache_dtype: likewise.
-          with_routes: whether responses have the experts of their tokens; of a mixture of experts.
+          config: The shape of the policy.
+          dtype: The rollout dtype. The engine computes in it, and weights and cache have it unless they have 8 bits.
+          max_prompt_tokens: The length that prompts are padded to, so that the number of compilations stays small.
+          mesh: The trainer's mesh. Weights stay sharded as they are there.
+          lm_head_dtype: The dtype in which the LM head computes, and of the logits, or None for ``dtype``.
+          weight_quantization: The rounding of the matrices, as ``RolloutConfig.weight_quantization``.
+          kv_cache_dtype: The dtype of the cache, as ``RolloutConfig.kv_cache_dtype``.
+          with_routes: Whether responses have the experts of their tokens, for a mixture of experts.
         """
         self._with_routes = with_routes
         self._mesh, self._width = mesh, max_prompt_tokens
@@ -283,14 +312,14 @@ class JaxEngine:
 
     @property
     def compilations(self) -> int:
-        """Decoding loops compiled so far: one for each number of prompts, n, length limit and greediness.
+        """The number of decoding loops compiled so far, those of other engines of this kind included.
 
-        Those of other engines of this kind are counted with them.
+        There is one for each number of prompts, n, length limit and greediness.
         """
         return int(self._programs.decode._cache_size())
 
     def prepare(self, params: Params, policy_version: int) -> None:
-        """See RolloutEngine: nothing."""
+        """Does nothing: all of a publish is done at once."""
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
         """Casts ``params`` to the rollout dtype, rounds them to 8 bits where the engine does, and keeps them."""
@@ -327,16 +356,16 @@ class JaxEngine:
         temperature: float = 1.0,
         max_response_tokens: int | None = None,
     ) -> list[np.ndarray]:
-        """Log-probabilities of given responses, by the loop that ``generate`` samples with, one token at a time.
+        """Scores given responses with the loop that ``generate`` samples with, one token at a time.
 
         Args:
-          prompts: int32 [s] token ids; 1 to ``max_prompt_tokens`` of them.
-          responses: int32 [t] token ids, the response to each prompt.
-          temperature: of the distribution; positive.
-          max_response_tokens: the loop's length, so that batches share a compilation; None: the longest response's.
+          prompts: The token ids of each prompt, int32 [s], 1 to ``max_prompt_tokens`` of them.
+          responses: The token ids of the response to each prompt, int32 [t].
+          temperature: The temperature of the distribution, which is positive.
+          max_response_tokens: The loop's length, so that batches share a compilation, or None for the longest response.
 
         Returns:
-          Float32 [t] for each response.
+          The log-probabilities of each response, float32 [t].
         """
         limit = max_response_tokens or max(map(len, responses))
         forced = np.zeros((len(prompts), limit), np.int32)
@@ -346,7 +375,7 @@ class JaxEngine:
         return [row[: len(response)] for row, response in zip(logprobs, responses, strict=True)]
 
     def close(self) -> None:
-        """See RolloutEngine."""
+        """Drops the weights."""
         self._params = None
 
     def _run(
@@ -359,7 +388,7 @@ class JaxEngine:
         *,
         with_routes: bool = False,
     ) -> tuple[np.ndarray, ...]:
-        """What ``_decode`` gives for the published policy, on the host."""
+        """Returns the results of ``_decode`` for the published policy, on the host."""
         if self._params is None:
             raise RuntimeError("no policy was published to the embedded engine yet")
         padded = np.zeros((len(prompts), self._width), np.int32)
@@ -374,6 +403,6 @@ class JaxEngine:
         temperature = np.float32(1.0 if greedy else sampling.temperature)
         static = {"n": n, "limit": sampling.max_response_tokens, "greedy": greedy, "with_routes": with_routes}
         with jax.set_mesh(self._mesh):
-            given = (padded, lengths, stops, temperature, np.uint32(seed), forced)
-            result = self._programs.decode(self._params, *given, **static)
+            inputs = (padded, lengths, stops, temperature, np.uint32(seed), forced)
+            result = self._programs.decode(self._params, *inputs, **static)
         return tuple(jax.device_get(result))

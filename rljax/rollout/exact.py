@@ -1,8 +1,8 @@
 """The engine with exactly zero mismatch: it samples from the log-softmax rows of the trainer's own executable.
 
-For each token of a response it runs the whole forward-and-backward on the rows so far, samples from each row's
-distribution at the row's last place and keeps that very number as the token's log-probability; nothing is scored
-again. Sequence i of a request stands in row i % b, as it does when it is trained on.
+For each token of a response it runs the whole forward-and-backward on the rows so far. It samples from each row's
+distribution at the row's last place, and keeps that very number as the token's log-probability. Nothing is scored
+again. Sequence i of a request is in row i % b, as it is when it is trained on.
 """
 
 from __future__ import annotations
@@ -24,18 +24,34 @@ from rljax.sharding import replicated
 
 
 class Executable(Protocol):
-    """What the engine samples with; the trainer hands it over."""
+    """The trainer's executable, which the engine samples with.
+
+    Attributes:
+      rows: The number of rows, b.
+      row_tokens: The tokens of a row, t.
+      mesh: The mesh that it runs on.
+    """
 
     rows: int
     row_tokens: int
     mesh: Mesh
 
     def log_softmax(self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float) -> jax.Array:
-        """Float32 [b, t, v]: the log-softmax after each place of ``tokens`` [b, t], of which ``lengths`` [b] count."""
+        """Returns the log-softmax after each place of the rows.
+
+        Args:
+          params: The parameters of the policy.
+          tokens: The token ids, int32 [b, t].
+          lengths: The number of tokens of each row that count, int32 [b].
+          temperature: The temperature that divides the logits.
+
+        Returns:
+          The log-probability of each token of the vocabulary, float32 [b, t, v].
+        """
 
 
 def token_key(seed: Array, prompt_index: Array, sample_index: Array, position: Array) -> Array:
-    """The key of one token: of these four numbers and nothing else."""
+    """Returns the random key of one token, which depends on these four numbers and nothing else."""
     key = jax.random.key(seed)
     for number in (prompt_index, sample_index, position):
         key = jax.random.fold_in(key, number)
@@ -53,17 +69,20 @@ def sample_tokens(
     greedy: bool,
     inject: InjectConfig | None = None,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
-    """Next tokens and their log-probabilities, read from the rows that they are sampled from.
+    """Samples the next tokens, and reads their log-probabilities from the rows that they are sampled from.
 
     Args:
-      log_softmax: one row a response.
-      seed: of the request.
-      prompt_index: of each response.
-      sample_index: of each response.
-      position: of the token in its response, from 0.
-      temperature: that the rows were made with; the noise is divided by it.
-      greedy: take the likeliest token.
-      inject: size and seed of the noise that each token's logits get first; None: no noise.
+      log_softmax: The log-softmax of each response's last place, float32 [b, v].
+      seed: The seed of the request.
+      prompt_index: The position of each response's prompt in the request, int32 [b].
+      sample_index: The position of each response among those to its prompt, int32 [b].
+      position: The position of the token in its response, from 0, int32 [b].
+      temperature: The temperature that the rows were made with. The noise is divided by it.
+      greedy: Whether the likeliest token is taken.
+      inject: The size and seed of the noise that each token's logits get first, or None for no noise.
+
+    Returns:
+      The tokens, int32 [b], and their log-probabilities, float32 [b].
     """
     keys = jax.vmap(token_key, (None, 0, 0, 0))(seed, prompt_index, sample_index, position)
     if inject is not None and inject.logit_noise:
@@ -75,10 +94,10 @@ def sample_tokens(
 
 
 class ExactEngine:
-    """RolloutEngine over the trainer's executable; the same seed, weights and prompts give the same bits."""
+    """RolloutEngine over the trainer's executable. The same seed, weights and prompts give the same bits."""
 
     def __init__(self, executable: Executable, *, inject: InjectConfig | None = None):
-        """``publish`` must be called before ``generate``; ``inject`` says which noise the logits get."""
+        """Samples once ``publish`` was called. ``inject``: The noise that the logits get, or None."""
         self._executable = executable
 
         def sample(log_softmax: Array, last: Array, *rest: Array, greedy: bool) -> tuple[Array, Array]:
@@ -90,7 +109,7 @@ class ExactEngine:
         self._version = 0
 
     def prepare(self, params: Params, policy_version: int) -> None:
-        """See RolloutEngine: nothing."""
+        """Does nothing: a publish takes no time."""
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
         """Keeps the masters themselves: publish again once a training step has taken their buffers over."""
@@ -120,7 +139,7 @@ class ExactEngine:
         seed: int,
         metrics: dict[str, float],
     ) -> Iterator[Response]:
-        """Batch by batch; each runs the executable once for each token of its longest response."""
+        """Yields the responses of each batch, which runs the executable once for each token of its longest response."""
         executable, greedy = self._executable, sampling.temperature == 0.0
         temperature = 1.0 if greedy else sampling.temperature
         wanted = [(i, j) for i in range(len(prompts)) for j in range(n)]
@@ -163,5 +182,5 @@ class ExactEngine:
                 yield Response(i, j, tokens[row, new], logprobs[row, new], bool(unfinished[row]), versions)
 
     def close(self) -> None:
-        """See RolloutEngine."""
+        """Drops the parameters."""
         self._params = None

@@ -1,7 +1,7 @@
-"""Mismatch put in on purpose: an engine that samples with other weights than those published to it.
+"""An engine with mismatch on purpose: it samples with other weights than those that are published to it.
 
-Each change is seeded and repeatable, and none at size 0. With the exact engine inside, what is measured is the change
-alone; with another engine it comes on top of that engine's own mismatch.
+Each change is seeded and repeatable, and at size 0 there is none. With the exact engine inside, the change alone is
+measured. With another engine it comes on top of that engine's own mismatch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from rljax.rollout.types import InjectConfig, SamplingParams
 
 
 def add_noise(params: Params, logical: Params, size: Array, seed: Array, version: Array) -> Params:
-    """Each tensor plus Gaussian noise of standard deviation ``size`` times its root mean square.
+    """Adds Gaussian noise of standard deviation ``size`` times the tensor's root mean square to each tensor.
 
     Args:
-      params: weights. Layers of a stack are tensors of their own.
-      logical: logical axes at each leaf.
-      size: float32 scalar.
-      seed: of the noise.
-      version: policy version; each has noise of its own.
+      params: The weights. Each layer of a stack counts as a tensor of its own.
+      logical: The logical axes of each leaf.
+      size: The relative size of the noise, a float32 scalar.
+      seed: The seed of the noise.
+      version: The policy version. Each version has noise of its own.
+
+    Returns:
+      The changed weights, float32.
     """
     key = jax.random.fold_in(jax.random.key(seed), version)
 
@@ -44,14 +47,21 @@ def add_noise(params: Params, logical: Params, size: Array, seed: Array, version
 
 
 class InjectedEngine:
-    """RolloutEngine around another, which gets changed weights; responses name the version that these were made from.
+    """RolloutEngine around another one, which gets changed weights. Responses name the version that is changed.
 
-    With ``staleness`` k it samples with the weights published k versions ago, or with the oldest that it was given
-    while there are fewer: a resumed run is as stale as before only after k steps. Each of them is kept on the devices.
+    With ``staleness`` k it samples with the weights published k versions ago, or with the oldest that it has while
+    there are fewer. So a resumed run is as stale as before only after k steps. Each version is kept on the devices.
     """
 
     def __init__(self, engine: RolloutEngine, inject: InjectConfig, config: PolicyConfig, mesh: Mesh):
-        """``engine`` is closed with this one; ``config`` and ``mesh`` are the trainer's."""
+        """Wraps an engine, which is closed with this one.
+
+        Args:
+          engine: The engine inside.
+          inject: The changes of the weights.
+          config: The shape of the policy.
+          mesh: The trainer's mesh.
+        """
         self._engine, self._inject, self._mesh = engine, inject, mesh
         logical, shardings = logical_axes(config), param_shardings(config, mesh)
         self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)
@@ -63,7 +73,7 @@ class InjectedEngine:
         self._kept: deque[tuple[int, Params]] = deque(maxlen=inject.staleness + 1)
 
     def prepare(self, params: Params, policy_version: int) -> None:
-        """See RolloutEngine: nothing."""
+        """Does nothing: the weights are changed when they are published."""
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
         """Changes the weights as the configuration says, and publishes them to the engine inside."""
@@ -87,6 +97,6 @@ class InjectedEngine:
         return self._engine.generate(prompts, n, sampling, seed=seed)
 
     def close(self) -> None:
-        """See RolloutEngine."""
+        """Closes the engine inside."""
         self._kept.clear()
         self._engine.close()

@@ -13,18 +13,23 @@ from rljax.policy.model import Params
 LARGEST = {"int8": 127.0, "fp8": float(jnp.finfo(jnp.float8_e4m3fn).max)}
 STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 CACHES = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
-"""``rollout.kv_cache_dtype`` -> the dtype of a cache that has 8 bits an element."""
+"""The dtype of a cache with 8 bits an element, by ``rollout.kv_cache_dtype``."""
 
 
 class Quantized(NamedTuple):
-    """A weight as an engine stores it: values times scale."""
+    """A weight as an engine stores it: values times scale.
 
-    values: Array  # int8 or float8_e4m3fn
-    scale: Array  # float32, size 1 along the axes that are summed over
+    Attributes:
+      values: The rounded values, int8 or float8_e4m3fn.
+      scale: The scale of each output channel, float32, of size 1 along the axes that are summed over.
+    """
+
+    values: Array
+    scale: Array
 
 
 def summed_axes(logical: tuple[str, ...]) -> tuple[int, ...]:
-    """The axes that a block's matrix sums over: its inputs. () for what is no block's matrix.
+    """Returns the axes that a block's matrix sums over, its inputs; () for a tensor that is no block's matrix.
 
     The model width is the input where it comes first and the output where it comes last.
     """
@@ -36,14 +41,14 @@ def summed_axes(logical: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def quantize(params: Params, logical: Params, kind: str) -> Params:
-    """The blocks' matrices as ``Quantized``, symmetric with a scale an output channel; other leaves in float32.
+    """Rounds the blocks' matrices to ``Quantized``, symmetric with a scale for each output channel.
 
-    Embedding, LM head, norms and routers keep their values, as in vLLM's int8 and fp8.
+    Embedding, LM head, norms and routers keep their values, as in vLLM's int8 and fp8, and become float32.
 
     Args:
-      params: weights of any float dtype.
-      logical: logical axes at each leaf.
-      kind: int8, or fp8 for float8_e4m3fn. The largest weight of a channel becomes 127, or 448.
+      params: The weights, of any float dtype.
+      logical: The logical axes of each leaf.
+      kind: The kind of rounding: int8, or fp8 for float8_e4m3fn. The largest weight of a channel becomes 127, or 448.
     """
 
     def stored(weight: Array, axes: tuple[str, ...]) -> Any:
@@ -59,7 +64,7 @@ def quantize(params: Params, logical: Params, kind: str) -> Params:
 
 
 def restore(params: Params, dtype: Any = jnp.float32) -> Params:
-    """Weights in ``dtype`` of what ``quantize`` or a cast stored; values times scale is taken in float32."""
+    """Returns weights in ``dtype`` from what ``quantize`` or a cast stored. Values times scale is float32."""
 
     def plain(weight: Any) -> Array:
         if isinstance(weight, Quantized):
@@ -70,9 +75,9 @@ def restore(params: Params, dtype: Any = jnp.float32) -> Params:
 
 
 def to_cache(x: Array, dtype: Any) -> Array:
-    """Keys or values as a cache of ``dtype`` stores them: as they are in their own dtype; else rounded, with scale 1.
+    """Returns keys or values as a cache of ``dtype`` stores them: rounded with scale 1, unless it is their own dtype.
 
-    What is beyond the largest finite number of ``dtype`` becomes that number, as in vLLM (448 in float8_e4m3fn).
+    A number beyond the largest finite one of ``dtype`` becomes that one, as in vLLM (448 in float8_e4m3fn).
     """
     if x.dtype == dtype:
         return x

@@ -5,7 +5,7 @@ three functions of SGLang:
 
 - ``ModelRunner.check_weights``, behind ``/weights_checker``: :class:`Worker` answers the actions ``rljax_*``.
 - ``update_weights_from_disk`` of the scheduler: a version is loaded only from a directory that a trainer has shown,
-  with the names and shapes of all of the model's tensors, and under the tag of its manifest. SGLang itself reports
+  with the names and shapes of all of the model's tensors, and under its tag. SGLang itself reports
   success for files that lack a tensor, or hold one of another shape.
 - the end-of-sequence tokens of the model, which would end responses besides those that a request names.
 
