@@ -32,7 +32,7 @@ def sampled_versions(engine) -> set[int]:
     return {span.version for response in responses for span in response.versions}
 
 
-def test_it_sleeps_after_sampling_and_wakes_with_the_current_weights(bfloat16, colocated):
+def test_it_sleeps_and_wakes_with_the_current_weights(bfloat16, colocated):
     assert not is_asleep(colocated)
     assert sampled_versions(colocated) == {0}
     assert is_asleep(colocated)

@@ -113,7 +113,7 @@ def test_a_tensor_that_is_not_loaded_is_named(served):
 
 
 @pytest.mark.parametrize("served", [("qwen3_moe", "bfloat16")], ids="-".join, indirect=True)
-def test_experts_that_are_loaded_but_not_packed_are_caught_by_their_use(served):
+def test_experts_that_are_not_packed_are_caught_by_their_use(served):
     """What vLLM does with a reload on a CPU: each bit is the trainer's, and the kernel reads them in another layout."""
     engine = served.engine()
     try:

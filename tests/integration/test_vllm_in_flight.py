@@ -13,7 +13,7 @@ TOKENS = 300
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
-def test_each_token_has_the_log_probability_of_the_policy_that_sampled_it(float32, prompts, update):
+def test_each_token_has_the_logprob_of_its_policy(float32, prompts, update):
     """With all that is before it computed by that same policy: no key and no value of an older one is left."""
     policies = [float32.model.params, float32.model.moved(1), float32.model.moved(2)]
     client = ServerClient([float32.url], VllmBackend())

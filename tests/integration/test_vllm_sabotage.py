@@ -54,7 +54,7 @@ def publish_fails_both_halves(engine, params, version: int, said: str) -> None:
         ("through", "float16", r"\d+ tensors differ"),
     ],
 )
-def test_one_step_at_the_papers_rate_that_goes_wrong_in_the_worker(bfloat16, calibrated, how, of, said):
+def test_a_step_at_the_papers_rate_that_goes_wrong_in_a_worker(bfloat16, calibrated, how, of, said):
     """The bits see it and name what differs; the band passes. The same step loaded as it should be passes both."""
     rpc(bfloat16, "sabotage_load", "off", "")
     engine = calibrated(bfloat16)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("served", ["float32"], indirect=True)
-def test_a_served_model_samples_with_the_weights_that_the_server_holds(served, prompts):
+def test_a_served_model_samples_with_the_servers_weights(served, prompts):
     sampling = SamplingParams(16, 0.8)
     engine = served.engine()
     try:

@@ -21,7 +21,7 @@ def two_workers(servers, make_model, start_server):
 
 
 @pytest.mark.parametrize("store", ["shared", "directory"])
-def test_the_parts_of_two_workers_add_up_and_a_stale_one_is_caught(two_workers, tmp_path, store):
+def test_parts_of_two_workers_add_up_and_a_stale_one_is_caught(two_workers, tmp_path, store):
     engine = two_workers.engine(publish=PublishConfig(store=store), transfer_dir=str(tmp_path))
     rpc(two_workers, "sabotage_load", "off", "")
     try:

@@ -29,13 +29,13 @@ def over_http(server, toy_base, run_dir, *options):
     return command(toy_base, run_dir, *engine)
 
 
-def test_the_script_waits_for_health_and_gives_the_url_of_loopback(server):
+def test_the_script_waits_for_health_and_prints_the_url(server):
     assert server.url.startswith("http://127.0.0.1:")
     assert server.alive()
     assert len(server.processes) > 2
 
 
-def test_float32_engines_agree_after_every_update_and_after_a_resume(server, toy_base, tmp_path):
+def test_float32_engines_agree_after_updates_and_a_resume(server, toy_base, tmp_path):
     run_dir = tmp_path / "run"
     for steps in ("4", "6"):
         options = [*FLOAT32, "--run.steps", steps, "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
@@ -69,7 +69,7 @@ def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base,
 
 
 @pytest.mark.harness
-def test_responses_go_on_with_new_weights_and_every_token_is_of_its_version(server, toy_base, tmp_path):
+def test_responses_go_on_with_new_weights_token_by_token(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "6", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
     options += ["--rollout.max-staleness", "1", "--rollout.update", "keep", "--diagnosis.behaviour-responses", "64"]
     # Few at a time, and one micro-batch a step: it is compiled once, and may end while responses are under way.
@@ -89,7 +89,7 @@ def test_responses_go_on_with_new_weights_and_every_token_is_of_its_version(serv
 
 
 @pytest.mark.harness
-def test_adapters_are_served_merged_and_proven_as_any_weights_are(server, toy_base, tmp_path):
+def test_adapters_are_served_merged_and_proven(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "3", "--optimizer.learning-rate", "2e-3", "--eval.every", "0"]
     code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options, "--lora.rank", "4"))
     assert code == 0, output
@@ -113,7 +113,7 @@ def test_a_server_of_another_dtype_is_one_line_and_exit_code_2(server, toy_base,
 
 
 @pytest.mark.harness
-def test_asked_to_stop_while_the_server_is_gone_it_saves_the_last_step(server, toy_base, tmp_path):
+def test_asked_to_stop_without_a_server_it_saves_the_last_step(server, toy_base, tmp_path):
     """As when a whole process group is sent SIGTERM: the server ends first, with all that its launcher started.
 
     Last here, since it takes the server.

@@ -91,7 +91,7 @@ def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
     assert not run_dir.exists()
 
 
-def test_every_setting_of_the_served_engine_is_read_and_reaches_it(fake, tmp_path):
+def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):
     """From a file and the command line, over the defaults of the fields that neither names."""
     (tmp_path / "run.yaml").write_text("rollout: {verify: {rounds: 2, floors: {float32: 1.0e-4}}}\n")
     options = ["--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.dtype", "float32"]

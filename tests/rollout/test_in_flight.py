@@ -95,7 +95,7 @@ def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
-def test_what_a_server_sampled_that_fails_the_proof_is_sampled_again_elsewhere(fake, elsewhere, update):
+def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, update):
     other = FakeVllm()
     engine = make(fake.url, other.url, update=update, max_staleness=1)
     try:
@@ -117,7 +117,7 @@ def test_what_a_server_sampled_that_fails_the_proof_is_sampled_again_elsewhere(f
         assert not (of_unproven & (versions_of(response) == 1)).any()
 
 
-def test_where_no_server_passes_the_publish_fails_and_nothing_unproven_is_handed_on(fake, elsewhere):
+def test_where_no_server_passes_nothing_is_handed_on(fake, elsewhere):
     engine = make(fake.url, update="keep", max_staleness=1)
     try:
         engine.publish(PARAMS, 0)
@@ -145,7 +145,7 @@ def test_replies_that_do_not_name_their_weights_are_refused(fake, elsewhere, upd
         engine.close()
 
 
-def test_a_response_that_is_given_up_without_new_weights_is_a_failure(fake):
+def test_a_response_given_up_without_new_weights_fails(fake):
     engine = make(fake.url, update="abort", max_staleness=1)
     try:
         engine.publish(PARAMS, 0)

@@ -119,7 +119,7 @@ def test_same_seed_same_bits_other_seed_other_draws():
     assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(first, other, strict=True))
 
 
-def test_nothing_compiles_again_for_new_weights_seeds_and_temperatures():
+def test_new_weights_seeds_and_temperatures_compile_nothing():
     make_programs.cache_clear()
     engine, params = make(jnp.bfloat16)
     sample(engine)
@@ -131,7 +131,7 @@ def test_nothing_compiles_again_for_new_weights_seeds_and_temperatures():
     assert engine.compilations == 1
 
 
-def test_engines_of_one_kind_share_their_programs_and_nothing_else():
+def test_engines_of_one_kind_share_only_their_programs():
     make_programs.cache_clear()
     (first, _), (second, _), (third, _) = make(), make(), make(seed=1)
     alike, again, other = sample(first), sample(second), sample(third)

@@ -114,7 +114,7 @@ def test_attention_reads_what_the_cache_stores(kind):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_the_engine_samples_from_the_published_weights_in_eight_bits(kind, dtype):
+def test_the_engine_samples_from_weights_in_eight_bits(kind, dtype):
     """Bit for bit as an engine that gets these numbers: of the weights in the rollout dtype, not of the masters."""
     params = init_params(CONFIG, 0)
     rounded = restore(quantize(cast_params(params, dtype), LOGICAL, kind), dtype)
@@ -135,7 +135,7 @@ def test_eight_bits_repeat_and_compile_nothing_again():
     assert engine.compilations == 1
 
 
-def test_a_coarser_cache_is_farther_from_a_cache_of_the_rollout_dtype():
+def test_a_coarser_cache_is_farther_from_the_rollout_dtype():
     params = init_params(CONFIG, 0)
     responses = [np.arange(i, i + 10, dtype=np.int32) for i in range(4)]
     plain, *rest = (

@@ -33,7 +33,7 @@ def sampled(engine, n=8):
     return list(engine.generate(PROMPTS, n, SamplingParams(4), seed=0))
 
 
-def test_rollouts_go_through_the_router_and_checks_to_each_server(router, fakes):
+def test_rollouts_go_to_the_router_and_checks_to_each_server(router, fakes):
     engine = make(*(each.url for each in fakes), router=router)
     try:
         engine.publish(PARAMS, 0)
@@ -75,7 +75,7 @@ def test_the_router_knows_verified_servers_alone(router, fakes):
 
 
 @pytest.mark.parametrize("how", ["ends", "is restarted with other weights"])
-def test_a_server_that_is_lost_is_found_and_its_responses_sampled_again(router, fakes, how):
+def test_responses_of_a_lost_server_are_sampled_again(router, fakes, how):
     good, other = fakes
     limits = ClientLimits(max_attempts=30, backoff_s=0.05, max_backoff_s=0.5, max_outstanding=4)
     engine = make(good.url, other.url, router=router, limits=limits)

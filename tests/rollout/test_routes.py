@@ -66,7 +66,7 @@ def test_what_cannot_be_the_routes_is_refused(routes, said):
         read(routes)
 
 
-def test_a_server_that_does_not_report_them_is_refused_at_the_handshake():
+def test_a_server_without_routes_is_refused():
     config = {"num_hidden_layers": LAYERS, "num_experts_per_tok": K, "num_experts": EXPERTS}
     described = {
         "backend": "rljax_file", "dtype": "bfloat16", "quantization": None, "max_model_len": 512, "block_size": 16,

@@ -83,7 +83,7 @@ def test_what_is_listed_goes_before_what_is_named(fakes, tmp_path):
         make()
 
 
-def test_a_list_counts_once_it_has_been_seen_twice_and_what_cannot_be_read_changes_nothing(tmp_path, caplog):
+def test_a_list_counts_once_it_has_been_seen_twice(tmp_path, caplog):
     file = tmp_path / "servers"
     file.write_text("http://a:1\nhttp://a:1/\n")
     found = Discovery(str(file), check_url, every_s=0.02)
@@ -224,7 +224,7 @@ def test_servers_are_verified_side_by_side(fakes):
     assert took[1] < 3 * took[0]
 
 
-def test_a_server_that_is_slow_to_recover_delays_neither_rollouts_nor_their_end(fakes):
+def test_a_slow_recovery_delays_no_rollout(fakes):
     quick, slow = fakes(2)
     engine = make(quick.url, slow.url)
     answer, hold = slow.answer, threading.Event()
@@ -281,7 +281,7 @@ def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/collective_rpc"])
-def test_a_publish_waits_for_a_straggler_no_longer_than_it_is_told(fakes, path):
+def test_a_publish_waits_for_a_straggler_as_long_as_told(fakes, path):
     """One that hangs in its update, or in its proof, is left out, and opened once it is ready."""
     quick, slow = fakes(2)
     engine = make(quick.url, slow.url, publish=PublishConfig(straggler_s=1.0))
@@ -310,7 +310,7 @@ def test_a_publish_waits_for_a_straggler_no_longer_than_it_is_told(fakes, path):
         engine.close()
 
 
-def test_one_that_fails_the_proof_is_named_whatever_the_others_do(fakes):
+def test_a_server_that_fails_the_proof_is_named(fakes):
     servers = fakes(3)
     engine = make(*(each.url for each in servers))
     try:
@@ -328,7 +328,7 @@ def test_one_that_fails_the_proof_is_named_whatever_the_others_do(fakes):
         engine.close()
 
 
-def test_the_responses_of_a_prompt_come_from_one_server_unless_it_is_full_or_gone(fakes):
+def test_responses_of_a_prompt_come_from_one_server(fakes):
     """Of 12 prompts with 4 responses each; then with room for two requests at a server; then one server ends."""
     servers = fakes(3)
     asked = {each.url: [] for each in servers}

@@ -86,7 +86,7 @@ def test_tokens_whose_probability_is_0_in_float32_are_left_out():
     assert got.top_logprobs == ({14: -0.003, 15: -98.5}, {14: -0.002})
 
 
-def test_log_probabilities_of_a_prompt_and_a_stop_token_in_the_output():
+def test_logprobs_of_a_prompt_and_a_stop_token():
     request = Request(PROMPT, SamplingParams(4, stop_token_ids=(14,)), prompt_logprobs=True)
     got = read(SCORED, request)
     assert got.prompt_logprobs == ({}, {4: -7.3416523933410645}, {5: -9.421671867370605})

@@ -79,7 +79,7 @@ KEEPS_WEIGHTS = """
 """
 
 
-def test_directories_of_the_dead_are_removed_and_those_of_the_living_kept(tmp_path):
+def test_only_directories_of_dead_processes_are_removed(tmp_path):
     """However old they are; of an owner on another machine the heartbeat decides, and what nobody owns stays."""
     command = [sys.executable, "-c", textwrap.dedent(KEEPS_WEIGHTS), str(tmp_path)]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -1,5 +1,6 @@
 """Whatever a server answers: the response is sampled again within bounds, or one line ends the run; nothing hangs."""
 
+import asyncio
 import contextlib
 import copy
 import math
@@ -177,10 +178,12 @@ def test_a_server_is_looked_after_while_another_answers(fake):
     assert sum(item is None for item in items) >= 4
 
 
-def test_a_client_whose_thread_has_ended_says_so(fake):
+def test_a_client_whose_thread_has_ended_says_so(fake, monkeypatch):
+    loop = asyncio.new_event_loop()
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: loop)
     with opened(fake.url) as client:
         fake.delay_s = 5.0
-        threading.Timer(0.5, lambda: client._loop.call_soon_threadsafe(client._loop.stop)).start()
+        threading.Timer(0.5, lambda: loop.call_soon_threadsafe(loop.stop)).start()
         with pytest.raises(ServerError, match="the event loop of the HTTP client has ended"):
             sampled(client, [REQUEST])
 

@@ -70,7 +70,7 @@ def test_in_float16_what_is_sampled_is_within_its_rounding(started):
 
 
 @pytest.mark.parametrize("started", [("float32", 2)], indirect=True)
-def test_the_parts_of_two_workers_add_up_and_a_stale_one_is_caught(started):
+def test_parts_of_two_workers_add_up_and_a_stale_one_is_caught(started):
     policy = started.policy
     engine = policy.engine(started.url, publish=PublishConfig(store="http"))
     try:

@@ -145,7 +145,7 @@ def test_a_cache_that_is_not_flushed_is_out_of_band(served, opened):
         (lambda name, array: array[:-1] if name == "model.embed_tokens.weight" else array, r"embed_tokens.*\[15, 64\]"),
     ],
 )
-def test_files_without_all_tensors_or_of_other_shapes_are_not_loaded(served, opened, change, said, monkeypatch):
+def test_files_without_the_models_tensors_are_not_loaded(served, opened, change, said, monkeypatch):
     """SGLang would load what is there and report success. The server goes on after a sound publish."""
     engine, broken = opened(), [True]
     change_after_writing(monkeypatch, lambda name, array: change(name, array) if broken else array)
@@ -179,7 +179,7 @@ def test_prompts_outside_the_vocabulary_are_not_sent(opened):
         opened().generate([np.array([16], np.int32)], 1, SamplingParams(1), seed=0)
 
 
-def test_a_paused_server_is_refused_and_goes_on_with_the_next_run(served, opened):
+def test_a_paused_server_goes_on_with_the_next_run(served, opened):
     client = ServerClient([served.server.url], SglangBackend())
     try:
         client.call(served.server.url, "POST", "/pause_generation", json={"mode": "retract"})

@@ -151,7 +151,7 @@ def test_servers_join_and_leave_while_responses_are_sampled(pair, engine_of, tmp
     assert worst_gap(pair.policy, params, responses) < 2e-5
 
 
-def test_killed_in_mid_rollout_its_responses_are_sampled_elsewhere_and_it_is_brought_back(pair, engine_of):
+def test_responses_of_a_killed_server_are_sampled_elsewhere(pair, engine_of):
     engine = engine_of(*pair.urls, publish=PublishConfig(store="http"))
     lost = pair.urls[0]
     params = pair.policy.moved(7)

@@ -89,7 +89,7 @@ class FakeVllm:
         if path == "/weight_info":
             return 200, {"weight_version": self.version}
         if path == "/collective_rpc":
-            method = {"rljax_describe": self._describe, "rljax_checksums": self._checksums}[body["method"]]
+            method = {"rljax_describe": self._describe, "rljax_checksums": self.checksums}[body["method"]]
             return 200, {"results": [method()]}
         if path in ("/pause", "/resume"):
             with self._lock:
@@ -120,7 +120,7 @@ class FakeVllm:
             "shape": SHAPE,
         }
 
-    def _checksums(self) -> dict:
+    def checksums(self) -> dict:
         tensors = {}
         for file in Path(self.weights_path).glob("*.safetensors"):
             tensors |= {name: dataclasses.astuple(array_checksum(array)) for name, array in load_file(file).items()}
