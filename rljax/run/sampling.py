@@ -133,7 +133,9 @@ class Sampler:
         """
         prompts = self._encoded(problems)
         samples = self._engine.generate(prompts, self._n, self._params, seed=step_seed(self._seed, step))
-        by_place = {one.place: one for one in self._scored(problems, prompts, samples)}
+        by_place: dict[tuple[int, int], Scored] = {}
+        for one in self._scored(problems, prompts, samples):
+            by_place[one.place] = one
         rollouts = arrange(by_place, len(problems), self._n)
         row: Row = {**self.rewards.pop_metrics(), **samples.metrics}
         if self._counts_mixed:
