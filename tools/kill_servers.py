@@ -42,6 +42,7 @@ from tqdm import tqdm
 from rljax.errors import run_cli
 from rljax.record.rows import read_rows
 from rljax.record.token_dumps import read_dump
+from rljax.rollout.engine import Samples
 from rljax.rollout.servers.vllm.server import VllmServer
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.sampling import step_seed
@@ -154,11 +155,16 @@ def pace(gate: Any, handed_on: Path) -> None:
 
     def noted(
         self: ServedEngine, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int
-    ) -> Iterator[Response]:
-        with handed_on.open("a") as file:
-            for response in generate(self, prompts, n, sampling, seed=seed):
-                print(seed, response.prompt_index, response.sample_index, file=file)
-                yield response
+    ) -> Samples:
+        samples = generate(self, prompts, n, sampling, seed=seed)
+
+        def responses() -> Iterator[Response]:
+            with handed_on.open("a") as file:
+                for response in samples:
+                    print(seed, response.prompt_index, response.sample_index, file=file)
+                    yield response
+
+        return Samples(responses(), samples.metrics)
 
     Timers.phase, ServedEngine.generate = phase, noted
 
