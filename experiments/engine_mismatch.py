@@ -1,15 +1,15 @@
-"""What each form of engine makes of one policy: mismatch by engine, by the policy's sharpness, and by length.
+"""Measures the mismatch of one policy by form of the engine, by the policy's sharpness, and by length.
 
     python experiments/engine_mismatch.py runs/study-base --json benchmarks/engine_mismatch.json
 
-The embedded engine samples responses to the toy task; the trainer's forward scores the same tokens. No step is trained:
-the weights are those of the directory throughout. Three tables:
+The embedded engine samples responses to the toy task, and the trainer's forward pass scores the same tokens. Nothing is
+trained. There are three tables:
 
-engines: one row for each form of the engine.
-sharpness: the scale of the final norm, and with it each logit, is multiplied by a number, so that the same policy is
-  less or more certain of its tokens (the embedding is tied, so that nothing else would do).
-length: of the responses that have at least as many tokens as the longest cut, only the first tokens count: how the
-  mean over tokens, and the sum over them, change with the number of tokens alone.
+engines: One row for each form of the engine.
+sharpness: The scale of the final norm, and with it each logit, is multiplied by a factor, so that the same policy is
+  less or more certain of its tokens. The embedding is tied, so it cannot be scaled instead.
+length: Only the first tokens count, of responses that are at least as long as the longest cut. The table shows how mean
+  and sum over tokens change with the number of tokens alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "fp8 weights, fp8_e4m3 cache": ({"weight_quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, "bfloat16"),
     "fp8 weights, fp8_e5m2 cache": ({"weight_quantization": "fp8", "kv_cache_dtype": "fp8_e5m2"}, "bfloat16"),
 }
-"""Name -> settings of ``rollout``, dtype of the trainer."""
+"""The settings of ``rollout`` and the dtype of the trainer, by name of the engine's form."""
 
 SHARPNESS = (0.5, 1.0, 2.0, 4.0)
 SHARPENED = ("bfloat16", "int8 weights", "fp8 weights, fp8_e4m3 cache")
@@ -55,18 +55,18 @@ CUTS = (2, 4, 8, 16, 28)
 METRICS = ("log_ppl_abs_diff", "log_ppl_abs_diff_sum", "logprob_abs_diff_mean", "k3_kl", "training_log_ppl")
 
 Score = Callable[[Params, Sequence[np.ndarray]], list[np.ndarray]]
-Sampled = tuple[np.ndarray, np.ndarray, np.ndarray]  # trainer, rollout, mask, [b, t] each
+Logprobs = tuple[np.ndarray, np.ndarray, np.ndarray]  # trainer, rollout, mask, [b, t] each
 
 
 class Toy(NamedTuple):
-    """Prompts of the toy task, and the tokens that end a response."""
+    """The prompts of the toy task, and the tokens that end a response."""
 
     prompts: list[np.ndarray]
     stops: tuple[int, ...]
 
 
-def sample(engine: RolloutEngine, score: Score, params: Params, toy: Toy, options: argparse.Namespace) -> Sampled:
-    """Both sides' log-probabilities of the engine's responses."""
+def sample(engine: RolloutEngine, score: Score, params: Params, toy: Toy, options: argparse.Namespace) -> Logprobs:
+    """Samples responses with the engine and returns both sides' log-probabilities."""
     limit = options.max_response_tokens
     engine.publish(params, 0)
     sampling = SamplingParams(limit, 1.0, toy.stops)
@@ -82,33 +82,33 @@ def sample(engine: RolloutEngine, score: Score, params: Params, toy: Toy, option
     return trainer, rollout, mask
 
 
-def numbers(sampled: Sampled) -> dict[str, float]:
-    """The metrics of the tables; ``gap_per_uncertainty`` is the mean absolute difference over the mean of 1 - p."""
+def numbers(sampled: Logprobs) -> dict[str, float]:
+    """Computes the metrics of a row; ``gap_per_uncertainty`` is the mean absolute difference over the mean of 1 - p."""
     trainer, rollout, mask = sampled
-    found = mismatch_metrics(trainer, rollout, mask)
+    metrics = mismatch_metrics(trainer, rollout, mask)
     uncertainty = float(np.mean(1.0 - np.exp(trainer[mask])))
-    return {name: found[name] for name in METRICS} | {
+    return {name: metrics[name] for name in METRICS} | {
         "uncertainty": uncertainty,
-        "gap_per_uncertainty": found["logprob_abs_diff_mean"] / uncertainty,
-        "responses": found["sequence_count"],
-        "tokens": found["token_count"],
+        "gap_per_uncertainty": metrics["logprob_abs_diff_mean"] / uncertainty,
+        "responses": metrics["sequence_count"],
+        "tokens": metrics["token_count"],
     }
 
 
 def sharpened(params: Params, factor: float) -> Params:
-    """The policy with each logit multiplied by ``factor``."""
+    """Returns the policy with each logit multiplied by ``factor``."""
     return params | {"final_norm": {"scale": params["final_norm"]["scale"] * factor}}
 
 
-def first_tokens(sampled: Sampled, count: int, longest: int) -> Sampled:
-    """The first ``count`` tokens of the responses that have at least ``longest``."""
+def first_tokens(sampled: Logprobs, count: int, longest: int) -> Logprobs:
+    """Returns the first ``count`` tokens of the responses that have at least ``longest``."""
     trainer, rollout, mask = sampled
     kept = mask.sum(1) >= longest
     return trainer[kept, :count], rollout[kept, :count], mask[kept, :count]
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The three tables; prints each row as it comes."""
+    """Measures the three tables and prints each row when it is ready."""
     policy, tokenizer = read_config(options.path), load_tokenizer(options.path)
     params, mesh = load_params(options.path, policy), make_mesh(MeshConfig())
     prompts = [tokenizer.encode(problem["prompt"]) for problem in addition_problems("eval", options.problems)]
@@ -117,7 +117,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     scorers = {dtype: make_scorer(policy, dtype) for dtype in ("bfloat16", "float32")}
     tables: dict[str, list[dict[str, Any]]] = {"engines": [], "sharpness": [], "length": []}
 
-    def add(table: str, row: dict[str, Any], sampled: Sampled) -> None:
+    def add(table: str, row: dict[str, Any], sampled: Logprobs) -> None:
         tables[table].append(row | numbers(sampled))
         cells = [f"{v:.3g}" if isinstance(v, float) else str(v) for v in tables[table][-1].values()]
         print(f"| {table} | {' | '.join(cells)} |", flush=True)
@@ -140,14 +140,14 @@ def measure(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the rows; returns the exit status."""
+    """Prints the rows and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="directory of a policy of the toy task")
-    parser.add_argument("--problems", type=int, default=200, help="prompts (default: 200)")
-    parser.add_argument("--group-size", type=int, default=8, help="responses to each (default: 8)")
-    parser.add_argument("--max-response-tokens", type=int, default=36, help="of a response (default: 36)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
-    parser.add_argument("--json", type=Path, help="file for the tables")
+    parser.add_argument("--problems", type=int, default=200, help="prompts (200)")
+    parser.add_argument("--group-size", type=int, default=8, help="responses to each prompt (8)")
+    parser.add_argument("--max-response-tokens", type=int, default=36, help="longest response, in tokens (36)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
+    parser.add_argument("--json", type=Path, help="JSON file for the tables")
     options = parser.parse_args(argv)
     with caller_errors(RuntimeError):
         tables = measure(options)

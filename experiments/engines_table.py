@@ -1,11 +1,11 @@
-"""The same tokens and weights in jax, transformers, vLLM and SGLang, in three dtypes each: how far every two lie apart.
+"""Compares jax, transformers, vLLM and SGLang on the same tokens and weights, in three dtypes each.
 
     python experiments/engines_table.py runs/engines-table --json benchmarks/engines_table.json
 
-Samples responses to toy prompts, scores them with ``rljax compare`` by each scorer, and by one server after
-another, which this program starts (launch/install_vllm.sh, launch/install_sglang.sh). What is in the directory already
-is not scored again. Prints a Markdown table of the mean absolute difference (nats a token), with each column's
-difference from its own second run, its noise floor, on the diagonal.
+The program samples responses to toy prompts and scores them with ``rljax compare``: by scorers in the process, then by
+servers that it starts one after another (launch/install_vllm.sh, launch/install_sglang.sh). Columns that are in the
+directory already are not scored again. Prints a Markdown table of the mean absolute difference (nats per token). The
+diagonal has each column's noise floor, which is the difference from its own second run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ METRIC = "logprob_abs_diff_mean"
 
 
 def compare(out: Path, *words: str) -> None:
-    """Runs the tool on the tokens of ``out``. Raises RuntimeError when it fails for another reason than a verdict."""
+    """Runs ``rljax compare`` with the directory ``out``. Raises RuntimeError if it fails other than by a verdict."""
     command = [sys.executable, "-m", "rljax.cli", "compare", *words, "--batch-size", "64", "--out", str(out)]
     status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
     if status not in (0, 1):
@@ -44,7 +44,7 @@ def compare(out: Path, *words: str) -> None:
 
 
 def drop_last_id(tokens: Path, last_id: int) -> None:
-    """Leaves sequences out that hold the last id of the vocabulary: SGLang 0.5.23 reads a 0 in its place."""
+    """Removes sequences with the last id of the vocabulary, because SGLang 0.5.23 reads it as 0."""
     table = pq.read_table(tokens)
     kept = [last_id not in ids for ids in table["token_ids"].to_pylist()]
     print(f"{kept.count(False)} of {len(kept)} sequences hold token {last_id} and are left out", file=sys.stderr)
@@ -52,13 +52,13 @@ def drop_last_id(tokens: Path, last_id: int) -> None:
 
 
 def columns_of(out: Path) -> set[str]:
-    """Columns that were scored so far."""
+    """Returns the columns that were scored already."""
     report = out / "report.json"
     return set(json.loads(report.read_text())["columns"]) if report.exists() else set()
 
 
 def score_by_server(out: Path, engine: str, dtype: str) -> None:
-    """Starts a server, has it score the tokens of ``out``, and ends it."""
+    """Starts a server, scores the tokens of ``out`` with it, and ends it."""
     settings: dict[str, Any] = {"model": str(MODEL), "dtype": dtype, "max_model_len": 512}
     settings["log_path"] = out / f"{engine}-{dtype}.log"
     server = (
@@ -73,7 +73,7 @@ def score_by_server(out: Path, engine: str, dtype: str) -> None:
 
 
 def table(report: dict[str, Any]) -> list[str]:
-    """Markdown lines."""
+    """Formats the table as Markdown lines."""
     order = [f"{engine}:{dtype}" for engine in ("jax", "jax-decode", "hf", "vllm", "sglang") for dtype in DTYPES]
     names = sorted(report["columns"], key=order.index)
     between = {frozenset((pair["trainer"], pair["rollout"])): pair["metrics"][METRIC] for pair in report["pairs"]}
@@ -87,11 +87,11 @@ def table(report: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Scores what is missing and prints the table."""
+    """Scores the missing columns and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="directory of the tokens and the comparison")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
-    parser.add_argument("--prompts", type=int, default=200, help="toy prompts (default 200)")
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
+    parser.add_argument("--prompts", type=int, default=200, help="toy prompts (200)")
     arguments = parser.parse_args(argv)
     out = arguments.out
     if not columns_of(out):

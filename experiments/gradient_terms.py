@@ -2,19 +2,19 @@
 
     python experiments/gradient_terms.py runs/study-slow/constant-0 --steps 40 80 120 --json benchmarks/terms.json
 
-The runs must have kept the checkpoints of those steps. At each, with the weights of the checkpoint:
+The runs must have kept the checkpoints of those steps. The program measures with the weights of each checkpoint:
 
-grad J: the policy gradient of batches that the trained policy itself samples (embedded engine and forward in float32).
-g: the same of batches that the run's engine samples, as those of its steps were.
-bias: E[g] - grad J, from the batches of the trained policy, each response weighted by its ratio of probabilities,
-  engine / policy, less 1.
-progress: J after a step of rate * g / (sqrt(v) + eps), less J, from batches of the trained policy by importance weights
-  (theirs are not the batches of g); L is the second difference of a step forward and one back, over |rate g|^2.
+grad J: The policy gradient of batches that the trained policy samples (embedded engine and forward in float32).
+g: The policy gradient of batches that the run's engine samples.
+bias: E[g] - grad J, from batches of the trained policy. The weight of a response is its ratio of probabilities, engine
+  / policy, minus 1.
+progress: J after a step of rate * g / (sqrt(v) + eps), minus J, by importance weights from batches of the trained
+  policy. L is the second difference of a step forward and a step back, over |rate g|^2.
 
-A gradient is the mean over responses of advantage times score (equation 3), over the mean length, as the trainer's is.
-All are taken in the metric of Adam's second moments v, in which Adam without momentum is plain ascent; the clip of the
-norm and the weight decay are left out. Noise of batches is taken out of squares (step_terms.py); +- is a standard
-error.
+A gradient is the mean over responses of advantage times score (equation 3), divided by the mean length, as in the
+trainer. All gradients use the metric of Adam's second moments v, in which Adam without momentum is plain ascent. The
+clip of the norm and the weight decay are left out. The noise of batches is removed from squares (step_terms.py); +- is
+a standard error.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from rljax.run.config import Config
 from rljax.sharding import MeshConfig, make_mesh
 
 
-class Sampled(NamedTuple):
+class CheckpointBatches(NamedTuple):
     """The batches of one checkpoint."""
 
-    exact: list[Batch]  # of the trained policy
-    log_ratios: list[np.ndarray]  # float64 [b, t] of each: log engine - log policy, 0 outside the responses
-    engine: list[Batch]  # of the run's engine
+    exact: list[Batch]  # sampled by the trained policy
+    log_ratios: list[np.ndarray]  # log engine - log policy of each exact batch, float64 [b, t], 0 outside the responses
+    engine: list[Batch]  # sampled by the run's engine
 
 
-def sample_batches(policy: Policy, settings: Config, params: Any, options: argparse.Namespace) -> Sampled:
-    """``options.batches`` of both kinds."""
+def sample_batches(policy: Policy, settings: Config, params: Any, options: argparse.Namespace) -> CheckpointBatches:
+    """Samples ``options.batches`` batches of both kinds."""
     mesh, sampler = make_mesh(MeshConfig()), Sampler(policy, settings, options.batches, options.seed)
     sizes = {"max_prompt_tokens": settings.data.max_prompt_tokens, "max_tokens": settings.max_engine_tokens}
     seeds = np.random.SeedSequence([options.seed, policy.step or 0]).generate_state(2 * options.batches)
-    found = Sampled([], [], [])
+    sampled = CheckpointBatches([], [], [])
     with contextlib.ExitStack() as stack:
         engines: list[Any] = []
         for rollout in (RolloutConfig(engine="jax", dtype="float32"), settings.rollout):
@@ -65,14 +65,14 @@ def sample_batches(policy: Policy, settings: Config, params: Any, options: argpa
             engines[-1].publish(params, 0)
         exact_engine, run_engine = engines
         for i in tqdm(range(options.batches), desc=f"step {policy.step}: sampling", unit="batch", leave=False):
-            found.exact.append(sampler.sample(exact_engine, i, int(seeds[2 * i])))
-            found.log_ratios.append(sampler.score(run_engine, found.exact[-1]) - found.exact[-1].logprobs)
-            found.engine.append(sampler.sample(run_engine, i, int(seeds[2 * i + 1])))
-    return found
+            sampled.exact.append(sampler.sample(exact_engine, i, int(seeds[2 * i])))
+            sampled.log_ratios.append(sampler.score(run_engine, sampled.exact[-1]) - sampled.exact[-1].logprobs)
+            sampled.engine.append(sampler.sample(run_engine, i, int(seeds[2 * i + 1])))
+    return sampled
 
 
 def adam_metric(state: Any, settings: Config) -> np.ndarray:
-    """1 / (sqrt(v) + eps) of each parameter, float64 [d]; v is Adam's, without its bias towards 0."""
+    """Computes 1 / (sqrt(v) + eps) of each parameter, float64 [d], with Adam's bias-corrected v."""
 
     def is_adam(leaf: Any) -> bool:
         return hasattr(leaf, "nu") and hasattr(leaf, "count")
@@ -85,10 +85,10 @@ def adam_metric(state: Any, settings: Config) -> np.ndarray:
 def measured_progress(
     forward: Forward, params: Any, batches: Sequence[Batch], gradients: Sequence[np.ndarray], step: np.ndarray
 ) -> np.ndarray:
-    """J after params + step * g and after params - step * g, less J: float64 [gradients, 2, batches].
+    """Measures J at params + step * g and at params - step * g, minus J, float64 [gradients, 2, batches].
 
-    J is the mean reward; by importance weights from batches of ``params``, with their advantages for rewards, which
-    differ by what no weight changes on average.
+    J is the mean reward, estimated by importance weights from batches of ``params``. Advantages replace rewards; the
+    difference has no effect on average.
     """
     flat, unravel = ravel_pytree(params)
     flat = np.asarray(flat, np.float64)
@@ -105,7 +105,7 @@ def measured_progress(
 
 
 def total_variation(log_ratios: Sequence[np.ndarray], masks: Sequence[np.ndarray], cuts: Sequence[int]) -> list[float]:
-    """Total variation between the first ``cut`` tokens of the two policies: E |engine / policy - 1| / 2 of each cut."""
+    """Computes E |engine / policy - 1| / 2 for the first ``cut`` tokens of the two policies, for each cut."""
     found = []
     for cut in cuts:
         ratios = [np.where(np.cumsum(m, 1) <= cut, x, 0.0).sum(1) for x, m in zip(log_ratios, masks, strict=True)]
@@ -114,7 +114,7 @@ def total_variation(log_ratios: Sequence[np.ndarray], masks: Sequence[np.ndarray
 
 
 def measure(policy: Policy, options: argparse.Namespace) -> dict[str, Any]:
-    """What is said of one checkpoint."""
+    """Measures everything at one checkpoint."""
     settings = policy.settings()
     state = policy.load_state(make_mesh(MeshConfig()))
     sampled = sample_batches(policy, settings, state.params, options)
@@ -152,9 +152,9 @@ def measure(policy: Policy, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def of_the_step(inner: Products, progress: np.ndarray, rate: float, length: float) -> dict[str, Any]:
-    """The terms in units of J, the progress measured, and shares of the gradient; gradients are over ``length``.
+    """Computes the terms in units of J, the measured progress, and shares of the gradient.
 
-    J rises by ``length`` times what its gradient over ``length`` says: the terms are multiplied by it.
+    Gradients are divided by ``length``, so the terms are multiplied by it.
     """
     tried = float(np.sum(np.diagonal(inner.sampled)[: len(progress)]))
     smoothness = -float(progress.mean(2).sum()) / (rate**2 * tried * length) if tried > 0 else 0.0
@@ -185,20 +185,20 @@ def _error(values: np.ndarray) -> float:
 def by_length(
     cuts: Sequence[int], biases: dict[int, np.ndarray], metric: np.ndarray, variation: Sequence[float]
 ) -> dict[str, Any]:
-    """Total variation and norm of the bias of the first tokens' scores, with exponents of their growth."""
+    """Returns the total variation, the norm of the bias of the first tokens' scores, and exponents of their growth."""
     norms = []
     for cut in cuts:
         inner = products(biases[cut], biases[cut], biases[cut], metric)
         norms.append(float(np.sqrt(max(moments(inner).bias, 0.0))))
     found: dict[str, Any] = {"tokens": list(cuts), "total_variation": list(variation), "bias_norm": norms}
     for name in ("total_variation", "bias_norm"):
-        with contextlib.suppress(ValueError):  # a bias that is less than its noise has no exponent
+        with contextlib.suppress(ValueError):  # a bias below its noise has no exponent
             found[f"{name}_exponent"] = growth_exponent(np.asarray(cuts, float), np.asarray(found[name]))
     return found
 
 
 def recorded_rate(policy: Policy) -> float:
-    """Learning rate of the step after the checkpoint, or of its own where that was the last."""
+    """Returns the learning rate of the step after the checkpoint, or of the checkpoint's own step if it is the last."""
     assert policy.run is not None
     rows = {row["step"]: row for row in read_rows(policy.run / "metrics.jsonl")}
     step = policy.step or 0
@@ -206,17 +206,17 @@ def recorded_rate(policy: Policy) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a line for each checkpoint; returns the exit status."""
+    """Prints a line for each checkpoint and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="run directories of the embedded engine")
-    parser.add_argument("--steps", type=int, nargs="+", required=True, help="checkpoints")
-    parser.add_argument("--batches", type=int, default=32, help="of each kind (default: 32)")
-    parser.add_argument("--steps-tried", type=int, default=8, help="gradients whose progress is measured (default: 8)")
+    parser.add_argument("--steps", type=int, nargs="+", required=True, help="steps of the checkpoints")
+    parser.add_argument("--batches", type=int, default=32, help="batches of each kind (32)")
+    parser.add_argument("--steps-tried", type=int, default=8, help="gradients whose progress is measured (8)")
     parser.add_argument(
-        "--cuts", type=int, nargs="+", default=[2, 4, 8, 16, 32], help="first tokens whose bias is taken"
+        "--cuts", type=int, nargs="+", default=[2, 4, 8, 16, 32], help="numbers of first tokens whose bias is measured"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: 0)")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompts and sampling (0)")
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(argv)
     if not 2 <= options.steps_tried <= options.batches:
         raise ConfigError(f"--steps-tried must be from 2 to --batches = {options.batches}, got {options.steps_tried}")
@@ -240,7 +240,7 @@ def _is_embedded(rollout: RolloutConfig) -> bool:
 
 
 def line(name: str, found: dict[str, Any]) -> str:
-    """One row of the table."""
+    """Formats one row of the table."""
     values = [f"{found['terms'][k]:.2e} +- {found['standard_errors'][k]:.0e}" for k in ("A", "B", "C", "A+B-C")]
     values.append(f"{found['progress']:.2e} +- {found['progress_standard_error']:.0e}")
     values += [

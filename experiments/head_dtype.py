@@ -1,10 +1,10 @@
-"""What ``precision.lm_head_dtype: float32`` leaves of the mismatch with a vLLM server, and with the embedded engine.
+"""Measures the mismatch with a vLLM server and with the embedded engine under ``precision.lm_head_dtype: float32``.
 
     python experiments/head_dtype.py --output benchmarks/head_dtype.json
 
-Starts a server with its LM head in the model's dtype, and one with ``--head-dtype float32``; each samples responses to
-the toy task, and the trainer's forward scores the same tokens with its head in the compute dtype, in float32, and in
-float32 with the float32 masters of the table, which no server has. Prints a Markdown table.
+One server has its LM head in the model's dtype, another has ``--head-dtype float32``. Each samples responses to the toy
+task. The trainer's forward pass scores the same tokens with its head in the compute dtype, in float32, and in float32
+with the float32 master weights of the table, which no server has. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ METRICS = ("logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl")
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))
 def trainer_logprobs(params: Params, config: PolicyConfig, tokens: jax.Array, *, dtype: str) -> dict[str, jax.Array]:
-    """Of each token after the first, by the dtype of the trainer's head: float32 [b, t - 1]."""
+    """Scores each token after the first, by the dtype of the trainer's head, float32 [b, t - 1]."""
     with jax.default_matmul_precision(matmul_precision(dtype)):
         compute = cast_params(params, dtype)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -62,7 +62,7 @@ def trainer_logprobs(params: Params, config: PolicyConfig, tokens: jax.Array, *,
 
 @contextlib.contextmanager
 def opened(engine: str, path: str, dtype: Any, head: Any, params: Params, max_tokens: int) -> Iterator[RolloutEngine]:
-    """An engine with the policy of ``path``, whose LM head computes in ``head``."""
+    """Opens an engine with the policy of ``path`` and an LM head in the dtype ``head``."""
     policy = read_config(path)
     with contextlib.ExitStack() as stack:
         made: RolloutEngine
@@ -78,7 +78,7 @@ def opened(engine: str, path: str, dtype: Any, head: Any, params: Params, max_to
 
 
 def measure(options: argparse.Namespace, engine: str, dtype: str, head: str) -> dict[str, dict[str, float]]:
-    """Mismatch metrics of one engine's samples, by the dtype of the trainer's head."""
+    """Measures the mismatch of one engine's samples, by the dtype of the trainer's head."""
     policy, tokenizer = read_config(options.path), load_tokenizer(options.path)
     params = load_params(options.path, policy)
     prompts = [tokenizer.encode(problem["prompt"]) for problem in addition_problems("eval", options.problems)]
@@ -95,20 +95,20 @@ def measure(options: argparse.Namespace, engine: str, dtype: str, head: str) -> 
         rollout[row, first - 1 : len(whole) - 1] = response.logprobs
         mask[row, first - 1 : len(whole) - 1] = True
     scored = jax.device_get(trainer_logprobs(params, policy, tokens, dtype=dtype))
-    found = {name: mismatch_metrics(logprobs, rollout, mask) for name, logprobs in scored.items()}
-    return {name: {key: metrics[key] for key in (*METRICS, "token_count")} for name, metrics in found.items()}
+    by_head = {name: mismatch_metrics(logprobs, rollout, mask) for name, logprobs in scored.items()}
+    return {name: {key: metrics[key] for key in (*METRICS, "token_count")} for name, metrics in by_head.items()}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table; returns the exit status."""
+    """Prints the table and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", default="configs/toy-base", help="directory of a policy of the toy task")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"], help="of engine and trainer")
-    parser.add_argument("--engines", nargs="+", default=["vllm", "jax"], choices=["vllm", "jax"])
-    parser.add_argument("--problems", type=int, default=64, help="prompts (default: 64)")
-    parser.add_argument("--group-size", type=int, default=8, help="responses to each (default: 8)")
-    parser.add_argument("--max-response-tokens", type=int, default=36, help="of a response (default: 36)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"], help="dtypes of engine and trainer")
+    parser.add_argument("--engines", nargs="+", default=["vllm", "jax"], choices=["vllm", "jax"], help="engines")
+    parser.add_argument("--problems", type=int, default=64, help="prompts (64)")
+    parser.add_argument("--group-size", type=int, default=8, help="responses to each prompt (8)")
+    parser.add_argument("--max-response-tokens", type=int, default=36, help="longest response, in tokens (36)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     options = parser.parse_args(argv)
     cases = []

@@ -1,11 +1,12 @@
-"""The mismatch of two ways to compute adapters: merged into the weights, or as products of their own beside them.
+"""Measures the mismatch of two ways to compute adapters: merged into the weights, or as separate products.
 
     python experiments/lora_forms.py --run runs/lora [--serve true]
 
-RUN is a run with ``lora``. Its policy samples responses to toy problems, and the same tokens are scored by each way in
-the run's compute dtype: merged as the trainer does it, apart as vLLM's own LoRA does it (adapters rounded to 16 bits,
-their product rounded and added to the rounded product of the weight), and with ``--serve true`` by two vLLM servers,
-one with the merged weights and one with ``--enable-lora`` and ``/v1/load_lora_adapter``. Prints a Markdown table.
+RUN is a run with ``lora``. Its policy samples responses to toy problems, and the same tokens are scored in the run's
+compute dtype. The trainer merges the adapters into the weights. vLLM's own LoRA computes separate products: it rounds
+the adapters to 16 bits, rounds their product, and adds it to the rounded product of the weight. ``--serve true`` also
+scores with two vLLM servers, one with the merged weights, and one with ``--enable-lora`` and
+``/v1/load_lora_adapter``. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -53,25 +54,25 @@ Scored = list[np.ndarray]
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to measure."""
+    """The options of the program."""
 
     run: str = "runs/lora"
-    """Run directory with adapters on a dense Qwen3."""
+    """The run directory, with adapters on a dense Qwen3."""
     problems: int = 64
-    """Problems of the toy's eval split, as prompts."""
+    """The number of prompts, from the toy task's eval split."""
     group_size: int = 8
-    """Responses a prompt."""
+    """The number of responses to each prompt."""
     serve: bool = False
-    """Also start two vLLM servers (``launch/install_vllm.sh``)."""
+    """Whether to start two vLLM servers, too (``launch/install_vllm.sh``)."""
     seed: int = 0
-    """Seed of the samples."""
+    """The seed of the samples."""
 
 
 # ---- adapters beside the weights -------------------------------------------------------------------------------------
 
 
 def beside(spec: str, x: Any, weight: Any, a: Any, b: Any) -> Any:
-    """x W + round(x A) B as the torch operations of vLLM's LoRA round it; ``b`` is scaled already."""
+    """Computes x W + round(x A) B with the rounding of vLLM's LoRA in torch; ``b`` is scaled already."""
     inside = "btr"
     into, back = (f"{part},{rest}" for part, rest in _specs(spec, inside))
     shrunk = jnp.einsum(into, x, a, preferred_element_type=jnp.float32).astype(x.dtype)
@@ -80,7 +81,7 @@ def beside(spec: str, x: Any, weight: Any, a: Any, b: Any) -> Any:
 
 
 def _specs(spec: str, inside: str) -> Iterator[tuple[str, str]]:
-    """``bthk,hkd->btd`` as (``bthk``, ``hkr->btr``) and (``btr``, ``rd->btd``)."""
+    """Splits ``bthk,hkd->btd`` into (``bthk``, ``hkr->btr``) and (``btr``, ``rd->btd``)."""
     x, _, rest = spec.partition(",")
     weight, _, out = rest.partition("->")
     ins = "".join(letter for letter in weight if letter in x)
@@ -89,14 +90,14 @@ def _specs(spec: str, inside: str) -> Iterator[tuple[str, str]]:
 
 
 def adapters_of(rngs: nnx.Rngs, shape: tuple[int, ...], rank: int, inputs: int) -> dict[str, Any]:
-    """Declares a and b beside a weight of this shape; they are not in any checkpoint."""
+    """Declares a and b for a weight of this shape; they are not in any checkpoint."""
     zeros = functools.partial(param, rngs, init=nnx.initializers.zeros, name="none")
     a, b = (*shape[:inputs], rank), (rank, *shape[inputs:])
     return {"a": zeros(shape=a, logical=("rank",) * len(a)), "b": zeros(shape=b, logical=("rank",) * len(b))}
 
 
 class AttentionBeside(Attention):
-    """Attention whose four layers have adapters beside them."""
+    """Attention whose four layers have adapters as separate products."""
 
     def __init__(self, c: PolicyConfig, rngs: nnx.Rngs, rank: int):
         super().__init__(c, rngs, norms=True)
@@ -105,7 +106,7 @@ class AttentionBeside(Attention):
                 setattr(self, f"{name}_{part}", leaf)
 
     def __call__(self, x: Any, rotary: Any, attention_fn: Any) -> Any:
-        """See ``Attention``."""
+        """Computes attention with the adapters' products added."""
         q = beside("btd,dhk->bthk", x, self.query[...], self.query_a[...], self.query_b[...])
         k = beside("btd,dgk->btgk", x, self.key[...], self.key_a[...], self.key_b[...])
         v = beside("btd,dgk->btgk", x, self.value[...], self.value_a[...], self.value_b[...])
@@ -115,7 +116,7 @@ class AttentionBeside(Attention):
 
 
 class MLPBeside(MLP):
-    """SwiGLU whose three layers have adapters beside them."""
+    """SwiGLU whose three layers have adapters as separate products."""
 
     def __init__(self, c: PolicyConfig, rngs: nnx.Rngs, rank: int):
         super().__init__(c, rngs)
@@ -124,7 +125,7 @@ class MLPBeside(MLP):
                 setattr(self, f"{name}_{part}", leaf)
 
     def __call__(self, x: Any, routing: Any) -> Any:
-        """See ``MLP``."""
+        """Computes the MLP with the adapters' products added."""
         gate = beside("btd,df->btf", x, self.gate[...], self.gate_a[...], self.gate_b[...])
         up = beside("btd,df->btf", x, self.up[...], self.up_a[...], self.up_b[...])
         product = nnx.silu(gate) * up
@@ -133,7 +134,7 @@ class MLPBeside(MLP):
 
 
 def params_beside(base: Params, adapters: Params, lora: LoraConfig, dtype: Any) -> Params:
-    """The pytree of the policy with adapters beside the weights, rounded as vLLM rounds them when it loads them."""
+    """Returns the policy's pytree with separate adapters, rounded as vLLM rounds them when it loads them."""
     flat = flatten_dict(cast_params(base, dtype))
     for path, leaf in flatten_dict(adapters).items():
         rounded = leaf.astype(dtype)
@@ -152,19 +153,19 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 
 def score_served(url: str, model: str, sequences: Sequence[np.ndarray]) -> Scored:
-    """Log-probabilities of whole sequences, 0 at the first token, from a server's ``prompt_logprobs``."""
-    found = []
+    """Returns the log-probabilities of whole sequences from a server's ``prompt_logprobs``, 0 at the first token."""
+    vectors = []
     for sequence in sequences:
         body = {"model": model, "prompt": sequence.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
         (choice,) = post(f"{url}/v1/completions", body)["choices"]
         pairs = zip(sequence[1:], choice["prompt_logprobs"][1:], strict=True)
-        found.append(np.float32([0.0, *(scores[str(token)]["logprob"] for token, scores in pairs)]))
-    return found
+        vectors.append(np.float32([0.0, *(scores[str(token)]["logprob"] for token, scores in pairs)]))
+    return vectors
 
 
 @contextlib.contextmanager
 def served(model: Path, dtype: Any, *arguments: str) -> Iterator[str]:
-    """URL of a vLLM server of ``model``."""
+    """Starts a vLLM server of ``model`` and yields its URL."""
     python = str(vllm_python())
     allowed = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     config = ServerConfig(
@@ -180,7 +181,7 @@ def served(model: Path, dtype: Any, *arguments: str) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures; returns the exit status."""
+    """Prints the table and returns the exit status."""
     arguments = load_config(Arguments, argv, prog="experiments/lora_forms.py", description=__doc__ or "")
     with caller_errors():
         policy = find_policy(arguments.run)
@@ -219,17 +220,17 @@ def main(argv: Sequence[str]) -> int:
 def sample(
     merged: Params, config: PolicyConfig, dtype: Any, tokenizer: Any, arguments: Arguments
 ) -> tuple[list[np.ndarray], list[int], Scored]:
-    """Prompt and response of each sample, the lengths of the prompts, and what the engine says."""
+    """Returns the sampled sequences, the lengths of their prompts, and the engine's log-probabilities."""
     problems = addition_problems("eval", arguments.problems)
     texts = [np.asarray(tokenizer.encode(problem["prompt"]), np.int32) for problem in problems]
     engine = JaxEngine(config, dtype, max(map(len, texts)), mesh=make_mesh(MeshConfig(1, 1)))
     engine.publish(merged, 0)
     sampling = SamplingParams(36, 1.0, (tokenizer.eos_token_id,))
     drawn = list(engine.generate(texts, arguments.group_size, sampling, seed=arguments.seed))
-    given = [texts[one.prompt_index] for one in drawn]
-    sequences = [np.concatenate([prompt, one.token_ids]) for prompt, one in zip(given, drawn, strict=True)]
-    scored = [np.pad(one.logprobs, (len(prompt), 0)) for prompt, one in zip(given, drawn, strict=True)]
-    return sequences, [len(prompt) for prompt in given], scored
+    prompts = [texts[one.prompt_index] for one in drawn]
+    sequences = [np.concatenate([prompt, one.token_ids]) for prompt, one in zip(prompts, drawn, strict=True)]
+    scored = [np.pad(one.logprobs, (len(prompt), 0)) for prompt, one in zip(prompts, drawn, strict=True)]
+    return sequences, [len(prompt) for prompt in prompts], scored
 
 
 def score_by_servers(
@@ -242,22 +243,22 @@ def score_by_servers(
     dtype: Any,
     sequences: Sequence[np.ndarray],
 ) -> dict[str, Scored]:
-    """What a server of the merged weights and one with vLLM's own LoRA say."""
+    """Scores the sequences with a server of the merged weights, and with one that has vLLM's own LoRA."""
     save_params(folder / "merged", merged, policy.config, dtype, side_files_from=policy.hf_path)
     save_params(folder / "base", base, policy.config, dtype, side_files_from=policy.hf_path)
     save_adapters(folder / "adapter", adapters, policy.config, lora, folder / "base")
-    found = {}
+    scored = {}
     with served(folder / "merged", dtype) as url:
-        found["vLLM, merged"] = score_served(url, "policy", sequences)
+        scored["vLLM, merged"] = score_served(url, "policy", sequences)
     largest = str(max(8, lora.rank))
     with served(folder / "base", dtype, "--enable-lora", "--max-lora-rank", largest) as url:
         post(f"{url}/v1/load_lora_adapter", {"lora_name": "adapter", "lora_path": str(folder / "adapter")})
-        found["vLLM, its own LoRA"] = score_served(url, "adapter", sequences)
-    return found
+        scored["vLLM, its own LoRA"] = score_served(url, "adapter", sequences)
+    return scored
 
 
 def padded(one: Scored, other: Scored, prompts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Both as [b, t], and the mask of response tokens."""
+    """Pads both to [b, t], and returns them with the mask of response tokens."""
     width = max(map(len, one))
     arrays = [np.stack([np.pad(row, (0, width - len(row))) for row in scored]) for scored in (one, other)]
     lengths, index = np.array([len(row) for row in one])[:, None], np.arange(width)[None]

@@ -1,8 +1,8 @@
-"""The mismatch that each kind of injection makes of a policy, the exact engine being the zero.
+"""Measures the mismatch of each kind of injection on one policy; without injection the exact engine has zero mismatch.
 
     python experiments/mismatch_dial.py --path configs/toy-base
 
-Prints a Markdown table: what was drawn is scored by the executable that would train on it.
+The executable that would train on the samples scores them. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ SIZES = (0.001, 0.003, 0.01, 0.03, 0.1)
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to measure.
+    """The options of the program.
 
     Attributes:
-      path: HF directory of a policy of the toy task.
-      dtype: compute dtype of both sides.
-      problems: of the eval split, as prompts.
-      group_size: responses a prompt.
-      max_response_tokens: longest response (tokens).
-      rows: of the executable.
-      seed: of the draws and of the injected noise.
+      path: The Hugging Face directory of a policy of the toy task.
+      dtype: The compute dtype of both sides.
+      problems: The number of prompts, from the eval split.
+      group_size: The number of responses to each prompt.
+      max_response_tokens: The longest response, in tokens.
+      rows: The rows of the executable.
+      seed: The seed of the samples and of the injected noise.
     """
 
     path: str = "configs/toy-base"
@@ -61,7 +61,7 @@ class Arguments:
 
 
 def settings(seed: int) -> Iterator[tuple[str, str, InjectConfig]]:
-    """(kind, size, the injection) of each row of the table."""
+    """Yields (kind, size, injection) of each row of the table."""
     yield "none", "0", InjectConfig()
     for size in SIZES:
         yield "weight_noise", f"{size:g}", InjectConfig(weight_noise=size, seed=seed)
@@ -83,7 +83,7 @@ def measure(
     arguments: Arguments,
     stops: tuple[int, ...],
 ) -> dict[str, Any]:
-    """Mismatch metrics between the log-probabilities of an engine's samples and the executable's of the same tokens."""
+    """Measures the mismatch of an engine's samples with the executable's log-probabilities of the same tokens."""
     longest = max(map(len, prompts))
     engine = make_engine(
         config,
@@ -106,7 +106,7 @@ def measure(
 
 
 def make_exact(arguments: Arguments, policy: PolicyConfig, mesh: Mesh, prompt_tokens: int) -> ExactPass:
-    """The executable that draws and scores."""
+    """Makes the executable that samples and scores."""
     count = arguments.problems * arguments.group_size
     return ExactPass(
         policy,
@@ -119,7 +119,7 @@ def make_exact(arguments: Arguments, policy: PolicyConfig, mesh: Mesh, prompt_to
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table; returns the exit status."""
+    """Prints the table and returns the exit status."""
     arguments = load_config(Arguments, argv, prog="python experiments/mismatch_dial.py", description=__doc__ or "")
     with caller_errors():
         policy, tokenizer = read_config(arguments.path), load_tokenizer(arguments.path)

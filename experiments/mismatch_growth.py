@@ -1,11 +1,11 @@
-"""Whether the mismatch of an engine grows while a policy is trained: reads the run directories of a study.
+"""Measures how the mismatch of an engine grows while a policy is trained, from the run directories of a study.
 
     python experiments/study.py configs/study/engines.yaml
     python experiments/mismatch_growth.py runs/study-engines --json benchmarks/mismatch_growth.json
 
-One row for each run: ``log_ppl_abs_diff`` over ten steps at the beginning, at the peak of the accuracy and at the end,
-the same of what may carry it, and rank correlations over the steps. "gap per entropy" is the mean absolute difference
-of the log-probabilities over the policy's entropy: what remains of the gap where certain tokens are discounted.
+The table has a row for each run: ``log_ppl_abs_diff`` over ten steps at the beginning, at the peak of the accuracy and
+at the end, the same of other series that may explain it, and rank correlations over the steps. "gap per entropy" is the
+mean absolute difference of the log-probabilities divided by the policy's entropy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rljax.record.summary import collapse_step, trailing_mean
 WINDOW = 10
 MISMATCH = "log_ppl_abs_diff"
 BAND = (1e-2, 1e-1)
-"""The size of ``log_ppl_abs_diff`` that is looked for (nats): above healthy engines, up to what collapses report."""
+"""The range of ``log_ppl_abs_diff`` to count (nats): above healthy engines, up to the values that precede collapses."""
 
 SERIES = {
     MISMATCH: "mismatch/log_ppl_abs_diff",
@@ -35,18 +35,18 @@ SERIES = {
     "response_length": "response_length/mean",
     "grad_norm": "optimizer/grad_norm",
 }
-"""Name in the table -> metric."""
+"""The metric of each series, by name in the table."""
 
 
 def series_of(rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """Float64 [steps] of each of ``SERIES``, and of the gap per entropy."""
-    found = {name: np.asarray([row[key] for row in rows], np.float64) for name, key in SERIES.items()}
+    """Returns each of ``SERIES`` and the gap per entropy, float64 [steps]."""
+    series = {name: np.asarray([row[key] for row in rows], np.float64) for name, key in SERIES.items()}
     gap = np.asarray([row["mismatch/logprob_abs_diff_mean"] for row in rows], np.float64)
-    return found | {"gap_per_entropy": gap / np.maximum(found["entropy"], 1e-9)}
+    return series | {"gap_per_entropy": gap / np.maximum(series["entropy"], 1e-9)}
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's, with the mean rank for equal values; 0 where one side is constant."""
+    """Computes Spearman's rank correlation, with the mean rank for equal values; 0 if one side is constant."""
     ranks = [np.mean([np.searchsorted(np.sort(v), v, side) for side in ("left", "right")], axis=0) for v in (x, y)]
     if min(np.ptp(r) for r in ranks) == 0.0:
         return 0.0
@@ -54,7 +54,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def growth_of(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the table says of one run."""
+    """Computes the numbers of one run's row."""
     series = series_of(rows)
     accuracy = trailing_mean([row["reward/mean"] for row in rows], WINDOW)
     peak = max(int(np.argmax(accuracy)), WINDOW - 1)
@@ -81,7 +81,7 @@ def growth_of(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def to_markdown(runs: dict[str, dict[str, Any]]) -> str:
-    """One row for each run; three numbers in a cell are those of the first ten steps, at the peak, of the last ten."""
+    """Formats one row for each run; a cell with three numbers has the first ten steps, the peak, and the last ten."""
     shown = (MISMATCH, "gap_per_entropy", "entropy", "response_length")
     related = ("step", "entropy", "response_length", "grad_norm")
     head = [
@@ -104,10 +104,10 @@ def to_markdown(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table; returns the exit status."""
+    """Prints the table and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="directory of a study's runs")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(argv)
     complete = [
         path.parent for path in sorted(options.out.glob("*/metrics.jsonl")) if (path.parent / "summary.json").exists()

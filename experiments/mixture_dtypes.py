@@ -1,13 +1,14 @@
-"""Mismatch of each family of policies between the trainer's forward and a real vLLM server, for each pair of dtypes.
+"""Measures the mismatch of each family of policies with a real vLLM server, for each pair of dtypes.
 
     python experiments/mixture_dtypes.py benchmarks/mixture_dtypes.json
 
-Tiny random policies of the three families (two blocks, width 64; the mixture has 16 experts, 4 a token), the same
-float32 weights for all. Each server samples responses to the same prompts; the trainer's forward scores the same tokens
-in each 16-bit dtype and in float32. Nine servers are started one after another, about half a minute each on a CPU.
+The policies of the three families are tiny and random (two blocks, width 64; the mixture has 16 experts, 4 per token).
+All servers of a family have the same float32 weights and sample responses to the same prompts. The trainer's forward
+pass scores the same tokens in each 16-bit dtype and in float32. Nine servers start one after another; each takes about
+half a minute on a CPU.
 
-How wide the band of a verification must be follows from the same tokens, where both sides have one dtype: the mean
-|server - trainer| over the probes of a round (``VerifyConfig``: prompts and tokens of each), drawn anew 20,000 times.
+The width of the band of a verification follows from the same tokens, if both sides have one dtype. It is the mean of
+|server - trainer| over the probes of a round (``VerifyConfig``), drawn 20,000 times.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ ROUNDS = 20_000
 
 
 def policy(config: PolicyConfig) -> Params:
-    """Random weights; norms and biases are not those of a fresh policy."""
+    """Makes random weights; norms and biases are random, too."""
     params = init_params(config, 0)
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -66,7 +67,7 @@ def policy(config: PolicyConfig) -> Params:
 
 
 def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> dict[str, dict[str, float]]:
-    """By the trainer's dtype, the mismatch with a server that serves ``model`` in ``dtype``."""
+    """Measures the mismatch with a server of ``model`` in ``dtype``, by the trainer's dtype."""
     prompts = [np.random.default_rng(i).integers(2, 256, PROMPT_TOKENS).astype(np.int32) for i in range(PROMPTS)]
     server = start(ServerConfig(str(model), python=str(vllm_python()), dtype=dtype, max_model_len=256))  # type: ignore[arg-type]
     try:
@@ -88,9 +89,9 @@ def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> di
 
 
 def probe_rounds(gaps: np.ndarray, dtype: str, *, mixture: bool) -> dict[str, float]:
-    """Of |server - trainer| [responses, tokens]: means of many rounds (nats), and how often a sound server fails.
+    """Draws many rounds from |server - trainer| [responses, tokens] and counts how often a correct server fails.
 
-    The rounds of a publish are judged by a band that others before them have set.
+    The means are in nats. Earlier rounds set the band that judges the rounds of a publish.
     """
     probes, rng = VerifyConfig(), np.random.default_rng(0)
     looks = probes.looks(mixture=mixture)
@@ -111,7 +112,7 @@ def probe_rounds(gaps: np.ndarray, dtype: str, *, mixture: bool) -> dict[str, fl
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, help="JSON file for the result")
     options = parser.parse_args()
     found: dict[str, Any] = {"command": "python experiments/mixture_dtypes.py", "tokens": PROMPTS * RESPONSE_TOKENS}
     for name, config in FAMILIES.items():

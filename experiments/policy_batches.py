@@ -1,4 +1,4 @@
-"""Batches of responses at the weights of a checkpoint: sampled by an engine, and their gradients in float32."""
+"""Samples batches of responses at the weights of a checkpoint, and computes their gradients in float32."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rljax.run.config import Config
 
 
 class Batch(NamedTuple):
-    """Responses, a row for each, the prompt first."""
+    """A batch of responses; each row has a prompt and its response."""
 
     tokens: np.ndarray  # int32 [b, t]
     segments: np.ndarray  # int32 [b, t], 0 on padding
-    mask: np.ndarray  # bool [b, t], tokens of the response
-    logprobs: np.ndarray  # float64 [b, t], of the engine that sampled, 0 outside the mask
+    mask: np.ndarray  # bool [b, t], True on response tokens
+    logprobs: np.ndarray  # float64 [b, t], from the engine that sampled, 0 outside the mask
     rewards: np.ndarray  # float64 [b]
-    advantages: np.ndarray  # float64 [b], each reward less the mean of the others to the same prompt
+    advantages: np.ndarray  # float64 [b], each reward minus the mean of the prompt's other rewards
 
 
 class Sampler:
-    """Samples batches of a run's size from its training problems, chosen at random."""
+    """A sampler of batches of a run's size, with randomly chosen training problems of the run."""
 
     def __init__(self, policy: Policy, settings: Config, batches: int, seed: int):
         self._settings = settings
@@ -50,22 +50,22 @@ class Sampler:
         self._reward: RewardFunction = resolve_reward(settings.data.reward_name)
 
     def sample(self, engine: JaxEngine, index: int, seed: int) -> Batch:
-        """``group_size`` responses to each prompt of batch ``index``."""
+        """Samples ``group_size`` responses to each prompt of batch ``index``."""
         prompts, group = self._prompts[index], self._settings.rollout.group_size
-        found = sorted(
+        responses = sorted(
             engine.generate(prompts, group, self._sampling, seed=seed),
             key=lambda response: (response.prompt_index, response.sample_index),
         )
-        shape = (len(found), self._settings.data.max_prompt_tokens + self._sampling.max_response_tokens)
+        shape = (len(responses), self._settings.data.max_prompt_tokens + self._sampling.max_response_tokens)
         batch = Batch(
             np.zeros(shape, np.int32),
             np.zeros(shape, np.int32),
             np.zeros(shape, bool),
             np.zeros(shape),
-            np.zeros(len(found)),
-            np.zeros(len(found)),
+            np.zeros(len(responses)),
+            np.zeros(len(responses)),
         )
-        for row, response in enumerate(found):
+        for row, response in enumerate(responses):
             prompt, problem = prompts[response.prompt_index], self._problems[index][response.prompt_index]
             start, stop = len(prompt), len(prompt) + response.length
             batch.tokens[row, :stop] = np.concatenate([prompt, response.token_ids])
@@ -77,18 +77,18 @@ class Sampler:
         return batch
 
     def score(self, engine: JaxEngine, batch: Batch) -> np.ndarray:
-        """Log-probabilities that an engine gives to the responses of a batch, float64 [b, t], 0 outside the mask."""
+        """Scores the responses of a batch with an engine, float64 [b, t], 0 outside the mask."""
         prompts = [row[(seg > 0) & ~m] for row, seg, m in zip(batch.tokens, batch.segments, batch.mask, strict=True)]
         responses = [row[m] for row, m in zip(batch.tokens, batch.mask, strict=True)]
         limit, temperature = self._sampling.max_response_tokens, self._sampling.temperature
         scored = engine.score(prompts, responses, temperature=temperature, max_response_tokens=limit)
-        found = np.zeros(batch.mask.shape)
-        found[batch.mask] = np.concatenate(scored)
-        return found
+        logprobs = np.zeros(batch.mask.shape)
+        logprobs[batch.mask] = np.concatenate(scored)
+        return logprobs
 
 
 class Forward:
-    """The trained policy in float32: log-probabilities of a batch, and gradients of weighted sums of them."""
+    """The trained policy in float32, which computes log-probabilities and gradients of their weighted sums."""
 
     def __init__(self, policy: PolicyConfig, temperature: float):
         def logprobs(params: Any, tokens: jax.Array, segments: jax.Array) -> jax.Array:
@@ -102,11 +102,14 @@ class Forward:
         self._logprobs, self._gradient = jax.jit(logprobs), jax.jit(gradient)
 
     def logprobs(self, params: Any, batch: Batch) -> np.ndarray:
-        """Float64 [b, t], 0 outside the responses."""
-        found = np.asarray(self._logprobs(params, batch.tokens, batch.segments), np.float64)
-        return np.where(batch.mask, found, 0.0)
+        """Computes the log-probabilities of a batch, float64 [b, t], 0 outside the responses."""
+        logprobs = np.asarray(self._logprobs(params, batch.tokens, batch.segments), np.float64)
+        return np.where(batch.mask, logprobs, 0.0)
 
     def gradient(self, params: Any, batch: Batch, weights: np.ndarray) -> np.ndarray:
-        """Float32 [d]: the mean over responses of sum_t weights[b, t] grad logprobs[b, t]; weights [b, t] or [b, 1]."""
+        """Computes the mean over responses of sum_t weights[b, t] grad logprobs[b, t], float32 [d].
+
+        The weights are [b, t] or [b, 1].
+        """
         inside = np.where(batch.mask, weights, 0.0) / len(batch.mask)
         return np.asarray(self._gradient(params, batch.tokens, batch.segments, inside.astype(np.float32)))

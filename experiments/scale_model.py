@@ -1,12 +1,12 @@
-"""The seconds of one training step on 1 to 32 nodes of 8 H100, added up part by part; docs/scale.md explains them.
+"""Models the seconds of one training step on 1 to 32 nodes of 8 H100 as a sum of parts; docs/scale.md explains them.
 
     python experiments/scale_model.py --json benchmarks/scale.json
 
-Nothing here ran on an H100. A part is bytes or operations over a rate of ``scale_rates.py``; operations and collectives
-are those of the compiled step (benchmarks/compile.json), host work is as measured by bench_host.py
-(benchmarks/host_side.json), rows fill as measured by bench_packing.py (benchmarks/packing.json), and the one thread
-that writes weights is measured here, into memory. Servers and trainers have GPUs of their own and work in turn. Of the
-ways to share the nodes, the fastest is shown. Prints Markdown.
+Nothing here ran on an H100. A part is bytes or operations divided by a rate of ``scale_rates.py``. Operations and
+collectives come from the compiled step (benchmarks/compile.json), host work from bench_host.py
+(benchmarks/host_side.json), and the share of full rows from bench_packing.py (benchmarks/packing.json). This program
+measures the one thread that writes weights, in memory. Servers and trainers have separate GPUs and work in turn. The
+table shows the fastest way to share the nodes. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from rljax.weights.sums import array_checksum
 
 ROOT = Path(__file__).parents[1]
 CARDS, ROW_TOKENS, LONGEST_ROWS = 8, 9216, 1024  # the packed batch has a row for each response
-PLACE_BYTES = 30  # of the packed batch: five int32, two float32 and two masks (rljax.trainer.packing.PackedBatch)
-CHECKPOINT_EVERY = 20  # steps, as in configs/paper/setup.yaml
-HOST_TOKENS = 1024 * 8192  # of the step that bench_host.py measures
-LLAMA = PolicyConfig(128256, 4096, 14336, 32, 32, 8, 128)  # of torchtitan's table
+PLACE_BYTES = 30  # bytes of a place of the packed batch: five int32, two float32 and two masks (PackedBatch)
+CHECKPOINT_EVERY = 20  # steps, the value of configs/paper/setup.yaml
+HOST_TOKENS = 1024 * 8192  # tokens of the step that bench_host.py measures
+LLAMA = PolicyConfig(128256, 4096, 14336, 32, 32, 8, 128)  # the model of torchtitan's table
 MIXES = {"before the surge, mean 1,000": "short", "after the surge, mean 3,500": "long"}
 NODES = (1, 2, 8, 32)
 OVERLAPPED = ("parse and decode replies", "checkpoint, in the background")
 
 
 class Model(NamedTuple):
-    """A policy, and how its trainer is laid out: ``rows`` are names in benchmarks/compile.json by trainer GPUs.
+    """A policy and the layout of its trainer; ``rows`` are names in benchmarks/compile.json by number of trainer GPUs.
 
-    The row of 0 GPUs holds for every multiple of ``fsdp``: micro-batches of a replica are alike.
+    The row of 0 GPUs is for every multiple of ``fsdp``, because all replicas have equal micro-batches.
     """
 
     name: str
@@ -81,16 +81,18 @@ MODELS = (
 
 
 def token_seconds(decoding: Decoding) -> Callable[[int], float]:
-    """Seconds that a server takes for one more token of each of so many requests: between the published points, and
-    that of the nearest one outside of them."""
+    """Returns a function: number of requests -> a server's seconds for one more token of each.
+
+    It interpolates between the published points; outside of them the nearest point counts.
+    """
     counts = [count for count, _ in decoding.points]
     seconds = [count / rate for count, rate in decoding.points]
     return lambda running: float(np.interp(running, counts, seconds))
 
 
 def decode_seconds(lengths: Sequence[int], limit: int, seconds: Callable[[int], float]) -> float:
-    """Of one server for responses of these lengths, ``limit`` at a time, the next as soon as one is done."""
-    waiting, running = list(reversed(lengths)), list[int]()  # running: tokens of the server at which each ends
+    """Models the seconds of one server for responses of these lengths, of which at most ``limit`` run at a time."""
+    waiting, running = list(reversed(lengths)), list[int]()  # running: the server's token count at each response's end
     now, spent = 0, 0.0
     while waiting or running:
         while waiting and len(running) < limit:
@@ -104,21 +106,21 @@ def decode_seconds(lengths: Sequence[int], limit: int, seconds: Callable[[int], 
 
 
 def rollout_seconds(lengths: Sequence[int], gpus: int, decoding: Decoding) -> float:
-    """Of the slowest server, each with as many responses as the others."""
+    """Models the seconds of the slowest server; all servers have the same number of responses."""
     servers, limit = gpus // decoding.gpus, int(decoding.points[-1][0])
     return max(decode_seconds(lengths[i::servers], limit, token_seconds(decoding)) for i in range(servers))
 
 
 def trained_share() -> float:
-    """Of a card's peak, what the published training run made use of, counted as ``model_flops`` does."""
+    """Returns the share of a card's peak that the published training run used, counted by ``model_flops``."""
     flops = model_flops(LLAMA, 1, [8192]) / 8192 * TRAINING_TOKENS.value
     return flops / PEAK.value
 
 
 def step_seconds(row: dict[str, Any], rows: int, gpus: int, fsdp: int, share: float) -> float:
-    """Of the update: each micro-batch's products at a share of the peak and its collectives, then what comes once.
+    """Models the seconds of the update: each micro-batch's products, at a share of the peak, and collectives; then the rest.
 
-    The sum of the gradients over replicas is a ring over one network adapter a card.
+    The sum of the gradients over replicas is a ring over one network adapter per card.
     """
     flops = sum(row["flops_per_micro_batch"].values()) + kernel_flops(row)
     micro = flops / (PEAK.value * share) + row["roofline"]["micro_batch_s"]["links"]
@@ -129,22 +131,22 @@ def step_seconds(row: dict[str, Any], rows: int, gpus: int, fsdp: int, share: fl
 
 
 def all_reduce_seconds(size: float, members: int) -> float:
-    """Of a ring over the network: every member sends twice (n - 1) / n of the bytes."""
+    """Models the seconds of a ring over the network, in which every member sends twice (n - 1) / n of the bytes."""
     return 2 * size * (members - 1) / members / NETWORK.value
 
 
 def publish_seconds(size: float, write: float, read: float) -> float:
-    """As it is: one process gathers the 16-bit weights and writes them, then all servers read them at once."""
+    """Models a publish: one process gathers the 16-bit weights and writes them, then all servers read them at once."""
     return size / PCIE.value + size / min(write, STORAGE.value) + size / min(read, STORAGE.value)
 
 
 def sharded_publish_seconds(size: float, writers: int) -> float:
-    """If every node of the trainer wrote its part and every server's node read all, at the storage's rate."""
+    """Models a publish in which each trainer node writes its part and each server node reads all, at storage's rate."""
     return size / (writers * STORAGE.value) + size / STORAGE.value
 
 
 def checkpoint_seconds(parameters: float, fsdp: int) -> tuple[float, float]:
-    """Of masters and two moments, float32: the copy to the hosts that a step waits for, and the write behind it."""
+    """Models a checkpoint of float32 masters and two moments: the copy to the hosts, and the write in the background."""
     size = 12 * parameters
     return size / fsdp / PCIE.value, size / (max(1, fsdp // CARDS) * STORAGE.value)
 
@@ -153,7 +155,7 @@ def checkpoint_seconds(parameters: float, fsdp: int) -> tuple[float, float]:
 
 
 class Inputs(NamedTuple):
-    """What the repository's other programs measured: files of benchmarks/, and the writer's and reader's rates."""
+    """The measurements of other programs, from benchmarks/, and the rates of the writer and the reader."""
 
     compiled: dict[str, Any]
     host: dict[str, Any]
@@ -163,7 +165,7 @@ class Inputs(NamedTuple):
 
 
 def layouts(nodes: int, model: Model) -> Iterator[tuple[int, int]]:
-    """(GPUs that train, GPUs that serve): half of one node, else whole nodes, those that train a power of two."""
+    """Yields (GPUs that train, GPUs that serve): half of one node, or whole nodes with a power of two for training."""
     if nodes == 1:
         yield from ([(4, 4)] if 4 in model.rows else [])
         return
@@ -174,7 +176,7 @@ def layouts(nodes: int, model: Model) -> Iterator[tuple[int, int]]:
 
 
 def step_parts(model: Model, mix: str, layout: tuple[int, int], given: Inputs) -> dict[str, float]:
-    """Seconds of each part of a step."""
+    """Models the seconds of each part of a step."""
     trainer, servers = layout
     responses, tokens = responses_of(mix, np.random.default_rng(0)).tolist(), sum(draw(mix, 0)[0])
     host = {name: part["processor_s"] * tokens / HOST_TOKENS for name, part in given.host["parts"].items()}
@@ -195,7 +197,7 @@ def step_parts(model: Model, mix: str, layout: tuple[int, int], given: Inputs) -
 
 
 def rows_of(tokens: int, mix: str, given: Inputs) -> int:
-    """Rows that the tokens fill."""
+    """Returns the number of rows that the tokens fill."""
     shares = [
         one["row_share"] for one in given.packing["cases"] if (one["lengths"], one["row_tokens"]) == (mix, ROW_TOKENS)
     ]
@@ -203,7 +205,7 @@ def rows_of(tokens: int, mix: str, given: Inputs) -> int:
 
 
 def total(parts: dict[str, float]) -> float:
-    """Seconds of a step: what is done in the background does not count, unless it takes longer than what hides it."""
+    """Sums the seconds of a step; work in the background counts only as far as it takes longer than the foreground."""
     replies = max(0.0, parts["parse and decode replies"] - parts["rollout"])
     waited = sum(seconds for name, seconds in parts.items() if name not in OVERLAPPED) + replies
     hidden = CHECKPOINT_EVERY * waited
@@ -211,21 +213,24 @@ def total(parts: dict[str, float]) -> float:
 
 
 def best_step(model: Model, mix: str, nodes: int, given: Inputs) -> dict[str, Any] | None:
-    """The fastest layout's parts, or None where the trainer's state does not fit half of the nodes."""
-    found: list[dict[str, Any]] = []
+    """Returns the parts of the fastest layout; None if the trainer's state does not fit half of the nodes."""
+    candidates: list[dict[str, Any]] = []
     for layout in layouts(nodes, model):
         parts = step_parts(model, mix, layout, given)
-        found.append({"trainer_gpus": layout[0], "server_gpus": layout[1], "parts": parts, "total": total(parts)})
-    if not found:
+        candidates.append({"trainer_gpus": layout[0], "server_gpus": layout[1], "parts": parts, "total": total(parts)})
+    if not candidates:
         return None
-    best = min(found, key=lambda one: one["total"])
+    best = min(candidates, key=lambda one: one["total"])
     counted = {name: seconds for name, seconds in best["parts"].items() if name not in OVERLAPPED}
     together = best["total"] - counted["rollout"] - counted["step"] + max(counted["rollout"], counted["step"])
     return best | {"limit": max(counted, key=lambda name: counted[name]), "total_if_rollout_hid_the_step": together}
 
 
 def against_published(one: PublishedStep, model: Model, given: Inputs) -> dict[str, Any]:
-    """Rollout and step of a published run of another framework, on the same GPUs in turn, all of the mean length."""
+    """Models a published step of another framework, with rollout and update in turn on the same GPUs.
+
+    All responses have the mean length.
+    """
     kind = "short" if one.mean_tokens < 2000 else "long"
     rollout = rollout_seconds([one.mean_tokens] * one.responses, one.gpus, DECODING[model.name, kind])
     rows = math.ceil(one.responses * one.mean_tokens / ROW_TOKENS)
@@ -237,9 +242,9 @@ def against_published(one: PublishedStep, model: Model, given: Inputs) -> dict[s
 
 
 def measure_files(tensors: int = 8, elements: int = 2**25, rounds: int = 5) -> tuple[float, float]:
-    """Bytes a second that one thread writes as a version of the policy, and reads back, in memory.
+    """Measures the bytes per second that one thread writes as a version of the policy, and reads back, in memory.
 
-    Seconds are of the processor, the kernel's for this process included, because other programs may run beside it.
+    Seconds are processor time with the kernel's work, because other programs may run at the same time.
     """
     arrays = {f"t{i}": np.full(elements, i, np.float16) for i in range(tensors)}
     sums = {name: array_checksum(array) for name, array in arrays.items()}
@@ -268,7 +273,7 @@ def read_inputs(write: float, read: float) -> Inputs:
 
 
 def steps_table(steps: list[dict[str, Any]]) -> str:
-    """A line for each model, length mix and number of nodes."""
+    """Formats a line for each model, length mix and number of nodes."""
     shown = ("rollout", "pack", "broadcast", "step", "publish", "checkpoint")
     lines = [
         f"| | nodes | GPUs: train + serve | {' | '.join(shown)} | s a step | limit | hidden: replies | checkpoint |",
@@ -288,7 +293,7 @@ def steps_table(steps: list[dict[str, Any]]) -> str:
 
 
 def publish_variants(model: Model, given: Inputs) -> dict[str, float]:
-    """Seconds of a publish as it is, and as it could be."""
+    """Models the seconds of a publish now, and of two variants."""
     size = 2 * model.parameters
     delta = CHANGED.value * model.parameters * DELTA_BYTES.value
     return {
@@ -299,7 +304,7 @@ def publish_variants(model: Model, given: Inputs) -> dict[str, float]:
 
 
 def rates_used(given: Inputs) -> dict[str, Rate]:
-    """What the sums rest on, but for the servers' points."""
+    """Returns the rates of the sums, without the servers' points."""
     here = "this program, one thread, in memory (/dev/shm), by the processor's time, on a shared machine of 2 cores"
     return {
         "share of the peak that training reaches": Rate(trained_share(), "share", "published", TRAINING_TOKENS.source),
@@ -332,7 +337,7 @@ def show(record: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     given = read_inputs(*measure_files())
     of_name = {model.name: model for model in MODELS}

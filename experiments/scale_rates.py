@@ -1,7 +1,7 @@
-"""The rates that ``scale_model.py`` adds a step up from, each with where it is from.
+"""The rates of ``scale_model.py``, each with its source.
 
 A rate is *measured* (by a program of this repository, on a machine that it names), *published* (by somebody who
-measured it on the hardware in question, or a maker's figure), or *assumed* (nobody's figure; said why).
+measured it on such hardware, or by the hardware's maker), or *assumed* (with a reason).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Kind = Literal["measured", "published", "assumed"]
 
 
 class Rate(NamedTuple):
-    """A number with its unit, how it is known, and from where."""
+    """A number with its unit, its kind and its source."""
 
     value: float
     unit: str
@@ -27,7 +27,7 @@ LEADERBOARD = (
 
 
 class Decoding(NamedTuple):
-    """What one server does: (requests at a time, output tokens a second) as published for a mean response length."""
+    """The published points of one server for a mean response length: (requests at a time, output tokens per second)."""
 
     gpus: int
     mean_tokens: int
@@ -35,7 +35,7 @@ class Decoding(NamedTuple):
     source: str
 
 
-# By model, for long responses (GPQA Diamond, reasoning on) and for short ones (LM Arena chats).
+# Servers by model, for long responses (GPQA Diamond, reasoning on) and for short ones (LM Arena chats).
 DECODING = {
     ("8B", "long"): Decoding(
         1, 8052, ((8, 818), (16, 1345), (32, 1917), (63.3, 2510), (82, 3117)), LEADERBOARD.format("gpqa")
@@ -73,12 +73,12 @@ STORAGE = Rate(
 CHANGED = Rate(0.01, "share", "published", "16-bit weights that a step of lr 1e-6 changes: PULSE, arXiv 2602.03839")
 DELTA_BYTES = Rate(4, "B a changed weight", "assumed", "two of the value, two of its place; zstd takes some of it away")
 
-# Whole steps that others published, to hold the sum against.
+# Whole steps that others published, for comparison with the sum.
 NEMO = "NVIDIA NeMo RL v0.4, docs/about/performance-summary.md: GRPO, on policy, DGX H100, bfloat16"
 
 
 class PublishedStep(NamedTuple):
-    """A step in which training and generation share the GPUs, one after the other."""
+    """A published step in which training and generation use the same GPUs in turn."""
 
     model: str
     gpus: int
