@@ -118,9 +118,9 @@ def trained_share() -> float:
 
 
 def step_seconds(row: dict[str, Any], rows: int, gpus: int, fsdp: int, share: float) -> float:
-    """Models the seconds of the update: each micro-batch's products, at a share of the peak, and collectives; then the rest.
+    """Models the seconds of the update: the products and collectives of each micro-batch, then the rest.
 
-    The sum of the gradients over replicas is a ring over one network adapter per card.
+    Products run at a share of the peak. The sum of the gradients over replicas is a ring over the cards' adapters.
     """
     flops = sum(row["flops_per_micro_batch"].values()) + kernel_flops(row)
     micro = flops / (PEAK.value * share) + row["roofline"]["micro_batch_s"]["links"]
@@ -146,7 +146,7 @@ def sharded_publish_seconds(size: float, writers: int) -> float:
 
 
 def checkpoint_seconds(parameters: float, fsdp: int) -> tuple[float, float]:
-    """Models a checkpoint of float32 masters and two moments: the copy to the hosts, and the write in the background."""
+    """Models a checkpoint of float32 masters and moments: the copy to the hosts, and the write in the background."""
     size = 12 * parameters
     return size / fsdp / PCIE.value, size / (max(1, fsdp // CARDS) * STORAGE.value)
 

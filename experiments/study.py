@@ -1,20 +1,19 @@
-"""Runs the arms of a study and reports what became of each: ``python experiments/study.py configs/study/toy.yaml``.
+"""Runs the arms of a study and reports their outcomes: ``python experiments/study.py configs/study/toy.yaml``.
 
-A study is a YAML file: ``config`` (a run's YAML), ``settings`` for every arm, ``seeds``, and ``arms``, each a name with
-settings of its own (``{schedule.kind: constant}``); ``seeds_of`` names arms with seeds of their own. Each arm and seed
-is one run of ``python -m rljax.train`` in OUT/ARM-SEED; a run that is complete is left alone and one that was stopped
-goes on: the same command resumes a study. On another machine, where its directories are not, --rows names the
-rows.parquet that was kept of it. Runs are taken seed by seed, so that a study that is not whole yet has all arms of its
-first seeds.
+A study is a YAML file with a run's YAML (``config``), ``settings`` for every arm, ``seeds``, and ``arms``. An arm has a
+name and its own settings (``{schedule.kind: constant}``); ``seeds_of`` gives an arm its own seeds. Each arm and seed is
+one run of ``python -m rljax.train`` in OUT/ARM-SEED. The same command resumes a study: it skips complete runs and
+continues stopped ones. On a machine without the directories, --rows names the rows.parquet of the earlier runs. Runs
+are ordered by seed, so that an unfinished study has all arms of its first seeds.
 
-``comparisons`` are pairs of arms that experiments/study_claims.py compares, and ``claims`` the figures of
-experiments/study_figures.py: name -> ``title``, ``arms`` and ``metrics``. ``forks`` names, for arms whose schedule is
-all that differs from another arm's, that arm: of the same seed both are one run until their rates part, so the fork
-begins from the other's last checkpoint before that step (``run.fork``). ``checkpoint.every`` and ``checkpoint.keep``
-say which there are.
+``comparisons`` are pairs of arms for experiments/study_claims.py. ``claims`` are figures for
+experiments/study_figures.py, each a name with ``title``, ``arms`` and ``metrics``. ``forks`` maps an arm to another one
+that differs from it only in the schedule. With the same seed both are one run until their rates differ, so the first
+starts from the other's last checkpoint before that step (``run.fork``). ``checkpoint.every`` and ``checkpoint.keep``
+decide which checkpoints exist.
 
-The report (OUT/report.md, outcomes.json, rows.parquet, a figure for each group of arms and seed) is made from the run
-directories alone; --report-only makes it again.
+The report (OUT/report.md, outcomes.json, rows.parquet, a figure for each group of arms and seed) needs only the run
+directories; --report-only makes it again.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ from rljax.record.rows import Row, read_rows
 
 @dataclass(frozen=True)
 class Arguments:
-    """Which study.
+    """The options of the program.
 
     Attributes:
-      study: YAML file of the study.
-      out: directory of its runs and report; by default runs/study-<name of the file>.
-      arms: only these arms.
-      seeds: only these seeds.
-      jobs: runs at a time, each with its share of the cores: more runs an hour than one with all of them.
-      rows: rows.parquet of this study, whose runs are complete; the report is of them, too.
-      report_only: run nothing.
+      study: The YAML file of the study.
+      out: The directory of the runs and the report; by default runs/study-<name of the file>.
+      arms: The arms to run; by default all.
+      seeds: The seeds to run; by default all.
+      jobs: The number of runs at a time, each with a share of the cores. Several runs give more runs per hour.
+      rows: A rows.parquet of this study with complete runs, which the report includes.
+      report_only: Whether to write only the report.
     """
 
     study: Annotated[Path, tyro.conf.Positional]
@@ -72,7 +71,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Study:
-    """What the YAML file says; settings are dotted keys of a run's configuration."""
+    """The content of the YAML file; settings are dotted keys of a run's configuration."""
 
     config: str
     seeds: tuple[int, ...]
@@ -85,7 +84,7 @@ class Study:
     seeds_of: dict[str, tuple[int, ...]]
 
     def runs(self, arms: Collection[str] = (), seeds: Collection[int] = ()) -> list[tuple[str, int]]:
-        """Each (arm, seed) in the order in which they run, of these arms and seeds alone where some are given."""
+        """Returns each (arm, seed) in the order of the runs; ``arms`` and ``seeds`` select some, and all by default."""
         every = dict.fromkeys([*self.seeds, *(seed for own in self.seeds_of.values() for seed in own)])
         return [
             (arm, seed)
@@ -96,39 +95,39 @@ class Study:
 
 
 def read_study(path: Path) -> Study:
-    """Raises ConfigError when the file is not a study."""
+    """Reads the file of a study. Raises ConfigError if it is not a study."""
     with caller_errors():
         text = path.read_text(encoding="utf-8")
     try:
-        found = yaml.safe_load(text)
+        document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
     keys = {field.name for field in dataclasses.fields(Study)}
-    if not isinstance(found, dict) or set(found) - keys or not {"config", "arms", "seeds"} <= set(found):
+    if not isinstance(document, dict) or set(document) - keys or not {"config", "arms", "seeds"} <= set(document):
         others = ", ".join(sorted(keys - {"config", "seeds", "arms"}))
         raise ConfigError(f"{path}: a study has config, seeds, arms, and may have {others}")
-    arms = {name: dict(settings or {}) for name, settings in found["arms"].items()}
-    comparisons, claims = found.get("comparisons", []), found.get("claims", {})
+    arms = {name: dict(settings or {}) for name, settings in document["arms"].items()}
+    comparisons, claims = document.get("comparisons", []), document.get("claims", {})
     if wrong := [name for name, claim in claims.items() if set(claim) != {"title", "arms", "metrics"}]:
         raise ConfigError(f"{path}: a claim has title, arms and metrics, and {', '.join(wrong)} has others")
     if wrong := [name for name, claim in claims.items() if len(claim["arms"]) > len(COLORS)]:
         raise ConfigError(f"{path}: a claim's figure has at most {len(COLORS)} arms, and {', '.join(wrong)} has more")
-    seeds_of = {arm: tuple(seeds) for arm, seeds in found.get("seeds_of", {}).items()}
+    seeds_of = {arm: tuple(seeds) for arm, seeds in document.get("seeds_of", {}).items()}
     of_claims = [claim["arms"] for claim in claims.values()]
     named = {
-        name for names in [*found.get("figures", {}).values(), *comparisons, *of_claims, seeds_of] for name in names
+        name for names in [*document.get("figures", {}).values(), *comparisons, *of_claims, seeds_of] for name in names
     }
     if unknown := named - set(arms):
         places = "figures, comparisons, claims and seeds_of"
         raise ConfigError(f"{path}: {places} name arms that are not there: {', '.join(sorted(unknown))}")
-    forks = found.get("forks", {})
+    forks = document.get("forks", {})
     check_forks(path, arms, forks)
     return Study(
-        found["config"],
-        tuple(found["seeds"]),
-        found.get("settings", {}),
+        document["config"],
+        tuple(document["seeds"]),
+        document.get("settings", {}),
         arms,
-        found.get("figures", {"all": list(arms)}),
+        document.get("figures", {"all": list(arms)}),
         forks,
         comparisons,
         claims,
@@ -137,7 +136,7 @@ def read_study(path: Path) -> Study:
 
 
 def run_command(study: Study, arm: str, seed: int, run_dir: Path) -> list[str]:
-    """The command line of a run; ``{seed}`` in a setting stands for the seed."""
+    """Returns the command line of a run; ``{seed}`` in a setting becomes the seed."""
     settings = study.settings | study.arms[arm] | {"run.seed": seed, "run.dir": str(run_dir)}
     words = [sys.executable, "-m", "rljax.train", study.config]
     for key, value in settings.items():
@@ -147,7 +146,7 @@ def run_command(study: Study, arm: str, seed: int, run_dir: Path) -> list[str]:
 
 
 def is_complete(run_dir: Path) -> bool:
-    """Whether the run is there and ended by itself."""
+    """Whether the run exists and has finished."""
     if not (run_dir / "summary.json").exists() or not (run_dir / "report.png").exists():
         return False
     steps = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["run"]["steps"]
@@ -155,7 +154,7 @@ def is_complete(run_dir: Path) -> bool:
 
 
 def run_arms(study: Study, out: Path, runs: Sequence[tuple[str, int]], jobs: int) -> list[str]:
-    """Runs what is not complete, ``jobs`` at a time with a share of the cores each; returns the failed runs."""
+    """Runs the incomplete runs, ``jobs`` at a time with a share of the cores each; returns the failed ones."""
     waiting = [(arm, seed) for arm, seed in runs if not is_complete(out / f"{arm}-{seed}")]
     total, failed = len(runs), []
     cores = sorted(os.sched_getaffinity(0))
@@ -193,65 +192,66 @@ def run_arms(study: Study, out: Path, runs: Sequence[tuple[str, int]], jobs: int
 
 
 def read_runs(out: Path, runs: Sequence[tuple[str, int]], kept: Runs) -> dict[tuple[str, int], Sequence[Row]]:
-    """The rows of the runs that have some, those of ``kept`` among them."""
-    found: dict[tuple[str, int], Sequence[Row]] = {}
+    """Returns the rows of all runs that have any, from ``kept`` or from the run directories."""
+    rows_of: dict[tuple[str, int], Sequence[Row]] = {}
     for arm, seed in runs:
         path = out / f"{arm}-{seed}" / "metrics.jsonl"
         rows = kept[arm, seed] if (arm, seed) in kept else read_rows(path) if path.exists() else []
         if rows:
-            found[arm, seed] = rows
-    return found
+            rows_of[arm, seed] = rows
+    return rows_of
 
 
 def report(outcomes: dict[str, dict[int, Outcome]], figures: Sequence[str], command: str) -> str:
-    """The Markdown report."""
-    seconds = sum(outcome.wall_seconds for found in outcomes.values() for outcome in found.values())
+    """Formats the report in Markdown."""
+    seconds = sum(outcome.wall_seconds for by_seed in outcomes.values() for outcome in by_seed.values())
     lines = [
         f"Command: `{command}`. {sum(map(len, outcomes.values()))} runs, {seconds / 3600:.1f} hours of training time.",
         "",
-        "Medians over the seeds; accuracy is the mean reward of the rollouts over ten steps, a collapse is accuracy "
-        "under half its peak from there to the end, and end is the collapse where there was one. Mismatch is "
-        "log_ppl_abs_diff, lead the steps from surge to collapse, C the threshold of the importance ratio. Both sides "
-        "of an arrow are medians of their own.",
+        "All numbers are medians over the seeds. Accuracy is the mean reward of the rollouts over ten steps. A run "
+        "has collapsed when its accuracy stays under half of its peak to the end; the end is the collapse, if there "
+        "was one. Mismatch is log_ppl_abs_diff, lead the number of steps from surge to collapse, and C the threshold "
+        "of the importance ratio. The two sides of an arrow are separate medians.",
         "",
         "| arm | seeds | peak | final | final of each | held-out final | collapsed | at step | surge | lead | "
         "mismatch at peak -> end | gradient norm at peak -> end | tokens above C | of the worst step | final rate |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_line(arm, list(found.values())) for arm, found in outcomes.items()]
+    lines += [_line(arm, list(by_seed.values())) for arm, by_seed in outcomes.items()]
     for name in figures:
         lines += ["", f"![{name}]({name}.png)"]
     return "\n".join(lines) + "\n"
 
 
-def _line(arm: str, found: list[Outcome]) -> str:
-    collapsed = [outcome for outcome in found if outcome.collapse_step is not None]
+def _line(arm: str, outcomes: list[Outcome]) -> str:
+    collapsed = [outcome for outcome in outcomes if outcome.collapse_step is not None]
     leads = [outcome.lead for outcome in collapsed if outcome.lead is not None]
-    held = [outcome.evaluation_final for outcome in found if outcome.evaluation_final is not None]
+    held_out = [outcome.evaluation_final for outcome in outcomes if outcome.evaluation_final is not None]
 
     def median(values: Sequence[float | None], form: str) -> str:
         known = [value for value in values if value is not None]
         return format(float(np.median(known)), form) if known else "-"
 
     def pair(name: str) -> str:
-        return f"{median([o.at_peak[name] for o in found], '.1e')} -> {median([o.at_end[name] for o in found], '.1e')}"
+        before, after = [o.at_peak[name] for o in outcomes], [o.at_end[name] for o in outcomes]
+        return f"{median(before, '.1e')} -> {median(after, '.1e')}"
 
     cells = [
         arm,
-        str(len(found)),
-        median([outcome.peak for outcome in found], ".3f"),
-        median([outcome.final for outcome in found], ".3f"),
-        " ".join(f"{outcome.final:.2f}" for outcome in found),
-        median(held, ".3f"),
-        f"{len(collapsed)} of {len(found)}",
+        str(len(outcomes)),
+        median([outcome.peak for outcome in outcomes], ".3f"),
+        median([outcome.final for outcome in outcomes], ".3f"),
+        " ".join(f"{outcome.final:.2f}" for outcome in outcomes),
+        median(held_out, ".3f"),
+        f"{len(collapsed)} of {len(outcomes)}",
         median([outcome.collapse_step for outcome in collapsed], ".0f"),
-        median([outcome.surge_step for outcome in found], ".0f"),
+        median([outcome.surge_step for outcome in outcomes], ".0f"),
         median(leads, ".0f"),
         pair("log_ppl_abs_diff"),
         pair("grad_norm"),
-        median([outcome.above_share for outcome in found], ".2%"),
-        median([outcome.above_share_largest for outcome in found], ".1%"),
-        median([outcome.final_rate for outcome in found], ".1e"),
+        median([outcome.above_share for outcome in outcomes], ".2%"),
+        median([outcome.above_share_largest for outcome in outcomes], ".1%"),
+        median([outcome.final_rate for outcome in outcomes], ".1e"),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -259,10 +259,10 @@ def _line(arm: str, found: list[Outcome]) -> str:
 def write_report(study: Study, out: Path, rows: Runs, command: str) -> Path:
     """Writes report.md, outcomes.json, rows.parquet and the figures; returns the report's path.
 
-    The figures are of run directories, where these are there.
+    Only runs with a directory are in the figures.
 
     Raises:
-      ConfigError: there are no rows.
+      ConfigError: There are no rows.
     """
     if not rows:
         raise ConfigError(f"{out} holds no runs of this study")
@@ -286,7 +286,7 @@ def write_report(study: Study, out: Path, rows: Runs, command: str) -> Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a study; exit status 1 when a run failed."""
+    """Runs a study; the exit status is 1 if a run failed."""
     arguments = tyro.cli(Arguments, args=list(argv), prog="python experiments/study.py", description=__doc__)
     study = read_study(arguments.study)
     out = arguments.out or Path("runs") / f"study-{arguments.study.stem}"

@@ -1,8 +1,8 @@
-"""What staleness costs and gains in a study with real servers: ``python experiments/study_ahead.py runs/study-ahead``.
+"""Compares staleness in a study with real servers: ``python experiments/study_ahead.py runs/study-ahead``.
 
 Reads the runs ARM-SEED of a study (``experiments/study.py``) and prints a Markdown table with a line for each arm: time
-and tokens from ``time/*``, how old batches were, the parts of the mismatch, accuracy, surge and collapse. Seconds and
-tokens are of the steps after the first five, in which programs compile. Medians over the seeds, but for accuracies.
+and tokens from ``time/*``, the age of batches, the parts of the mismatch, accuracy, surge and collapse. Seconds and
+tokens leave out the first five steps, in which programs compile. All numbers but accuracies are medians over the seeds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from timeline import numbers
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.rows import Row, read_rows
 
-COMPILING = 5  # steps
+COMPILING = 5  # steps in which programs compile
 EARLY, LATE = slice(5, 15), slice(-10, None)  # steps 6 to 15, around the surge, and the last ten
 HEADS = {
     "s a step": ("seconds_per_step", ".2f"),
@@ -40,11 +40,11 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """Which study.
+    """The options of the program.
 
     Attributes:
-      runs: directory of its runs.
-      json: file for the numbers of each run.
+      runs: The directory of the study's runs.
+      json: The JSON file for the numbers of each run.
     """
 
     runs: Annotated[Path, tyro.conf.Positional]
@@ -52,13 +52,13 @@ class Arguments:
 
 
 def mean_of(rows: Sequence[Row], key: str) -> float | None:
-    """Mean of a metric over the rows that have it; None where none has."""
-    found = [row[key] for row in rows if row.get(key) is not None]
-    return float(np.mean(found)) if found else None
+    """Computes the mean of a metric over the rows that have it; None without any."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return float(np.mean(values)) if values else None
 
 
 def counted(rows: Sequence[Row]) -> dict[str, Any]:
-    """What is compared of one run."""
+    """Computes the numbers of one run."""
     parts = {"numerics": "mismatch_numerics/log_ppl_abs_diff", "drift": "mismatch_drift/log_ppl_abs_diff"}
     return {
         **numbers(rows, COMPILING),
@@ -70,7 +70,7 @@ def counted(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def line(arm: str, runs: Sequence[dict[str, Any]]) -> str:
-    """An arm's line of the table."""
+    """Formats an arm's line of the table."""
     cells = [arm, str(len(runs))]
     for name, form in HEADS.values():
         known = [run[name] for run in runs if run[name] is not None]
@@ -82,7 +82,7 @@ def line(arm: str, runs: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table; returns the exit status."""
+    """Prints the table and returns the exit status."""
     arguments = tyro.cli(Arguments, args=list(argv), description=__doc__)
     arms: dict[str, dict[str, dict[str, Any]]] = {}
     for path in sorted(arguments.runs.glob("*-*/summary.json")):
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         with caller_errors():
             arms.setdefault(arm, {})[seed] = counted(read_rows(path.parent / "metrics.jsonl"))
     if not arms:
-        raise ConfigError(f"{arguments.runs} holds no run that ended")
+        raise ConfigError(f"{arguments.runs} has no complete run")
     heads = ["arm", "seeds", *HEADS, "final accuracy of each seed", "collapsed"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for arm, runs in arms.items():

@@ -1,19 +1,19 @@
-"""What a study's rows say of its arms, with intervals over the seeds.
+"""Compares the arms of a study from its rows, with intervals over the seeds.
 
     python experiments/study_claims.py configs/study/slow.yaml benchmarks/study_slow.parquet --json benchmarks/slow.json
 
-Reads the Parquet file that experiments/study.py writes and nothing else of the runs. Four tables:
+Reads only the Parquet file that experiments/study.py writes. There are four tables:
 
-arms: of each arm how many seeds end well and how many collapse (study_outcome.py), and the mean final accuracy.
-comparisons: those that the study's file names: the mean difference of the final accuracy between two arms with the same
-  seeds. Intervals are percentiles of 10,000 bootstrap samples of the seeds; as there are m comparisons, each has the
+arms: The number of seeds that end well and that collapse (study_outcome.py), and the mean final accuracy of each arm.
+comparisons: The mean difference of the final accuracy between two arms with the same seeds, for the pairs in the
+  study's file. Intervals are percentiles of 10,000 bootstrap samples of the seeds. Each of m comparisons has the
   coverage 1 - 0.05 / m, so that all together have 95% (Bonferroni).
-signals: in each run of the arms given by --signals, when a signal changes, against the step of the collapse.
-runs: of each arm the final accuracy, the surge's step and the mismatch at the end, seed by seed.
+signals: The step at which a signal changes, against the step of the collapse, in each run of the arms of --signals.
+runs: The final accuracy, the surge's step and the mismatch at the end of each arm, seed by seed.
 
 A signal changes at the first step from which, for PERSISTENCE steps, its trailing mean is above FACTOR times (or below
 1 / FACTOR of) its median over the REFERENCE steps from the surge on. A change in a run that does not collapse is a
-false alarm. A step in which a signal is not measured has the value before.
+false alarm. A step without a measurement has the value of the step before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.rows import Row
 from rljax.record.summary import EDGE_STEPS, trailing_mean
 
-ENDS_WELL = 0.3  # final accuracy above which a run ends well, as in the first study
+ENDS_WELL = 0.3  # a run ends well if its final accuracy is above this
 RESAMPLES = 10_000
 FACTOR, PERSISTENCE, REFERENCE = 1.5, 5, 40
 SIGNALS = {
@@ -46,38 +46,38 @@ SIGNALS = {
     "entropy": "policy/entropy",
     "length": "response_length/mean",
 }
-"""Name in the table -> metric."""
+"""The metric of each signal, by name in the table."""
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]  # arm -> seed
 
 
 def interval(values: np.ndarray, coverage: float) -> tuple[float, float]:
-    """Percentiles of the mean over bootstrap samples; of one value, itself twice."""
+    """Returns the interval of the mean from bootstrap percentiles; for one value it is that value twice."""
     samples = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.quantile(values[samples].mean(1), [(1 - coverage) / 2, (1 + coverage) / 2])
     return float(low), float(high)
 
 
-def arm_row(found: Mapping[int, Outcome]) -> dict[str, Any]:
-    """The line of one arm."""
-    finals = np.array([outcome.final for outcome in found.values()])
-    collapses = [outcome.collapse_step for outcome in found.values() if outcome.collapse_step is not None]
+def arm_row(outcomes: Mapping[int, Outcome]) -> dict[str, Any]:
+    """Computes the line of one arm."""
+    finals = np.array([outcome.final for outcome in outcomes.values()])
+    collapses = [outcome.collapse_step for outcome in outcomes.values() if outcome.collapse_step is not None]
     return {
-        "seeds": len(found),
+        "seeds": len(outcomes),
         "end_well": int(np.sum(finals > ENDS_WELL)),
         "collapsed": len(collapses),
         "final_mean": float(finals.mean()),
         "final_interval": interval(finals, 0.95),
-        "peak_mean": float(np.mean([outcome.peak for outcome in found.values()])),
+        "peak_mean": float(np.mean([outcome.peak for outcome in outcomes.values()])),
         "collapse_step_median": float(np.median(collapses)) if collapses else None,
     }
 
 
 def comparison_row(one: Mapping[int, Outcome], other: Mapping[int, Outcome], count: int) -> dict[str, Any]:
-    """The line of one of ``count`` comparisons, over the seeds that both arms have.
+    """Computes the line of one of ``count`` comparisons, over the seeds that both arms have.
 
     Raises:
-      ValueError: there is none.
+      ValueError: The arms have no seed in common.
     """
     seeds = sorted(set(one) & set(other))
     if not seeds:
@@ -92,11 +92,11 @@ def comparison_row(one: Mapping[int, Outcome], other: Mapping[int, Outcome], cou
 
 
 def change_step(values: Sequence[float | None], surge: int) -> int | None:
-    """1-based step at which a signal changes for good enough, by the rule above; None: it does not.
+    """Returns the 1-based step at which a signal changes, by the rule above; None if it does not.
 
     Args:
-      values: of each step.
-      surge: 1-based step of the surge.
+      values: The value of each step.
+      surge: The 1-based step of the surge.
     """
     smooth = trailing_mean(values)
     reference = np.median(smooth[surge - 1 : surge - 1 + REFERENCE])
@@ -109,7 +109,7 @@ def change_step(values: Sequence[float | None], surge: int) -> int | None:
 
 
 def edges(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Mean mismatch of the first and last ``EDGE_STEPS``, and the median of the gradient noise where it is measured."""
+    """Computes the mean mismatch of the first and last ``EDGE_STEPS``, and the median of the gradient noise, if any."""
     mismatch = [row["mismatch/log_ppl_abs_diff"] for row in rows]
     noise = [value for row in rows if (value := row.get("optimizer/grad_noise")) is not None and np.isfinite(value)]
     return {
@@ -120,16 +120,16 @@ def edges(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def filled(values: Sequence[float | None]) -> list[float | None]:
-    """The values, with the last one that is there for a missing or infinite one; None before the first."""
-    found: list[float | None] = []
+    """Replaces each missing or infinite value by the last one before it; the values before the first stay."""
+    full: list[float | None] = []
     for value in values:
-        is_there = value is not None and np.isfinite(value)
-        found.append(value if is_there or not found else found[-1])
-    return found
+        is_known = value is not None and np.isfinite(value)
+        full.append(value if is_known or not full else full[-1])
+    return full
 
 
 def signal_row(metric: str, runs: Sequence[tuple[Outcome, Sequence[Row]]]) -> dict[str, Any]:
-    """The line of one signal, over the runs that have a surge."""
+    """Computes the line of one signal, over the runs that have a surge."""
     leads, missed, false_alarms, healthy = [], 0, 0, 0
     for outcome, rows in runs:
         if outcome.surge_step is None:
@@ -152,10 +152,10 @@ def signal_row(metric: str, runs: Sequence[tuple[Outcome, Sequence[Row]]]) -> di
 
 
 def claims(study_file: Path, table: Path, signal_arms: Sequence[str]) -> dict[str, Any]:
-    """The four tables.
+    """Computes the four tables.
 
     Raises:
-      ConfigError, ValueError: the files do not fit.
+      ConfigError, ValueError: The files do not fit one another.
     """
     study, runs = read_study(study_file), read_table(table)
     if unknown := {arm for arm, _ in runs} - set(study.arms) or set(signal_arms) - set(study.arms):
@@ -163,44 +163,44 @@ def claims(study_file: Path, table: Path, signal_arms: Sequence[str]) -> dict[st
     outcomes: dict[str, dict[int, Outcome]] = {arm: {} for arm in study.arms}
     for (arm, seed), rows in runs.items():
         outcomes[arm][seed] = outcome_of(rows)
-    there = {arm: found for arm, found in outcomes.items() if found}
-    pairs = [(one, other) for one, other in study.comparisons if one in there and other in there]
+    present = {arm: by_seed for arm, by_seed in outcomes.items() if by_seed}
+    pairs = [(one, other) for one, other in study.comparisons if one in present and other in present]
     signals = [(outcomes[arm][seed], rows) for (arm, seed), rows in runs.items() if arm in signal_arms]
     return {
-        "arms": {arm: arm_row(found) for arm, found in there.items()},
+        "arms": {arm: arm_row(by_seed) for arm, by_seed in present.items()},
         "comparisons": [
-            {"arms": list(pair), **comparison_row(there[pair[0]], there[pair[1]], len(study.comparisons))}
+            {"arms": list(pair), **comparison_row(present[pair[0]], present[pair[1]], len(study.comparisons))}
             for pair in pairs
         ],
         "signals": {name: signal_row(metric, signals) for name, metric in SIGNALS.items()} if signals else {},
         "runs": {
-            arm: {str(seed): dataclasses.asdict(outcome) | edges(runs[arm, seed]) for seed, outcome in found.items()}
-            for arm, found in there.items()
+            arm: {str(seed): dataclasses.asdict(outcome) | edges(runs[arm, seed]) for seed, outcome in by_seed.items()}
+            for arm, by_seed in present.items()
         },
     }
 
 
-def markdown(found: Mapping[str, Any]) -> str:
-    """The tables as they stand in the documentation."""
+def markdown(tables: Mapping[str, Any]) -> str:
+    """Formats the tables in Markdown, as in the documentation."""
     lines = [
         "| arm | seeds | end well | collapsed | at step | peak | final | 95% interval |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for arm, row in found["arms"].items():
+    for arm, row in tables["arms"].items():
         at = "-" if row["collapse_step_median"] is None else f"{row['collapse_step_median']:.0f}"
         cells = (arm, row["seeds"], row["end_well"], row["collapsed"], at, f"{row['peak_mean']:.2f}")
         lines.append(_line(*cells, f"{row['final_mean']:.2f}", _between(row["final_interval"])))
     lines += ["", "| compared | seeds | difference | interval | better |", "|---|---|---|---|---|"]
-    for row in found["comparisons"]:
+    for row in tables["comparisons"]:
         cells = (" - ".join(row["arms"]), row["seeds"], f"{row['difference']:+.2f}")
         lines.append(_line(*cells, _between(row["interval"]), f"{row['better']} of {row['seeds']}"))
     lines += ["", "| signal | median lead | leads | missed | false alarms |", "|---|---|---|---|---|"]
-    for name, row in found["signals"].items():
+    for name, row in tables["signals"].items():
         lead = "-" if row["lead_median"] is None else f"{row['lead_median']:.0f}"
         alarms = f"{row['false_alarms']} of {row['healthy']}"
         lines.append(_line(name, lead, " ".join(map(str, row["leads"])), row["missed"], alarms))
     lines += ["", f"| arm | final of each seed | surge | mismatch, last {EDGE_STEPS} steps |", "|---|---|---|---|"]
-    for arm, runs in found["runs"].items():
+    for arm, runs in tables["runs"].items():
         finals = " ".join(f"{run['final']:.2f}" for run in runs.values())
         surges = " ".join(str(run["surge_step"] or "-") for run in runs.values())
         lines.append(_line(arm, finals, surges, " ".join(f"{run['mismatch_last']:.2g}" for run in runs.values())))
@@ -216,18 +216,18 @@ def _between(bounds: Sequence[float]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the tables; returns the exit status."""
+    """Prints the tables and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="YAML file of the study")
-    parser.add_argument("rows", type=Path, help="its rows.parquet")
+    parser.add_argument("rows", type=Path, help="rows.parquet of the study")
     parser.add_argument("--signals", nargs="*", default=[], help="arms whose signals are compared with the collapse")
-    parser.add_argument("--json", type=Path, help="file for the tables, with the outcome of each run")
+    parser.add_argument("--json", type=Path, help="JSON file for the tables, with the outcome of each run")
     options = parser.parse_args(argv)
     with caller_errors():
-        found = claims(options.study, options.rows, options.signals)
-    print(markdown(found))
+        tables = claims(options.study, options.rows, options.signals)
+    print(markdown(tables))
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,10 +1,10 @@
-"""One figure for each claim that a study is about: ``python experiments/study_figures.py STUDY ROWS --out docs``.
+"""Draws a figure for each claim of a study: ``python experiments/study_figures.py STUDY ROWS --out docs``.
 
-The study's file names them: ``claims`` is a title and the ``arms`` and ``metrics`` that it is read from. A figure has
-a panel for each metric over the steps, a thin line for each run and a thick one for the median of an arm's seeds
-(both trailing means of ten steps), and one with the final accuracy of each seed, its mean over the seeds and the 95%
-interval of that mean by bootstrap. With ``signals`` there is one figure more: how many steps before a collapse each
-signal changes, by the rule of experiments/study_claims.py. ROWS is the study's rows.parquet; nothing else is read.
+The study's file has the ``claims``, each with a title, ``arms`` and ``metrics``. A figure has a panel over the steps
+for each metric, with a thin line for each run and a thick line for the median of an arm's seeds. Both are trailing
+means of ten steps. The last panel has the final accuracy of each seed, the mean over the seeds and its 95% bootstrap
+interval. With ``signals`` another figure shows how many steps before a collapse each signal changes, by the rule of
+experiments/study_claims.py. The program reads only ROWS, the study's rows.parquet.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from rljax.record.summary import trailing_mean
 
 @dataclass(frozen=True)
 class Arguments:
-    """Which study.
+    """The options of the program.
 
     Attributes:
-      study: YAML file of the study.
-      rows: its rows.parquet.
-      out: directory of the figures, NAME_CLAIM.png each, NAME being the study's file without its suffix.
-      signals: arms whose signals are compared with the collapse.
+      study: The YAML file of the study.
+      rows: The rows.parquet of the study.
+      out: The directory of the figures study_NAME_CLAIM.png, where NAME is the study's file without its suffix.
+      signals: The arms whose signals are compared with the collapse.
     """
 
     study: Annotated[Path, tyro.conf.Positional]
@@ -49,7 +49,7 @@ class Arguments:
 
 
 def plot_metric(axis: Axes, runs: Runs, arms: Sequence[str], metric: str) -> None:
-    """A metric of each run, and the median over the seeds at the steps that all runs of an arm have."""
+    """Draws a metric of each run, and the median over the seeds at the steps that all runs of an arm have."""
     last = max((rows[-1]["step"] for (arm, _), rows in runs.items() if arm in arms), default=1)
     style_axis(axis, 1, last)
     axis.set_title(metric, loc="left", fontsize=10, fontweight="bold", color=INK)
@@ -66,7 +66,7 @@ def plot_metric(axis: Axes, runs: Runs, arms: Sequence[str], metric: str) -> Non
 
 
 def plot_finals(axis: Axes, runs: Runs, arms: Sequence[str]) -> None:
-    """The final accuracy of each run, and of each arm the mean with its interval."""
+    """Draws the final accuracy of each run, and the mean of each arm with its interval."""
     style_axis(axis, 0, 1)
     axis.set_xlim(-0.03, 1.03)
     axis.set_xticks(np.linspace(0, 1, 6))
@@ -83,7 +83,7 @@ def plot_finals(axis: Axes, runs: Runs, arms: Sequence[str]) -> None:
 
 
 def claim_figure(title: str, runs: Runs, arms: Sequence[str], metrics: Sequence[str]) -> Figure:
-    """A panel for each metric, and the final accuracies, of the arms that have runs."""
+    """Draws a panel for each metric and a panel of final accuracies, for the arms that have runs."""
     arms = [arm for arm in arms if any(name == arm for name, _ in runs)]
     figure = Figure(figsize=(3.9 * (len(metrics) + 1), 3.6), layout="constrained")
     figure.suptitle(title, fontsize=12, fontweight="bold", color=INK, x=0.01, ha="left")
@@ -96,28 +96,28 @@ def claim_figure(title: str, runs: Runs, arms: Sequence[str], metrics: Sequence[
     return figure
 
 
-def signals_figure(found: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """How many steps before a collapse each signal of ``study_claims.claims`` changes, and where it does not help."""
-    figure = Figure(figsize=(9, 0.9 + 0.5 * len(found)), layout="constrained")
+def signals_figure(signals: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Draws how many steps before a collapse each signal changes, with its misses and false alarms."""
+    figure = Figure(figsize=(9, 0.9 + 0.5 * len(signals)), layout="constrained")
     axis = figure.subplots()
-    longest = max((lead for row in found.values() for lead in row["leads"]), default=1)
+    longest = max((lead for row in signals.values() for lead in row["leads"]), default=1)
     style_axis(axis, 0, longest)
     axis.set_xlabel("steps before the collapse", fontsize=8.5, color=QUIET)
     axis.set_title("Signals that change before a collapse", loc="left", fontsize=12, fontweight="bold", color=INK)
     labels = []
-    for place, (color, (name, row)) in enumerate(zip(COLORS, found.items(), strict=False)):
+    for place, (color, (name, row)) in enumerate(zip(COLORS, signals.items(), strict=False)):
         axis.plot(row["leads"], [place] * len(row["leads"]), "o", color=color, alpha=0.6)
         labels.append(f"{name}\nmissed {row['missed']}, false alarms {row['false_alarms']} of {row['healthy']}")
-    axis.set_yticks(range(len(found)), labels, fontsize=8)
-    axis.set_ylim(len(found) - 0.5, -0.5)
+    axis.set_yticks(range(len(signals)), labels, fontsize=8)
+    axis.set_ylim(len(signals) - 0.5, -0.5)
     return figure
 
 
 def write_figures(study: Study, arguments: Arguments) -> list[Path]:
-    """Writes them and returns their paths.
+    """Writes the figures and returns their paths.
 
     Raises:
-      ConfigError, ValueError: the files do not fit, or the study names no claims.
+      ConfigError, ValueError: The files do not fit one another, or the study names no claims.
     """
     if not study.claims:
         raise ConfigError(f"{arguments.study} names no claims")
@@ -127,13 +127,13 @@ def write_figures(study: Study, arguments: Arguments) -> list[Path]:
         figure = claim_figure(what["title"], runs, what["arms"], what["metrics"])
         paths.append(save_figure(figure, arguments.out / f"study_{name}_{claim}.png"))
     if arguments.signals:
-        found = claims(arguments.study, arguments.rows, arguments.signals)["signals"]
-        paths.append(save_figure(signals_figure(found), arguments.out / f"study_{name}_signals.png"))
+        signals = claims(arguments.study, arguments.rows, arguments.signals)["signals"]
+        paths.append(save_figure(signals_figure(signals), arguments.out / f"study_{name}_signals.png"))
     return paths
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the paths; returns the exit status."""
+    """Prints the paths and returns the exit status."""
     arguments = tyro.cli(Arguments, args=list(argv), description=__doc__)
     with caller_errors():
         for path in write_figures(read_study(arguments.study), arguments):

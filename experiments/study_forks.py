@@ -1,4 +1,4 @@
-"""Arms of a study that are one run until their rates part: where a fork begins."""
+"""Finds where a fork begins: the arms of a study may be one run until their rates differ."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rljax.run.rate import make_rate_controller, observed_value
 SCHEDULE_KEYS = {
     f"schedule.{key}" for key in ("kind", "horizon", "decay_period", "multiplier", "decay_factor", "floor_ratio")
 }
-"""What a fork's settings may differ by from those of the arm that it forks from."""
+"""The settings in which a fork may differ from the arm that it forks from."""
 
 
 def check_forks(path: Path, arms: Mapping[str, Mapping[str, Any]], forks: Mapping[str, str]) -> None:
-    """Raises ConfigError where a fork is not of two arms that differ by their schedules alone, the other no fork."""
+    """Raises ConfigError unless the two arms of each fork differ only in their schedules and the second is no fork."""
     for arm, other in forks.items():
         if arm not in arms or other not in arms or other in forks:
-            raise ConfigError(f"{path}: forks: {arm}: {other} must be two arms, the second no fork itself")
+            raise ConfigError(f"{path}: forks: {arm}: {other} must be two arms, and the second must not be a fork")
         settings, others = arms[arm], arms[other]
         differing = {key for key in {*settings, *others} if settings.get(key) != others.get(key)} - SCHEDULE_KEYS
         if differing:
@@ -34,7 +34,7 @@ def check_forks(path: Path, arms: Mapping[str, Mapping[str, Any]], forks: Mappin
 
 
 def parting_step(rows: Sequence[Row], config: Config) -> int | None:
-    """First step at which a run with these rows would have had another rate under ``config``; None: there is none."""
+    """Returns the first step at which these rows would have another rate under ``config``; None without one."""
     controller = make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps)
     last: Row = {}
     for row in rows:
@@ -47,11 +47,11 @@ def parting_step(rows: Sequence[Row], config: Config) -> int | None:
 
 
 def fork_checkpoint(source: Path, words: Sequence[str]) -> Path | None:
-    """The last checkpoint of ``source`` before its rate parts from that of the run of ``words``; None: there is none.
+    """Returns the last checkpoint of ``source`` before its rate differs from the fork's; None without one.
 
     Args:
-      source: directory of a complete run.
-      words: what stands after ``python -m rljax.train`` for the fork.
+      source: The directory of a complete run.
+      words: The words after ``python -m rljax.train`` on the fork's command line.
     """
     config = load_config(Config, list(words), prog="python -m rljax.train", description="")
     parting = parting_step(read_rows(source / "metrics.jsonl"), config)
@@ -60,7 +60,7 @@ def fork_checkpoint(source: Path, words: Sequence[str]) -> Path | None:
 
 
 def recorded_fork(run_dir: Path) -> str | None:
-    """What a run that is begun has for ``run.fork``; None: it is not begun."""
+    """Returns ``run.fork`` of a run that has begun; None if it has not."""
     path = run_dir / "config.yaml"
     if not path.exists():
         return None

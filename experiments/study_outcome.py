@@ -1,4 +1,4 @@
-"""What became of a run, in the numbers that a study compares between its arms."""
+"""Computes the outcome of a run: the numbers that a study compares between its arms."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ OUTCOME_METRICS = {
     "grad_norm": "optimizer/grad_norm",
     "response_length": "response_length/mean",
 }
-"""Name in an outcome -> metric."""
+"""The metrics of an outcome, by name."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a study compares. Steps are 1-based; accuracy is the mean reward of the rollouts, a trailing 10-step mean.
+    """The outcome of a run. Steps are 1-based; accuracy is a trailing 10-step mean of the rollouts' mean reward.
 
     Attributes:
-      steps: of the run.
-      peak: highest accuracy.
-      peak_step: where.
-      final: accuracy at the end.
-      collapse_step: first step from which accuracy stays under half the peak before it; None: it did not collapse.
-      surge_step: where the tracker called the surge; None: it did not, or there was none.
-      lead: collapse_step - surge_step; None without either.
-      evaluation_peak: highest accuracy on an evaluation dataset; None without evaluations.
-      evaluation_final: the last one.
-      at_peak: trailing means of ``OUTCOME_METRICS`` at the peak.
-      at_end: the same at the collapse, or at the end without one.
-      above_share: mean over the steps of the share of tokens with a ratio above ``diagnosis.is_threshold``.
-      above_share_largest: the largest of a step.
-      final_rate: learning rate of the last update.
-      skipped_updates: updates not applied.
-      wall_seconds: of all steps.
+      steps: The number of steps of the run.
+      peak: The highest accuracy.
+      peak_step: The step of the highest accuracy.
+      final: The accuracy at the end.
+      collapse_step: The first step from which accuracy stays under half of the peak before it; None without a collapse.
+      surge_step: The step at which the tracker called the surge; None without a call.
+      lead: The number of steps from surge to collapse; None without either.
+      evaluation_peak: The highest accuracy on an evaluation dataset; None without evaluations.
+      evaluation_final: The last accuracy on an evaluation dataset; None without evaluations.
+      at_peak: The trailing means of ``OUTCOME_METRICS`` at the peak.
+      at_end: The trailing means of ``OUTCOME_METRICS`` at the collapse, or at the end without one.
+      above_share: The mean over the steps of the share of tokens with a ratio above ``diagnosis.is_threshold``.
+      above_share_largest: The largest such share of a step.
+      final_rate: The learning rate of the last update.
+      skipped_updates: The number of updates that were not applied.
+      wall_seconds: The sum of all steps' seconds.
     """
 
     steps: int
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def outcome_of(rows: Sequence[Row]) -> Outcome:
-    """The outcome of a run. Raises ValueError when there are no rows."""
+    """Computes the outcome of a run. Raises ValueError if there are no rows."""
     summary = summarize(rows)
     accuracy = trailing_mean([row["reward/mean"] for row in rows])
     peak = int(np.argmax(accuracy))
@@ -76,7 +76,7 @@ def outcome_of(rows: Sequence[Row]) -> Outcome:
         collapse_step=collapse,
         surge_step=surge,
         lead=None if collapse is None or surge is None else collapse - surge,
-        evaluation_peak=max((found["best"] for found in evaluations), default=None),
+        evaluation_peak=max((evaluation["best"] for evaluation in evaluations), default=None),
         evaluation_final=evaluations[-1]["last"] if evaluations else None,
         at_peak=_trailing_metrics(rows[: peak + 1]),
         at_end=_trailing_metrics(rows[:collapse]),

@@ -1,4 +1,4 @@
-"""The rows of a study in one Parquet file: a line for each arm, seed and step, with the columns that claims need."""
+"""Keeps the rows of a study in one Parquet file: a line for each arm, seed and step, with the columns for claims."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ COLUMNS = (
     *("policy/entropy", "optimizer/grad_norm", "optimizer/grad_noise", "optimizer/skipped_updates"),
     *("is/token_fraction_above", "time/step_s"),
 )
-"""Metrics that are kept; besides them the accuracies of evaluations. Missing values are null."""
+"""The metrics in the file, besides the accuracies of evaluations. Missing values are null."""
 
 INTEGERS = {"step", "schedule/surge_step", "schedule/decay_period", "optimizer/skipped_updates"}
-"""Those that are int32; the others are float32."""
+"""The columns that are int32; the others are float32."""
 
-Runs = Mapping[tuple[str, int], Sequence[Row]]  # of an arm and a seed
+Runs = Mapping[tuple[str, int], Sequence[Row]]  # the rows of each (arm, seed)
 
 
 def write_table(path: Path, runs: Runs) -> None:
-    """Writes the file in one rename."""
+    """Writes the file, with one rename at the end."""
     names = [*COLUMNS, *sorted({key for rows in runs.values() for row in rows for key in row if is_accuracy(key)})]
     lines = [(arm, seed, row) for (arm, seed), rows in runs.items() for row in rows]
     columns: dict[str, pyarrow.Array] = {
@@ -44,17 +44,17 @@ def write_table(path: Path, runs: Runs) -> None:
 
 
 def read_table(path: Path) -> dict[tuple[str, int], list[Row]]:
-    """What ``write_table`` wrote; a null is None.
+    """Reads a file that ``write_table`` wrote; null becomes None.
 
     Raises:
-      ValueError: it is no such file.
+      ValueError: The file cannot be read.
     """
     try:
         lines = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    found: dict[tuple[str, int], list[Row]] = {}
+    runs: dict[tuple[str, int], list[Row]] = {}
     for line in lines:
         run = (line.pop("arm"), line.pop("seed"))
-        found.setdefault(run, []).append(line)
-    return found
+        runs.setdefault(run, []).append(line)
+    return runs

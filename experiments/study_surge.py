@@ -1,9 +1,10 @@
-"""Judges the surge tracker on families of synthetic curves with known truth; prints the table of docs/schedule.md.
+"""Tests the surge tracker on families of synthetic curves with known surges; prints the table of docs/schedule.md.
 
     python experiments/study_surge.py --seeds 2000 --json benchmarks/surge_study.json
 
-About 7 minutes on one core with 2000 seeds. A seed is one curve of each family. Levels are in units of the level
-before the surge; "crossing" is the first step at which the noise-free curve, without its early dip, reaches 3.
+It takes about 7 minutes on one core with 2000 seeds. Each seed gives one curve of each family. The unit of a level is
+the level before the surge. The "crossing" is the first step at which the noise-free curve, without its early dip,
+reaches 3.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def noisy(rng: np.random.Generator, level: np.ndarray, low: float, high: float, 
 
 
 def ramp(rng: np.random.Generator, shape: str, steps: np.ndarray) -> np.ndarray:
-    """1, then a rise to 3-4 over 5-40 steps around step 60-150, then flat."""
+    """Returns a level of 1 that rises to 3-4 over 5-40 steps around step 60-150 and stays there."""
     duration, final = rng.integers(5, 41), rng.uniform(3, 4)
     progress = np.clip((steps - rng.uniform(60, 150)) / duration + 0.5, 0, 1)
     if shape == "geometric":
@@ -53,18 +54,18 @@ def ramp(rng: np.random.Generator, shape: str, steps: np.ndarray) -> np.ndarray:
 
 
 def early_dip(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
-    """Down by 20-50% around step 10-25, back within about 15 steps."""
+    """Returns a factor that falls by 20-50% around step 10-25 and recovers within about 15 steps."""
     centre, width = rng.uniform(10, 25), rng.uniform(4, 8)
     return 1 - rng.uniform(0.2, 0.5) * np.exp(-0.5 * ((steps - centre) / width) ** 2)
 
 
 def high_start(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
-    """20-80% above the level at first, down to it within about 20 steps."""
+    """Returns a factor that starts 20-80% above 1 and falls to it within about 20 steps."""
     return 1 + rng.uniform(0.2, 0.8) * np.exp(-steps / rng.uniform(4, 10))
 
 
 def surge(shape: str, opening: Callable | None = None, correlation: float = 0.0) -> Callable[..., Curve]:
-    """A family of paper-like runs: 1000 tokens to 3000-4000, noise 3-13%."""
+    """Returns a family of runs like the paper's: 1000 tokens to 3000-4000, with noise of 3-13%."""
 
     def draw(rng: np.random.Generator) -> Curve:
         steps = np.arange(1, SURGE_STEPS + 1)
@@ -77,7 +78,10 @@ def surge(shape: str, opening: Callable | None = None, correlation: float = 0.0)
 
 
 def toy(rng: np.random.Generator) -> Curve:
-    """7 tokens for 20-30 steps, then 3.1-4 times that within 20-40; crossing by the mean of the last 5 lengths."""
+    """Draws 7 tokens for 20-30 steps, then 3.1-4 times as many within 20-40 steps.
+
+    The mean of the last 5 lengths decides the crossing.
+    """
     steps = np.arange(1, TOY_STEPS + 1)
     progress = np.clip((steps - rng.uniform(20, 30)) / rng.uniform(20, 40), 0, 1)
     lengths = TOY_TOKENS * noisy(rng, 1 + (rng.uniform(3.1, 4) - 1) * progress, 0.03, 0.08)
@@ -88,7 +92,7 @@ def toy(rng: np.random.Generator) -> Curve:
 def quiet(
     make_level: Callable[[np.random.Generator, np.ndarray], np.ndarray],
 ) -> Callable[[np.random.Generator], Curve]:
-    """A family of runs without a surge, noise 3-15%."""
+    """Returns a family of runs without a surge, with noise of 3-15%."""
 
     def draw(rng: np.random.Generator) -> Curve:
         level = make_level(rng, np.arange(1, QUIET_STEPS + 1))
@@ -98,23 +102,23 @@ def quiet(
 
 
 def slow_linear(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
-    """Three-fold over 200-600 steps, and on at the same pace."""
+    """Returns a level that triples over 200-600 steps and goes on at the same pace."""
     return 1 + 2 * np.maximum(steps - rng.uniform(0, 600), 0) / rng.uniform(200, 600)
 
 
 def slow_geometric(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
-    """Three-fold over 200-600 steps, then once more."""
+    """Returns a level that triples over 200-600 steps, and then once more."""
     return 3 ** np.clip((steps - rng.uniform(0, 600)) / rng.uniform(200, 600), 0, 2)
 
 
 def slow_oscillating(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
-    """Slow geometric growth under a wave of 10-25% and 20-200 steps."""
+    """Returns slow geometric growth with a wave of 10-25% and 20-200 steps."""
     wave = np.sin(2 * np.pi * steps / rng.uniform(20, 200) + rng.uniform(0, 2 * np.pi))
     return slow_geometric(rng, steps) * (1 + rng.uniform(0.1, 0.25) * wave)
 
 
 def spikes(width: int) -> Callable[[np.random.Generator, np.ndarray], np.ndarray]:
-    """Spikes of 3-10 times the level, ``width`` steps long, 8-100 steps apart."""
+    """Returns a function that draws spikes of 3-10 times the level, ``width`` steps long and 8-100 steps apart."""
 
     def level(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
         out = np.ones(steps.size)
@@ -126,7 +130,7 @@ def spikes(width: int) -> Callable[[np.random.Generator, np.ndarray], np.ndarray
 
 
 def scattered_spikes(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
-    """Twenty spikes of 3-10 times the level, one or two steps long, anywhere: some meet."""
+    """Draws twenty spikes of 3-10 times the level, one or two steps long, at random places; some overlap."""
     out = np.ones(steps.size)
     for start in rng.integers(0, steps.size, 20):
         out[start : start + rng.integers(1, 3)] = rng.uniform(3, 10)
@@ -134,19 +138,20 @@ def scattered_spikes(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
 
 
 def dip_only(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
-    """The early dip, and no surge after it."""
+    """Returns an early dip without a surge after it."""
     return early_dip(rng, steps)
 
 
 def shrinking(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
-    """Down towards 15% of the start."""
+    """Returns a level that falls towards 15% of the start."""
     return np.maximum(np.exp(-steps / rng.uniform(100, 2000)), 0.15)
 
 
 def capped(fast: bool) -> Callable[[np.random.Generator], Curve]:
-    """Responses run into the length limit: log-normal lengths (sigma 0.6) cut at a cap.
+    """Returns a family in which responses reach the length limit: log-normal lengths (sigma 0.6) are cut at a cap.
 
-    Fast: the uncut mean grows 10-fold over 5-60 steps under a cap of 1.5-3.5. Slow: 3-fold per 200-400 steps, cap 4-8.
+    Fast: the uncut mean grows 10-fold over 5-60 steps, and the cap is 1.5-3.5. Slow: it grows 3-fold per 200-400 steps,
+    and the cap is 4-8.
     """
 
     def draw(rng: np.random.Generator) -> Curve:
@@ -163,7 +168,7 @@ def capped(fast: bool) -> Callable[[np.random.Generator], Curve]:
 
 
 def normal_cdf(z: np.ndarray) -> np.ndarray:
-    """Distribution function of the standard normal, elementwise."""
+    """Computes the distribution function of the standard normal, elementwise."""
     return np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in z])
 
 
@@ -194,7 +199,7 @@ QUIETS: dict[str, Callable[[np.random.Generator], Curve]] = {
 
 
 def first_call(curve: Curve, config: SurgeConfig) -> int | None:
-    """The step at which the tracker calls, or None."""
+    """Returns the step at which the tracker calls the surge, or None."""
     tracker = SurgeTracker(config)
     truncated = [None] * curve.lengths.size if curve.truncated is None else curve.truncated.tolist()
     for length, fraction in zip(curve.lengths.tolist(), truncated, strict=True):
@@ -204,12 +209,12 @@ def first_call(curve: Curve, config: SurgeConfig) -> int | None:
 
 
 def draw(name: str, family: Callable[[np.random.Generator], Curve], seed: int) -> Curve:
-    """Curve number ``seed`` of a family."""
+    """Draws curve number ``seed`` of a family."""
     return family(np.random.default_rng([*name.encode(), seed]))
 
 
 def judge_surges(name: str, family: Callable, config: SurgeConfig, seeds: int) -> dict[str, float]:
-    """How often and how late the family's surges are called."""
+    """Measures how often and how late the family's surges are called."""
     delays = []
     for seed in range(seeds):
         curve = draw(name, family, seed)
@@ -228,13 +233,13 @@ def judge_surges(name: str, family: Callable, config: SurgeConfig, seeds: int) -
 
 
 def judge_quiets(name: str, family: Callable, config: SurgeConfig, seeds: int) -> dict[str, float]:
-    """How often a family without a surge is called."""
+    """Measures how often a surge is called in a family without surges."""
     calls = [first_call(draw(name, family, seed), config) for seed in range(seeds)]
     return {"false_calls": sum(call is not None for call in calls) / seeds}
 
 
 def study(seeds: int, config: SurgeConfig) -> dict[str, dict[str, dict[str, float]]]:
-    """The whole table."""
+    """Computes the whole table."""
     return {
         "surges": {name: judge_surges(name, family, config, seeds) for name, family in SURGES.items()},
         "toy": {
@@ -246,7 +251,7 @@ def study(seeds: int, config: SurgeConfig) -> dict[str, dict[str, dict[str, floa
 
 
 def as_markdown(result: dict[str, dict[str, dict[str, float]]], seeds: int) -> str:
-    """The result as two Markdown tables."""
+    """Formats the result as two Markdown tables."""
     lines = [
         f"| surge ({seeds} seeds each) | called | median delay | 5%-95% | over 15 early | within 10 |",
         "|---|---|---|---|---|---|",
@@ -263,8 +268,8 @@ def as_markdown(result: dict[str, dict[str, dict[str, float]]], seeds: int) -> s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2000, help="curves per family")
-    parser.add_argument("--json", type=Path, help="write the table here, too")
+    parser.add_argument("--seeds", type=int, default=2000, help="curves of each family (2000)")
+    parser.add_argument("--json", type=Path, help="JSON file for the result")
     args = parser.parse_args()
     config = SurgeConfig()
     result = study(args.seeds, config)

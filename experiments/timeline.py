@@ -1,9 +1,10 @@
-"""Draws when the trainer and the servers of runs were at work: ``python experiments/timeline.py RUN... --out FILE``.
+"""Draws when the trainer and the servers of runs worked: ``python experiments/timeline.py RUN... --out FILE``.
 
-Each run has two lanes over the seconds since the first step shown: the trainer (training, publishing, evaluating,
-waiting) and the engine (sampling, by turns dark and light, with the step it is for). They are made from ``time/*`` of
-metrics.jsonl. What is printed, and written with --json, is counted over all steps but the first ones: seconds a step,
-response tokens a second, and the share of the time in which the trainer waited and the engine did not sample.
+Each run has two lanes over the seconds since the first drawn step. One is the trainer (training, publishing,
+evaluating, waiting), the other the engine (sampling, in two alternating shades, with the step of the samples). They
+come from ``time/*`` of metrics.jsonl. The program prints numbers over all steps but the first ones, and --json writes
+them: seconds per step, response tokens per second, and the shares of the time in which the trainer waited and the
+engine did not sample.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rljax.record.figure import save_figure
 from rljax.record.rows import Row, read_rows
 
 WORK = {"pack": "train", "train": "train", "prepare": "publish", "publish": "publish", "eval": "evaluate"}
-"""Phases of a step in which the trainer works, and what at."""
+"""The kind of work in each phase of a step in which the trainer works."""
 ORDER = ("eval_at_start", "wait", "rollout", "pack", "train", "prepare", "drain", "publish", "eval")
 COLORS = {"train": "#1f5fa8", "publish": "#d55e00", "evaluate": "#a8428c"}
 SAMPLING = ("#00916e", "#8fd0bd")
@@ -34,15 +35,15 @@ SAMPLING = ("#00916e", "#8fd0bd")
 
 @dataclass(frozen=True)
 class Arguments:
-    """Which runs, and what to show of them.
+    """The options of the program.
 
     Attributes:
-      runs: run directories.
-      out: PNG to write.
-      first: first step that is drawn.
-      steps: how many are drawn.
-      skip: so many steps at the start are not counted: programs compile in them.
-      json: file for the numbers.
+      runs: The run directories.
+      out: The PNG to write.
+      first: The first step to draw.
+      steps: The number of steps to draw.
+      skip: The number of steps at the start that are not counted, because programs compile in them.
+      json: The JSON file for the numbers.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -55,13 +56,13 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Lane:
-    """A run's times, in seconds since its first row's step began.
+    """The times of a run, in seconds since the beginning of its first step.
 
     Attributes:
-      starts: [n] of each step.
-      ends: [n] likewise.
-      work: (from, to, what) of the trainer.
-      sampling: (from, to, step) of the engine.
+      starts: The start of each step, [n].
+      ends: The end of each step, [n].
+      work: The work of the trainer, each (start, end, kind).
+      sampling: The sampling of the engine, each (start, end, step).
     """
 
     starts: np.ndarray
@@ -71,7 +72,7 @@ class Lane:
 
 
 def lane_of(rows: Sequence[Row]) -> Lane:
-    """The times of consecutive rows. A step begins where the one before ended: its record is not in its time."""
+    """Computes the times of consecutive rows; a step begins at the end of the one before."""
     ends = np.cumsum([row["time/step_s"] for row in rows])
     starts = ends - [row["time/step_s"] for row in rows]
     work, sampling = [], []
@@ -91,7 +92,7 @@ def lane_of(rows: Sequence[Row]) -> Lane:
 
 
 def numbers(rows: Sequence[Row], skip: int) -> dict[str, float]:
-    """What is counted over the rows from ``skip`` on."""
+    """Computes the numbers over the rows from ``skip`` on."""
     kept = rows[skip:]
     total = sum(row["time/step_s"] for row in kept)
     waited = sum(
@@ -109,7 +110,7 @@ def numbers(rows: Sequence[Row], skip: int) -> dict[str, float]:
 
 
 def draw(axis: Axes, lane: Lane, first: int, last: int) -> None:
-    """The steps of the row indices ``first`` to ``last``, exclusive."""
+    """Draws the steps of the row indices ``first`` to ``last``, exclusive."""
     origin, end = lane.starts[first], lane.ends[last - 1]
     for begun, ended, what in lane.work:
         if origin <= begun < end:
@@ -128,7 +129,7 @@ def draw(axis: Axes, lane: Lane, first: int, last: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draws and prints; returns the exit status."""
+    """Draws the figure, prints the numbers, and returns the exit status."""
     arguments = tyro.cli(Arguments, args=argv, description=__doc__)
     with caller_errors():
         runs = {run.name: read_rows(run / "metrics.jsonl") for run in arguments.runs}

@@ -68,7 +68,7 @@ def test_what_a_run_was_begun_from(tmp_path):
     ("forks", "message"),
     [
         ({"decay": "none"}, "decay: none must be two arms"),
-        ({"decay": "slow", "slow": "constant"}, "decay: slow must be two arms, the second no fork itself"),
+        ({"decay": "slow", "slow": "constant"}, "decay: slow must be two arms, and the second must not be a fork"),
         ({"corrected": "constant"}, "corrected and constant differ by correction.preset$"),
     ],
 )
