@@ -75,7 +75,7 @@ def test_the_kernels_are_within_their_bounds(checked):
     assert head["chunks"]["temporary_bytes"] < head["naive"]["temporary_bytes"]
 
 
-def test_a_step_is_compiled_once_and_has_no_utilisation_on_a_cpu(checked):
+def test_a_step_is_compiled_once_without_utilisation_on_a_cpu(checked):
     step = checked[2]["parts"]["step tiny bfloat16"]
     assert step["compilations"] == 1
     assert len(step["step_s"]) == 2

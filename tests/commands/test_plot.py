@@ -39,7 +39,7 @@ def runs(tmp_path):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_each_figure_has_its_panels_and_each_panel_the_curves_of_both_runs(name, runs):
+def test_each_panel_has_the_curves_of_both_runs(name, runs):
     paper, read = FIGURES[name], read_runs(runs)
     figure = plot_figure(name, read, 0.9)
     panels = [panel for row in paper.panels for panel in row]

@@ -66,7 +66,7 @@ def test_the_length_column_is_found(tool, capsys, tmp_path, column):
     assert lines[:2] == [f"300 steps of {column!r}", CALL]
 
 
-def test_the_rate_is_printed_at_every_change_and_a_figure_written(tool, capsys, tmp_path):
+def test_changes_of_the_rate_are_printed_and_a_figure_written(tool, capsys, tmp_path):
     lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows_of("response_length/mean")))
     assert lines[2:4] == ["  from step     1: learning rate 1e-06", "  from step   153: learning rate 5e-07"]
     assert len(lines) == 5

@@ -80,7 +80,7 @@ class Anything(Act):
     name = "anything"
 
 
-def test_what_one_process_cannot_write_is_an_error_that_names_it():
+def test_an_error_names_what_one_process_cannot_write():
     def refuse():
         raise OSError("no room")
 
@@ -105,7 +105,7 @@ def test_one_process_does_everything_alone():
         ({"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "0"}, "a pod of an Indexed Job"),
     ],
 )
-def test_several_processes_that_do_not_find_each_other_do_not_train_alone(environment, message):
+def test_processes_that_do_not_meet_do_not_train_alone(environment, message):
     line = "from rljax.distributed.start import *; start_processes(ProcessOptions())"
     found = subprocess.run([sys.executable, "-c", line], env=os.environ | environment, capture_output=True, text=True)
     assert found.returncode == 1
@@ -128,7 +128,7 @@ GLOO = "UNKNOWN: Gloo AllGather failed: [gloo/transport/tcp/pair.cc:547] Connect
         (OSError(28, "No space left on device"), False),
     ],
 )
-def test_a_collective_without_a_process_is_told_from_other_errors(error, is_one):
+def test_a_lost_collective_is_told_from_other_errors(error, is_one):
     wrapped = RuntimeError("not written")
     wrapped.__cause__ = error
     assert is_of_devices(error) == is_of_devices(wrapped) == is_one

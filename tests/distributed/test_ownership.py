@@ -78,7 +78,7 @@ def test_a_claim_is_recorded_refused_to_others_and_released(path):
     owner.release()
 
 
-def test_a_living_process_is_refused_and_a_killed_one_taken_over_at_once(path):
+def test_a_living_owner_is_refused_and_a_killed_one_replaced(path):
     child = process(path)
     go(child)
     assert child.stdout.readline() == "owns\n"
@@ -123,7 +123,7 @@ def test_another_machines_owner_lives_while_its_heartbeat_moves(path, elsewhere,
     assert read(path) == elsewhere
 
 
-def test_another_machines_owner_whose_heartbeat_stands_still_is_taken_over(path, elsewhere):
+def test_a_remote_owner_without_heartbeat_is_replaced(path, elsewhere):
     assert not provably_dead(path)
     began = time.monotonic()
     with claim(path, stale_s=1.5) as owner:

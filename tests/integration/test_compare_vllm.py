@@ -73,7 +73,7 @@ def sound(served, prompts):
 
 
 @DTYPES
-def test_a_servers_columns_pass_beside_the_trainers_and_the_embedded_engines(served, sound):
+def test_columns_of_server_trainer_and_embedded_engine_pass(served, sound):
     dtype, drawn = served.dtype, f"vllm-decode:{served.dtype}"
     assert sound.sources["vllm:http"].weights_hash == ""
     assert sound.sources[drawn] == ColumnSource(f"vllm {version(served)} decode", dtype, "", 1.0, "rollout")

@@ -34,7 +34,7 @@ def assert_same(run_dir, rows):
 
 
 @pytest.mark.processes
-def test_ended_by_a_signal_or_a_death_and_started_again_the_rows_are_those_of_one_process(alone, toy_base, tmp_path):
+def test_ended_and_started_again_the_rows_are_those_of_one(alone, toy_base, tmp_path):
     run_dir = tmp_path / "run"
     with Run(words(toy_base, run_dir), 2, tmp_path / "first") as run:
         run.wait_for_rows(run_dir, 2)

@@ -114,7 +114,7 @@ def pairs(words):
     return set(found)
 
 
-def test_every_host_of_a_server_has_the_leaders_engine_arguments():
+def test_every_host_of_a_server_has_the_same_arguments():
     lws = yaml.safe_load((FOLDER / "leaderworkerset/leaderworkerset.yaml").read_text(encoding="utf-8"))
     templates = lws["spec"]["leaderWorkerTemplate"]
     (leader,) = templates["leaderTemplate"]["spec"]["containers"]

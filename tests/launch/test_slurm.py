@@ -109,7 +109,7 @@ def test_a_job_that_another_takes_the_nodes_of_goes_on_after_it(submit, alone, t
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_trainer_that_is_killed_ends_the_others_and_the_job_is_queued_again(victim, submit, alone, tmp_path):
+def test_a_killed_trainer_ends_the_others_and_the_job_requeues(victim, submit, alone, tmp_path):
     job = submit(**SLOWLY)
     job.wait_for_rows(tmp_path / "run", 5)
     job.kill(victim)

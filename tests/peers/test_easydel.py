@@ -36,7 +36,7 @@ def test_easydels_optimizer_follows_the_schedule(tmp_path):
         np.testing.assert_allclose(updates["w"], -expected[count], rtol=1e-4)
 
 
-def test_each_step_of_easydels_trainer_moves_the_weights_by_the_rate(tmp_path):
+def test_each_step_of_easydel_moves_the_weights_by_the_rate(tmp_path):
     """Lion moves every weight by the rate; of the recipe the initial rate and the period are others, for few steps."""
     steps, period, initial = 9, 3, 1e-2
     settings = {

@@ -61,7 +61,7 @@ class Workers:
         return self.queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
 
 
-def test_the_default_trainers_exporter_writes_what_its_queue_holds(tmp_path, queue):
+def test_the_exporter_writes_what_its_queue_holds(tmp_path, queue):
     from omegaconf import OmegaConf
     from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict

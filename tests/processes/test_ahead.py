@@ -86,7 +86,7 @@ def test_stopped_and_killed_each_batch_is_trained_on_once(how, servers, whole, t
     assert_sound(run_dir, whole)
 
 
-def test_where_the_server_is_lost_the_batch_under_way_is_asked_for_again(servers, whole, toy_base, tmp_path):
+def test_after_a_lost_server_the_batch_is_requested_again(servers, whole, toy_base, tmp_path):
     run_dir = tmp_path / "run"
     with Run(words(toy_base, run_dir, servers), 2, tmp_path / "printed", heartbeat_s=60) as run:
         run.wait_for_rows(run_dir, 3)

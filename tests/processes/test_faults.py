@@ -70,7 +70,7 @@ def test_killed_while_all_start_the_others_end_in_time(seed, alone, toy_base, tm
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_stands_still_ends_the_others_and_itself_once_it_goes_on(victim, alone, toy_base, tmp_path):
+def test_a_frozen_process_ends_the_others_and_then_itself(victim, alone, toy_base, tmp_path):
     run_dir = tmp_path / "run"
     with Run(words(toy_base, run_dir), 2, tmp_path / "first", heartbeat_s=HEARTBEAT_S) as run:
         run.wait_for_rows(run_dir, 3)
@@ -119,7 +119,7 @@ def test_an_error_in_one_process_ends_all_with_its_status(who, alone, toy_base, 
     goes_on(toy_base, run_dir, alone, tmp_path)
 
 
-def test_a_step_that_hangs_is_noticed_and_each_process_says_where_it_is(alone, toy_base, tmp_path):
+def test_of_a_hanging_step_each_process_says_where_it_is(alone, toy_base, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITE)
     run_dir, planted = tmp_path / "run", {"FAULT": "hang", "WHO": "1", "path": tmp_path}
     limits = ("--run.stuck-s", "60")
@@ -133,7 +133,7 @@ def test_a_step_that_hangs_is_noticed_and_each_process_says_where_it_is(alone, t
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_asked_to_stop_at_any_process_all_save_one_step_and_leave(who, alone, toy_base, tmp_path):
+def test_a_stop_at_any_process_saves_one_step_of_all(who, alone, toy_base, tmp_path):
     run_dir = tmp_path / "run"
     with Run(words(toy_base, run_dir, "--checkpoint.every", "0"), 2, tmp_path / "first") as run:
         run.wait_for_rows(run_dir, 3)
@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before_it(damage, alone, toy_b
     goes_on(toy_base, run_dir, alone, tmp_path)
 
 
-def test_a_process_lost_in_the_middle_of_a_save_leaves_the_one_before(alone, toy_base, tmp_path):
+def test_a_process_lost_during_a_save_keeps_the_last_one(alone, toy_base, tmp_path):
     """Killed as soon as a folder of a save that is not complete appears, several times."""
     run_dir, caught = tmp_path / "run", 0
     for attempt in range(3):

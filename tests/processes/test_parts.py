@@ -82,7 +82,7 @@ def test_a_server_that_stands_still_in_mid_pull_and_goes_on(tmp_path, mirror):
         assert_holds(mirror, run.truth(0))
 
 
-def test_a_server_that_is_killed_in_mid_pull_is_started_again_by_its_process(tmp_path, mirror, monkeypatch):
+def test_a_server_killed_in_a_pull_is_started_again(tmp_path, mirror, monkeypatch):
     monkeypatch.setattr(sources, "_RANGE_BYTES", 4000)
     with Publishers(tmp_path / "run", 2) as run:
         told, killed = run.publish(), run.server_of(1)
@@ -100,7 +100,7 @@ def test_a_server_that_is_killed_in_mid_pull_is_started_again_by_its_process(tmp
     assert "was ended by signal 9 and is started again" in run.said()[1]
 
 
-def test_a_file_damaged_at_one_process_is_refused_and_the_mirror_comes_back_with_an_anchor(tmp_path, mirror):
+def test_a_damaged_file_is_refused_until_an_anchor_comes(tmp_path, mirror):
     with Publishers(tmp_path / "run", 2) as run:
         take(run.publish(), mirror)
         told = run.publish()
@@ -116,7 +116,7 @@ def test_a_file_damaged_at_one_process_is_refused_and_the_mirror_comes_back_with
         assert_holds(mirror, run.truth(3))
 
 
-def test_where_one_process_cannot_write_no_version_appears_and_all_go_on(tmp_path, mirror):
+def test_a_failed_write_gives_no_version_and_all_continue(tmp_path, mirror):
     with Publishers(tmp_path / "run", 4) as run:
         take(run.publish(), mirror)
         before = {path.name for path in run.own(0).glob("v*")}
@@ -136,7 +136,7 @@ def test_where_one_process_cannot_write_no_version_appears_and_all_go_on(tmp_pat
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_dies_leaves_no_server_and_the_next_run_removes_its_files(victim, tmp_path, mirror):
+def test_a_dead_process_leaves_no_server_and_its_files_go(victim, tmp_path, mirror):
     with Publishers(tmp_path / "run", 2) as run:
         told = run.publish()
         left = [run.own(index) for index in range(2)]
@@ -156,7 +156,7 @@ def test_a_process_that_dies_leaves_no_server_and_the_next_run_removes_its_files
         assert again.end() == [0, 0]
 
 
-def test_a_process_on_another_machine_serves_at_its_address_in_the_same_network(tmp_path):
+def test_a_process_elsewhere_serves_at_its_own_address(tmp_path):
     """Two network namespaces as two machines. The program that pulls is on that of process 0."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")

@@ -68,7 +68,7 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(server, count, tmp_path
     assert not list((tmp_path / "run").glob("process_*/*"))
 
 
-def test_a_damaged_object_of_one_process_is_refused_until_an_anchor(server, tmp_path):
+def test_a_damaged_object_is_refused_until_an_anchor_comes(server, tmp_path):
     mirror = Mirror(tmp_path / "mirror")
     with Publishers(tmp_path / "run", 2, **SLOW) as run:
         take(run.publish(), mirror)

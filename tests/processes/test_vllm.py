@@ -67,7 +67,7 @@ def test_each_process_writes_the_shards_that_it_holds(kind, server, toy_base, tm
         assert fractions[1] == pytest.approx(fractions[0], rel=1e-3)
 
 
-def test_the_state_of_colocated_processes_is_on_the_host_while_the_server_samples(server, toy_base, tmp_path):
+def test_colocated_state_is_on_the_host_during_sampling(server, toy_base, tmp_path):
     """The same rows as with a state that stays; of two processes each moves its shards and serves its weights."""
     (tmp_path / "sitecustomize.py").write_text(SITE)
     (tmp_path / "answers").mkdir()

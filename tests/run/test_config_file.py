@@ -108,7 +108,7 @@ def test_precedence_default_yaml_command_line(yaml_file):
     assert got == Config(name="x", steps=20, optimizer=Optimizer(learning_rate=1e-3, clip=2.0))
 
 
-def test_a_section_given_in_part_keeps_the_rest_of_its_own_default(yaml_file):
+def test_a_partial_section_keeps_its_own_defaults(yaml_file):
     assert load(yaml_file("rollout: {warmup: {decay_period: 9}}")).rollout.warmup == Schedule("length_decay", 9)
     assert load("--rollout.warmup.decay-period", "9").rollout.warmup == Schedule("length_decay", 9)
     assert load(yaml_file("rollout: {urls: [a]}")).rollout.warmup == Schedule("length_decay", 7)
@@ -159,7 +159,7 @@ def test_command_line_forms(words, expected):
     assert load(*words.split()) == expected
 
 
-def test_the_command_line_can_complete_a_file_that_is_not_valid_alone(yaml_file):
+def test_options_can_complete_a_file_that_is_not_valid_alone(yaml_file):
     file = yaml_file("name: x\nschedule: {kind: length_decay}")
     assert refusal(file) == f"{file}:2: schedule: length_decay needs decay_period"
     assert load(file, "--schedule.decay-period", "40").schedule == Schedule("length_decay", 40)
@@ -309,7 +309,7 @@ def test_every_setting_of_a_run_is_explained_under_its_field():
         waiting += [values[name] for name in inner]
 
 
-def test_a_file_is_laid_over_its_base_and_the_command_line_over_both(yaml_file):
+def test_a_file_overrides_its_base_and_options_override_both(yaml_file):
     yaml_file("optimizer: {clip: 2.0, betas: [0.1, 0.2]}\nschedule: {decay_period: 3}", "grand.yaml")
     yaml_file("base: grand.yaml\noptimizer: {betas: [0.3, 0.4]}", "parent.yaml")
     child = yaml_file("base: parent.yaml\noptimizer: {clip: null}\nsteps: 4\n", "child.yaml")
@@ -318,7 +318,7 @@ def test_a_file_is_laid_over_its_base_and_the_command_line_over_both(yaml_file):
     assert load(child, "--optimizer.clip", "9").optimizer == Optimizer(clip=9.0, betas=(0.3, 0.4))
 
 
-def test_the_name_of_a_base_is_relative_to_the_file_not_to_the_caller(yaml_file, monkeypatch):
+def test_the_name_of_a_base_is_relative_to_the_file(yaml_file, monkeypatch):
     yaml_file("steps: 5", "setup.yaml")
     arm = yaml_file("base: ../setup.yaml\n", "arms/one.yaml")
     monkeypatch.chdir("/")

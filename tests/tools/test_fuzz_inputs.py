@@ -291,7 +291,7 @@ def go_on_case(folders):
 
 
 @pytest.mark.parametrize("name", [None, "²", "05", "x"])
-def test_a_sound_run_goes_on_whatever_else_lies_beside_its_checkpoints(name, tmp_path):
+def test_a_sound_run_continues_beside_foreign_files(name, tmp_path):
     copied = {path.removeprefix("checkpoints/3/"): data for path, data in sound_run().files.items() if "/3/" in path}
     outcome = run_case(go_on_case({f"{CHECKPOINTS}/{name}": copied} if name else {}), tmp_path, 60.0)
     assert outcome.verdict == "accepted", outcome.detail

@@ -19,7 +19,7 @@ def record(run_dir, *rows, tokens):
     return run_dir
 
 
-def test_a_killed_run_may_differ_by_ten_times_what_runs_left_alone_differ_by(tmp_path):
+def test_a_killed_run_may_differ_ten_times_as_much(tmp_path):
     whole = record(tmp_path / "whole", {"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 2.0}, tokens=[1, 2])
     again = record(tmp_path / "again", {"a": 1.25, "b": 2.0}, {"a": 1.0, "b": 2.0}, tokens=[1, 2])
     near = record(tmp_path / "near", {"a": 1.0, "b": 2.0}, {"a": 3.5, "b": 2.0}, tokens=[1, 2])
@@ -43,7 +43,7 @@ def test_a_killed_run_may_differ_by_ten_times_what_runs_left_alone_differ_by(tmp
     }
 
 
-def test_tokens_that_runs_left_alone_do_not_repeat_are_not_compared(tmp_path):
+def test_tokens_that_do_not_repeat_are_not_compared(tmp_path):
     whole, again, killed = (
         record(tmp_path / name, {}, tokens=[1, last]) for name, last in (("a", 2), ("b", 3), ("c", 4))
     )
@@ -85,7 +85,7 @@ def test_accounts_of_runs_that_sample_ahead(tmp_path):
 
 
 @pytest.mark.harness
-def test_two_kills_leave_the_rows_as_they_were_and_a_changed_row_is_seen(tmp_path):
+def test_two_kills_keep_the_rows_and_a_changed_row_is_seen(tmp_path):
     words = ["--kills", "2", "--seeds", "3", "--steps", "6", "--directory", tmp_path, "--json", tmp_path / "found.json"]
     status, out, err = outcome(kill_run.main, words)
     assert status == 0, err

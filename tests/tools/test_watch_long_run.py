@@ -26,7 +26,7 @@ def test_what_a_process_holds(tmp_path):
         file.close()
 
 
-def test_slopes_leave_out_the_first_tenth_and_rows_cost_the_same():
+def test_slopes_leave_out_the_first_tenth():
     steps = np.arange(20, 2001, 20)
     readings = {"step": steps.tolist(), "threads": [50 if step <= 200 else 10 + step / 100 for step in steps]}
     rows = [record_row(step) | {"time/step_s": 0.01 + 1e-5 * step} for step in range(1, 201)]

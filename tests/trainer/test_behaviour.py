@@ -81,7 +81,7 @@ def test_each_version_is_scored_with_its_own_weights():
     assert inner.asked == [(101, 4), (102, 4), (101, 4)]
 
 
-def test_a_correction_gets_the_log_probabilities_of_every_kept_version():
+def test_a_correction_gets_logprobs_of_every_kept_version():
     seen = []
 
     class Seeing(Inner):

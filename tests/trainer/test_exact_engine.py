@@ -167,7 +167,7 @@ def test_each_token_follows_from_the_kept_rows_and_the_seed():
     assert {span.version for r in responses for span in r.versions} == {7}
 
 
-def test_responses_end_with_the_first_stop_token_or_at_the_limit():
+def test_responses_end_with_a_stop_token_or_at_the_limit():
     exact, _, state = make()
     engine = ExactEngine(exact)
     engine.publish(state.params, 0)

@@ -81,7 +81,7 @@ def trained(request):
     return rows
 
 
-def test_planted_overflows_are_skipped_counted_and_halve_the_scale(trained):
+def test_overflows_are_skipped_counted_and_halve_the_scale(trained):
     scales = [metrics["precision/loss_scale"] / 2.0**15 for metrics, _, _ in trained]
     assert scales == [1.0, 0.5, 0.25, 0.25, 0.25, 0.125, 0.125, 0.125]
     assert [int(metrics["precision/overflows"]) for metrics, _, _ in trained] == [0, 1, 2, 2, 2, 3, 3, 3]
@@ -91,7 +91,7 @@ def test_planted_overflows_are_skipped_counted_and_halve_the_scale(trained):
     ]
 
 
-def test_no_value_that_is_not_finite_reaches_the_weights_and_training_goes_on(trained):
+def test_no_nonfinite_value_reaches_the_weights(trained):
     moved = []
     for (_, before, _), (_, after, _) in itertools.pairwise(trained):
         leaves = list(zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
@@ -100,7 +100,7 @@ def test_no_value_that_is_not_finite_reaches_the_weights_and_training_goes_on(tr
     assert moved == [False, False, True, True, False, True, True]
 
 
-def test_a_surge_observed_on_a_skipped_step_sets_the_rate_of_the_next(trained):
+def test_a_surge_on_a_skipped_step_sets_the_next_rate(trained):
     """Lengths 10 10 90 90 ...: the call comes at step 3, whose update is skipped, with period 3."""
     assert [rate for _, _, rate in trained] == pytest.approx([1e-2] * 2 + [5e-3] * 3 + [2.5e-3] * 3)
     assert [metrics["schedule/learning_rate"] for metrics, _, _ in trained] == [
@@ -122,7 +122,7 @@ def gradient_with(dtype, scale, advantage, config=CONFIG):
 
 
 @FAMILIES
-def test_gradients_below_float16s_range_survive_by_scaling_alone(config):
+def test_gradients_below_the_float16_range_survive_by_scaling(config):
     """Advantages of 1e-8 give gradients near 1e-9, under float16's smallest number, 6e-8."""
     exact, norm = gradient_with("float32", 1.0, 1e-8, config)
     assert 0 < norm < 1e-7
@@ -144,7 +144,7 @@ def test_unscaled_gradients_do_not_depend_on_the_scale():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_float32_head_scores_with_the_published_table_and_trains_the_master(dtype):
+def test_a_float32_head_scores_with_the_published_table(dtype):
     """The bits of a master that 16 bits cannot hold change nothing in the step's scores and gradients."""
     tx = keep_gradient()
     step = make_step(tx, dtype, "float32")
@@ -164,7 +164,7 @@ def test_a_float32_head_scores_with_the_published_table_and_trains_the_master(dt
     assert np.abs(found[0][1]["embed"]).max() > 0
 
 
-def test_activation_max_is_that_of_the_residual_stream_and_the_mlps():
+def test_activation_max_covers_the_residual_stream_and_mlps():
     """One block written out for a lone token: attention returns its own value vector."""
     params = init_params(CONFIG, 3)
     params["embed"] = params["embed"] * 40.0

@@ -94,7 +94,7 @@ def test_the_engine_reports_the_experts_that_its_tokens_went_to():
         np.testing.assert_array_equal(s.routes.reshape(len(s.routes), -1), expected[:, 0])
 
 
-def test_replay_brings_the_mismatch_down_to_that_of_a_dense_policy():
+def test_with_replay_the_mismatch_is_that_of_a_dense_policy():
     # A trainer in float32 and an engine in bfloat16: their routers differ in some choices.
     step, state = make(dtype="float32")
     sequences = sampled(CONFIG)
@@ -140,7 +140,7 @@ def test_a_gate_is_the_trainers_own_for_a_replayed_choice():
     np.testing.assert_allclose(turned_logits, other_logits, atol=1e-5, rtol=0)
 
 
-def test_an_update_measures_the_mismatch_without_replay_when_it_is_asked_to():
+def test_an_update_measures_free_routing_on_request():
     step, state = make(dtype="float32")
     sequences = sampled(CONFIG)
     measure = functools.partial(step.forward, num_sequences=COUNT, diagnosis=DiagnosisConfig())

@@ -36,7 +36,7 @@ def test_rows_filled_one_by_one_by_hand():
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9), row=st.integers(30, 60))
-def test_the_first_row_filled_is_the_fullest_that_its_first_item_can_have(lengths, row):
+def test_the_first_row_is_as_full_as_its_first_item_allows(lengths, row):
     order = longest_first(lengths)
     filled = sum(lengths[i] for i in fill_one_by_one(lengths, order, row)[0])
     others = [lengths[i] for i in order[1:]]
@@ -55,7 +55,7 @@ LAYOUTS = {
 
 @settings(max_examples=300, deadline=None)
 @given(**LAYOUTS)
-def test_every_sequence_has_one_place_and_the_declared_micro_batches_suffice(lengths, row, rows, seed, share):
+def test_every_sequence_has_one_place_in_the_micro_batches(lengths, row, rows, seed, share):
     in_loss = (np.random.default_rng(seed).random(len(lengths)) < share).tolist()
     most = max_micro_batches(len(lengths), 20, row, rows)
     layout = lay_out_rows(lengths, in_loss, row_tokens=row, rows_per_micro_batch=rows, micro_batches=most)
@@ -88,7 +88,7 @@ def test_sequences_without_loss_fill_up_and_then_stand_alone():
     }
 
 
-def test_two_micro_batches_with_loss_where_the_noise_of_one_could_not_be_told():
+def test_two_micro_batches_have_loss_for_the_noise():
     """Two rows with loss and four without, four to a micro-batch: one of forward alone would leave one with loss."""
     layout = lay_out_rows([9] * 6, [True, True] + [False] * 4, row_tokens=10, rows_per_micro_batch=4, micro_batches=6)
     assert (layout.with_loss, layout.used) == (2, 2)

@@ -92,7 +92,7 @@ def test_mismatch_rows_are_those_of_unpacked_arrays():
         assert metrics[f"mismatch/{name}"] == pytest.approx(value, rel=rel, abs=1e-6), name
 
 
-def test_steps_made_alike_share_their_programs_and_a_step_of_another_kind_has_its_own():
+def test_equal_steps_share_their_programs():
     make_programs.cache_clear()
     first, second = make_step(keep_gradient()), make_step(keep_gradient())
     found = []
@@ -107,7 +107,7 @@ def test_steps_made_alike_share_their_programs_and_a_step_of_another_kind_has_it
     assert make_optimizer(OptimizerConfig()) is make_optimizer(OptimizerConfig())
 
 
-def test_a_forward_alone_of_what_carries_no_loss_changes_neither_gradient_nor_row():
+def test_a_forward_without_loss_changes_nothing():
     """Against the same rows of which every micro-batch takes forward and backward."""
     step = make_step(keep_gradient())
     batch = packed(sequences(lambda i: i % 3 == 0))
@@ -144,7 +144,7 @@ def test_sixteen_bit_gradients_are_near_the_float32_ones(dtype, reference):
     assert float(gap / expected) < {"bfloat16": 3e-2, "float16": 5e-3}[dtype]
 
 
-def test_skipped_update_leaves_weights_and_moments_alone_but_sets_the_rate():
+def test_a_skipped_update_sets_only_the_rate():
     before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(lambda i: False), apply=False, rate=5e-3)
     jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
     for moment in ("mu", "nu"):
@@ -177,7 +177,7 @@ def test_update_is_adamw_with_clipping_by_hand(reference):
         np.testing.assert_allclose(q[sure], expected[sure], atol=1e-5, rtol=0)
 
 
-def test_loss_scale_halves_at_once_and_doubles_after_the_interval():
+def test_the_loss_scale_halves_at_once_and_doubles_later():
     state = initial_loss_scale(dynamic=True)
     assert float(state.scale) == 2.0**15
     state = adjust_loss_scale(state, jnp.bool_(False), dynamic=True)

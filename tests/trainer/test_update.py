@@ -140,7 +140,7 @@ BY_TOKEN, BY_SEQUENCE = {"level": "token", "threshold": 1.2}, {"level": "sequenc
         pytest.param(BY_SEQUENCE, "numerics", marks=pytest.mark.harness),
     ],
 )
-def test_a_correction_of_one_part_is_that_of_the_log_probabilities_it_lies_between(fields, part):
+def test_a_correction_of_one_part_uses_its_two_logprobs(fields, part):
     """Tokens of the newest policy, and of one that is not kept, have no drift."""
     loss, rng = LossConfig(kind="policy_gradient"), np.random.default_rng(7)
     stale, drifts, all_numerics = [], [], []
@@ -294,7 +294,7 @@ def test_one_mini_batch_is_the_fused_step():
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 
-def test_epochs_and_mini_batches_train_on_every_group_against_the_first_log_probabilities():
+def test_epochs_train_on_every_group_against_the_first_logprobs():
     tx = inject_learning_rate(lambda rate: optax.sgd(rate), 1.0)
     taken = []
 
@@ -374,7 +374,7 @@ def test_a_kl_penalty_pulls_towards_the_frozen_reference():
         assert np.abs(g - 0.7 * e).max() / np.abs(e).max() < 1e-4
 
 
-def test_one_update_a_batch_normalises_beside_a_penalty_by_a_forward_of_its_own(tmp_path):
+def test_a_single_update_normalises_beside_a_penalty(tmp_path):
     save_params(tmp_path, init_params(CONFIG, 1), CONFIG)
     fused = Config(
         model=ModelConfig(path=str(tmp_path)),
@@ -396,7 +396,7 @@ def test_one_update_a_batch_normalises_beside_a_penalty_by_a_forward_of_its_own(
     assert rows[1]["policy/reference_kl"] == pytest.approx(rows[0]["policy/reference_kl"], rel=1.2e-7)
 
 
-def test_a_sequences_sum_is_divided_by_the_length_limit_unless_told():
+def test_a_sequence_sum_is_divided_by_the_length_limit():
     batch = packer(240, 1)[0](sequences())
     micro = jax.tree.map(lambda array: array[0], batch._replace(with_loss=None, used=None))
 
