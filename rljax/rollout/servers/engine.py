@@ -37,6 +37,9 @@ from rljax.weights.writer import Writer
 
 log = logging.getLogger(__name__)
 
+_Shown = tuple[ServerInfo | None, Sequence[Sequence[Completion]]]
+"""The proof of a server: its description where it passed a handshake, and its completions of the probes, by round."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Published:
@@ -45,19 +48,6 @@ class _Published:
     version: WeightVersion
     params: Any
     sums: Mapping[str, Checksum]
-
-
-@dataclass(frozen=True)
-class _Recovered:
-    """The proof of a server that it fits and holds the current weights.
-
-    Attributes:
-      info: The description from its handshake, or None where it needed none.
-      probes: The completions of the probes under the current weights, by round.
-    """
-
-    info: ServerInfo | None = None
-    probes: Sequence[Sequence[Completion]] = ()
 
 
 class ServedEngine:
@@ -276,8 +266,6 @@ class ServedEngine:
         assert self._current is not None
         self.fleet.renew(functools.partial(self._renew, self._current), urls, self._publish.straggler_s)
 
-    # ---- What is asked of a server, on a thread ----
-
     def _handshake(self, url: str) -> ServerInfo:
         info = self._backend.handshake(self._client, url, self._expected, self.files)
         log.info("%s: %s %s, %s, agrees with the trainer", url, self._backend.name, info.version, info.dtype)
@@ -312,7 +300,7 @@ class ServedEngine:
         self._metrics.highest("time/wake_s", time.monotonic() - began)
         return True
 
-    def _renew(self, published: _Published, url: str) -> _Recovered:
+    def _renew(self, published: _Published, url: str) -> _Shown:
         """Sends weights that the server's machine has, and asks for the proof. The probes are cached before."""
         if not self._wake(url):  # all of it before the weights come: what wakes later cannot change them
             self.verifier.warm(self._client, url)
@@ -325,18 +313,16 @@ class ServedEngine:
         self._backend.push(self._client, url, published.version, self._config.update)
         self._metrics.highest("publish/load_s", time.monotonic() - began)
 
-    def _prove(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Recovered:
+    def _prove(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Shown:
         """Asks for the proof that the server holds these weights. Raises as :func:`check_bits`."""
         workers = check_bits(self._backend, self._client, url, published.version, published.sums)
         self._metrics.put("publish/verified_tensors", len(published.sums))
         self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
         if self._publish.in_place:
             self._metrics.add("publish/servers_in_place", all(worker.in_place for worker in workers))
-        return _Recovered(info, self.verifier.sample(self._client, url))
+        return info, self.verifier.sample(self._client, url)
 
-    # ---- What a server must show (Admission) ----
-
-    def _recover(self, url: str) -> _Recovered:
+    def _recover(self, url: str) -> _Shown:
         """Makes a server that answers again hold the current weights.
 
         Before the first publish that is the handshake alone. A server that still has them (only the connection broke)
@@ -351,7 +337,7 @@ class ServedEngine:
             try:
                 info = self._handshake(url)
                 check_logprobs(self._client, info, self._backend.logprobs_hint)
-                return _Recovered(info)
+                return info, ()
             except ReplyError as error:  # no server of this kind: waiting would not make it one
                 raise HandshakeError(error) from error
         if not self._wake(url) and self._backend.serves(self._client, url, published.version):
@@ -362,11 +348,11 @@ class ServedEngine:
             if self._current is not published:
                 raise ServerGoneError(f"{url} was recovered for weights that are not the current ones any more")
             self._load(published, url)
-            recovered = self._prove(published, url, info)
+            shown = self._prove(published, url, info)
             check_logprobs(self._client, info, self._backend.logprobs_hint)
         except HandshakeError as error:
             raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
-        return recovered
+        return shown
 
     def _check_held(self, url: str) -> None:
         """Raises ServerError where an open server does not hold the current version any more."""
@@ -380,20 +366,21 @@ class ServedEngine:
         """
         return threading.get_ident() == self._publisher
 
-    def _admit(self, url: str, recovered: _Recovered) -> None:
+    def _admit(self, url: str, shown: _Shown) -> None:
         """Opens the server to rollouts if it generated what the current weights do."""
-        if recovered.info is not None:
-            self._infos[url] = recovered.info
+        info, probes = shown
+        if info is not None:
+            self._infos[url] = info
         current = self._current
         if current is None:
             self._client.pause(url)
             return
-        difference = self.verifier.judge(url, recovered.probes, current.params)
+        difference = self.verifier.judge(url, probes, current.params)
         assert self.verifier.band is not None
         self._metrics.highest("publish/verify_abs_diff_mean", difference.mean)
         self._metrics.put("publish/verify_band", self.verifier.band)
         self._client.open(url, current.version.tag)
-        if recovered.info is not None:
+        if info is not None:
             self._metrics.add("rollout/servers_brought_back", 1.0)
             version = self.files.policy_version(current.version.tag)
             log.warning("%s is back with policy version %d, verified", url, version)
