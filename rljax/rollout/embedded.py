@@ -97,7 +97,7 @@ def _routes(stats: ForwardStats, config: PolicyConfig) -> Any:
     return jnp.moveaxis(stats.router.choices, 0, 2).astype(route_dtype(config.num_experts))
 
 
-def _next_tokens(
+def next_tokens(
     params: Params,
     hidden: Float[Array, "b d"],
     keys: Array,
@@ -190,7 +190,7 @@ def _decode(
         step, done, tokens, logprobs, counts, hidden, cache, routes = state
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
         next_forced = None if forced is None else jax.lax.dynamic_index_in_dim(forced, step, 1, keepdims=False)
-        token, logprob = _next_tokens(params, hidden, keys, temperature, greedy, next_forced, lm_head_dtype)
+        token, logprob = next_tokens(params, hidden, keys, temperature, greedy, next_forced, lm_head_dtype)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, jnp.where(done, 0, token), step, 1)
         logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, jnp.where(done, 0.0, logprob), step, 1)
         counts = counts + jnp.where(done, 0, 1)
@@ -222,7 +222,7 @@ def _decode(
     return (*sampled, prompt_routes, *routes) if with_routes else sampled
 
 
-class Programs(NamedTuple):
+class EngineFunctions(NamedTuple):
     """The jitted functions of an engine.
 
     Attributes:
@@ -239,17 +239,17 @@ class Programs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def make_programs(
+def make_functions(
     config: PolicyConfig,
     dtype: Any,
     mesh: Mesh,
     lm_head_dtype: Any,
     weight_quantization: Literal["none", "int8", "fp8"],
     cache_dtype: Any,
-) -> Programs:
-    """Returns the programs of an engine whose cache has ``cache_dtype``, or its own dtype where that is None.
+) -> EngineFunctions:
+    """Returns the functions of an engine whose cache has ``cache_dtype``, or its own dtype where that is None.
 
-    Engines of one kind share them: the second in a process is neither traced nor compiled again. The programs of the
+    Engines of one kind share them: the second in a process is neither traced nor compiled again. The functions of the
     last eight kinds are kept.
     """
     shardings = param_shardings(config, mesh)
@@ -272,7 +272,9 @@ def make_programs(
             return _decode(params, config, *args, lm_head_dtype=lm_head_dtype, cache_dtype=kept, **static)
 
     static = ("n", "limit", "greedy", "with_routes")
-    return Programs(cast, stored, restored, jax.jit(decode, static_argnames=static, out_shardings=replicated(mesh)))
+    return EngineFunctions(
+        cast, stored, restored, jax.jit(decode, static_argnames=static, out_shardings=replicated(mesh))
+    )
 
 
 class JaxEngine:
@@ -304,7 +306,7 @@ class JaxEngine:
         """
         self._with_routes = with_routes
         self._mesh, self._width = mesh, max_prompt_tokens
-        self._programs = make_programs(
+        self._functions = make_functions(
             config, jnp.dtype(dtype), mesh, lm_head_dtype, weight_quantization, CACHES.get(kv_cache_dtype)
         )
         self._params: Params | None = None
@@ -316,7 +318,7 @@ class JaxEngine:
 
         There is one for each number of prompts, n, length limit and greediness.
         """
-        return int(self._programs.decode._cache_size())
+        return int(self._functions.decode._cache_size())
 
     def prepare(self, params: Params, policy_version: int) -> None:
         """Does nothing: all of a publish is done at once."""
@@ -325,9 +327,9 @@ class JaxEngine:
         """Casts ``params`` to the rollout dtype, rounds them to 8 bits where the engine does, and keeps them."""
         start = time.perf_counter()
         with jax.set_mesh(self._mesh):
-            weights = self._programs.cast(params)
-            if self._programs.quantize is not None:
-                weights = self._programs.restore(self._programs.quantize(weights))
+            weights = self._functions.cast(params)
+            if self._functions.quantize is not None:
+                weights = self._functions.restore(self._functions.quantize(weights))
             self._params = jax.block_until_ready(weights)
         self._version = policy_version
         return {"time/publish_s": time.perf_counter() - start}
@@ -404,5 +406,5 @@ class JaxEngine:
         static = {"n": n, "limit": sampling.max_response_tokens, "greedy": greedy, "with_routes": with_routes}
         with jax.set_mesh(self._mesh):
             inputs = (padded, lengths, stops, temperature, np.uint32(seed), forced)
-            result = self._programs.decode(self._params, *inputs, **static)
+            result = self._functions.decode(self._params, *inputs, **static)
         return tuple(jax.device_get(result))

@@ -9,7 +9,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.head import token_logprobs
 from rljax.policy.model import cast_params, init_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.embedded import JaxEngine, _next_tokens, make_programs
+from rljax.rollout.embedded import JaxEngine, make_functions, next_tokens
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
@@ -84,7 +84,7 @@ def test_a_float32_head_does_not_round_the_logits():
     hidden, token = jnp.asarray([[1.0, 2.0**-8]], jnp.bfloat16), jnp.zeros(1, jnp.int32)
 
     def logprob(dtype):
-        return float(_next_tokens({"lm_head": table}, hidden, None, jnp.float32(1.0), False, token, dtype)[1][0])
+        return float(next_tokens({"lm_head": table}, hidden, None, jnp.float32(1.0), False, token, dtype)[1][0])
 
     assert logprob(None) == pytest.approx(-np.log1p(np.exp(-1.0)), abs=1e-7)
     assert logprob(jnp.float32) == pytest.approx(-np.log1p(np.exp(-1.0 - 2.0**-8)), abs=1e-7)
@@ -120,7 +120,7 @@ def test_same_seed_same_bits_other_seed_other_draws():
 
 
 def test_new_weights_seeds_and_temperatures_compile_nothing():
-    make_programs.cache_clear()
+    make_functions.cache_clear()
     engine, params = make(jnp.bfloat16)
     sample(engine)
     assert engine.compilations == 1
@@ -132,7 +132,7 @@ def test_new_weights_seeds_and_temperatures_compile_nothing():
 
 
 def test_engines_of_one_kind_share_only_their_programs():
-    make_programs.cache_clear()
+    make_functions.cache_clear()
     (first, _), (second, _), (third, _) = make(), make(), make(seed=1)
     alike, again, other = sample(first), sample(second), sample(third)
     assert third.compilations == 1

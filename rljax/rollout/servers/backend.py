@@ -55,8 +55,8 @@ class Expectation:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """The weights that one worker of a server was given by the last update.
+class WorkerChecksums:
+    """The checksums of the weights that one worker of a server was given by the last update.
 
     Attributes:
       tensors: The checksum of each tensor, or of the worker's part of it, as it stood loaded; None where a tensor was
@@ -137,7 +137,7 @@ class Backend(Wire, Protocol):
     def serves(self, client: ServerClient, url: str, version: WeightVersion) -> bool:
         """Returns whether the server says that it holds ``version``. Raises ServerGoneError if it does not answer."""
 
-    def loaded(self, client: ServerClient, url: str, version: WeightVersion) -> Sequence[Loaded]:
+    def loaded(self, client: ServerClient, url: str, version: WeightVersion) -> Sequence[WorkerChecksums]:
         """Returns what each worker of the server holds of ``version``, by its own account.
 
         Raises:
@@ -186,7 +186,7 @@ def pull_version(
     raise ServerGoneError(f"{url} did not pull {version.tag} within {timeout_s:g} s")
 
 
-def read_loaded(ask: AskWorkers, url: str, version: WeightVersion) -> Sequence[Loaded]:
+def read_checksums(ask: AskWorkers, url: str, version: WeightVersion) -> Sequence[WorkerChecksums]:
     """Asks the workers for the checksums of what they loaded; the common part of ``Backend.loaded``.
 
     Raises:
@@ -199,7 +199,7 @@ def read_loaded(ask: AskWorkers, url: str, version: WeightVersion) -> Sequence[L
         if tags != {version.tag}:
             raise VerificationError(f"{url} was last given the weights {sorted(tags)}, not {version.tag!r}")
         return [
-            Loaded(
+            WorkerChecksums(
                 {name: sums and Checksum(*sums) for name, sums in each["tensors"].items()},
                 each["seconds"],
                 bool(each.get("in_place")),

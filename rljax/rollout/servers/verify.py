@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import ServerGoneError, VerificationError
-from rljax.rollout.servers.backend import Backend, Loaded
+from rljax.rollout.servers.backend import Backend, WorkerChecksums
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import SamplingParams, VerifyConfig
@@ -85,7 +85,7 @@ def check_serves(backend: Backend, client: ServerClient, url: str, version: Weig
 
 def check_bits(
     backend: Backend, client: ServerClient, url: str, version: WeightVersion, sums: Mapping[str, Checksum]
-) -> Sequence[Loaded]:
+) -> Sequence[WorkerChecksums]:
     """Compares the weights that each worker of a server loaded with the trainer's, and returns the workers' answers.
 
     Args:

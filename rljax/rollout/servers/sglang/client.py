@@ -16,7 +16,7 @@ import numpy as np
 
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError
 from rljax.rollout.servers import handshake
-from rljax.rollout.servers.backend import AskWorkers, Expectation, Loaded, pull_version, read_loaded
+from rljax.rollout.servers.backend import AskWorkers, Expectation, WorkerChecksums, pull_version, read_checksums
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import InFlight
@@ -230,9 +230,9 @@ class SglangBackend:
             raise ServerGoneError(str(error)) from error
         return answer.get("weight_version") == version.tag
 
-    def loaded(self, client: ServerClient, url: str, version: WeightVersion) -> Sequence[Loaded]:
+    def loaded(self, client: ServerClient, url: str, version: WeightVersion) -> Sequence[WorkerChecksums]:
         """Asks the workers' plugin for the checksums of what they hold."""
-        return read_loaded(_ask(client, url), url, version)
+        return read_checksums(_ask(client, url), url, version)
 
 
 def _ask(client: ServerClient, url: str) -> AskWorkers:

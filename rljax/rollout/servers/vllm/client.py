@@ -18,7 +18,7 @@ import numpy as np
 
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError
 from rljax.rollout.servers import handshake
-from rljax.rollout.servers.backend import AskWorkers, Expectation, Loaded, pull_version, read_loaded
+from rljax.rollout.servers.backend import AskWorkers, Expectation, WorkerChecksums, pull_version, read_checksums
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND
@@ -269,9 +269,9 @@ class VllmBackend:
             raise ServerGoneError(str(error)) from error
         return answer.get("weight_version") == version.tag
 
-    def loaded(self, client: ServerClient, url: str, version: WeightVersion) -> Sequence[Loaded]:
+    def loaded(self, client: ServerClient, url: str, version: WeightVersion) -> Sequence[WorkerChecksums]:
         """Asks the workers' plugin for the checksums of what they loaded."""
-        return read_loaded(_ask(client, url), url, version)
+        return read_checksums(_ask(client, url), url, version)
 
 
 def _ask(client: ServerClient, url: str) -> AskWorkers:
