@@ -8,8 +8,8 @@ rljax_repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$rljax_repo/launch/python.sh"
 
 rljax_python() {
-  first_python 11 "${RLJAX_PYTHON:-}" python3.11 python3.12 python3.13 python3 && return
-  echo "error: rljax needs Python 3.11, 3.12 or 3.13 on the PATH (or in RLJAX_PYTHON)" >&2
+  find_python 11 "${RLJAX_PYTHON:-}" && return
+  echo "error: ${RLJAX_PYTHON:+RLJAX_PYTHON is $RLJAX_PYTHON, but }rljax needs Python 3.11, 3.12 or 3.13" >&2
   return 1
 }
 

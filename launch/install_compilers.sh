@@ -5,7 +5,7 @@
 #   bash launch/install_compilers.sh [VENV_DIR]     default: $RLJAX_COMPILE_VENV, else .venv-compile in this checkout
 #
 # About 3.5 GB and two minutes. A finished environment is used again as it is. Environment variables:
-#   PYTHON            interpreter to build from (default: the first of python3.12, python3.13 that runs)
+#   PYTHON            interpreter to build from (default: the first Python 3.12 or 3.13 that launch/python.sh finds)
 #   RLJAX_SKIP_CUDNN  1 leaves out cuDNN (1.1 GB), which attention through it needs to be compiled
 set -euo pipefail
 
@@ -24,12 +24,6 @@ stamp="$wanted $cudnn $(cksum < "$repo/pyproject.toml" | cut -d ' ' -f 1)"
 say() { echo "install_compilers: $*" >&2; }
 die() { say "$*"; exit 1; }
 
-find_python() {
-  # shellcheck disable=SC2086
-  first_python 12 ${PYTHON:-python3.12 python3.13} ||
-    die "no Python 3.12 or 3.13 found; name one with PYTHON=/path/to/python"
-}
-
 install() {
   say "installing $*"
   "$venv/bin/python" -m pip install --progress-bar off "$@" >>"$log" 2>&1 || {
@@ -43,7 +37,7 @@ if [[ "$(cat "$marker" 2>/dev/null || true)" == "$stamp" ]]; then
   exit
 fi
 if [[ ! -x "$venv/bin/python" ]]; then
-  python="$(find_python)"
+  python="$(find_python 12 "${PYTHON:-}")" || die "no Python 3.12 or 3.13 found; name one with PYTHON=/path/to/python"
   say "new environment $venv ($("$python" --version 2>&1))"
   "$python" -m venv "$venv"
 fi

@@ -6,7 +6,7 @@
 # Where there is an NVIDIA GPU it installs SGLang with all that it asks for; elsewhere, for tests and small models, its
 # Python files with a torch for the CPU and without its kernels (about 2.3 GB and two minutes). A finished environment is
 # used again as it is. Environment variables:
-#   PYTHON             interpreter to build from (default: the first of python3.11, 3.12, 3.13 that runs)
+#   PYTHON             interpreter to build from (default: the first Python 3.11 to 3.13 that launch/python.sh finds)
 #   RLJAX_SGLANG_SPEC  pip requirement to install instead of the default
 set -euo pipefail
 
@@ -33,7 +33,7 @@ beside=('transformers>=5.19,<5.20' aiohttp fastapi 'uvicorn>=0.51' uvloop orjson
 spec="${RLJAX_SGLANG_SPEC:-sglang>=0.5.23,<0.5.24}"
 
 if [[ ! -x "$venv/bin/python" ]]; then
-  python="$(find_python)"
+  python="$(server_python)"
   say "new environment $venv ($("$python" --version 2>&1))"
   "$python" -m venv "$venv"
 fi

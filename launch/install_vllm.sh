@@ -5,7 +5,7 @@
 #
 # Where there is an NVIDIA GPU it installs the official build, elsewhere the CPU build (about 2.5 GB and two minutes).
 # A finished environment is used again as it is. Environment variables:
-#   PYTHON            interpreter to build from (default: the first of python3.11, 3.12, 3.13 that runs)
+#   PYTHON            interpreter to build from (default: the first Python 3.11 to 3.13 that launch/python.sh finds)
 #   RLJAX_VLLM_SPEC   pip requirement to install instead of the default
 set -euo pipefail
 
@@ -40,7 +40,7 @@ else
 fi
 
 if [[ ! -x "$venv/bin/python" ]]; then
-  python="$(find_python)"
+  python="$(server_python)"
   say "new environment $venv ($("$python" --version 2>&1))"
   "$python" -m venv "$venv"
 fi

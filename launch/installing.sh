@@ -17,9 +17,8 @@ stop_child() {
 trap stop_child EXIT
 trap 'say "interrupted; run it again to go on"; exit 130' INT TERM
 
-find_python() {
-  # shellcheck disable=SC2086
-  first_python 11 ${PYTHON:-python3.11 python3.12 python3.13 python3} ||
+server_python() {
+  find_python 11 "${PYTHON:-}" ||
     die "no Python 3.11, 3.12 or 3.13 found; name one with PYTHON=/path/to/python"
 }
 

@@ -1,6 +1,7 @@
-# Sourced by the scripts that make a virtual environment: which interpreter to make it with.
+# Sourced by the scripts that make a virtual environment: the search for the interpreter to make it with.
 
-# first_python MINOR CANDIDATE...: the first that runs and is Python 3.MINOR or newer, up to 3.13; status 1 if none is.
+# first_python MINOR CANDIDATE...: prints the first that runs and is Python 3.MINOR or newer, up to 3.13; status 1 if
+# none is.
 first_python() {
   local oldest="$1" candidate
   shift
@@ -12,4 +13,21 @@ first_python() {
     fi
   done
   return 1
+}
+
+# find_python MINOR [NAMED]: prints NAMED where it is given and fits. Otherwise prints the first fitting interpreter on
+# the PATH, or else the first that pyenv has installed: a python3.N on the PATH may stand for one that pyenv has but
+# has not chosen. Status 1 if there is none.
+find_python() {
+  local oldest="$1" named="${2:-}" minor root candidates=() installed=()
+  if [ -n "$named" ]; then
+    first_python "$oldest" "$named"
+    return
+  fi
+  root="$(pyenv root 2>/dev/null || true)"
+  for ((minor = oldest; minor < 14; minor++)); do
+    candidates+=("python3.$minor")
+    [ -z "$root" ] || installed+=("$root"/versions/3."$minor"*/bin/python3."$minor")
+  done
+  first_python "$oldest" "${candidates[@]}" python3 "${installed[@]}"
 }

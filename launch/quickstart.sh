@@ -31,13 +31,13 @@ done
 
 source launch/environment.sh
 prepare_environment train
-base=configs/toy-base
 if [ "$engine" = jax ]; then
   echo "== training"
   exec "$RLJAX_BIN/python" -m rljax.train configs/quickstart.yaml "$@"
 fi
 
 bash "launch/install_$engine.sh"
-dtype="$("$RLJAX_BIN/python" -m rljax.cli config --show rollout.dtype configs/quickstart.yaml "$@")"
+servers=(--rollout.engine "$engine" --rollout.urls http://127.0.0.1:0) # the real URL is not known yet
+dtype="$("$RLJAX_BIN/python" -m rljax.cli config --show rollout.dtype configs/quickstart.yaml "$@" "${servers[@]}")"
 export RLJAX_VENV="${RLJAX_BIN%/bin}"
 exec bash launch/single_node.sh configs/quickstart.yaml --engine "$engine" -- --run.dir "runs/quickstart-$engine-$dtype" "$@"

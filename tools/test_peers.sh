@@ -5,18 +5,15 @@
 #   bash tools/test_peers.sh [peft] [tunix] [skyrl_tx] [trl] [verl] [easydel] [maxtext]          (default: all of them)
 #
 # Each package gets a virtual environment of its own in $RLJAX_PEERS (default .venv-peers), 2 to 6 GB each.
-# RLJAX_PEERS_PYTHON: the interpreter, Python 3.12 or 3.13 (default: python3.12, else pyenv's).
+# RLJAX_PEERS_PYTHON: the interpreter, Python 3.12 or 3.13 (default: the first that launch/python.sh finds).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/python.sh
 
 root=${RLJAX_PEERS:-.venv-peers}
 
-# A python3.12 on the PATH may be pyenv's stand-in for one that is installed but not chosen.
-candidates=(python3.12 "$(pyenv prefix 3.12 2>/dev/null || true)/bin/python3.12")
-[ -z "${RLJAX_PEERS_PYTHON:-}" ] || candidates=("$RLJAX_PEERS_PYTHON")
-if ! interpreter=$(first_python 12 "${candidates[@]}"); then
-  echo "error: ${candidates[0]} is no Python 3.12 or 3.13; name one in RLJAX_PEERS_PYTHON" >&2
+if ! interpreter=$(find_python 12 "${RLJAX_PEERS_PYTHON:-}"); then
+  echo "error: ${RLJAX_PEERS_PYTHON:-there} is no Python 3.12 or 3.13; name one in RLJAX_PEERS_PYTHON" >&2
   exit 2
 fi
 

@@ -1,0 +1,87 @@
+"""The scripts that make environments: one search for the interpreter, and the quickstart's way to a server."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from toy_runs import ROOT
+
+
+def program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A PATH on which python3.12 is pyenv's stand-in for a version that is installed but not chosen."""
+    version = f"3.{sys.version_info.minor}"
+    for name in ("python3.11", "python3.12", "python3.13", "python3"):
+        program(tmp_path / "bin" / name, "echo 'pyenv: command not found' >&2; exit 127")
+    program(tmp_path / "bin/pyenv", f'[ "$1" != root ] || echo {tmp_path}/pyenv')
+    real = program(tmp_path / f"pyenv/versions/{version}.9/bin/python{version}", f'exec {sys.executable} "$@"')
+    return tmp_path, real
+
+
+def search(path, *words):
+    script = f'source {ROOT}/launch/python.sh; find_python "$@"'
+    environment = {"PATH": f"{path}/bin:/usr/bin:/bin"}
+    done = subprocess.run(
+        ["bash", "-c", script, "-", *words], env=environment, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout.strip()
+
+
+def test_a_version_that_pyenv_has_but_has_not_chosen_is_found(machine):
+    path, real = machine
+    assert search(path, "11") == (0, str(real))
+
+
+def test_what_is_on_the_path_comes_first_and_what_is_named_before_it(machine):
+    path, real = machine
+    chosen = program(path / "bin/python3", f'exec {sys.executable} "$@"')
+    assert search(path, "11") == (0, "python3")
+    assert search(path, "11", str(real)) == (0, str(real))
+    assert search(path, "11", str(path / "bin/python3.12")) == (1, "")
+    chosen.unlink()
+
+
+def test_a_version_that_is_too_old_is_not_taken(machine):
+    path, _ = machine
+    assert search(path, str(sys.version_info.minor + 1)) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "script", ["environment.sh", "installing.sh", "install_compilers.sh", "../tools/test_peers.sh"]
+)
+def test_every_script_searches_in_one_way(script):
+    text = (ROOT / script).read_text(encoding="utf-8")
+    assert "find_python" in text
+    assert "first_python" not in text
+
+
+def test_the_quickstart_reads_its_settings_with_the_engine(tmp_path):
+    """``--publish.store http`` is for servers alone: the settings must be read as of the engine that is asked for."""
+    (tmp_path / "launch").mkdir()
+    for name in ("configs", "rljax"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "launch/quickstart.sh", tmp_path / "launch")
+    bin_directory = program(tmp_path / "bin/python", f'exec {sys.executable} "$@"').parent
+    (tmp_path / "launch/environment.sh").write_text(f"prepare_environment() {{ RLJAX_BIN={bin_directory}; }}\n")
+    program(tmp_path / "launch/install_vllm.sh", "exit 0")
+    program(tmp_path / "launch/single_node.sh", 'echo "$@"')
+    words = ["--vllm", "--", "--publish.store", "http", "--rollout.dtype", "float16"]
+    done = subprocess.run(
+        ["bash", str(tmp_path / "launch/quickstart.sh"), *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    options = "--run.dir runs/quickstart-vllm-float16 --publish.store http --rollout.dtype float16"
+    assert done.stdout.strip() == f"configs/quickstart.yaml --engine vllm -- {options}"
