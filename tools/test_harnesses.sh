@@ -15,5 +15,5 @@ if [ $# -eq 0 ]; then
   "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "mesh and harness" tests/sharding || status=$?
 fi
 "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "harness and not mesh" \
-  tests/experiments tests/house tests/integration tests/rollout tests/run tests/tools tests/trainer "$@" || status=$?
+  tests/experiments tests/fuzz tests/harness tests/house tests/integration tests/rollout tests/run tests/trainer "$@" || status=$?
 exit "$status"

@@ -1,4 +1,4 @@
-"""tools/try_server_faults.py against the stand-in: some faults of each kind, with short stalls."""
+"""tests/harness/try_server_faults.py against the stand-in: some faults of each kind, with short stalls."""
 
 import json
 

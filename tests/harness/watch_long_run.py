@@ -1,6 +1,6 @@
 """Watches what grows in a long training run: memory, file handles, threads, logs, the time of a step and of a row.
 
-    python tools/watch_long_run.py --steps 2000 --json benchmarks/long_run.json
+    python tests/harness/watch_long_run.py --steps 2000 --json benchmarks/long_run.json
 
 A run of configs/toy-base with tiny settings trains in a process of its own, and its resident memory, open files and
 threads are read from /proc about once in 20 steps. A slope is that of a straight line through what was read after the
@@ -137,7 +137,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name:18}" + "  ".join(f"{key} {value:12.3f}" for key, value in values.items()))
     if arguments.json:
         hardware = f"{platform.machine()}, {os.cpu_count()} cores"
-        record = {"command": "python tools/watch_long_run.py " + " ".join(argv), "hardware": hardware, **figures}
+        record = {
+            "command": "python tests/harness/watch_long_run.py " + " ".join(argv),
+            "hardware": hardware,
+            **figures,
+        }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 

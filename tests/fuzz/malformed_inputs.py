@@ -1,7 +1,7 @@
 """Hypothesis strategies for malformed inputs: sound files with their values, structure or bytes damaged.
 
 Each kind of ``KINDS`` is a strategy of ``Case``: the words of one command and the files that it is given. Used by
-``tools/fuzz_inputs.py`` and ``tests/tools/test_fuzz_inputs.py``.
+``tests/fuzz/fuzz_inputs.py`` and ``tests/fuzz/test_fuzz_inputs.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sound_run import RUN, STEPS, sound_run
 from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME
 from rljax.run.config import Config
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs" / "toy-base"
 
 

@@ -1,7 +1,7 @@
 """Plants faults between rljax and a rollout server, one kind after the other, and says how a rollout ended.
 
-    python tools/try_server_faults.py --out benchmarks/server_faults.md
-    python tools/try_server_faults.py --scripted --stall 3 --out /tmp/faults.md
+    python tests/harness/try_server_faults.py --out benchmarks/server_faults.md
+    python tests/harness/try_server_faults.py --scripted --stall 3 --out /tmp/faults.md
 
 A proxy stands before a vLLM server that this program starts on MODEL (--url: one that runs; --scripted: the stand-in of
 the tests, for a quick look). Each fault is planted twice: in the first PLANT replies of a rollout, which should survive
@@ -44,7 +44,7 @@ from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingP
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.sums import array_checksum
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VERSION = 3
 TOKENS = 12
 DOWN_S = 1.5  # seconds for which the proxy refuses connections
@@ -334,7 +334,7 @@ def table(rows: Sequence[dict[str, Any]], asked: int) -> str:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python tools/try_server_faults.py",
+        prog="python tests/harness/try_server_faults.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Publishes 0.6B parameters over a link of 1 Gbit/s, also while the link is cut, and while the trainer is ended.
 
-    python tools/publish_over_link.py --json benchmarks/publish_link.json
+    python tests/harness/publish_over_link.py --json benchmarks/publish_link.json
 
 Two network namespaces of this machine stand for two machines (this needs root): a trainer that does nothing but publish
 on one side, a real vLLM server on the other. The policy has the shape of Qwen3-0.6B and random weights, 1.2 GB in
@@ -37,7 +37,7 @@ from rljax.errors import ConfigError, run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.servers.vllm.server import vllm_python
 
-TOOLS = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent
 TRAINER, SERVER = Side("rljax-trainer", "rljax-lt", "10.203.1.1"), Side("rljax-server", "rljax-ls", "10.203.1.2")
 PORT = 18732
 GIGABIT = 125e6  # bytes a second
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if os.geteuid() != 0:
         raise ConfigError("network namespaces need root")
-    found: dict[str, Any] = {"command": f"python tools/publish_over_link.py {' '.join(argv)}".strip()}
+    found: dict[str, Any] = {"command": f"python tests/harness/publish_over_link.py {' '.join(argv)}".strip()}
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as name, linked(TRAINER, SERVER):
         directory = Path(name)
@@ -166,7 +166,7 @@ class Trainer:
     """``publishing_trainer.py`` on its side of the link, in a group of its own."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        words = [sys.executable, str(TOOLS / "publishing_trainer.py"), str(directory / "model")]
+        words = [sys.executable, str(HERE / "publishing_trainer.py"), str(directory / "model")]
         words += [f"http://{SERVER.address}:{PORT}", str(directory / "key"), TRAINER.address]
         self._log = directory / f"{name}.log"
         with self._log.open("wb") as log:

@@ -1,6 +1,6 @@
 """A trainer that does nothing but publish: a policy of a model directory, of which it changes a share at each step.
 
-    python tools/publishing_trainer.py MODEL URL KEY_FILE HOST
+    python tests/harness/publishing_trainer.py MODEL URL KEY_FILE HOST
 
 Reads the share of the bfloat16 elements to change (0: none), a line each, and publishes; prints for each a line of
 JSON, the metrics of that publish. HOST is the address of this machine at which the weights are served.

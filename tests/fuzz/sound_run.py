@@ -1,6 +1,6 @@
 """A small run with three sound checkpoints, and the command that goes on in a copy of it whose files were damaged.
 
-Used by ``tools/malformed_inputs.py`` and ``tools/fuzz_inputs.py``. The state of the toy model is saved as the loop does
+Used by ``malformed_inputs.py`` and ``fuzz_inputs.py``. The state of the toy model is saved as the loop does
 it, but the steps between the checkpoints are made by hand: nothing is sampled and nothing is trained.
 """
 
@@ -35,7 +35,7 @@ from rljax.run.step import RunParts
 from rljax.run.stop import StopRequest
 from rljax.sharding import make_mesh
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RUN = "run"
 STEPS = (1, 2, 3)
 NO_CHECKSUMS = "has no checksums to check"

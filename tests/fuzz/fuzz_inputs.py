@@ -1,9 +1,9 @@
 """Gives malformed inputs to the commands, and counts what each made of them.
 
-    python tools/fuzz_inputs.py --examples 10000 --seed 1
-    python tools/fuzz_inputs.py --kinds yaml log --examples 500 --failures /tmp/failures
+    python tests/fuzz/fuzz_inputs.py --examples 10000 --seed 1
+    python tests/fuzz/fuzz_inputs.py --kinds yaml log --examples 500 --failures /tmp/failures
 
-Each input is a sound file or command line with its values, structure or bytes damaged (``tools/malformed_inputs.py``).
+Each input is a sound file or command line with its values, structure or bytes damaged (``malformed_inputs.py``).
 The commands run in this process, each in a folder of its own. An input is *refused* when the command ends with status 2
 and one line on stderr, *accepted* when it does what it is for, and *failed* otherwise: a traceback, another status,
 several lines, a line that is too long to read, more than the time limit, a file written outside the folder that the

@@ -1,7 +1,7 @@
 """Kills vLLM servers of a small training run at random moments, restarts them, and looks whether a rollout was lost.
 
-    python tools/kill_servers.py --kills 20 --json benchmarks/kill_servers.json
-    python tools/kill_servers.py --kills 6 --lists 12 --json benchmarks/kill_listed_servers.json
+    python tests/harness/kill_servers.py --kills 20 --json benchmarks/kill_servers.json
+    python tests/harness/kill_servers.py --kills 6 --lists 12 --json benchmarks/kill_listed_servers.json
 
 A run of configs/toy-base trains in float32 on two vLLM servers that this program starts. A server is ended with SIGKILL
 at a random moment of a step, every other time of its rollout, one time in four both of them, and restarted on the same
@@ -276,7 +276,7 @@ def main(argv: Sequence[str]) -> int:
         names = ("requests", "retries", "server_losses", "servers_brought_back", "servers_joined", "servers_left")
         totals.update({key: int(row.get(f"rollout/{key}", 0.0)) for key in names})
     record: dict[str, Any] = {
-        "command": "python tools/kill_servers.py " + " ".join(argv),
+        "command": "python tests/harness/kill_servers.py " + " ".join(argv),
         "kills": outcome.phases.total(),
         "both_at_once": outcome.both_at_once,
         "by_phase": dict(outcome.phases),

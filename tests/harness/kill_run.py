@@ -1,8 +1,8 @@
 """Kills a small training run at random moments, resumes it, and compares its rows with those of a run left alone.
 
-    python tools/kill_run.py --kills 50 --seeds 0 1 2 3 --json benchmarks/kill_run.json
-    python tools/kill_run.py --engine vllm --kills 4 --seeds 0
-    python tools/kill_run.py --max-staleness 2 --kills 30
+    python tests/harness/kill_run.py --kills 50 --seeds 0 1 2 3 --json benchmarks/kill_run.json
+    python tests/harness/kill_run.py --engine vllm --kills 4 --seeds 0
+    python tests/harness/kill_run.py --max-staleness 2 --kills 30
 
 Each kill is a SIGKILL aimed at one phase, in turn: the start, the rollout, the step, the publish, the row of the log,
 the checkpoint, the evaluation. It comes a random time after the phase began, and counts for the phase in which it
@@ -52,7 +52,7 @@ from rljax.record.rows import read_rows
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import InFlight
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PHASES = ("start", "rollout", "step", "publish", "log", "checkpoint", "evaluation")
 OTHER = len(PHASES)  # between two phases
 LONGEST_S = 300.0  # no phase of so small a run takes longer
@@ -427,7 +427,7 @@ def main(argv: Sequence[str]) -> int:
     phases = sum((result.phases for result in results), Counter())
     found = [line for result in results for line in result.differences]
     record = {
-        "command": "python tools/kill_run.py " + " ".join(argv),
+        "command": "python tests/harness/kill_run.py " + " ".join(argv),
         "kills": phases.total(),
         "runs": len(results),
         "by_phase": {name: phases[name] for name in (*PHASES, "between") if phases[name]},
