@@ -2,7 +2,7 @@
 
 python examples/read_weights.py DIRECTORY VERSION        prints each tensor's shape and the sum of its bits
 
-Files that other processes serve are asked for with the key of the file that RLJAX_API_KEY_FILE names.
+Files that other processes serve are requested with the key in the file that RLJAX_API_KEY_FILE names.
 """
 
 import json
@@ -16,7 +16,7 @@ import zstandard
 
 
 def content_of(version, file, directory):
-    """The bytes of a file of a version: beside ``version.json``, or where its record says that it is."""
+    """Returns the bytes of a file of a version, from its directory or from the server that its record names."""
     if not (at := version["files"][file].get("at")):
         return np.fromfile(directory / file, np.uint8)
     key = Path(os.environ["RLJAX_API_KEY_FILE"]).read_text().strip() if "RLJAX_API_KEY_FILE" in os.environ else ""
@@ -26,20 +26,20 @@ def content_of(version, file, directory):
 
 
 def entries(data):
-    """The bytes of each entry of a safetensors file."""
+    """Returns the bytes of each entry of a safetensors file by its key."""
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     offsets = {key: entry["data_offsets"] for key, entry in json.loads(data[8:start].tobytes()).items()}
     return {key: data[start + first : start + last] for key, (first, last) in offsets.items()}
 
 
 def unpacked(content, dtype):
-    """Integers that were laid out byte by byte, all lowest bytes first, and compressed."""
+    """Returns the integers that were laid out byte by byte, all lowest bytes first, and compressed."""
     planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(content.tobytes()), np.uint8)
     return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).view(dtype).reshape(-1)
 
 
 def read(directory, name):
-    """(shapes, bits of each tensor as a vector) of the version in ``directory / name``."""
+    """Returns the shapes of the version in ``directory / name``, and the bits of each tensor as a vector."""
     version = json.loads((directory / name / "version.json").read_text())
     bits = np.dtype(np.uint32 if version["dtype"] == "float32" else np.uint16)
     shapes = {tensor: tuple(record["shape"]) for tensor, record in version["tensors"].items()}

@@ -1,9 +1,9 @@
 """Counts again which bits a vLLM server loaded, from the files of its version. Needs numpy and zstandard alone.
 
-python examples/recount_weights.py DIRECTORY URL        while the run goes on: exit status 0 where all tensors agree
+python examples/recount_weights.py DIRECTORY URL        while the run goes on; the exit status is 0 if all tensors agree
 
-DIRECTORY has the versions of the run, rljax-weights-* in its rollout.transfer_dir. Servers that want a key are asked
-with that of the file that RLJAX_API_KEY_FILE names.
+DIRECTORY has the versions of the run: rljax-weights-* in its rollout.transfer_dir. A server that asks for a key gets
+the one in the file that RLJAX_API_KEY_FILE names.
 """
 
 import json
@@ -19,14 +19,14 @@ MODULUS = 2**32
 
 
 def mixed(values, multiplier, another):
-    """Shift and multiply, in integers of 32 bits."""
+    """Shifts and multiplies integers of 32 bits."""
     values = (values ^ values >> 16) * np.uint32(multiplier)
     values = (values ^ values >> 15) * np.uint32(another)
     return values ^ values >> 16
 
 
 def counted(bits):
-    """[elements, and the three sums of a checksum] of a whole tensor."""
+    """Returns the number of elements of a whole tensor, and the three sums of its checksum."""
     first = mixed(bits.astype(np.uint32), 0x7FEB352D, 0x846CA68B)
     second = mixed(first, 0x2C1B3C6D, 0x297A2D39)
     places = np.arange(bits.size, dtype=np.uint32) * np.uint32(0x9E3779B1)
@@ -35,7 +35,7 @@ def counted(bits):
 
 
 def loaded(url):
-    """What each worker of the server took of the parameters just before it packed them."""
+    """Returns the checksums that each worker of the server took of its parameters just before it packed them."""
     headers = {"Content-Type": "application/json"}
     if "RLJAX_API_KEY_FILE" in os.environ:
         headers["Authorization"] = f"Bearer {Path(os.environ['RLJAX_API_KEY_FILE']).read_text().strip()}"
@@ -45,7 +45,7 @@ def loaded(url):
 
 
 def agrees(expected, held):
-    """Whether the workers hold a tensor: each of them all of it, or parts whose sums without places add up to it."""
+    """Returns whether the workers hold a tensor: all of it each, or parts whose first two sums add up to it."""
     if any(sums is None for sums in held):
         return False
     if all(sums[0] == expected[0] for sums in held):
@@ -56,7 +56,7 @@ def agrees(expected, held):
 
 
 def main(directory, url):
-    """Compares; names what differs."""
+    """Compares the checksums and names the tensors that differ."""
     workers = loaded(url)
     (tag,) = {worker["tag"] for worker in workers}
     versions = {json.loads(path.read_text())["tag"]: path.parent for path in Path(directory).glob("v*/version.json")}

@@ -1,4 +1,4 @@
-"""Who may reach a server: the addresses that it may bind to, and the key that it asks for.
+"""The addresses that a server of weights may bind to, and the key that it asks for.
 
 The key is read from a file that nobody but its owner can read, never from a command line. This module needs the
 standard library alone, because the processes of vLLM and SGLang load it, too.

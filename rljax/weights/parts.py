@@ -18,7 +18,7 @@ from rljax.weights.outlets import HttpOutlet, StoreOutlet
 from rljax.weights.store import PREFIX
 from rljax.weights.writer import PartsSummary, PartWriter, WrittenFiles
 
-_PATIENCE_S = 30.0  # longest until a file of another process is seen, as on NFS
+SEEN_AFTER_S = 30.0  # longest until a file of another process is seen, as on NFS
 
 
 class PartFiles:
@@ -49,7 +49,7 @@ class PartFiles:
 
     def wait(self, version: Path, written: WrittenFiles) -> None:
         """Waits until process 0 sees all files that are in the version's directory. Raises OSError if it does not."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + SEEN_AFTER_S
         unseen = {name: record.bytes for name, record in written.files.items() if not record.at}
         while unseen:
             unseen = {name: size for name, size in unseen.items() if not _has_size(version / name, size)}

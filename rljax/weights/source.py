@@ -17,7 +17,7 @@ from rljax.weights.format import FileRecord
 
 PLACES = 8  # servers that files of one version come from at the same time
 _STREAMS = 4  # connections to each of them
-_RANGE_BYTES = 32 * 2**20
+RANGE_BYTES = 32 * 2**20
 PATIENCE_S = 300.0
 
 
@@ -167,8 +167,8 @@ class HttpSource:
             file.truncate(record.bytes)
             number = file.fileno()
             with ThreadPoolExecutor(_STREAMS) as pool:
-                ranges = range(0, record.bytes, _RANGE_BYTES)
-                ends = (min(first + _RANGE_BYTES, record.bytes) for first in ranges)
+                ranges = range(0, record.bytes, RANGE_BYTES)
+                ends = (min(first + RANGE_BYTES, record.bytes) for first in ranges)
                 list(pool.map(lambda first, end: self._range(url, number, first, end), ranges, ends))
         return path
 

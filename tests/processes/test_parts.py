@@ -83,7 +83,7 @@ def test_a_server_that_stands_still_in_mid_pull_and_goes_on(tmp_path, mirror):
 
 
 def test_a_server_killed_in_a_pull_is_started_again(tmp_path, mirror, monkeypatch):
-    monkeypatch.setattr(sources, "_RANGE_BYTES", 4000)
+    monkeypatch.setattr(sources, "RANGE_BYTES", 4000)
     with Publishers(tmp_path / "run", 2) as run:
         told, killed = run.publish(), run.server_of(1)
         os.kill(killed, signal.SIGSTOP)

@@ -16,6 +16,7 @@ from vllm_fake import FakeVllm
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
 from rljax.rollout.servers.vllm.client import COMPLETIONS
 from rljax.rollout.types import ClientLimits, SamplingParams, VersionSpan
+from rljax.weights.format import PROTOCOL
 
 SERVED_METRICS = re.compile(
     r"publish/.*|rollout/(requests|retries|servers|server_losses|servers_brought_back|responses_without_version)"
@@ -481,6 +482,10 @@ def test_servers_without_what_is_needed(fake):
     fake.refuse = {"/init_weight_transfer_engine": 500}
     with pytest.raises(HandshakeError, match="set transfer_dir to one that both see"):
         make(fake.url)
+    fake.protocol = 3
+    with pytest.raises(HandshakeError, match=r"^http\S+: the plugin speaks protocol 3, the trainer 4: install .*$"):
+        make(fake.url)
+    fake.protocol = PROTOCOL
     fake.refuse = {"/collective_rpc": 200}
     with pytest.raises(HandshakeError, match="/collective_rpc answered without 'results'"):
         make(fake.url)

@@ -44,7 +44,7 @@ class FakeVllm:
         self.names_versions = True
         self.fail_next: list[int] = []  # statuses of the next samples
         self.routes = {"/inference/v1/generate", "/v1/completions", "/weight_info"}
-        self.dtype = "float32"
+        self.dtype, self.protocol = "float32", PROTOCOL
         self.model, self.root = "policy", "nowhere"
         self.raw, self.paused, self.asleep = False, False, False
         self.finish = "length"
@@ -108,7 +108,7 @@ class FakeVllm:
 
     def _describe(self) -> dict:
         return {
-            "protocol": PROTOCOL,
+            "protocol": self.protocol,
             "vllm": "fake",
             "dtype": self.dtype,
             "quantization": None,

@@ -142,7 +142,7 @@ def test_the_client_brings_the_key_on_every_path(fake, key_file, monkeypatch):
     assert vectors[0][1] == np.float32(-0.125)
 
 
-def test_without_the_key_one_line_says_what_to_set_and_no_log_shows_it(fake, tmp_path, caplog):
+def test_without_the_key_one_line_says_what_to_set(fake, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     other = tmp_path / "other"
     other.touch(OWN)

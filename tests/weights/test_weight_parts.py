@@ -132,7 +132,7 @@ def test_each_process_serves_what_it_wrote(pods, mirror, tmp_path, count):
         httpx.get(next(iter(places[1])))
 
 
-def test_a_late_joiner_and_the_reader_of_the_documentation_take_the_chain(pods, mirror, monkeypatch):
+def test_a_late_joiner_and_the_example_reader_take_the_chain(pods, mirror, monkeypatch):
     monkeypatch.delenv(KEY_FILE, raising=False)
     reader = runpy.run_path(str(ROOT / "examples/read_weights.py"))
     pod = pods(2)
@@ -164,7 +164,7 @@ def test_files_come_from_all_places_at_the_same_time(pods, mirror, monkeypatch):
 
 def test_a_place_that_is_gone_for_a_while_is_waited_for(pods, mirror, monkeypatch):
     """What has come of it, and of the others, is not asked for again."""
-    monkeypatch.setattr(sources, "_RANGE_BYTES", 1000)
+    monkeypatch.setattr(sources, "RANGE_BYTES", 1000)
     pod = pods(2)
     proxy = CuttingProxy(pod.parts[1].outlet.source, cut_after=1500)
     pod.parts[1].outlet.source = proxy.url
@@ -195,7 +195,7 @@ def test_a_place_that_is_gone_for_a_while_is_waited_for(pods, mirror, monkeypatc
     assert size < proxy.passed < 1.3 * size + heads
 
 
-def test_a_file_that_is_damaged_at_one_place_is_refused_until_an_anchor_comes(pods, mirror):
+def test_a_file_damaged_at_one_place_is_refused(pods, mirror):
     pod = pods(2, anchor_every=3)
     pod.training.step()
     pod.training.pull(mirror)
@@ -212,7 +212,7 @@ def test_a_file_that_is_damaged_at_one_place_is_refused_until_an_anchor_comes(po
     assert_holds(mirror, pod.training)
 
 
-def test_a_part_that_cannot_be_written_leaves_no_version_anywhere(pods, mirror, tmp_path):
+def test_a_part_that_cannot_be_written_leaves_no_version(pods, mirror, tmp_path):
     pod = pods(2)
     pod.training.step()
     pod.training.pull(mirror)
@@ -228,8 +228,8 @@ def test_a_part_that_cannot_be_written_leaves_no_version_anywhere(pods, mirror, 
     assert_holds(mirror, pod.training)
 
 
-def test_a_server_that_is_killed_in_mid_pull_is_back_at_its_address(pods, mirror, monkeypatch):
-    monkeypatch.setattr(sources, "_RANGE_BYTES", 1000)
+def test_a_server_killed_in_mid_pull_is_back_at_its_address(pods, mirror, monkeypatch):
+    monkeypatch.setattr(sources, "RANGE_BYTES", 1000)
     pod = pods(2)
     served = pod.parts[1].outlet
     proxy = CuttingProxy(served.source)  # counts
@@ -276,7 +276,7 @@ def test_the_key_goes_to_private_addresses_alone(pods, mirror, tmp_path):
             source.fetch("v1-1/x.safetensors", FileRecord(1, "", url), tmp_path)
 
 
-def test_each_process_uploads_its_files_and_process_0_the_version_last(pods, mirror, tmp_path):
+def test_each_process_uploads_and_process_0_comes_last(pods, mirror, tmp_path):
     url = f"file://{tmp_path}/store"
     pod = pods(2, store=url, anchor_every=2)
     for _ in range(4):
@@ -296,7 +296,7 @@ def test_each_process_uploads_its_files_and_process_0_the_version_last(pods, mir
     assert not list((tmp_path / "store").iterdir())
 
 
-def test_files_of_other_processes_are_waited_for_until_they_are_whole(tmp_path, monkeypatch):
+def test_files_of_other_processes_are_waited_for(tmp_path, monkeypatch):
     """As on a shared file system that shows them late; one that is not shared is named."""
     parts = PartFiles(PartWriter(lambda own: own))
     written = WrittenFiles((), {"0.safetensors": FileRecord(4, ""), "1.safetensors": FileRecord(8, "")})
@@ -307,7 +307,7 @@ def test_files_of_other_processes_are_waited_for_until_they_are_whole(tmp_path, 
     parts.wait(tmp_path, written)
     assert (tmp_path / "1.safetensors").stat().st_size == 8
     (tmp_path / "1.safetensors").unlink()
-    monkeypatch.setattr(parts_module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(parts_module, "SEEN_AFTER_S", 0.2)
     with pytest.raises(OSError, match=r"does not see 1\.safetensors, .* wrote: rollout\.transfer_dir"):
         parts.wait(tmp_path, written)
 
@@ -332,7 +332,7 @@ def test_a_process_beside_process_0_has_its_address():
     assert own_address(own, own) == own
 
 
-def test_a_process_elsewhere_has_the_address_of_the_way_to_process_0():
+def test_a_process_elsewhere_has_the_address_of_its_interface():
     assert own_address("10.255.255.254", "10.255.255.254") == interface()
     with pytest.raises(ValueError, match=r"publish\.host = 127\.0\.0\.1 is reached on the machine of process 0 alone"):
         own_address("127.0.0.1", "10.255.255.254")

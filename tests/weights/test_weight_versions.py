@@ -62,7 +62,7 @@ def test_versions_arrive_bit_for_bit_as_deltas(tmp_path, mirror, dtype):
     assert np.isnan(training.versions[0].changed_fraction)
 
 
-def test_a_delta_of_one_percent_is_a_fiftieth_of_the_dense_version(tmp_path):
+def test_a_delta_of_one_percent_is_a_fiftieth_of_dense(tmp_path):
     rng = np.random.default_rng(0)
     tensors = {"w": (rng.normal(size=(1000, 1000)) * 0.02).astype(ml_dtypes.bfloat16)}
     with contextlib.closing(WeightDirectory(tmp_path)) as files:
@@ -89,7 +89,7 @@ def test_a_delta_that_would_be_larger_than_dense_is_dense(training, mirror):
     assert training.pull(mirror).deltas == 1
 
 
-def test_an_anchor_is_written_every_few_versions_and_those_before_it_are_removed(training, mirror):
+def test_versions_before_the_newest_anchor_are_removed(training, mirror):
     kinds = []
     for _ in range(10):
         version = training.step()
@@ -211,7 +211,7 @@ def test_a_damaged_mirror_is_made_anew(training, mirror, damage):
     assert_holds(mirror, training)
 
 
-def test_a_damage_that_the_mirror_does_not_know_of_is_in_what_servers_load(training, mirror):
+def test_damage_unknown_to_the_mirror_is_in_what_servers_load(training, mirror):
     """The workers' checksums are of what they hold, so that they differ from the trainer's."""
     training.step()
     training.pull(mirror)
@@ -223,7 +223,7 @@ def test_a_damage_that_the_mirror_does_not_know_of_is_in_what_servers_load(train
     assert differing == ["embed"]
 
 
-def test_a_delta_against_another_base_is_refused_and_an_anchor_taken(training, mirror):
+def test_a_delta_against_another_base_is_refused(training, mirror):
     """Of a mirror whose record says that it holds what it does not."""
     training.step()
     training.pull(mirror)
@@ -298,7 +298,7 @@ def test_a_piece_that_is_missing_or_lies_outside_is_refused(training):
             parse_version(json.dumps(content | {"dense": pieces}).encode(), version.path.name)
 
 
-def test_no_room_leaves_the_version_before_and_the_next_one_is_dense(training, mirror, monkeypatch):
+def test_no_room_leaves_the_version_before(training, mirror, monkeypatch):
     training.step()
     training.pull(mirror)
 
@@ -406,7 +406,7 @@ def test_nobody_loads_while_the_mirror_changes(training, mirror):
     assert mirror.version.tag == training.versions[1].tag
 
 
-def test_an_object_store_has_the_versions_and_loses_them_with_the_run(tmp_path, mirror):
+def test_an_object_store_loses_the_versions_with_the_run(tmp_path, mirror):
     url = f"file://{tmp_path}/bucket"
     training = Training(tmp_path / "local", anchor_every=2, make_outlet=lambda root: StoreOutlet(root, url=url))
     with contextlib.closing(training.files):

@@ -60,7 +60,7 @@ def test_a_checksum_worked_by_hand():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_elements_that_changed_places_are_seen_by_the_third_sum_alone(dtype):
+def test_the_third_sum_alone_sees_changed_places(dtype):
     array = normal((300, 40), dtype)
     swapped = array.copy()
     swapped[[7, 211]] = swapped[[211, 7]]
@@ -159,7 +159,7 @@ def test_torch_jax_and_numpy_agree(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_what_a_server_keeps_wider_has_the_checksum_of_what_was_published(dtype):
+def test_a_tensor_kept_wider_has_the_published_checksum(dtype):
     """And a value that is none of the published dtype has another one, as have two that changed places."""
     torch = pytest.importorskip("torch")
     from rljax.weights.sums import as_published, tensor_checksum

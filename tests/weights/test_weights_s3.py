@@ -76,7 +76,7 @@ def test_an_anchor_and_its_deltas_arrive_bit_for_bit(training, tmp_path):
 
 
 @pytest.mark.parametrize(("steps", "deltas"), [(3, 2), (4, 0), (6, 2)])
-def test_a_late_joiner_gets_the_newest_anchor_and_the_deltas_since(training, tmp_path, steps, deltas):
+def test_a_late_joiner_gets_the_anchor_and_the_deltas_since(training, tmp_path, steps, deltas):
     for _ in range(steps):
         training.files.keep_only(training.step())
     status, done = pulled(training, tmp_path / "mirror")
@@ -88,7 +88,7 @@ def test_a_late_joiner_gets_the_newest_anchor_and_the_deltas_since(training, tmp
 
 
 @pytest.mark.parametrize("change", [flipped, lambda content: content[:-3]], ids=["a bit", "cut short"])
-def test_a_damaged_object_is_refused_until_a_dense_version_comes(training, tmp_path, change):
+def test_a_damaged_object_is_refused_until_a_dense_version(training, tmp_path, change):
     mirror = Mirror(tmp_path / "mirror")
     training.step()
     assert pulled(training, mirror.root)[0] == 0

@@ -87,7 +87,10 @@ def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo
 def check_protocol(url: str, described: Mapping[str, Any]) -> None:
     """Raises HandshakeError where plugin and trainer are of versions that do not fit together."""
     if described.get("protocol") != PROTOCOL:
-        raise HandshakeError(f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}")
+        raise HandshakeError(
+            f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}: install the same "
+            "rljax beside both"
+        )
 
 
 def weights_probe(files: WeightDirectory) -> tuple[dict[str, Any], str]:
