@@ -32,7 +32,7 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, lay_out, micro_of
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence
-from rljax.trainer.step import PrecisionConfig
+from rljax.trainer.precision import PrecisionConfig
 
 SIZES = (0.001, 0.003, 0.01, 0.03, 0.1)
 

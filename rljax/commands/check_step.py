@@ -29,8 +29,9 @@ from rljax.run.config import Config
 from rljax.run.training import batch_shape, make_pack, make_step
 from rljax.sharding import make_mesh
 from rljax.trainer.packing import PackedBatch, PackingConfig, TrainSequence
+from rljax.trainer.precision import Dtype, PrecisionConfig
 from rljax.trainer.state import TrainState, create_state, make_optimizer
-from rljax.trainer.step import Dtype, PrecisionConfig, TrainStep
+from rljax.trainer.step import TrainStep
 
 Found = dict[str, Any]
 WARM_UP = 2

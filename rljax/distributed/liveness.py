@@ -1,10 +1,11 @@
-"""Nobody waits for the dead: each process of a run shows that it lives, and ends soon after one that does not.
+"""Each process of a run shows that it lives. If one process dies or hangs, all others end soon after it.
 
-Every process writes a beat into the key-value store of ``jax.distributed``, which process 0 keeps, and looks there for
-a word that ends the run. Process 0 watches the beats, and how long each process has been in one place; the others watch
-whether the store answers. All of this happens in threads: the main thread may be in a collective that never returns.
+Every process writes a beat to the key-value store of ``jax.distributed`` and reads there whether the run ends. Process
+0 keeps the store. It watches the beats, and how long each process has been in one place. The others watch whether the
+store answers. All of this happens in threads, because the main thread may wait in a collective that never returns.
 
-A run that ends so leaves the last complete checkpoint, and ``START_AGAIN_STATUS`` says that the same command goes on.
+A run that ends this way keeps its last complete checkpoint. Its exit status is ``START_AGAIN_STATUS``: the same command
+continues from there.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from typing import Any, NoReturn
 from rljax.errors import START_AGAIN_STATUS
 
 WAITING = "waiting for process 0"
-"""The place of a process that may wait for as long as process 0 wants."""
+"""The place of a process that waits for an announcement. It may stay there without a limit."""
 
-_ROOT = "rljax/life/"  # of its own: a folder of the store is read whole
+_ROOT = "rljax/life/"  # A folder for these keys alone, because a folder of the store is always read whole.
 _BEATS, _WORDS, _SIGNAL = f"{_ROOT}beat/", f"{_ROOT}word/", f"{_ROOT}signal"
 _WORD = f"{_WORDS}first"
-_PARTS = 20  # beats in the time within which the others end
-_SILENT = 0.7  # of that time, after which a process counts as lost; the rest is for telling the others
+_PARTS = 20  # The number of beats in ``heartbeat_s``.
+_SILENT = 0.7  # The share of ``heartbeat_s`` after which a process counts as lost. The rest is for telling the others.
 
 
 @dataclass
-class Seen:
-    """What process 0 has seen of another process.
+class LastBeat:
+    """The last beat of another process, as process 0 read it.
 
     Attributes:
-      beat: the newest one, as it was written.
-      changed: when it last changed, by this process's monotonic clock (seconds).
-      host: the machine that the process runs on.
-      place: where that process was.
-      moves: how often its place had changed.
-      place_changed: when that last changed, by the clock of ``changed``.
+      content: The beat as the other process wrote it, JSON.
+      changed: The time when it last changed, on the monotonic clock of process 0, in seconds.
+      host: The machine that the process runs on.
+      place: The place where the process was.
+      moves: The number of times that its place had changed.
+      place_changed: The time when the place last changed, on the same clock, in seconds.
     """
 
-    beat: str
+    content: str
     changed: float
     host: str
     place: str
@@ -56,28 +57,28 @@ class Seen:
 
 
 class Liveness:
-    """The threads of one process of several. ``start`` begins, ``stop`` ends them.
+    """The threads of one process that write and watch signs of life, from ``start`` to ``stop``.
 
     Attributes:
-      signal: the first signal that any process was sent (process 0 alone), or None.
+      signal: The first signal that any process received, or None. Only process 0 knows it.
     """
 
     def __init__(self, store: Any, index: int, count: int, *, heartbeat_s: float, stuck_s: float):
-        """Nothing happens before ``start``.
+        """Stores the settings; ``start`` starts the threads.
 
         Args:
-          store: the client of ``jax.distributed``; None where there is one process, which is only watched.
-          index: of this process, from 0.
-          count: of processes.
-          heartbeat_s: from the last sign of life of a process to the end of the others (seconds).
-          stuck_s: how long a process may be in one place (seconds).
+          store: The client of ``jax.distributed``; None for a single process, which is only watched.
+          index: The number of this process, from 0.
+          count: The number of processes.
+          heartbeat_s: The longest time from the last sign of life of a process to the end of the others, in seconds.
+          stuck_s: The longest time that a process may stay in one place, in seconds; 0 for no limit.
         """
         self._store, self._index, self._count = store, index, count
         self._heartbeat_s, self._stuck_s = heartbeat_s, stuck_s
         self._silent_s = _SILENT * heartbeat_s
         self._period_s = min(1.0, heartbeat_s / _PARTS)
         self._place, self._moves, self._number = "starting", 0, 0
-        self._seen: dict[int, Seen] = {}
+        self._beats: dict[int, LastBeat] = {}
         self._answered = time.monotonic()
         self._leader_host = "an unknown machine"
         self._stopped = threading.Event()
@@ -92,22 +93,26 @@ class Liveness:
             threading.Thread(target=work, name=f"rljax{work.__name__}", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the threads: this process takes leave."""
+        """Ends the threads, because this process leaves in order."""
         self._stopped.set()
 
     def at(self, place: str) -> None:
-        """This process is now at ``place``, which is said of it when it stays there for too long."""
+        """Notes that this process is now at ``place``, which a message names if it stays there for too long."""
         self._place, self._moves = place, self._moves + 1
 
     def report_signal(self, number: int) -> None:
-        """Tells process 0 of a signal that this process was sent; the first one counts."""
+        """Tells process 0 about a signal that this process received. The first signal of all processes counts."""
         with contextlib.suppress(Exception):
             self._store.key_value_set(_SIGNAL, str(number), allow_overwrite=True)
 
     def end_all(self, status: int, line: str) -> None:
-        """Ends all other processes with this status and line; of process 0, returns when they have had time to read it.
+        """Tells all other processes to end. In process 0 it returns when they have had time to read that.
 
-        The first word counts. Where the store is gone, so are the processes soon.
+        The first call in any process counts. If the store is gone, the other processes end by themselves.
+
+        Args:
+          status: The exit status of the other processes.
+          line: The line that each of them prints.
         """
         with contextlib.suppress(Exception):
             self._store.key_value_set(_WORD, json.dumps({"status": status, "line": line, "by": self._index}))
@@ -115,17 +120,17 @@ class Liveness:
                 time.sleep(3 * self._period_s)
 
     def name(self, index: int) -> str:
-        """``process 1 on HOST``."""
+        """Returns the name of a process for messages, such as ``process 1 on HOST``."""
         if index == self._index:
             return f"process {index} on {socket.gethostname()}"
         if self._index:
             return f"process {index} on {self._leader_host}" if index == 0 else f"process {index}"
-        return f"process {index} on {self._seen[index].host}" if index in self._seen else f"process {index}"
+        return f"process {index} on {self._beats[index].host}" if index in self._beats else f"process {index}"
 
     # ---- the threads ----
 
     def _beat(self) -> None:
-        """Writes beats and reads what the others say; whatever it waits for, ``_watch`` goes on."""
+        """Writes beats and reads those of the others. It may wait for the store; ``_watch`` never does."""
         while not self._stopped.is_set():
             self._number += 1
             beat = {"host": socket.gethostname(), "number": self._number, "place": self._place, "moves": self._moves}
@@ -135,34 +140,34 @@ class Liveness:
                 if self._index and self._number == 1:
                     self._leader_host = json.loads(self._store.blocking_key_value_get(f"{_BEATS}0", 60_000))["host"]
             except Exception:
-                self._stopped.wait(self._period_s)  # the store may be gone, of which _watch tells
+                self._stopped.wait(self._period_s)  # The store may be gone, which _watch finds.
                 continue
             self._answered = time.monotonic()
             self._read(found)
             self._stopped.wait(self._period_s)
 
     def _read(self, found: dict[str, str]) -> None:
-        """Takes in what the store holds under ``_ROOT``."""
+        """Reads the beats, the signal and the word that ends the run from the keys under ``_ROOT``."""
         now = time.monotonic()
         for index in range(1, self._count):
             beat = found.get(f"{_BEATS}{index}")
-            before = self._seen.get(index)
-            if beat is None or (before is not None and before.beat == beat):
+            before = self._beats.get(index)
+            if beat is None or (before is not None and before.content == beat):
                 continue
-            told = json.loads(beat)
-            stayed = before is not None and before.moves == told["moves"]
+            fields = json.loads(beat)
+            stayed = before is not None and before.moves == fields["moves"]
             since = before.place_changed if before is not None and stayed else now
-            self._seen[index] = Seen(beat, now, told["host"], told["place"], told["moves"], since)
+            self._beats[index] = LastBeat(beat, now, fields["host"], fields["place"], fields["moves"], since)
         if _SIGNAL in found and self.signal is None:
             self.signal = int(found[_SIGNAL])
         word = json.loads(found[_WORD]) if _WORD in found else None
         if word is not None and word["by"] != self._index:
-            if self._index == 0:  # which has the store: the others read the word, too
+            if self._index == 0:  # The store ends with this process, so the others get time to read the word.
                 time.sleep(3 * self._period_s)
             self._end(word["status"], word["line"], trace=word.get("trace", False))
 
     def _watch(self) -> None:
-        """Ends this process, and all, when another is silent or one stands still; calls nothing that may wait."""
+        """Ends all processes when one is silent or stays in one place. It calls nothing that may wait."""
         place, since = self._moves, time.monotonic()
         while not self._stopped.wait(self._period_s):
             now = time.monotonic()
@@ -173,11 +178,11 @@ class Liveness:
                 self._end(START_AGAIN_STATUS, self._lost(0, silent_s))
             if self._index:
                 continue
-            for index, seen in list(self._seen.items()):
-                if now - seen.changed > self._silent_s and not self._stopped.is_set():
-                    self._end_everywhere(self._lost(index, now - seen.changed))
-            standing = [since, *(seen.place_changed for seen in self._seen.values() if seen.place != WAITING)]
-            if self._stuck_s and now - min(standing) > self._stuck_s:
+            for index, last in list(self._beats.items()):
+                if now - last.changed > self._silent_s and not self._stopped.is_set():
+                    self._end_everywhere(self._lost(index, now - last.changed))
+            arrivals = [since, *(last.place_changed for last in self._beats.values() if last.place != WAITING)]
+            if self._stuck_s and now - min(arrivals) > self._stuck_s:
                 self._end_everywhere(self._stuck(since, now), trace=True)
 
     def _lost(self, index: int, silent_s: float) -> str:
@@ -187,13 +192,13 @@ class Liveness:
         )
 
     def _stuck(self, since: float, now: float) -> str:
-        """Where each process is."""
-        places = [(0, self._place, since), *((i, seen.place, seen.place_changed) for i, seen in self._seen.items())]
-        told = ", ".join(f"{self.name(index)}: {place} for {now - began:.0f} s" for index, place, began in places)
-        return f"nothing moved for run.stuck_s = {self._stuck_s:g} s: {told}; this run ends"
+        """Returns the message that says where each process is, and for how long."""
+        places = [(0, self._place, since), *((i, last.place, last.place_changed) for i, last in self._beats.items())]
+        listed = ", ".join(f"{self.name(index)}: {place} for {now - began:.0f} s" for index, place, began in places)
+        return f"nothing moved for run.stuck_s = {self._stuck_s:g} s: {listed}; this run ends"
 
     def _end_everywhere(self, line: str, *, trace: bool = False) -> NoReturn:
-        """The word is written by another thread: this one must not wait for the store."""
+        """Ends all processes. Another thread writes the word, because this one must not wait for the store."""
         if self._store is None:
             self._end(START_AGAIN_STATUS, line, trace=trace)
         word = json.dumps({"status": START_AGAIN_STATUS, "line": line, "by": self._index, "trace": trace})
@@ -204,7 +209,7 @@ class Liveness:
         self._end(START_AGAIN_STATUS, line, trace=trace)
 
     def _end(self, status: int, line: str, *, trace: bool = False) -> NoReturn:
-        """Ends this process at once, without what waits for other processes at an ordinary end."""
+        """Ends this process at once. An ordinary exit would wait for the other processes."""
         with contextlib.suppress(Exception):
             if trace:
                 faulthandler.dump_traceback(sys.stderr)
@@ -213,9 +218,9 @@ class Liveness:
         os._exit(status)
 
     def _die_with_process_0(self) -> None:
-        """The client of ``jax.distributed`` aborts the process when process 0 is gone; this gives that its line.
+        """Prints a line when ``jax.distributed`` aborts this process because process 0 is gone.
 
-        A handler of Python would only be noted, and the process be gone before Python looks.
+        The handler is a C function: a Python handler would run only after the abort.
         """
 
         def aborted(number: int) -> None:

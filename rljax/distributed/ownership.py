@@ -1,12 +1,13 @@
-"""Who owns a path: a record that one living process holds, on local and on shared file systems.
+"""Ownership of a path by one living process, on local and on shared file systems.
 
-The record is a small file: host, process, the process's start time, and a heartbeat, which is the file's modification
-time, moved by a thread. Locks of the kernel (flock) are not used: on some shared file systems they hold on one machine
-only. On the owner's own machine the table of processes says whether it lives; from anywhere else, its heartbeat does.
+The owner's record is a small file with its host, its process id and the start time of the process. A thread of the
+owner renews the file's modification time, which is its heartbeat. Kernel locks (flock) are not used, because on some
+shared file systems they hold on one machine only. On the owner's machine the process table shows whether the owner
+lives. On any other machine the heartbeat does.
 
 Example:
   with claim(run_dir / "owner.json") as owner:
-      ...  # owner.held() says whether the record is still this process's
+      ...  # owner.is_current() is False once another process has taken the path over
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from rljax.errors import OwnedError, writing
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
 SILENT_S = 900.0
-_POLL_S = 1.0  # between two looks at a heartbeat
-_SETTLE_S = 0.5  # after a take-over, before it is believed
+_POLL_S = 1.0  # The time between two looks at a heartbeat.
+_SETTLE_S = 0.5  # The time after a take-over until the record is read again.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What an owner wrote of itself.
+    """The record that an owner writes about itself.
 
     Attributes:
-      host: the machine's name.
-      machine: the boot of that machine and its space of process ids; "" where that cannot be told.
-      pid: process id.
-      started: when the process started, in the kernel's ticks since boot; 0 where that cannot be told.
-      token: unique to this claim.
-      since: when the claim was made, by the owner's clock.
+      host: The name of the machine.
+      machine: The identity of the machine's boot and of its process namespace; "" if unknown.
+      pid: The process id.
+      started: The start time of the process, in kernel ticks since boot; 0 if unknown.
+      token: A string that is unique to this claim.
+      since: The time of the claim, on the owner's clock.
     """
 
     host: str
@@ -62,7 +63,7 @@ _UNREADABLE = Record("an unknown machine", "", 0, 0, "")
 
 
 class Ownership:
-    """A path that this process owns until :meth:`release`. Made by :func:`claim`; a context manager."""
+    """A path that this process owns until :meth:`release`. :func:`claim` makes it; it is a context manager."""
 
     def __init__(self, path: Path, record: Record, heartbeat_s: float) -> None:
         self.path, self.record = path, record
@@ -71,21 +72,21 @@ class Ownership:
         self._thread = threading.Thread(target=self._beat, name="rljax-heartbeat", daemon=True)
         self._thread.start()
 
-    def held(self) -> bool:
-        """Whether the record on disk is still this one: another takes it over when the heartbeat stops for long.
+    def is_current(self) -> bool:
+        """Returns whether this process still owns the path. Another one takes it over if the heartbeat stops for long.
 
         Raises:
-          OSError: the record cannot be read.
+          OSError: The record cannot be read.
         """
         return read(self.path) == self.record
 
     def release(self) -> None:
-        """Ends the heartbeat and removes the record if it is still this one; may be called twice."""
+        """Ends the heartbeat and removes the record if it is still this one. It may be called twice."""
         if not self._released.is_set():
             self._released.set()
             self._thread.join()
             with contextlib.suppress(OSError):
-                if self.held():
+                if self.is_current():
                     self.path.unlink()
 
     def __enter__(self) -> Ownership:
@@ -96,27 +97,30 @@ class Ownership:
 
     def _beat(self) -> None:
         while not self._released.wait(self._heartbeat_s):
-            # A file system that fails for a moment is tried again; a record of another is left alone.
+            # A file system may fail for a moment, so the next beat tries again. Another owner's record is left alone.
             with contextlib.suppress(OSError), self.path.open("rb") as file:
                 if _parse(file.read()) == self.record:
-                    os.utime(file.fileno())  # no times given: the file server's clock, not this machine's
+                    os.utime(file.fileno())  # The file server takes its own clock.
 
 
 def claim(path: str | os.PathLike[str], *, stale_s: float = STALE_S, heartbeat_s: float = HEARTBEAT_S) -> Ownership:
-    """Makes this process the one owner of ``path``, a file in a directory that exists.
+    """Makes this process the only owner of a path.
 
-    The record of an owner that is provably dead is taken over at once. Where that cannot be told (another machine) its
-    heartbeat is watched for up to ``stale_s``, which is printed, and the record is taken over when it has not moved.
-    Of several processes that claim at once, one succeeds.
+    The record of an owner that is provably dead is taken over at once. If the owner is on another machine, this prints
+    a line and watches its heartbeat for up to ``stale_s``. It takes the record over if the heartbeat does not move. If
+    several processes claim a path at the same time, one succeeds.
 
     Args:
-      path: of the record.
-      stale_s: how long a heartbeat must stand still before its owner counts as dead (seconds).
-      heartbeat_s: between two beats of this owner (seconds); well below the ``stale_s`` of every other claimer.
+      path: The file of the record, in a directory that exists.
+      stale_s: The time without a heartbeat after which an owner counts as dead, in seconds.
+      heartbeat_s: The time between two beats of this owner, in seconds; well below ``stale_s`` of every other process.
+
+    Returns:
+      The ownership, whose heartbeat has begun.
 
     Raises:
-      OwnedError: another owner lives; the message names it.
-      OSError: the directory cannot be written.
+      OwnedError: Another owner lives. The message names it.
+      OSError: The directory cannot be written.
     """
     path = Path(path)
     pid, now = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -125,7 +129,7 @@ def claim(path: str | os.PathLike[str], *, stale_s: float = STALE_S, heartbeat_s
     while True:
         if _create(path, record):
             if taken_over:
-                time.sleep(_SETTLE_S)  # a slower claimer may have displaced this record by mistake
+                time.sleep(_SETTLE_S)  # A slower process may have removed this record by mistake.
             if not taken_over or read(path) == record:
                 return Ownership(path, record, heartbeat_s)
         other = read(path)
@@ -136,10 +140,12 @@ def claim(path: str | os.PathLike[str], *, stale_s: float = STALE_S, heartbeat_s
 
 
 def read(path: str | os.PathLike[str]) -> Record | None:
-    """The record at ``path``; None when there is none. One that cannot be parsed is of an unknown machine.
+    """Returns the record at ``path``, or None if there is none.
+
+    A record that cannot be parsed becomes one of an unknown machine.
 
     Raises:
-      OSError: the file is there and cannot be read.
+      OSError: The file exists and cannot be read.
     """
     try:
         return _parse(Path(path).read_bytes())
@@ -148,14 +154,18 @@ def read(path: str | os.PathLike[str]) -> Record | None:
 
 
 def provably_dead(path: str | os.PathLike[str], *, silent_s: float = SILENT_S) -> bool:
-    """Whether the owner of the record at ``path`` is dead beyond doubt; False when there is no record.
+    """Returns whether the owner of the record at ``path`` is certainly dead; False if there is no record.
 
-    An owner on this machine is dead when its process is gone, or its process id belongs to a process that started at
-    another time. Any other owner is dead when its heartbeat has not moved for ``silent_s`` (seconds), by the clock of
-    the file system that holds the record.
+    An owner on this machine is dead if its process is gone, or if its process id belongs to a process that started at
+    another time. Any other owner is dead if its heartbeat has not moved for ``silent_s``, on the clock of the file
+    system that has the record.
+
+    Args:
+      path: The file of the record.
+      silent_s: The time without a heartbeat after which an owner on another machine is dead, in seconds.
 
     Raises:
-      OSError: the record cannot be read, or its directory cannot be written (a file is made there to see the clock).
+      OSError: The record cannot be read, or no file can be made beside it to read the clock of the file system.
     """
     path = Path(path)
     record = read(path)
@@ -163,7 +173,7 @@ def provably_dead(path: str | os.PathLike[str], *, silent_s: float = SILENT_S) -
 
 
 def _is_dead(path: Path, record: Record, silent_s: float) -> bool:
-    """As ``provably_dead``, of a record that was read: another may have taken its place at ``path`` since."""
+    """Returns whether the owner of ``record`` is dead. Another record may have replaced it at ``path`` meanwhile."""
     if _is_here(record):
         return _started(record.pid) not in (record.started, 0)
     with tempfile.TemporaryFile(dir=path.parent) as fresh:
@@ -173,7 +183,7 @@ def _is_dead(path: Path, record: Record, silent_s: float) -> bool:
 
 
 def _stands_still(path: Path, record: Record, stale_s: float) -> bool:
-    """Watches the heartbeat of ``record``: False as soon as it moves, or at once for an owner on this machine."""
+    """Watches the heartbeat of ``record``. Returns False once it moves, and at once for an owner on this machine."""
     if _is_here(record):
         return False
     first, began = _heartbeat(path), time.monotonic()
@@ -182,12 +192,12 @@ def _stands_still(path: Path, record: Record, stale_s: float) -> bool:
         time.sleep(min(_POLL_S, left))
         beat = _heartbeat(path)
         if beat != first or beat is None:
-            return beat is None  # moved: alive; gone: released
+            return beat is None  # A beat that moved means alive; a record that is gone was released.
     return True
 
 
 def _create(path: Path, record: Record) -> bool:
-    """Puts ``record`` at ``path`` unless there is one. A hard link appears whole or not at all, on NFS too."""
+    """Writes ``record`` to ``path`` unless a record exists. A hard link appears whole or not at all, also on NFS."""
     content = json.dumps(asdict(record)).encode()
     whole = path.with_name(f"{path.name}.{record.token}")
     try:
@@ -198,7 +208,7 @@ def _create(path: Path, record: Record) -> bool:
         except OSError as error:
             if error.errno in _NO_LINKS:
                 return _create_without_links(path, content)
-            # The answer of a link over NFS may be lost, and the link there all the same.
+            # NFS may lose the answer to a link that was made.
             if whole.stat().st_nlink != 2:
                 if isinstance(error, FileExistsError):
                     return False
@@ -218,7 +228,7 @@ def _create_without_links(path: Path, content: bytes) -> bool:
 
 
 def _take_away(path: Path, record: Record) -> bool:
-    """Removes ``record``, of a dead owner, from ``path``; puts back what another claimer wrote there meanwhile."""
+    """Removes the record of a dead owner. If another process wrote its record meanwhile, that one is put back."""
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         if read(path) != record:
@@ -226,16 +236,16 @@ def _take_away(path: Path, record: Record) -> bool:
         path.rename(aside)
     except FileNotFoundError:
         return False
-    found = read(aside)
-    if found != record:
+    removed = read(aside)
+    if removed != record:
         with contextlib.suppress(FileExistsError):
             os.link(aside, path)
     aside.unlink()
-    return found == record
+    return removed == record
 
 
 def _heartbeat(path: Path) -> float | None:
-    """Modification time; opened, because NFS asks the server again at an open and not at a stat."""
+    """Returns the modification time. The file is opened, because NFS asks the server at an open and not at a stat."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -259,12 +269,12 @@ def _parse(content: bytes) -> Record:
 
 
 def _is_here(record: Record) -> bool:
-    """Whether this machine's table of processes knows the owner."""
+    """Returns whether the process table of this machine has the owner."""
     return record.machine != "" and record.machine == _machine()
 
 
 def _machine() -> str:
-    """This boot of this machine and its space of process ids. Host names repeat, and containers count from 1."""
+    """Returns the identity of this boot and process namespace. Host names repeat, and containers count from 1."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -273,9 +283,9 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When process ``pid`` of this machine started (ticks since boot).
+    """Returns the start time of process ``pid`` of this machine, in ticks since boot.
 
-    None when it is gone or only a zombie, 0 when it is there and this user may not look at it.
+    It is None if the process is gone or a zombie, and 0 if this user may not read it.
     """
     try:
         os.kill(pid, 0)

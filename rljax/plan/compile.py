@@ -29,7 +29,7 @@ from rljax.policy.model import abstract_params, logical_axes
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, has_separate_forward, make_step, responses_per_update
 from rljax.sharding import make_mesh
-from rljax.trainer.packing import Given
+from rljax.trainer.packing import OptionalLogprobs
 from rljax.trainer.state import make_optimizer
 
 Report = dict[str, Any]
@@ -91,9 +91,9 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     return CompiledStep(config, machine, mesh, seconds, compiled.as_text() or "", memory)
 
 
-def _optional_arrays(config: Config) -> list[Given]:
+def _optional_arrays(config: Config) -> list[OptionalLogprobs]:
     """Returns the names of the optional arrays in the step's batches."""
-    names: list[Given] = []
+    names: list[OptionalLogprobs] = []
     if has_separate_forward(config):
         names.append("old_logprobs")
     if config.loss.kl != "none":

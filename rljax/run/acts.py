@@ -36,7 +36,7 @@ class FollowerState:
     """The training state of a process other than 0.
 
     Attributes:
-      state: This process's shards of the newest state.
+      state: The shards of the newest state that this process holds.
       weights: A function that makes the policy of the state's parameters, which engines sample from.
     """
 

@@ -19,8 +19,8 @@ from rljax.run.rate import ScheduleConfig
 from rljax.sharding import MeshConfig
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.packing import PackingConfig
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig
-from rljax.trainer.step import PrecisionConfig
 
 
 @dataclass(frozen=True)

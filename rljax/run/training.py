@@ -21,7 +21,7 @@ from rljax.run.config import Config
 from rljax.run.fingerprint import array_checksums, json_checksum
 from rljax.run.weights import initial_params, is_offloaded, load_merged, load_reference
 from rljax.sharding import on_host
-from rljax.trainer.behaviour import SplitUpdate, copy_of
+from rljax.trainer.behaviour import SplitUpdate, make_copy
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.objective import Objective
 from rljax.trainer.offload import OffloadedUpdate
@@ -214,7 +214,7 @@ def _with_split_mismatch(config: Config, update: Update, forward: Forward) -> Up
         update,
         forward,
         make_pack(config, count or config.num_sequences),
-        copy=copy_of(dtype),
+        copy=make_copy(dtype),
         versions=max_version_lag(config),
         sample=count,
         is_threshold=config.diagnosis.is_threshold,

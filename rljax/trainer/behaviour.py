@@ -1,9 +1,9 @@
-"""The mismatch of stale rollouts told apart: what the engines' numerics make, and what the policy's change makes.
+"""Splits the mismatch of stale rollouts into two parts: the numerics of the engines, and the drift of the policy.
 
-A token that was sampled with policy version v and is trained from version w has, for the weights of v and of w,
-log_ratio = trainer_w - rollout = (trainer_v - rollout) + (trainer_w - trainer_v): numerics, and drift. The first part
-needs a forward under the policy that sampled the token, of which copies are kept. It is taken of a sample of the
-responses, or of all of them where the correction is of one part.
+A token was sampled with policy version v and is trained from version w. Its log-ratio is
+trainer_w - rollout = (trainer_v - rollout) + (trainer_w - trainer_v). The first part is numerics, the second is drift.
+The first part needs a forward under the policy that sampled the token, so copies of older policies are kept. It is
+measured on a sample of the responses, or on all of them if the correction applies to one part only.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from rljax.trainer.state import TrainState
 from rljax.trainer.update import Forward, Pack, Update, Updated, UpdateOptions
 
 NAMES = ("kl", "k3_kl", "log_ppl_abs_diff", "log_ppl_diff", "logprob_abs_diff_mean", "logprob_abs_diff_max")
-"""Mismatch metrics that each part is given."""
+"""The names of the mismatch metrics that are computed for each part."""
 RATIOS = ("token_ratio_max", "token_fraction_above", "token_effective_sample_size", "sequence_effective_sample_size")
-"""Metrics of the importance ratio that numerics and drift are given, as ``is_numerics/<name>``, ``is_drift/<name>``."""
+"""The names of the importance-ratio metrics ``is_numerics/<name>`` and ``is_drift/<name>``."""
 
 
 class SplitUpdate:
-    """``Update`` that also gives ``mismatch_numerics/<name>`` and ``mismatch_drift/<name>`` of a sample of responses.
+    """An ``Update`` that also measures ``mismatch_numerics/<name>`` and ``mismatch_drift/<name>``.
 
-    Both are absent where no response was sampled with an older version that is kept. Drift is given by the number of
-    versions, too, as ``mismatch_drift/<versions>/<name>``. Each number of versions takes a forward of the sample.
+    Both are absent if no response was sampled with an older version that is kept. The drift is also measured for each
+    number of versions, as ``mismatch_drift/<versions>/<name>``. Each number of versions takes one forward of the
+    sample.
     """
 
     def __init__(
@@ -49,17 +50,17 @@ class SplitUpdate:
         is_threshold: float = 2.0,
         for_correction: bool = False,
     ):
-        """Wraps ``update``.
+        """Wraps another update.
 
         Args:
-          update: makes the updates.
-          forward: log-probabilities of a batch under a policy that ``copy`` gave.
-          pack_sample: packs ``sample`` responses.
-          copy: of a state's parameters, which their update leaves as it is.
-          versions: that are kept, besides the newest.
-          sample: responses of a step, at most, that are taken.
-          is_threshold: C of ``is_numerics/`` and ``is_drift/``.
-          for_correction: whether ``update`` is to have ``behaviour_logprobs``; all responses are taken then.
+          update: The update that trains.
+          forward: A function that returns the log-probabilities of a batch under a policy that ``copy`` returned.
+          pack_sample: A function that packs ``sample`` responses.
+          copy: A function that copies the parameters of a state, so that an update does not change the copy.
+          versions: The number of older policies that are kept.
+          sample: The largest number of responses of a step that are measured.
+          is_threshold: The threshold C of ``is_numerics/`` and ``is_drift/``.
+          for_correction: Whether ``update`` needs ``behaviour_logprobs``; all responses are measured then.
         """
         self._threshold, self._for_correction = is_threshold, for_correction
         self._update, self._forward, self._pack_sample, self._copy = update, forward, pack_sample, copy
@@ -69,7 +70,7 @@ class SplitUpdate:
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
-        """See ``Update``."""
+        """Copies the policy, measures the older policies on the responses, and makes the updates."""
         self._kept.appendleft(self._copy(state.params))
         if self._for_correction:
             behaviour = self._behaviour_logprobs(sequences, batch)
@@ -91,7 +92,7 @@ class SplitUpdate:
         behaviour: dict[int, list[np.ndarray]],
         chosen: np.ndarray,
     ) -> Updated:
-        """``updated`` with the metrics of the two parts; ``behaviour`` is of the ``chosen`` of the sequences."""
+        """Adds the metrics of the two parts to the row; ``behaviour`` has the sequences with the indices ``chosen``."""
         if not behaviour:
             return updated
         every = updated.trainer_logprobs()
@@ -102,17 +103,18 @@ class SplitUpdate:
     def _behaviour_logprobs(
         self, sampled: Sequence[TrainSequence], batch: PackedBatch | None = None
     ) -> dict[int, list[np.ndarray]]:
-        """By versions behind, of those among the tokens that are kept: float32 [r] of each response.
+        """Returns the log-probabilities, float32 [r] for each response, under each older policy that sampled a token.
 
-        ``batch`` holds them packed; None: ``pack_sample`` packs them, if they are needed.
+        The keys are the numbers of versions behind. ``batch`` has the responses packed; without it ``pack_sample``
+        packs them when they are needed.
         """
         behind = {int(d) for s in sampled if s.staleness is not None for d in np.unique(s.staleness)}
-        found = {}
+        by_versions = {}
         for versions in sorted(behind & set(range(1, len(self._kept)))):
             batch = batch or self._pack_sample(sampled)
             logprobs: Any = self._forward(self._kept[versions], batch)[1]
-            found[versions] = unpack(fetch(logprobs), batch, sampled)
-        return found
+            by_versions[versions] = unpack(fetch(logprobs), batch, sampled)
+        return by_versions
 
 
 def split_metrics(
@@ -121,16 +123,17 @@ def split_metrics(
     trainer: Sequence[np.ndarray],
     is_threshold: float = 2.0,
 ) -> dict[str, float]:
-    """``mismatch_numerics/`` and ``mismatch_drift/`` of responses, and ``is_numerics/`` and ``is_drift/``.
+    """Computes the metrics ``mismatch_numerics/``, ``mismatch_drift/``, ``is_numerics/`` and ``is_drift/``.
 
     Args:
-      sampled: the responses; tokens of the newest version have no drift.
-      behaviour: by versions behind, log-probabilities float32 [r] of each response under that policy.
-      trainer: likewise under the newest.
-      is_threshold: C >= 1 of the ratios.
+      sampled: The responses. Tokens that the newest policy sampled have no drift.
+      behaviour: The log-probabilities of each response, float32 [r], under each older policy. A key is the number of
+        versions behind.
+      trainer: The log-probabilities of each response, float32 [r], under the newest policy.
+      is_threshold: The threshold C >= 1 of the ratios.
 
     Returns:
-      The metrics over tokens of versions in ``behaviour`` and of the newest.
+      The metrics over the tokens that the policies of ``behaviour`` or the newest policy sampled.
     """
     shape = len(sampled), max(len(s.response) for s in sampled)
     rollout, then, now = (np.zeros(shape) for _ in range(3))
@@ -155,8 +158,8 @@ def split_metrics(
     return row | {"mismatch_numerics/token_count": float(known.sum())}
 
 
-def copy_of(dtype: Any) -> Callable[[Params], Params]:
-    """Parameters in ``dtype``, in memory of their own, where they lie."""
+def make_copy(dtype: Any) -> Callable[[Params], Params]:
+    """Returns a function that copies parameters to ``dtype``, in new memory and with the same sharding."""
 
     @jax.jit
     def copy(params: Params) -> Params:

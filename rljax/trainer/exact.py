@@ -1,10 +1,10 @@
 """Zero mismatch: one executable that samples, scores and differentiates, and the training step around it.
 
-``ExactPass`` is a compiled forward-and-backward at one fixed [b, t], one sequence a row. The exact engine samples
-tokens from its log-softmax rows and ``ExactUpdate`` differentiates through it, so the trainer's log-probability of a
-token has the bits that the token was sampled with. Any other graph of the same function may differ: another shape, a
-forward without a backward, a cache. Gradients are accumulated, the mismatch measured and the update made by other
-executables.
+``ExactPass`` is one compiled forward and backward of a fixed shape [b, t], with one sequence in a row. The exact engine
+samples tokens from its log-softmax rows, and ``ExactUpdate`` differentiates through it. So the trainer's
+log-probability of a token has the same bits as the one that the token was sampled with. Any other graph of the same
+function may differ: another shape, a forward without a backward, or a cache. Other executables accumulate the
+gradients, measure the mismatch and make the update.
 """
 
 from __future__ import annotations
@@ -39,26 +39,40 @@ from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch, TrainSequence, fill, pack, unpack
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import TrainState, abstract_state
-from rljax.trainer.step import PrecisionConfig, micro_gradients
+from rljax.trainer.step import micro_gradients
 from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_controls, update_state, zero_totals
 from rljax.trainer.update import Updated, UpdateOptions, fetch_metrics
 
 
 class FullScores(NamedTuple):
-    """What the executable says of its rows, float32."""
+    """The scores of the rows of a micro-batch, float32.
 
-    log_softmax: Float[Array, "b t v"]  # of the token that follows each place
-    logprobs: Float[Array, "b t"]  # of each token; 0 at position 0 and on padding
-    entropy: Float[Array, "b t"]  # nats; likewise
+    Attributes:
+      log_softmax: The log-probabilities of all tokens that may follow each place.
+      logprobs: The log-probability of each token; 0 at position 0 and on padding.
+      entropy: The entropy of each token's distribution, in nats; 0 at position 0 and on padding.
+      stats: The statistics of the forward.
+    """
+
+    log_softmax: Float[Array, "b t v"]
+    logprobs: Float[Array, "b t"]
+    entropy: Float[Array, "b t"]
     stats: ForwardStats
 
 
 class ExactOutput(NamedTuple):
-    """What one run of the executable gives."""
+    """The result of one call of the executable.
 
-    grads: Params  # compute dtype, of the scaled loss over the provisional denominator
-    loss: Statistics  # from ``Objective.micro_loss``
+    Attributes:
+      grads: The gradients of the scaled loss over the provisional denominator, in the compute dtype.
+      loss: The statistics of ``Objective.micro_loss``.
+      scores: The scores of the rows.
+    """
+
+    grads: Params
+    loss: Statistics
     scores: FullScores
 
 
@@ -70,15 +84,15 @@ def full_scores(
     precision: PrecisionConfig,
     kernels: Kernels,
 ) -> FullScores:
-    """Scores of a micro-batch [b, t] whose log-softmax is there in full before any token's is picked.
+    """Scores a micro-batch [b, t]. The whole log-softmax is computed before any token is picked from it.
 
     Args:
-      compute: parameters in the compute dtype.
-      config: their shape.
-      micro: one sequence a row.
-      temperature: float32 scalar, positive; of the distribution scored.
-      precision: dtype of the LM head's products, and what is recomputed.
-      kernels: from ``choose_kernels``.
+      compute: The parameters in the compute dtype.
+      config: The shape of the policy.
+      micro: The micro-batch, with one sequence in a row.
+      temperature: The temperature of the distribution that is scored, a positive float32 scalar.
+      precision: The dtype of the LM head's products, and the choice of what the backward pass recomputes.
+      kernels: The kernels of ``choose_kernels``.
     """
     rows = (micro.tokens, micro.segment_ids, micro.positions)
     hidden, stats = hidden_states(compute, config, *rows, remat=precision.remat_policy, **kernels._asdict())
@@ -86,7 +100,7 @@ def full_scores(
     exactness = matmul_precision(table.dtype)
     logits = jnp.einsum("btd,vd->btv", hidden, table, precision=exactness, preferred_element_type=jnp.float32)
     logits = constrain(logits, "rows", "tokens", "vocab")
-    # The barrier keeps the gather from a log-softmax of its own, fused and rounded otherwise than the one sampled from.
+    # Without the barrier XLA fuses a second log-softmax into the gather, and rounds it differently.
     log_softmax = jax.lax.optimization_barrier(jax.nn.log_softmax(logits / temperature))
     picked = jnp.take_along_axis(log_softmax[:, :-1], micro.tokens[:, 1:, None], axis=-1)[..., 0]
     known = jax.lax.stop_gradient(log_softmax[:, :-1])
@@ -97,7 +111,7 @@ def full_scores(
 
 
 class ExactPass:
-    """The one executable: ``exact(params, micro, scale, provisional, temperature)``."""
+    """The executable ``exact(params, micro, scale, provisional, temperature)`` of the engine and the update."""
 
     def __init__(
         self,
@@ -110,16 +124,16 @@ class ExactPass:
         row_tokens: int,
         options: PolicyOptions = DEFAULTS,
     ):
-        """Compiled at the first call; any other shape is an error, never a second compilation.
+        """Prepares the executable, which is compiled at the first call. Another shape is an error, not a compilation.
 
         Args:
-          config: shape of the policy.
-          mesh: the trainer's.
-          precision: dtypes.
-          objective: the loss of a step.
-          rows: b, rows of a micro-batch, and sequences sampled at a time.
-          row_tokens: t, the longest prompt with its response.
-          options: how the policy is computed, on the devices of the mesh (``choose_kernels``, which may refuse them).
+          config: The shape of the policy.
+          mesh: The mesh of the trainer.
+          precision: The dtypes of the forward and backward.
+          objective: The loss of a step.
+          rows: The number b of rows of a micro-batch, and of sequences that are sampled at the same time.
+          row_tokens: The number t of tokens of a row: the longest prompt with its response.
+          options: The choice of kernels, which ``choose_kernels`` refuses if the devices lack one.
         """
         dtype = jnp.dtype(precision.compute_dtype)
         kernels = choose_kernels(options, config, precision.compute_dtype, mesh)
@@ -132,8 +146,8 @@ class ExactPass:
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 compute = cast_params(params, dtype)
-                found: Any = micro_gradients(compute, micro, objective, score, scale, provisional)
-                return ExactOutput(*found)
+                output: Any = micro_gradients(compute, micro, objective, score, scale, provisional)
+                return ExactOutput(*output)
 
         self.rows, self.row_tokens, self.objective, self.mesh = rows, row_tokens, objective, mesh
         nothing = pack([], row_tokens=row_tokens, rows_per_micro_batch=rows, micro_batches=1)
@@ -151,7 +165,7 @@ class ExactPass:
             out_shardings=ExactOutput(by_param, everywhere, FullScores(*shardings)),
         )
         self._by_rows, self._everywhere, self._one = by_rows, everywhere, put(np.float32(1.0), everywhere)
-        # Of shapes alone: JAX refuses arrays of the host here where other processes hold a part of the mesh.
+        # Shapes alone: JAX refuses arrays of the host if other processes hold a part of the mesh.
         rows_of = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), self._empty)
         self._arguments = (abstract_params(config), rows_of, self._one, self._one, self._one)
 
@@ -161,24 +175,24 @@ class ExactPass:
             return self._jitted.lower(*self._arguments).compile()
 
     def place(self, micro: PackedBatch) -> PackedBatch:
-        """A micro-batch [b, t] on the devices, rows over the mesh."""
+        """Puts a micro-batch [b, t] on the devices, with its rows split over the mesh."""
         return put(micro, self._by_rows)
 
     def scalar(self, value: Any) -> jax.Array:
-        """A float32 scalar on every device."""
+        """Puts a float32 scalar on every device."""
         return put(value if isinstance(value, jax.Array) else np.float32(value), self._everywhere)
 
     def __call__(
         self, params: Params, micro: PackedBatch, scale: jax.Array, provisional: jax.Array, temperature: jax.Array
     ) -> ExactOutput:
-        """Runs it.
+        """Runs the executable.
 
         Args:
-          params: float32 masters, or merged adapters in float32; cast inside.
-          micro: from ``place``.
-          scale: from ``scalar``, as the next two: the loss is multiplied by it.
-          provisional: denominator of the loss.
-          temperature: of the distribution.
+          params: The float32 masters, or merged adapters in float32. The executable casts them.
+          micro: The micro-batch that ``place`` returned.
+          scale: The factor of the loss; ``scalar`` makes it, and the next two arguments.
+          provisional: The denominator of the loss.
+          temperature: The temperature of the distribution.
         """
         with jax.set_mesh(self.mesh):
             return self._compiled(params, micro, scale, provisional, temperature)
@@ -186,13 +200,13 @@ class ExactPass:
     def log_softmax(
         self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float
     ) -> Float[Array, "b t v"]:
-        """What the engine samples from: the log-softmax after each place of rows that carry no loss.
+        """Returns the log-softmax after each place, which the engine samples from. The rows carry no loss.
 
         Args:
-          params: float32 masters.
-          tokens: int32 [b, t], each row from its left.
-          lengths: int32 [b], tokens of each row so far; 0 for a row not in use.
-          temperature: of the distribution, positive.
+          params: The float32 masters.
+          tokens: The token ids, int32 [b, t]. Each row begins at the left.
+          lengths: The number of tokens of each row, int32 [b]; 0 for an unused row.
+          temperature: The temperature of the distribution, positive.
         """
         index = np.arange(self.row_tokens, dtype=np.int32)[None]
         known = index < lengths[:, None]
@@ -203,15 +217,15 @@ class ExactPass:
 
 
 def micro_of(batch: PackedBatch, index: int) -> PackedBatch:
-    """Micro-batch ``index`` of a batch [m, b, t] of numpy arrays."""
+    """Returns micro-batch ``index`` of a batch [m, b, t] of numpy arrays."""
     return jax.tree.map(lambda array: array[index], batch._replace(with_loss=None, used=None))
 
 
 def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> PackedBatch:
-    """Sequence i in row i % b of micro-batch i // b, where the engine sampled it: nothing packed, nothing sorted.
+    """Puts sequence i in row i % b of micro-batch i // b, where the engine sampled it. Nothing is packed or sorted.
 
     Raises:
-      ValueError: a sequence does not fit a row, or only some of them have reference log-probabilities.
+      ValueError: A sequence does not fit a row, or only some of the sequences have reference log-probabilities.
     """
     longest = max(len(s.prompt) + len(s.response) for s in sequences)
     if longest > row_tokens:
@@ -221,7 +235,7 @@ def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> P
 
 
 class ExactUpdate:
-    """One update a rollout batch through an ``ExactPass``; see ``Update``."""
+    """An ``Update`` that makes one update for each rollout batch through an ``ExactPass``."""
 
     def __init__(
         self,
@@ -236,18 +250,18 @@ class ExactUpdate:
         lora: LoraConfig = OFF,
         merged: MergedPolicy | None = None,
     ):
-        """Builds the executables around the pass.
+        """Prepares the executables around the pass.
 
         Args:
-          exact: the pass that the engine samples with.
-          config: shape of the policy.
-          tx: from ``make_optimizer``.
-          precision: that of the pass.
-          temperature: of the rollouts.
-          diagnosis: how the mismatch is taken apart.
-          reference: masters of the frozen policy of a KL penalty, kept on the devices; scored by the same pass.
-          lora: which adapters are trained; the state then holds these.
-          merged: with adapters, gives the weights that they make, in float32.
+          exact: The pass that the engine samples with.
+          config: The shape of the policy.
+          tx: The optimizer of ``make_optimizer``.
+          precision: The dtypes of the pass.
+          temperature: The temperature of the rollouts.
+          diagnosis: The settings of the mismatch metrics.
+          reference: The masters of the frozen policy of a KL penalty, on the devices. The same pass scores them.
+          lora: The choice of adapters. If there are any, the state has the adapters.
+          merged: A function that returns the weights that the adapters make, in float32; None without adapters.
         """
         dynamic, objective = precision.compute_dtype == "float16", exact.objective
         trained = find_trained(config, lora)
@@ -288,13 +302,13 @@ class ExactUpdate:
         self._finish = jax.jit(finish, out_shardings=(by_state, self._everywhere), donate_argnums=0)
 
     def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
-        """See ``Update``; sequences stay where the engine sampled them."""
+        """Lays out the sequences in the rows where the engine sampled them."""
         return lay_out(sequences, self._exact.rows, self._exact.row_tokens)
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
-        """See ``Update``."""
+        """Runs the pass on each micro-batch, adds up the gradients, and makes one update."""
         exact = self._exact
         if self._reference is not None:
             batch = self._with_reference(batch, self._reference)
@@ -317,11 +331,11 @@ class ExactUpdate:
         return Updated(state, row, histograms, lambda: unpack(np.stack(fetch(logprobs)), batch, sequences))
 
     def _with_reference(self, batch: PackedBatch, reference: Params) -> PackedBatch:
-        """The batch with the frozen policy's log-probabilities, from the same executable."""
+        """Adds the log-probabilities of the frozen policy, which the same executable computes."""
         exact, zeros = self._exact, np.zeros(batch.tokens.shape, np.float32)
         batch, one = batch._replace(reference_logprobs=zeros), exact.scalar(1.0)
-        found = [
+        logprobs = [
             exact(reference, exact.place(micro_of(batch, index)), one, one, self._temperature).scores.logprobs
             for index in range(int(batch.used))
         ]
-        return batch._replace(reference_logprobs=np.stack(fetch(found)))
+        return batch._replace(reference_logprobs=np.stack(fetch(logprobs)))

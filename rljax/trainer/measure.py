@@ -1,6 +1,7 @@
-"""What a step measures of its tokens besides the gradient: the mismatch and where it comes from.
+"""The measurements of a step besides the gradient: the mismatch of its tokens, and its causes.
 
-Statistics are taken micro-batch by micro-batch and merged, so that cutting, packing and sharding change no value.
+Each micro-batch gives statistics, and these are merged. The split into micro-batches, the packing and the sharding
+therefore change no value.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from rljax.trainer.packing import PackedBatch
 from rljax.trainer.router import finalize_router, router_statistics
 
 HISTOGRAM = "mismatch/logprob_abs_diff"
-"""Name of the histogram among a step's metrics; its bins are those of ``rljax.mismatch.histogram.bin_edges``."""
+"""The name of the histogram among the metrics of a step. ``rljax.mismatch.histogram.bin_edges`` gives its bins."""
 
 
 @dataclass(frozen=True)
 class DiagnosisConfig:
-    """How finely the mismatch is taken apart."""
+    """The settings of the mismatch metrics."""
 
     position_edges: tuple[int, ...] = POSITION_EDGES
     """Positions in the response (tokens, from 1) at which a new bucket of ``mismatch_position/`` begins."""
@@ -47,17 +48,17 @@ class DiagnosisConfig:
     is_threshold: float = 2.0
     """Threshold C of ``is/``: the fractions of the ratios above C and below 1 / C are recorded. At least 1."""
     reference_steps: int = 10
-    """Number of first steps of the run with which a rise of ``mismatch/log_ppl_abs_diff_sum`` is compared."""
+    """Number of steps at the start of a run that a rise of ``mismatch/log_ppl_abs_diff_sum`` is compared with."""
     grad_noise_every: int = 10
     """Steps between measurements of ``optimizer/grad_noise``. 0: never."""
 
     free_routing_every: int = 10
     """Steps between measurements of ``mismatch_free_routing/``, the mismatch without the routes that
-    ``rollout.router_replay: r3`` replays; each takes a forward of its own. 0: never."""
+    ``rollout.router_replay: r3`` replays. Each measurement takes one more forward. 0: never."""
 
     behaviour_responses: int = 64
-    """Responses of a step of which stale rollouts' mismatch is told apart into numerics and drift, by a forward under
-    the policy that sampled them. 0: none; no copies of older policies are kept then."""
+    """Number of responses of a step whose mismatch is split into numerics and drift, if their rollouts are stale. This
+    takes a forward under the policy that sampled them. 0: none, and no copies of older policies are kept."""
 
     def __post_init__(self) -> None:
         for name in ("position_edges", "entropy_edges"):
@@ -69,13 +70,16 @@ class DiagnosisConfig:
 def measure(
     scores: Any, micro: PackedBatch, num_sequences: int, config: DiagnosisConfig | None
 ) -> dict[str, Statistics]:
-    """Statistics of a micro-batch, by the group of metrics that they become.
+    """Computes the statistics of a micro-batch for each group of metrics.
 
     Args:
-      scores: ``logprobs``, ``entropy`` [b, t] and ``stats`` of the trainer's forward.
-      micro: [b, t].
-      num_sequences: sequences of the batch.
-      config: how the mismatch is taken apart; None: it is not measured, only the forward is.
+      scores: The ``logprobs`` and ``entropy`` [b, t] and the ``stats`` of the trainer's forward.
+      micro: The micro-batch [b, t].
+      num_sequences: The number of sequences of the batch.
+      config: The settings of the mismatch metrics; None to measure the forward alone.
+
+    Returns:
+      The statistics by the name of the group.
     """
     entropy = jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0))
     tokens = jnp.sum(micro.response_mask, dtype=jnp.int32)
@@ -104,7 +108,7 @@ def measure(
 
 
 def finalize_measured(measured: dict[str, Statistics], config: DiagnosisConfig | None) -> dict[str, jax.Array]:
-    """The row's metrics (scalars), and under ``HISTOGRAM`` the counts of abs(log_ratio) [bins]."""
+    """Returns the metrics of a row, scalars by name, and under ``HISTOGRAM`` the counts of abs(log_ratio) [bins]."""
     forward = measured["forward"]
     row = {
         "policy/entropy": forward.mean("entropy", "tokens"),
@@ -131,7 +135,7 @@ def finalize_measured(measured: dict[str, Statistics], config: DiagnosisConfig |
 
 
 def without_empty_buckets(row: dict[str, Any]) -> dict[str, Any]:
-    """A row on the host without the keys of buckets that have no token: their zeros would look like agreement."""
+    """Removes the metrics of buckets without a token from a row, because their zeros would look like agreement."""
     bucketed, count = ("mismatch_position/", "mismatch_entropy/", "mismatch_staleness/"), "/token_count"
     counts = {key: value for key, value in row.items() if key.startswith(bucketed) and key.endswith(count)}
     empty = tuple(key.removesuffix("token_count") for key, value in counts.items() if not value)

@@ -13,25 +13,32 @@ from jax.sharding import NamedSharding
 from rljax.sharding import constrain, put
 from rljax.trainer.packing import PackedBatch, fill
 
-OF_POLICY = ("tokens", "segment_ids", "positions", "routes")
-"""Arrays of a batch that the policy reads."""
+POLICY_ARRAYS = ("tokens", "segment_ids", "positions", "routes")
+"""The names of the arrays of a batch that the policy reads."""
 
 
 def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
-    """The batch on the devices, split by rows."""
+    """Puts the batch on the devices, split by rows."""
     return put(batch, batch_shardings(batch, by_rows, everywhere))
 
 
 def batch_shardings(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
-    """The sharding of each array that ``batch`` has (see ``place_batch``)."""
+    """Returns the sharding of each array of ``batch``: split by rows, and the two counts on every device."""
     return jax.tree.map(lambda _: by_rows, batch)._replace(with_loss=everywhere, used=everywhere)
 
 
 def abstract_batch(
-    shape: tuple[int, int, int], by_rows: NamedSharding, everywhere: NamedSharding, given: Sequence[str] = ()
+    shape: tuple[int, int, int], by_rows: NamedSharding, everywhere: NamedSharding, optional: Sequence[str] = ()
 ) -> PackedBatch:
-    """``jax.ShapeDtypeStruct`` with a sharding for each array of a batch [m, b, t]; of the optional ones ``given``."""
-    empty = fill([], {}, (0, 0, 0))._replace(**dict.fromkeys(given, np.zeros(0, np.float32)))
+    """Returns a ``jax.ShapeDtypeStruct`` with a sharding for each array of a batch [m, b, t].
+
+    Args:
+      shape: The shape (m, b, t).
+      by_rows: The sharding of arrays [m, b, t].
+      everywhere: The sharding of scalars.
+      optional: The names of the optional log-probabilities that the batch has.
+    """
+    empty = fill([], {}, (0, 0, 0))._replace(**dict.fromkeys(optional, np.zeros(0, np.float32)))
     return jax.tree.map(
         lambda array, sharding: jax.ShapeDtypeStruct(shape if array.ndim else (), array.dtype, sharding=sharding),
         empty,
@@ -50,15 +57,15 @@ def over_micro_batches(
     """Adds up micro-batches of a batch [m, b, t].
 
     Args:
-      batch: arrays on the devices.
-      each: what a micro-batch [b, t] gives: numbers to add, and what is kept of its tokens, a pytree [b, t, ...].
-      zero: the total of none, from ``jax.ShapeDtypeStruct`` of those numbers.
-      add: a total with the numbers of one more.
-      span: the first micro-batch, and the first after the last.
-      before: what was kept of other micro-batches [m, b, t, ...]; None: nothing.
+      batch: The batch, on the devices.
+      each: A function of a micro-batch [b, t]. It returns numbers to add up, and token values [b, t, ...] to keep.
+      zero: A function that returns the total of no micro-batch, from the ``jax.ShapeDtypeStruct`` of the numbers.
+      add: A function that adds the numbers of one micro-batch to a total.
+      span: The first micro-batch, and the first one after the last.
+      before: The token values [m, b, t, ...] of the other micro-batches; None for zeros.
 
     Returns:
-      The total, and what was kept [m, b, t, ...], 0 of micro-batches that were not computed.
+      The total, and the token values [m, b, t, ...]. Those of micro-batches that were not computed are ``before``.
     """
 
     def of_index(index: jax.Array | int) -> tuple[Any, Any]:
@@ -67,12 +74,12 @@ def over_micro_batches(
         return each(with_all_rows(micro))
 
     def body(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        found, of_micro = of_index(index)
+        numbers, values = of_index(index)
 
         def put_in(kept: jax.Array, part: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_index_in_dim(kept, constrain(part, *_axes(part)), index, 0)
 
-        return add(carry[0], found), jax.tree.map(put_in, carry[1], of_micro)
+        return add(carry[0], numbers), jax.tree.map(put_in, carry[1], values)
 
     numbers, parts = jax.eval_shape(of_index, 0)
     if before is None:
@@ -82,23 +89,23 @@ def over_micro_batches(
 
 
 def _axes(part: Any) -> tuple[str | None, ...]:
-    """Logical axes of something of each token, [b, t, ...]."""
+    """Returns the logical axes of token values [b, t, ...]."""
     return "rows", "tokens", *[None] * (part.ndim - 2)
 
 
 def with_all_rows(micro: PackedBatch) -> PackedBatch:
-    """A micro-batch whose arrays, but for those that the policy reads, hold all rows on each device.
+    """Gathers all rows of a micro-batch on each device, except in the arrays that the policy reads.
 
-    Losses, corrections and measurements are a few operations a token with many sums. Done by every device for all
-    tokens they take no collective of their own; on simulated CPU devices, whose order of independent collectives is
-    not fixed, many of them can wait for each other for good. The arrays travel together, as one.
+    Losses, corrections and measurements take few operations per token and many sums. If every device computes them for
+    all tokens, they need no collectives. On simulated CPU devices the order of independent collectives is not fixed, so
+    many of them can wait for each other forever. The arrays travel together, as one array.
     """
-    kept = {name: getattr(micro, name) for name in OF_POLICY}
-    arrays, structure = jax.tree.flatten(micro._replace(**dict.fromkeys(OF_POLICY)))
+    kept = {name: getattr(micro, name) for name in POLICY_ARRAYS}
+    arrays, structure = jax.tree.flatten(micro._replace(**dict.fromkeys(POLICY_ARRAYS)))
     bits = [x.astype(jnp.int32) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, jnp.int32) for x in arrays]
     whole = constrain(jnp.stack(bits), None, None, None)
-    found = [
+    gathered = [
         part.astype(x.dtype) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(part, x.dtype)
         for part, x in zip(whole, arrays, strict=True)
     ]
-    return jax.tree.unflatten(structure, found)._replace(**kept)
+    return jax.tree.unflatten(structure, gathered)._replace(**kept)

@@ -1,9 +1,10 @@
-"""What a step minimises: policy loss, importance correction and KL penalty of packed micro-batches, as sums.
+"""The loss of a step: policy loss, importance correction and KL penalty of packed micro-batches, as sums.
 
-A loss is a sum of weighted token terms over a denominator. Rejection and normalisation change the denominator by what
-only the whole batch shows, so micro-batches are divided by a provisional one, known beforehand (it keeps float16
-gradients in range), and ``rescaling`` turns the summed gradient into that of the loss. A KL penalty is not divided by
-the mean weight: it is multiplied by it beforehand, which takes ``old_logprobs`` that are known before the loss.
+A loss is a sum of weighted token terms over a denominator. Rejection and normalisation change the denominator, and only
+the whole batch shows by how much. So each micro-batch is divided by a provisional denominator, which is known before
+the step and keeps float16 gradients in range. ``rescaling`` then turns the summed gradient into the gradient of the
+loss. A KL penalty is not divided by the mean weight. It is multiplied by the mean weight in advance, so
+``old_logprobs`` must be known before the loss.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Objective:
     """The loss of a batch of ``num_sequences`` responses.
 
     Attributes:
-      loss: which one.
-      correction: of the mismatch between sampler and trainer.
-      num_sequences: responses of the batch a step is given.
-      max_response_tokens: what a response's sum is divided by when ``loss.sequence_constant`` is 0.
+      loss: The settings of the policy loss and the KL penalty.
+      correction: The settings of the correction of the mismatch between sampler and trainer.
+      num_sequences: The number of responses of a batch.
+      max_response_tokens: The divisor of a response's sum if ``loss.sequence_constant`` is 0.
     """
 
     loss: LossConfig
@@ -43,7 +44,7 @@ class Objective:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether a batch must have its ``old_logprobs``: to normalise weights beside a KL penalty."""
+        """Whether a batch must have ``old_logprobs``, to normalise weights beside a penalty."""
         return (self.loss.kl != "none" or self.loss.router_balance > 0) and self.correction.normalize
 
     def micro_loss(
@@ -54,19 +55,23 @@ class Objective:
         mean_weight: Float[Array, ""] | float = 1.0,
         balance: Float[Array, ""] | float = 0.0,
     ) -> tuple[Float[Array, ""], Statistics]:
-        """The micro-batch's share of the loss over the provisional denominator, and its statistics (no gradient).
+        """Computes the micro-batch's share of the loss over the provisional denominator, and its statistics.
 
-        The statistics are those of the correction and the sums ``policy`` (weighted losses over the provisional
-        denominator), ``kl`` and ``balance`` (the same of the penalty and of the balancing loss, without their
-        coefficients), ``clipped`` (tokens on the clipped branch), ``loss_tokens`` (tokens in the loss after rejection)
-        and ``denominator``.
+        The statistics have no gradient. Besides those of the correction they have these sums: ``policy`` (the weighted
+        losses over the provisional denominator), ``kl`` and ``balance`` (the penalty and the balancing loss over it,
+        without their coefficients), ``clipped`` (tokens on the clipped branch), ``loss_tokens`` (tokens in the loss
+        after rejection), and ``denominator``.
 
         Args:
-          logprobs: of the parameters that are trained.
-          micro: [b, t].
-          provisional: from ``provisional``.
-          mean_weight: from ``mean_weight``.
-          balance: ``router.balance_loss`` of the micro-batch, which counts as much as its share of the denominator.
+          logprobs: The log-probabilities under the parameters that are trained.
+          micro: The micro-batch [b, t].
+          provisional: The provisional denominator, from ``provisional``.
+          mean_weight: The mean weight, from ``mean_weight``.
+          balance: The ``router.balance_loss`` of the micro-batch. Its weight is the micro-batch's share of the
+            denominator.
+
+        Returns:
+          The share of the loss, a scalar, and the statistics.
         """
         where: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
         before = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
@@ -94,9 +99,10 @@ class Objective:
         return loss, jax.lax.stop_gradient(statistics)
 
     def _sides(self, before: Any, batch: PackedBatch) -> tuple[Any, Any]:
-        """The log-probabilities whose difference is corrected; ``before``: of the trainer before the first update.
+        """Returns the two log-probabilities whose difference is corrected.
 
-        A token whose policy is not kept has no drift.
+        ``before`` has the trainer's log-probabilities before the first update. A token has no drift if the policy that
+        sampled it is not kept.
         """
         if self.correction.part == "whole":
             return before, batch.rollout_logprobs
@@ -105,13 +111,17 @@ class Objective:
         return (behaviour, batch.rollout_logprobs) if self.correction.part == "numerics" else (before, behaviour)
 
     def provisional(self, batch: PackedBatch) -> Float[Array, ""]:
-        """The denominator of a batch of which nothing is rejected, or one near it; at least 1."""
+        """Returns the denominator of the batch if nothing is rejected, or a number near it; at least 1."""
         if self.loss.aggregation == "token_mean":
             return jnp.maximum(jnp.sum(batch.loss_mask), 1).astype(jnp.float32)
         return jnp.float32(self.num_sequences)
 
     def mean_weight(self, batch: PackedBatch) -> Float[Array, ""] | float:
-        """What ``rescaling`` will divide by besides the denominator where a KL penalty must be kept from it, else 1."""
+        """Returns the mean weight that ``rescaling`` will divide by; 1 if no penalty has to be protected from it.
+
+        Args:
+          batch: The whole batch [m, b, t], with ``old_logprobs`` if ``needs_old_logprobs`` is True.
+        """
         if not self.needs_old_logprobs:
             return 1.0
         arrays = (*self._sides(batch.old_logprobs, batch), batch.loss_mask, batch.sequence_ids)
@@ -120,14 +130,14 @@ class Objective:
         return gradient_divisor(self.correction, statistics)
 
     def rescaling(self, statistics: Statistics, provisional: Float[Array, ""]) -> Float[Array, ""]:
-        """What the summed policy gradient is multiplied by; 0 when every token was rejected."""
+        """Returns the factor of the summed policy gradient; 0 if every token was rejected."""
         denominator = statistics["denominator"]
         divisor = denominator * gradient_divisor(self.correction, statistics)
         return jnp.where(denominator > 0, provisional / jnp.where(divisor > 0, divisor, 1.0), 0.0)
 
 
 def loss_row(objective: Objective, statistics: Statistics, rescaling: Float[Array, ""]) -> dict[str, jax.Array]:
-    """The row's metrics of the loss."""
+    """Returns the metrics of the loss for the row."""
     loss = statistics["policy"] + objective.loss.kl_coefficient * statistics["kl"]
     loss = loss + objective.loss.router_balance * statistics["balance"]
     row = {

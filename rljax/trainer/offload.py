@@ -1,4 +1,4 @@
-"""The trainer's state in the host's memory between two updates: the devices have room for who samples there."""
+"""Keeps the trainer's state in the host's memory between two updates, so that the devices have room to sample."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from rljax.trainer.update import Update, Updated, UpdateOptions
 
 
 class OffloadedUpdate:
-    """Update of a state that lies in the host's memory (``sharding.on_host``) before it and after it.
+    """An ``Update`` whose state lies in the host's memory (``sharding.on_host``) before and after it.
 
-    Frozen weights that lie there, too (those under adapters, a reference policy), are copied by who reads them.
-
-    What an update that fails was given is whole: the devices had a copy of it.
+    Frozen weights, such as the base of adapters or a reference policy, may lie there too. Their readers copy them. If
+    an update fails, the state before it is whole, because the devices only had a copy.
     """
 
     def __init__(self, update: Update) -> None:
-        """``update`` works on the devices."""
+        """Wraps an update that works on the devices."""
         self._update = update
 
     def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
-        """See ``Update``."""
+        """Packs the sequences as the wrapped update does."""
         return self._update.pack(sequences)
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
-        """See ``Update``; the row has ``time/reload_s`` and ``time/offload_s``, too."""
+        """Copies the state to the devices, makes the updates, and copies the new state back; the row has both times."""
         began = time.perf_counter()
         here = jax.block_until_ready(on_devices(state))
         reloaded = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Sequences of any length into the arrays of rows of one length, with segment ids that keep them apart."""
+"""Packs sequences of any length into rows of one length, with segment ids that separate them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 from rljax.errors import check_at_least
 from rljax.trainer.rows import lay_out_rows
 
-Given = Literal["old_logprobs", "reference_logprobs", "behaviour_logprobs"]
-"""Log-probabilities that the batches of a run have or have not."""
+OptionalLogprobs = Literal["old_logprobs", "reference_logprobs", "behaviour_logprobs"]
+"""The name of log-probabilities that only the batches of some runs have."""
 
 
 @dataclass(frozen=True)
 class PackingConfig:
-    """The one shape the training step is compiled for."""
+    """The shape of the batches that the training step is compiled for."""
 
     row_tokens: int = 0
-    """Length of a row (tokens). 0: the longest sequence that can occur, rounded up to a multiple of 64, or above 1024
-    to a multiple of 1024 (attention computes long rows block by block)."""
+    """Length of a row (tokens). 0: the longest possible sequence, rounded up to a multiple of 64. Above 1024 it is
+    rounded up to a multiple of 1024, because attention computes long rows block by block."""
     rows_per_micro_batch: int = 8
     """Rows of a micro-batch. It must be a multiple of the sizes of the mesh axes replica, fsdp and expert together."""
     tokens_per_device: int = 0
-    """Tokens of a micro-batch on a device: as many rows as fit, at least one, on each part of the mesh axes replica,
-    fsdp and expert. It takes the place of ``rows_per_micro_batch`` and keeps its meaning on any mesh. 0:
+    """Tokens of a micro-batch on one device. Each part of the mesh axes replica, fsdp and expert gets as many rows as
+    fit, at least one. It replaces ``rows_per_micro_batch`` and keeps its meaning on any mesh. 0:
     ``rows_per_micro_batch`` decides."""
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class PackingConfig:
         check_at_least(self, 1, "rows_per_micro_batch")
 
     def resolve_row_tokens(self, max_sequence_tokens: int) -> int:
-        """Row length in tokens. Raises ValueError when a sequence of ``max_sequence_tokens`` would not fit."""
+        """Returns the row length in tokens. Raises ValueError if a sequence of ``max_sequence_tokens`` does not fit."""
         if self.row_tokens == 0:
             multiple = 64 if max_sequence_tokens <= 1024 else 1024
             return -(-max_sequence_tokens // multiple) * multiple
@@ -47,53 +47,87 @@ class PackingConfig:
         return self.row_tokens
 
     def resolve_rows(self, row_tokens: int, ways: int) -> int:
-        """Rows of a micro-batch, of ``row_tokens`` each, on a mesh that splits rows ``ways`` ways."""
+        """Returns the rows of a micro-batch, each of ``row_tokens``, on a mesh that splits rows into ``ways`` parts."""
         if self.tokens_per_device == 0:
             return self.rows_per_micro_batch
         return ways * max(1, self.tokens_per_device // row_tokens)
 
 
 class TrainSequence(NamedTuple):
-    """One prompt with one response, ready for the loss."""
+    """One prompt with one response, ready for the loss; p prompt tokens, r response tokens.
 
-    prompt: np.ndarray  # int32 [p]
-    response: np.ndarray  # int32 [r]
-    rollout_logprobs: np.ndarray  # float32 [r]
+    Attributes:
+      prompt: The token ids of the prompt, int32 [p].
+      response: The token ids of the response, int32 [r].
+      rollout_logprobs: The log-probabilities of the inference engine, float32 [r].
+      advantage: The advantage of the response.
+      in_loss: Whether the response is in the loss; False if all rewards of its group are equal.
+      staleness: The number of policy versions between the sampling of each token and this step, int32 [r]; None for 0.
+      old_logprobs: The log-probabilities of the trainer before the first update on this batch, float32 [r].
+      reference_logprobs: The log-probabilities of the frozen reference policy, float32 [r].
+      behaviour_logprobs: The log-probabilities of the policy that sampled a stale token, float32 [r]; NaN if unknown.
+      routes: The experts that each token but the last goes to, uint8 or uint16 [p + r - 1, l, k].
+    """
+
+    prompt: np.ndarray
+    response: np.ndarray
+    rollout_logprobs: np.ndarray
     advantage: float
-    in_loss: bool  # False: measured only (its group's rewards are all equal)
-    staleness: np.ndarray | None = None  # int32 [r]: policy versions between sampling the token and this step; None: 0
-    old_logprobs: np.ndarray | None = None  # float32 [r]: of the trainer before the first update on this batch
-    reference_logprobs: np.ndarray | None = None  # float32 [r]: of the frozen reference policy
-    behaviour_logprobs: np.ndarray | None = None  # float32 [r]: of the policy that sampled a stale token, or NaN
-    routes: np.ndarray | None = None  # uint8 or uint16 [p + r - 1, l, k]: experts that each token but the last goes to
+    in_loss: bool
+    staleness: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+    behaviour_logprobs: np.ndarray | None = None
+    routes: np.ndarray | None = None
 
 
 class PackedBatch(NamedTuple):
     """Micro-batches of packed rows; m micro-batches, b rows, t tokens. A pytree of numpy or jax arrays.
 
-    Rows beyond the ``used`` micro-batches are padding and are never computed on. The first ``with_loss`` of these take
-    forward and backward, the others carry no loss and take a forward alone.
+    The micro-batches after the first ``used`` are padding and are never computed. The first ``with_loss`` take forward
+    and backward. The others carry no loss and take a forward alone.
+
+    Attributes:
+      tokens: The token ids, int32 [m, b, t].
+      segment_ids: The number of the sequence in its row, from 1, int32 [m, b, t]; 0 on padding.
+      positions: The position in the sequence, from 0, int32 [m, b, t].
+      sequence_ids: The index of the sequence in the batch, int32 [m, b, t]; 0 on padding.
+      response_mask: Whether the rollout engine sampled the token, bool [m, b, t].
+      loss_mask: Whether the token carries loss, bool [m, b, t].
+      rollout_logprobs: The engine's log-probability of each token, float32 [m, b, t]; 0 outside the responses.
+      advantages: The advantage of each token, float32 [m, b, t].
+      staleness: The number of policy versions between the sampling of the token and this step, int32 [m, b, t].
+      with_loss: The number of micro-batches, from the first, that have all tokens with loss, int32 [].
+      used: The number of micro-batches that have tokens, int32 [].
+      old_logprobs: The trainer's log-probabilities before the first update, float32 [m, b, t]; None if absent.
+      reference_logprobs: The reference policy's log-probabilities, float32 [m, b, t]; None if absent.
+      behaviour_logprobs: The log-probabilities of the policy that sampled a stale token, float32 [m, b, t]; NaN where
+        unknown, None if absent.
+      routes: 1 + the experts that each token goes to, uint8 or uint16 [m, b, t, l * k]; 0 for any, None if absent.
     """
 
-    tokens: Any  # int32 [m, b, t]
-    segment_ids: Any  # int32 [m, b, t]: 0 padding, 1.. sequences of the row
-    positions: Any  # int32 [m, b, t]: 0.. inside each sequence
-    sequence_ids: Any  # int32 [m, b, t]: index of the sequence in the batch; 0 on padding
-    response_mask: Any  # bool [m, b, t]: this token was sampled by the rollout engine
-    loss_mask: Any  # bool [m, b, t]: and carries loss
-    rollout_logprobs: Any  # float32 [m, b, t]: of the token at the same place; 0 outside the response
-    advantages: Any  # float32 [m, b, t]
-    staleness: Any  # int32 [m, b, t]: policy versions between sampling the token and this step
-    with_loss: Any  # int32 []: micro-batches, the first ones, that hold all tokens that carry loss
-    used: Any  # int32 []: micro-batches that hold anything
-    old_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
-    reference_logprobs: Any = None  # float32 [m, b, t], or None when no sequence has them
-    behaviour_logprobs: Any = None  # float32 [m, b, t], NaN where not known, or None when no sequence has them
-    routes: Any = None  # uint8 or uint16 [m, b, t, l * k]: 1 + the experts that a token goes to, 0: any; or None
+    tokens: Any
+    segment_ids: Any
+    positions: Any
+    sequence_ids: Any
+    response_mask: Any
+    loss_mask: Any
+    rollout_logprobs: Any
+    advantages: Any
+    staleness: Any
+    with_loss: Any
+    used: Any
+    old_logprobs: Any = None
+    reference_logprobs: Any = None
+    behaviour_logprobs: Any = None
+    routes: Any = None
 
 
 def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: int, rows_per_micro_batch: int) -> int:
-    """Micro-batches that always suffice: every row but the last holds at least floor(row / longest) sequences."""
+    """Returns a number of micro-batches that always suffices.
+
+    Every row but the last holds at least floor(``row_tokens`` / ``max_sequence_tokens``) sequences.
+    """
     rows = -(-num_sequences // (row_tokens // max_sequence_tokens))
     return -(-rows // rows_per_micro_batch)
 
@@ -101,13 +135,19 @@ def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: 
 def pack(
     sequences: Sequence[TrainSequence], *, row_tokens: int, rows_per_micro_batch: int, micro_batches: int
 ) -> PackedBatch:
-    """Packs a batch into ``[micro_batches, rows_per_micro_batch, row_tokens]``.
+    """Packs sequences into a batch of shape [micro_batches, rows_per_micro_batch, row_tokens].
 
-    The result depends only on the sequences, not on the order in which responses arrived; ``rows.lay_out_rows`` says
-    which go where.
+    ``rows.lay_out_rows`` chooses the place of each sequence. The result depends only on the sequences, not on the order
+    in which responses arrived.
+
+    Args:
+      sequences: The sequences of a step.
+      row_tokens: The number of tokens of a row.
+      rows_per_micro_batch: The number of rows of a micro-batch.
+      micro_batches: The number of micro-batches.
 
     Raises:
-      ValueError: the sequences do not fit, or only some of them have one of the optional log-probabilities.
+      ValueError: The sequences do not fit, or only some of them have one of the optional log-probabilities.
     """
     lengths = [len(s.prompt) + len(s.response) for s in sequences]
     layout = lay_out_rows(
@@ -124,16 +164,19 @@ def pack(
 def fill(
     sequences: Sequence[TrainSequence], rows: Mapping[tuple[int, int], Sequence[int]], shape: tuple[int, int, int]
 ) -> PackedBatch:
-    """The batch [m, b, t] whose row (micro-batch, row) holds these ``sequences`` one after another; they must fit.
+    """Fills a batch with sequences at chosen places. All used micro-batches count as ones with loss.
 
-    ``with_loss`` of it is ``used``.
+    Args:
+      sequences: The sequences of the batch.
+      rows: The indices of the sequences in each row, one after another, by (micro-batch, row). They must fit.
+      shape: The shape (m, b, t) of the batch.
 
     Raises:
-      ValueError: only some of them have one of the optional log-probabilities.
+      ValueError: Only some of the sequences have one of the optional log-probabilities.
     """
-    given = [name for name in get_args(Given) if _have(sequences, name)]
+    optional = [name for name in get_args(OptionalLogprobs) if _have(sequences, name)]
     ints = ("tokens", "segment_ids", "positions", "sequence_ids", "staleness")
-    floats = ("rollout_logprobs", "advantages", *given)
+    floats = ("rollout_logprobs", "advantages", *optional)
     arrays = {name: np.zeros(shape, np.int32) for name in ints} | {name: np.zeros(shape, np.float32) for name in floats}
     arrays |= {name: np.zeros(shape, np.bool_) for name in ("response_mask", "loss_mask")}
     if _have(sequences, "routes"):
@@ -154,7 +197,7 @@ def fill(
             place["loss_mask"][middle:end] = s.in_loss
             place["advantages"][middle:end] = s.advantage
             place["staleness"][middle:end] = 0 if s.staleness is None else s.staleness
-            for name in ("rollout_logprobs", *given):
+            for name in ("rollout_logprobs", *optional):
                 place[name][middle:end] = getattr(s, name)
             if s.routes is not None:
                 place["routes"][start : end - 1] = s.routes.reshape(len(s.routes), -1) + 1
@@ -164,7 +207,7 @@ def fill(
 
 
 def _no_routes(like: Any, shape: tuple[int, int, int]) -> np.ndarray:
-    """Routes [m, b, t, l * k] of tokens that may go anywhere; memory of the host is taken where some are written."""
+    """Returns routes [m, b, t, l * k] that allow any expert. Zeros take no memory until some are written."""
     return np.zeros((*shape, math.prod(like.shape[1:])), like.dtype)
 
 
@@ -176,24 +219,24 @@ def _have(sequences: Sequence[TrainSequence], name: str) -> bool:
 
 
 def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-    """The response tokens' ``values`` [m, b, t] of a packed batch, one vector [r] for each sequence."""
+    """Returns one vector [r] for each sequence: the values of its response tokens in a packed batch [m, b, t]."""
     mask = np.asarray(batch.response_mask)
-    # A stable sort keeps the tokens of a sequence in order: all of it lies in one row.
+    # A sequence lies in one row, so a stable sort keeps its tokens in order.
     order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
     lengths = np.cumsum([len(s.response) for s in sequences])
     return np.split(np.asarray(values)[mask][order], lengths[:-1])
 
 
 def unpack_routes(routes: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-    """``TrainSequence.routes`` of each sequence, [p + r - 1, 1, l * k], from those of a batch [m, b, t, l * k]."""
+    """Returns the routes of each sequence, [p + r - 1, 1, l * k], from the routes of a batch [m, b, t, l * k]."""
     mask = np.asarray(batch.segment_ids) > 0
     order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
     lengths = np.cumsum([len(s.prompt) + len(s.response) for s in sequences])
-    found = np.split(np.asarray(routes)[mask][order], lengths[:-1])
-    return [each[:-1, None] - np.ones((), each.dtype) for each in found]
+    by_sequence = np.split(np.asarray(routes)[mask][order], lengths[:-1])
+    return [each[:-1, None] - np.ones((), each.dtype) for each in by_sequence]
 
 
 def useful_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:
-    """Share of the computed places that hold a token."""
+    """Returns the share of the computed places that hold a token."""
     _, rows, tokens = batch.tokens.shape
     return sum(len(s.prompt) + len(s.response) for s in sequences) / (int(batch.used) * rows * tokens)

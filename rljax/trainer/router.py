@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts did with a micro-batch, and the loss that balances their experts."""
+"""Statistics of the routers of a mixture of experts, and the loss that balances their experts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rljax.mismatch import Statistics
+from rljax.policy.config import PolicyConfig, route_dtype
 from rljax.policy.layers import RoutingRecord
+from rljax.trainer.packing import PackedBatch
 
 
 def router_statistics(routed: RoutingRecord, *, replayed: bool) -> Statistics:
-    """Sums over the valid tokens, of ``RoutingRecord`` with leading [layers, b]; ``load`` of each layer and expert.
+    """Adds up the routing of a micro-batch over its valid tokens.
 
-    ``replayed``: whether choices were given to it.
+    Args:
+      routed: The routing of every layer, with leading axes [layers, b].
+      replayed: Whether the choices of the routers were replayed.
+
+    Returns:
+      The sums; ``load`` is one for each layer and expert.
     """
     choices = routed.choices.shape[-1]
     sums: dict[str, Array] = {
@@ -28,7 +35,7 @@ def router_statistics(routed: RoutingRecord, *, replayed: bool) -> Statistics:
 
 
 def finalize_router(statistics: Statistics) -> dict[str, jax.Array]:
-    """The row's metrics ``router/``."""
+    """Returns the metrics ``router/`` of the row, by their names without the prefix."""
     load = statistics["load"].astype(jnp.float32)
     fair = jnp.maximum(jnp.mean(load, axis=1), 1e-30)
     arrived = jnp.sum(load) / jnp.maximum(statistics["wanted"], 1)
@@ -44,12 +51,27 @@ def finalize_router(statistics: Statistics) -> dict[str, jax.Array]:
 
 
 def balance_loss(routed: RoutingRecord) -> Float[Array, ""]:
-    """The load-balancing loss of a micro-batch: e times the sum over experts of their share of tokens and probability.
+    """Computes the load-balancing loss: e times the sum over experts of the token share times the mean probability.
 
-    It is 1 times k where all experts are used alike. Switch Transformers (arXiv 2101.03961), equations 4 to 6, with the
-    tokens of all layers together, as transformers' ``load_balancing_loss_func``.
+    With e experts and k choices per token, it is k if all experts are used equally. Source: Switch Transformers
+    (arXiv 2101.03961), equations 4 to 6. The tokens of all layers count together, as in ``load_balancing_loss_func`` of
+    transformers.
     """
     tokens = jnp.maximum(jnp.sum(routed.tokens), 1).astype(jnp.float32)
     share = jnp.sum(routed.load, axis=(0, 1)).astype(jnp.float32) / tokens
     probability = jnp.sum(routed.probability, axis=(0, 1)) / tokens
     return routed.load.shape[-1] * jnp.sum(share * probability)
+
+
+def replayed_choices(micro: PackedBatch, config: PolicyConfig) -> jax.Array | None:
+    """Returns the expert choices [b, t, layers, k] of a micro-batch with routes for ``hidden_states``, or None."""
+    if micro.routes is None:
+        return None
+    choices = micro.routes.astype(jnp.int32) - 1
+    return choices.reshape(*micro.tokens.shape, config.num_layers, config.experts_per_token)
+
+
+def routes_of(routed: RoutingRecord, config: PolicyConfig) -> jax.Array:
+    """Returns the choices that a forward made, as ``PackedBatch.routes`` [b, t, l * k]."""
+    choices = jnp.moveaxis(routed.choices, 0, 2)
+    return (choices + 1).astype(route_dtype(config.num_experts)).reshape(*choices.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""Which sequences share a row, and which rows a micro-batch: as little computed for nothing as can be found quickly."""
+"""Places sequences in rows, and rows in micro-batches, so that little is computed on padding."""
 
 from __future__ import annotations
 
@@ -8,42 +8,48 @@ from typing import NamedTuple
 import numpy as np
 
 FORWARD_SHARE = 1 / 3
-"""Of the cost of a micro-batch's forward and backward, what a forward alone costs: 2 of 6 operations a parameter."""
-_SLACK = 64  # a row is full enough when less than this part of it is free
+"""The cost of a forward alone, as a share of forward and backward: 2 of 6 operations for each parameter."""
+_SLACK = 64  # A row is full enough if less than 1/64 of it is free.
 
 
 class Layout(NamedTuple):
-    """Rows of a batch, and the micro-batches they are dealt to."""
+    """The places of the sequences of a batch.
 
-    rows: dict[tuple[int, int], list[int]]  # (micro-batch, row of it) -> indices of the sequences
-    with_loss: int  # micro-batches, the first ones, that hold all sequences in the loss
-    used: int  # micro-batches that hold anything
+    Attributes:
+      rows: The indices of the sequences in each row, by (micro-batch, row of it).
+      with_loss: The number of micro-batches, from the first, that have all sequences in the loss.
+      used: The number of micro-batches that have sequences.
+    """
+
+    rows: dict[tuple[int, int], list[int]]
+    with_loss: int
+    used: int
 
     @property
     def cost(self) -> float:
-        """In micro-batches of forward and backward."""
+        """The cost, in units of one micro-batch of forward and backward."""
         return self.with_loss + FORWARD_SHARE * (self.used - self.with_loss)
 
 
 def lay_out_rows(
     lengths: Sequence[int], in_loss: Sequence[bool], *, row_tokens: int, rows_per_micro_batch: int, micro_batches: int
 ) -> Layout:
-    """Lays out sequences so that their micro-batches cost least.
+    """Lays out sequences so that their micro-batches cost as little as possible.
 
-    Sequences without loss fill what those in the loss leave free, and get micro-batches of their own, which take a
-    forward alone, where that costs less than mixing them; then all sequences in the loss are in the micro-batches
-    before. Rows are dealt to micro-batches of a kind in turn, longest sequences first, so that these are alike and the
-    spread of their gradients is noise; for that they are at least two wherever there are two rows with loss.
+    Sequences without loss fill the space that sequences in the loss leave free. They get micro-batches of their own,
+    which take a forward alone, if that costs less. All sequences in the loss are then in the micro-batches before. Rows
+    are dealt in turn to the micro-batches of one kind, longest sequences first. So these micro-batches are alike, and
+    the spread of their gradients is noise. There are at least two micro-batches with loss if two rows have loss.
 
     Args:
-      lengths: of each sequence, prompt and response (tokens).
-      in_loss: whether it carries loss.
-      row_tokens: of a row.
-      rows_per_micro_batch: rows.
-      micro_batches: that there are. First fit needs no more than ``packing.max_micro_batches``, in whatever order.
+      lengths: The length of each sequence, prompt and response, in tokens.
+      in_loss: Whether each sequence carries loss.
+      row_tokens: The number of tokens of a row.
+      rows_per_micro_batch: The number of rows of a micro-batch.
+      micro_batches: The number of micro-batches. First fit needs at most ``packing.max_micro_batches``, in any order.
 
     Raises:
-      ValueError: a sequence longer than a row, or more rows than there are.
+      ValueError: A sequence is longer than a row, or the sequences need more rows than there are.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     loss_first = sorted(longest_first, key=lambda i: not in_loss[i])
@@ -61,7 +67,7 @@ def lay_out_rows(
 
 
 def _deal(rows: Sequence[list[int]], in_loss: Sequence[bool], rows_per_micro_batch: int) -> Layout:
-    """Rows to micro-batches, those with loss before the others and otherwise in their order."""
+    """Deals rows to micro-batches: rows with loss first, otherwise in their order."""
     rows = sorted(rows, key=lambda members: not any(in_loss[i] for i in members))
     count = sum(any(in_loss[i] for i in members) for members in rows)
     used = -(-len(rows) // rows_per_micro_batch)
@@ -75,7 +81,7 @@ def _deal(rows: Sequence[list[int]], in_loss: Sequence[bool], rows_per_micro_bat
 def _candidates(
     lengths: Sequence[int], longest_first: Sequence[int], loss_first: Sequence[int], row_tokens: int
 ) -> Iterator[list[list[int]]]:
-    """Ways to fill rows, the quickest first."""
+    """Yields ways to fill rows, the quickest first."""
     for fill_rows in (first_fit, fill_one_by_one):
         yield fill_rows(lengths, longest_first, row_tokens)
         if loss_first != longest_first:
@@ -83,22 +89,25 @@ def _candidates(
 
 
 def _least_cost(lengths: Sequence[int], in_loss: Sequence[bool], micro_batch_tokens: int) -> float:
-    """What no layout goes below: every row full."""
+    """Returns a lower bound of the cost of any layout: the cost if every row were full."""
     with_loss = sum(length for length, carries in zip(lengths, in_loss, strict=True) if carries)
     counts = (-(-tokens // micro_batch_tokens) for tokens in (with_loss, sum(lengths)))
     return Layout({}, *counts).cost
 
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Places each item in the first row with room. Returns the item indices of each row.
+    """Places each item in the first row that has room.
 
     Args:
-      lengths: of the items (tokens).
-      order: in which they are placed; longest first makes few rows.
-      row_tokens: of a row.
+      lengths: The length of each item, in tokens.
+      order: The order in which items are placed; longest first makes few rows.
+      row_tokens: The number of tokens of a row.
+
+    Returns:
+      The indices of the items of each row.
 
     Raises:
-      ValueError: an item longer than a row.
+      ValueError: An item is longer than a row.
     """
     rows: list[list[int]] = []
     room = np.zeros(len(lengths), np.int64)
@@ -116,11 +125,19 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], row_tokens: int) -> 
 
 
 def fill_one_by_one(lengths: Sequence[int], order: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Fills one row after another: its first item is the next of ``order``, with those that fill it best.
+    """Fills one row after another: the first item is the next one of ``order``, the others fill the row best.
 
-    The sums that later items reach are the bits of an integer (subset sum by dynamic programming); items are tried in
-    order until a sum leaves less than 1/64 of the row free. With sequences of half a row and more, first fit leaves
-    gaps that this does not (minimum bin slack, Gupta and Ho 1999). Arguments and result as those of ``first_fit``.
+    The sums that later items can reach are the bits of an integer (subset sum by dynamic programming). Items are tried
+    in order until a sum leaves less than 1/64 of the row free. First fit leaves larger gaps if sequences take half a
+    row or more. Source: minimum bin slack, Gupta and Ho 1999.
+
+    Args:
+      lengths: The length of each item, in tokens.
+      order: The order in which items are tried.
+      row_tokens: The number of tokens of a row.
+
+    Returns:
+      The indices of the items of each row.
     """
     rows, left = [], list(order)
     while left:

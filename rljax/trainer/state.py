@@ -1,4 +1,4 @@
-"""What one training step hands to the next, with the optimizer and the loss scaler, and its place on the mesh."""
+"""The state that a training step hands to the next one, the optimizer, the loss scaler, and their shardings."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rljax.schedule import inject_learning_rate
 from rljax.sharding import replicated
 
 GROWTH_INTERVAL = 400
-"""Finite steps in a row after which the loss scale is doubled."""
+"""The number of finite steps in a row after which the loss scale is doubled."""
 INITIAL_SCALE = 2.0**15
 MAX_SCALE = 2.0**24
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW; the defaults are Table 1 of arXiv 2602.01826 and, where it is silent, verl's."""
+    """The settings of AdamW. The defaults come from Table 1 of arXiv 2602.01826, or else from verl."""
 
     learning_rate: float = 1e-6
     """Initial learning rate."""
     weight_decay: float = 0.01
-    """Decoupled weight decay. As in AdamW it is multiplied by the learning rate."""
+    """Decoupled weight decay. AdamW multiplies it by the learning rate."""
     b1: float = 0.9
     """Decay rate of the first moment."""
     b2: float = 0.999
@@ -53,10 +53,10 @@ class OptimizerConfig:
 
 @functools.lru_cache(maxsize=8)
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """Clip by global norm, then AdamW, with the rate injected as a float32 hyperparameter.
+    """Makes the optimizer: clipping by global norm, then AdamW, with the rate as a float32 hyperparameter.
 
-    Moments take the dtype of the parameters, which are the float32 masters. Equal configurations give the same object,
-    which programs are kept by.
+    Moments have the dtype of the parameters, which are the float32 masters. Equal configurations return the same
+    object, because it is a key of compiled programs.
     """
 
     def build(learning_rate: Any) -> optax.GradientTransformation:
@@ -67,21 +67,27 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
 
 
 class LossScale(NamedTuple):
-    """State of the loss scaler: it keeps small float16 gradients above zero and backs off when large ones overflow."""
+    """The state of the loss scaler, which keeps small float16 gradients above zero and reacts to overflows.
 
-    scale: jax.Array  # shape=(), dtype=float32: the loss is multiplied by it
-    good_steps: jax.Array  # shape=(), dtype=int32: finite steps since the scale last changed
-    overflows: jax.Array  # shape=(), dtype=int32: steps whose gradients were not finite
+    Attributes:
+      scale: The factor of the loss. shape=(), dtype=float32.
+      good_steps: The number of finite steps since the scale last changed. shape=(), dtype=int32.
+      overflows: The number of steps whose gradients were not finite. shape=(), dtype=int32.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+    overflows: jax.Array
 
 
 def initial_loss_scale(*, dynamic: bool) -> LossScale:
-    """2^15 for float16 gradients; the constant 1 (``dynamic`` False) where the dtype has float32's range."""
+    """Returns a scale of 2^15 for float16 gradients (``dynamic``), and the constant 1 for other dtypes."""
     scale = INITIAL_SCALE if dynamic else 1.0
     return LossScale(jnp.float32(scale), jnp.int32(0), jnp.int32(0))
 
 
 def adjust_loss_scale(state: LossScale, finite: jax.Array, *, dynamic: bool) -> LossScale:
-    """The scaler after a step: halved when the gradients were not finite, doubled after 400 finite steps in a row."""
+    """Halves the scale if the gradients were not finite, and doubles it after 400 finite steps in a row."""
     overflows = state.overflows + jnp.where(finite, 0, 1)
     if not dynamic:
         return state._replace(overflows=overflows)
@@ -93,12 +99,20 @@ def adjust_loss_scale(state: LossScale, finite: jax.Array, *, dynamic: bool) -> 
 
 
 class TrainState(NamedTuple):
-    """Everything on the devices that a step changes; donated to it."""
+    """The arrays on the devices that a step changes. They are donated to the step.
 
-    params: Params  # float32: the masters, or the adapters where only these are trained
-    opt_state: Any  # moments float32, sharded like the parameters
+    Attributes:
+      params: The masters, float32, or the adapters if only these are trained.
+      opt_state: The state of the optimizer. Its moments are float32 and sharded like the parameters.
+      loss_scale: The state of the loss scaler.
+      skipped_updates: The number of updates so far that were not applied, because the batch had no loss or the
+        gradients were not finite. shape=(), dtype=int32.
+    """
+
+    params: Params
+    opt_state: Any
     loss_scale: LossScale
-    skipped_updates: jax.Array  # shape=(), dtype=int32: updates not applied so far (no signal, or not finite)
+    skipped_updates: jax.Array
 
 
 def _initial_state(params: Params, tx: optax.GradientTransformation, *, dynamic_scale: bool) -> TrainState:
@@ -113,7 +127,18 @@ def abstract_state(
     dynamic_scale: bool,
     lora: LoraConfig = OFF,
 ) -> TrainState:
-    """``jax.ShapeDtypeStruct`` with a sharding at each leaf: what a checkpoint is restored into."""
+    """Returns the shapes, dtypes and shardings of a state, into which a checkpoint is restored.
+
+    Args:
+      config: The shape of the policy.
+      tx: The optimizer of ``make_optimizer``.
+      mesh: The mesh of the trainer.
+      dynamic_scale: Whether the loss scale is dynamic.
+      lora: The choice of adapters. If there are any, the state has the adapters.
+
+    Returns:
+      A state with a ``jax.ShapeDtypeStruct`` at each leaf.
+    """
     trained = find_trained(config, lora)
     shapes = jax.eval_shape(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), trained.abstract())
     by_param = trained.shardings(mesh)
@@ -136,7 +161,16 @@ def create_state(
     dynamic_scale: bool,
     lora: LoraConfig = OFF,
 ) -> TrainState:
-    """A fresh state around ``params`` (taken over: do not use them again), sharded over the mesh."""
+    """Makes a new state, sharded over the mesh.
+
+    Args:
+      params: The parameters to train. The state takes them over, so do not use them again.
+      config: The shape of the policy.
+      tx: The optimizer of ``make_optimizer``.
+      mesh: The mesh of the trainer.
+      dynamic_scale: Whether the loss scale is dynamic.
+      lora: The choice of adapters. If there are any, ``params`` are the adapters.
+    """
     abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic_scale, lora=lora)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = jax.jit(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), out_shardings=shardings)

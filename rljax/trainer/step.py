@@ -3,17 +3,15 @@
     cast the masters once -> for each micro-batch: forward (log-probabilities, entropy, mismatch), loss, backward,
     accumulate in float32 -> for each micro-batch without loss: forward -> unscale -> clip -> AdamW
 
-Where adapters are trained, the weights that they make are given to it (``MergedPolicy``), and a micro-batch's gradient
-of these becomes that of the adapters before it is accumulated.
-With one update per rollout batch ``old_logprobs`` is ``stop_gradient(trainer_logprobs)``: the loss forward is the
-mismatch measurement. ``jax.jit`` with in- and out-shardings is pjit.
+If adapters are trained, the step receives the merged weights of ``MergedPolicy``. A micro-batch's gradient with respect
+to these becomes the gradient of the adapters before it is accumulated. With one update for each rollout batch,
+``old_logprobs`` is ``stop_gradient(trainer_logprobs)``, so the forward of the loss measures the mismatch.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +19,12 @@ import optax
 from jax.sharding import Mesh
 
 from rljax.mismatch import Statistics, merge, zeros
-from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions, route_dtype
+from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
 from rljax.policy.head import matmul_precision
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels, choose_kernels
-from rljax.policy.layers import RoutingRecord
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy
 from rljax.policy.model import (
     Params,
-    Remat,
     abstract_params,
     cast_params,
     gathered_axes,
@@ -41,9 +37,10 @@ from rljax.sharding import constrain, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.micro_batches import abstract_batch, over_micro_batches, place_batch
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import Given, PackedBatch
+from rljax.trainer.packing import OptionalLogprobs, PackedBatch
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.replicas import merge_over_replicas, on_each_replica
-from rljax.trainer.router import balance_loss
+from rljax.trainer.router import balance_loss, replayed_choices, routes_of
 from rljax.trainer.state import TrainState, abstract_state
 from rljax.trainer.totals import (
     Controls,
@@ -55,40 +52,8 @@ from rljax.trainer.totals import (
     zero_totals,
 )
 
-Dtype = Literal["bfloat16", "float16", "float32"]
-
-
-@dataclass(frozen=True)
-class PrecisionConfig:
-    """Numbers of the trainer's forward and backward; masters, moments and accumulators are always float32."""
-
-    compute_dtype: Dtype = "bfloat16"
-    """The weights are cast to this dtype once a step. float16 turns on dynamic loss scaling. float32 multiplies at the
-    highest precision."""
-    lm_head_dtype: Literal["compute", "float32"] = "compute"
-    """Dtype in which the LM head multiplies. compute: ``compute_dtype`` in the trainer; an engine rounds its logits to
-    ``rollout.dtype``. float32: trainer and engine upcast hidden states and table from these dtypes first, and an engine
-    does not round its logits; a vLLM server must be started with ``--head-dtype float32``."""
-    remat: bool | Remat = "none"
-    """What the backward pass recomputes of a block. none: nothing, all activations are kept. dots: what lies between
-    its products with weights. blocks (or true): all but the block's input. offload: the same, with the inputs in the
-    host's memory (GPU and TPU)."""
-
-    @property
-    def remat_policy(self) -> Remat:
-        """``remat`` by its name."""
-        if isinstance(self.remat, bool):
-            return "blocks" if self.remat else "none"
-        return self.remat
-
-    @property
-    def head_dtype(self) -> Any:
-        """The dtype to score with, or None for that of the hidden states."""
-        return jnp.float32 if self.lm_head_dtype == "float32" else None
-
-
-# Of one micro-batch: gradients, the statistics of ``Objective.micro_loss`` and those of ``measure``.
-Found = tuple[Params, Statistics, dict[str, Statistics]]
+# The sums of a micro-batch: gradients, the statistics of ``Objective.micro_loss`` and the statistics of ``measure``.
+MicroSums = tuple[Params, Statistics, dict[str, Statistics]]
 
 
 def micro_gradients(
@@ -100,19 +65,19 @@ def micro_gradients(
     provisional: jax.Array,
     mean_weight: jax.Array | float = 1.0,
 ) -> tuple[Params, Statistics, Scores]:
-    """Forward and backward of one micro-batch.
+    """Computes the forward and backward of one micro-batch.
 
     Args:
-      compute: parameters in the compute dtype that the gradient is taken of.
-      micro: [b, t].
-      objective: the loss.
-      score: (parameters, micro-batch) -> Scores.
-      scale: the loss is multiplied by it.
-      provisional: denominator.
-      mean_weight: from ``Objective.mean_weight``.
+      compute: The parameters in the compute dtype, with respect to which the gradient is taken.
+      micro: The micro-batch [b, t].
+      objective: The loss.
+      score: A function of parameters and a micro-batch that returns ``Scores``.
+      scale: The factor of the loss.
+      provisional: The provisional denominator of the loss.
+      mean_weight: The mean weight, from ``Objective.mean_weight``.
 
     Returns:
-      Gradients in the compute dtype, the loss's statistics, and the scores.
+      The gradients in the compute dtype, the statistics of the loss, and the scores.
     """
 
     def loss_fn(compute: Params) -> tuple[jax.Array, tuple[Statistics, Scores]]:
@@ -127,24 +92,10 @@ def micro_gradients(
     return grads, statistics, scores
 
 
-def given_choices(micro: PackedBatch, config: PolicyConfig) -> jax.Array | None:
-    """``choices`` [b, t, layers, k] for ``hidden_states`` of a micro-batch with routes, else None."""
-    if micro.routes is None:
-        return None
-    choices = micro.routes.astype(jnp.int32) - 1
-    return choices.reshape(*micro.tokens.shape, config.num_layers, config.experts_per_token)
-
-
-def taken_routes(routed: RoutingRecord, config: PolicyConfig) -> jax.Array:
-    """``PackedBatch.routes`` [b, t, l * k] of the choices that a forward made."""
-    choices = jnp.moveaxis(routed.choices, 0, 2)
-    return (choices + 1).astype(route_dtype(config.num_experts)).reshape(*choices.shape[:2], -1)
-
-
 def make_score(
     config: PolicyConfig, precision: PrecisionConfig, temperature: float, kernels: Kernels = ON_ANY_BACKEND
 ) -> Any:
-    """``score(compute, micro) -> Scores`` of packed rows, a token's numbers on every device."""
+    """Returns a function ``score(compute, micro) -> Scores``. Each device gets the scores of all tokens."""
 
     def score(compute: Params, micro: PackedBatch) -> Scores:
         scores = packed_logprobs(
@@ -158,7 +109,7 @@ def make_score(
             remat=precision.remat_policy,
             attention=kernels.attention,
             grouped=kernels.grouped,
-            choices=given_choices(micro, config),
+            choices=replayed_choices(micro, config),
         )
         logprobs, entropy = (constrain(x, None, None) for x in (scores.logprobs, scores.entropy))
         return scores._replace(logprobs=logprobs, entropy=entropy)
@@ -167,12 +118,12 @@ def make_score(
 
 
 def constrain_tree(params: Params, axes: Params) -> Params:
-    """Each parameter constrained to its logical axes."""
+    """Constrains each parameter to the sharding of its logical axes."""
     return jax.tree.map(lambda leaf, names: constrain(leaf, *names), params, axes)
 
 
 def _abstract_weights(config: PolicyConfig, mesh: Mesh, dtype: Any) -> Params:
-    """``jax.ShapeDtypeStruct`` with a sharding at each leaf, of what ``MergedPolicy`` gives."""
+    """Returns the shapes, dtypes and shardings of the weights that ``MergedPolicy`` returns."""
     return jax.tree.map(
         lambda leaf, sharding: leaf.update(dtype=dtype, sharding=sharding),
         abstract_params(config),
@@ -181,13 +132,14 @@ def _abstract_weights(config: PolicyConfig, mesh: Mesh, dtype: Any) -> Params:
 
 
 class Programs(NamedTuple):
-    """The jitted functions of a ``TrainStep``, and what they take.
+    """The jitted functions of a ``TrainStep``, and the shapes of their arguments.
 
     Attributes:
-      step: state, batch, controls and, with adapters, the weights that they make -> state, row, log-probabilities.
-      forward: parameters and batch -> row and what was kept.
-      abstract_state: ``jax.ShapeDtypeStruct`` with a sharding at each leaf.
-      abstract_weights: likewise, of the weights that adapters make; empty without adapters.
+      step: A function of state, batch, controls and, with adapters, merged weights. It returns the new state, the row
+        and the log-probabilities.
+      forward: A function of parameters and batch. It returns the row and the token values.
+      abstract_state: The state, with a ``jax.ShapeDtypeStruct`` and a sharding at each leaf.
+      abstract_weights: The merged weights of adapters, in the same form; empty without adapters.
     """
 
     step: Any
@@ -210,10 +162,10 @@ def make_programs(
     options: PolicyOptions,
     lora: LoraConfig,
 ) -> Programs:
-    """The programs of a ``TrainStep``, whose arguments these are.
+    """Makes the programs of a ``TrainStep`` from the arguments of the step.
 
-    Two steps in one process that are made alike, as by a run and the one that goes on from it, share them: they are
-    traced and compiled once. The programs of the last eight kinds are kept.
+    Two steps with equal arguments share their programs, such as the steps of a run and of its continuation in the same
+    process. They are traced and compiled once. The programs of the last eight kinds are kept.
     """
     dynamic = precision.compute_dtype == "float16"
     dtype = jnp.dtype(precision.compute_dtype)
@@ -222,7 +174,7 @@ def make_programs(
     axes_of_copy = gathered_axes(config) if keep_gathered else axes
 
     def copy_weights(params: Params) -> Params:
-        # Cast where they lie, and gathered after that: what travels has the compute dtype.
+        # The weights are cast before they are gathered, so that they travel in the compute dtype.
         return constrain_tree(constrain_tree(cast_params(params, dtype), axes), axes_of_copy)
 
     def forward_alone(
@@ -230,7 +182,7 @@ def make_programs(
     ) -> Any:
         def each(micro: PackedBatch) -> tuple[dict[str, Statistics], Any]:
             scores = score(compute, micro)
-            routes = taken_routes(scores.stats.router, config) if with_routes else None
+            routes = routes_of(scores.stats.router, config) if with_routes else None
             kept = (scores.logprobs, routes) if with_routes else scores.logprobs
             return measure(scores, micro, num_sequences, diagnosis), kept
 
@@ -251,15 +203,15 @@ def make_programs(
             def score_part(part: Params, micro: PackedBatch) -> Scores:
                 return score(trained.with_targets(compute, part), micro)
 
-            def each(micro: PackedBatch) -> tuple[Found, jax.Array]:
+            def each(micro: PackedBatch) -> tuple[MicroSums, jax.Array]:
                 grads, loss, scores = micro_gradients(
                     trained.targets(compute), micro, objective, score_part, scale, provisional, mean_weight
                 )
                 measured = measure(scores, micro, objective.num_sequences, diagnosis)
                 return (trained.gradients(needed, grads), loss, measured), scores.logprobs
 
-            def add(totals: Totals, found: Found) -> Totals:
-                return constrained(add_micro_batch(totals, *found, noise))
+            def add(totals: Totals, sums: MicroSums) -> Totals:
+                return constrained(add_micro_batch(totals, *sums, noise))
 
             with_loss, rest = (0, batch.with_loss), (batch.with_loss, batch.used)
             totals, logprobs = over_micro_batches(
@@ -313,7 +265,7 @@ def make_programs(
 
 
 class TrainStep:
-    """The compiled step, ``step(state, batch, learning_rate, apply_update)``, and a forward without a gradient."""
+    """The compiled step ``step(state, batch, learning_rate, apply_update)``, and a forward without a gradient."""
 
     def __init__(
         self,
@@ -331,21 +283,21 @@ class TrainStep:
         lora: LoraConfig = OFF,
         merged: MergedPolicy | None = None,
     ):
-        """Builds the step; it is compiled at the first call of one made alike and never again.
+        """Prepares the step. It is compiled at the first call; a step with equal arguments is not compiled again.
 
         Args:
-          config: shape of the policy.
-          tx: from ``make_optimizer``.
-          mesh: from ``make_mesh``.
-          precision: dtypes.
-          objective: the loss of a batch.
-          batch_shape: (micro-batches, rows, tokens) of every batch.
-          temperature: of the rollouts; log-probabilities are of the distribution that was sampled from.
-          diagnosis: how the mismatch is taken apart; None: it is not measured here.
-          keep_gathered: as ``MeshConfig.keep_gathered``.
-          options: how the policy is computed, on the devices of the mesh (``choose_kernels``, which may refuse them).
-          lora: which adapters are trained; the state then holds these.
-          merged: gives the weights that the adapters make; needed with adapters, but not to ``lower``.
+          config: The shape of the policy.
+          tx: The optimizer of ``make_optimizer``.
+          mesh: The mesh of ``make_mesh``.
+          precision: The dtypes of the forward and backward.
+          objective: The loss of a batch.
+          batch_shape: The shape (micro-batches, rows, tokens) of every batch.
+          temperature: The temperature of the rollouts. Log-probabilities are those of the sampled distribution.
+          diagnosis: The settings of the mismatch metrics; None if the step does not measure the mismatch.
+          keep_gathered: Whether every device keeps the gathered weights for the whole step (``MeshConfig``).
+          options: The choice of kernels, which ``choose_kernels`` refuses if the devices lack one.
+          lora: The choice of adapters. If there are any, the state has the adapters.
+          merged: A function that returns the weights that the adapters make. ``lower`` does not need it.
         """
         self._programs = make_programs(
             config,
@@ -366,7 +318,7 @@ class TrainStep:
 
     @property
     def compilations(self) -> int:
-        """How often the step was compiled, those of other ``TrainStep`` made alike included; 1 after the first call."""
+        """The number of compilations of this step and of steps with equal arguments; 1 after the first call."""
         return int(self._programs.step._cache_size())
 
     def __call__(
@@ -380,15 +332,16 @@ class TrainStep:
         """Trains on one batch.
 
         Args:
-          state: donated.
-          batch: of the declared shape.
-          learning_rate: the rate of this update.
-          apply_update: False leaves parameters and moments as they are, weight decay included; so do gradients that
-            are not finite and batches of which every token was rejected. Each is counted.
-          measure_noise: whether ``optimizer/grad_noise`` is wanted; otherwise it is not a number.
+          state: The state before the update. It is donated.
+          batch: The batch, of the shape ``batch_shape``.
+          learning_rate: The learning rate of this update.
+          apply_update: Whether to apply the update. If not, parameters and moments stay as they are, without weight
+            decay. The same happens if gradients are not finite or every token was rejected. Each case is counted.
+          measure_noise: Whether to measure ``optimizer/grad_noise``, which is NaN otherwise.
 
         Returns:
-          The new state, the row's metrics on the device (scalars, and the histogram), ``trainer_logprobs`` [m, b, t].
+          The new state, the metrics of the row on the device (scalars, and the histogram), and ``trainer_logprobs``
+          [m, b, t].
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
         controls = place_controls(learning_rate, apply_update, measure_noise, self._everywhere)
@@ -396,16 +349,16 @@ class TrainStep:
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._programs.step(state, placed, controls, *weights)
 
-    def lower(self, *given: Given) -> jax.stages.Lowered:
-        """The step's program for the mesh's devices, which need not be here: shapes stand for state and batch.
+    def lower(self, *optional: OptionalLogprobs) -> jax.stages.Lowered:
+        """Lowers the step for the devices of the mesh, which need not exist: shapes replace state and batch.
 
         Args:
-          given: the optional arrays of ``PackedBatch`` that the batches have.
+          *optional: The names of the optional log-probabilities that the batches have.
 
         Returns:
-          What ``.compile()`` makes the executable of that ``__call__`` runs.
+          The lowered program. Its ``.compile()`` returns the executable that ``__call__`` runs.
         """
-        batch = abstract_batch(self._batch_shape, self._by_rows, self._everywhere, given)
+        batch = abstract_batch(self._batch_shape, self._by_rows, self._everywhere, optional)
         scalars = Controls(jnp.float32, jnp.bool_, jnp.bool_)
         controls = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=self._everywhere), scalars)
         programs = self._programs
@@ -421,10 +374,18 @@ class TrainStep:
         diagnosis: DiagnosisConfig,
         with_routes: bool = False,
     ) -> tuple[dict[str, jax.Array], Any]:
-        """The mismatch of a batch under ``params`` (the whole policy), and their log-probabilities [m, b, t].
+        """Measures the mismatch of a batch without a gradient.
 
-        The number of micro-batches, and that of sequences, need not be those of the steps. ``with_routes``: in place of
-        the log-probabilities a pair of them and ``PackedBatch.routes`` as this forward took them.
+        Args:
+          params: The parameters of the whole policy.
+          batch: The batch. Its number of micro-batches may differ from the one of the steps.
+          num_sequences: The number of sequences of the batch.
+          diagnosis: The settings of the mismatch metrics.
+          with_routes: Whether to return the routes that this forward chose.
+
+        Returns:
+          The metrics of the row, and the log-probabilities [m, b, t]. With routes, a pair of the log-probabilities and
+          the ``PackedBatch.routes`` replaces the log-probabilities.
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):

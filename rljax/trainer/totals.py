@@ -1,4 +1,4 @@
-"""What the micro-batches of a step add up to, and the state that it makes."""
+"""The totals of the micro-batches of a step, and the update that they make."""
 
 from __future__ import annotations
 
@@ -21,36 +21,52 @@ from rljax.trainer.state import TrainState, adjust_loss_scale
 
 
 class Totals(NamedTuple):
-    """What the micro-batches add up."""
+    """The sums over micro-batches.
 
-    grads: Params  # float32, of the scaled loss over the provisional denominator
-    square_norms: jax.Array  # sum over micro-batches of the squared norm of each one's ``grads``; 0 when not asked for
-    number: jax.Array  # int32: of micro-batches whose ``grads`` were added up, each copy of the weights for itself
-    loss: Statistics  # from ``Objective.micro_loss``
-    measured: dict[str, Statistics]  # from ``measure``
+    Attributes:
+      grads: The gradients of the scaled loss over the provisional denominator, float32.
+      square_norms: The sum of the squared norms of the micro-batches' gradients, a scalar; 0 if the noise is not
+        measured.
+      number: The number of micro-batches whose gradients were added up, int32 []. Each copy of the weights counts its
+        own.
+      loss: The statistics of ``Objective.micro_loss``.
+      measured: The statistics of ``measure``, by group.
+    """
+
+    grads: Params
+    square_norms: jax.Array
+    number: jax.Array
+    loss: Statistics
+    measured: dict[str, Statistics]
 
 
 class Controls(NamedTuple):
-    """What decides about a step besides its batch: scalars on every device."""
+    """The scalar arguments of a step, on every device.
 
-    learning_rate: jax.Array  # float32
-    apply_update: jax.Array  # bool
-    measure_noise: jax.Array  # bool
+    Attributes:
+      learning_rate: The learning rate, float32 [].
+      apply_update: Whether to apply the update, bool [].
+      measure_noise: Whether to measure the gradient noise, bool [].
+    """
+
+    learning_rate: jax.Array
+    apply_update: jax.Array
+    measure_noise: jax.Array
 
 
 def place_controls(learning_rate: float, apply_update: bool, measure_noise: bool, where: NamedSharding) -> Controls:
-    """The controls on the devices."""
+    """Puts the controls on the devices."""
     values = Controls(np.float32(learning_rate), np.bool_(apply_update), np.bool_(measure_noise))  # type: ignore[arg-type]
     return put(values, where)
 
 
 def square_norm(grads: Params) -> jax.Array:
-    """Squared global norm, in float32."""
+    """Returns the squared global norm, in float32."""
     return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)), start=jnp.float32(0.0))
 
 
 def zero_totals(grads: Params, loss: Statistics, measured: dict[str, Statistics]) -> Totals:
-    """The totals of no micro-batch, in the shapes and dtypes of what one micro-batch gives."""
+    """Returns the totals of no micro-batch, from the shapes and dtypes of the sums of one micro-batch."""
     no_grads = jax.tree.map(lambda shape: jnp.zeros(shape.shape, jnp.float32), grads)
     return Totals(no_grads, jnp.float32(0.0), jnp.int32(0), zeros(loss), zeros(measured))
 
@@ -58,7 +74,7 @@ def zero_totals(grads: Params, loss: Statistics, measured: dict[str, Statistics]
 def add_micro_batch(
     totals: Totals, grads: Params, loss: Statistics, measured: dict[str, Statistics], measure_noise: jax.Array
 ) -> Totals:
-    """Totals with one more micro-batch."""
+    """Adds the sums of one micro-batch to the totals."""
     norm = jax.lax.cond(measure_noise, square_norm, lambda _: jnp.float32(0.0), grads)
     return Totals(
         jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals.grads, grads),
@@ -70,7 +86,7 @@ def add_micro_batch(
 
 
 def add_up_replicas(totals: Totals) -> Totals:
-    """The totals of all copies of the weights, inside ``on_each_replica``."""
+    """Adds up the totals of all copies of the weights. It is called inside ``on_each_replica``."""
     grads, square_norms, number = sum_over_replicas((totals.grads, totals.square_norms, totals.number))
     loss, measured = merge_over_replicas(totals.loss), merge_over_replicas(totals.measured)
     return Totals(grads, square_norms, number, loss, measured)
@@ -86,7 +102,20 @@ def update_state(
     *,
     dynamic: bool,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Unscales, clips and applies, or skips. Returns the state and the step's row less what was measured."""
+    """Unscales and clips the gradients, and applies the update or skips it.
+
+    Args:
+      state: The state before the update.
+      totals: The totals of all micro-batches.
+      batch: The batch of the step.
+      tx: The optimizer of ``make_optimizer``.
+      objective: The loss of the step.
+      controls: The scalar arguments of the step.
+      dynamic: Whether the loss scale is dynamic.
+
+    Returns:
+      The state after the update, and the metrics of the row without those of ``measure``.
+    """
     rescaling = objective.rescaling(totals.loss, objective.provisional(batch))
     factor = rescaling / state.loss_scale.scale
     grads = jax.tree.map(lambda g: g * factor, totals.grads)
@@ -101,7 +130,7 @@ def update_state(
     wanted = controls.apply_update & (totals.loss["denominator"] > 0)
     applied = wanted & finite
     params, opt_state = jax.lax.cond(applied, update, lambda p, s: (p, s), state.params, opt_state)
-    # A batch without loss has zero gradients, which say nothing about the scale.
+    # A batch without loss has zero gradients, which show nothing about the scale.
     adjusted = adjust_loss_scale(state.loss_scale, finite, dynamic=dynamic)
     loss_scale = jax.tree.map(lambda new, old: jnp.where(wanted, new, old), adjusted, state.loss_scale)
     state = TrainState(params, opt_state, loss_scale, state.skipped_updates + jnp.where(applied, 0, 1))
@@ -117,19 +146,19 @@ def update_state(
 
 
 def gradient_noise(square_norms: jax.Array, square_of_sum: jax.Array, count: jax.Array) -> jax.Array:
-    """Variance of the step's gradient, estimated from the spread of its micro-batches.
+    """Estimates the variance of the step's gradient from the spread of its micro-batches.
 
-    With K micro-batches whose gradients g_k add up to the step's gradient G, K / (K - 1) sum_k norm(g_k - G / K)^2 is
-    an unbiased estimate of E norm(G - E G)^2, the trace of its covariance (as in arXiv 1812.06162, appendix A.1, where
-    two batch sizes serve).
+    K micro-batches have gradients g_k that add up to the step's gradient G. Then K / (K - 1) sum_k norm(g_k - G / K)^2
+    is an unbiased estimate of E norm(G - E G)^2, the trace of the covariance of G. Source: arXiv 1812.06162, appendix
+    A.1, which uses two batch sizes instead.
 
     Args:
-      square_norms: sum_k norm(g_k)^2.
-      square_of_sum: norm(G)^2.
-      count: K.
+      square_norms: The sum of norm(g_k)^2 over k, a float32 scalar.
+      square_of_sum: The squared norm of G, a float32 scalar.
+      count: The number K of micro-batches, an int32 scalar.
 
     Returns:
-      The variance, at least 0; not a number with fewer than two micro-batches.
+      The variance, at least 0; NaN with fewer than two micro-batches.
     """
     k = count.astype(jnp.float32)
     variance = k / jnp.maximum(k - 1, 1) * jnp.maximum(square_norms - square_of_sum / jnp.maximum(k, 1), 0.0)

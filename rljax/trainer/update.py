@@ -1,7 +1,7 @@
-"""From a rollout batch to the updates it makes: one fused step, or several mini-batches and epochs.
+"""The updates of a rollout batch: one fused step, or several mini-batches and epochs.
 
-The loop hands over sequences and a rate and gets the new state, the row and the trainer's log-probabilities; which way
-was taken was chosen when the parts were built.
+The loop gives an ``Update`` the sequences and a rate. It gets the new state, the row and the trainer's
+log-probabilities. The kind of update is chosen when the parts of a run are built.
 """
 
 from __future__ import annotations
@@ -19,37 +19,52 @@ from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
 
 Pack = Callable[[Sequence[TrainSequence]], PackedBatch]
-Forward = Callable[..., tuple[dict[str, jax.Array], Any]]  # ``TrainStep.forward``
-Reference = Callable[[PackedBatch], np.ndarray]  # ``reference_logprobs`` of the frozen policy of a KL penalty
+Forward = Callable[..., tuple[dict[str, jax.Array], Any]]  # The type of ``TrainStep.forward``.
+Reference = Callable[[PackedBatch], np.ndarray]  # It returns the reference policy's log-probabilities [m, b, t].
 
-# Metrics of a mini-batch whose last value is the step's; of the others it is the mean.
+# The row of a step has the last mini-batch's value of these metrics, and the mean of the others.
 LAST_VALUES = ("optimizer/skipped_updates", "precision/", "schedule/")
 NOISE = "optimizer/grad_noise"
 
 
 class Updated(NamedTuple):
-    """What the updates of a rollout batch came to."""
+    """The result of the updates of a rollout batch.
+
+    Attributes:
+      state: The state after the updates.
+      row: The metrics of the step, by name.
+      histograms: The counts of each histogram, by name.
+      trainer_logprobs: A function that fetches the trainer's log-probabilities before the first update, float32 [r] for
+        each sequence.
+    """
 
     state: TrainState
     row: dict[str, float]
     histograms: dict[str, np.ndarray]
-    trainer_logprobs: Callable[[], list[np.ndarray]]  # float32 [r] a sequence, before the first update; fetched on call
+    trainer_logprobs: Callable[[], list[np.ndarray]]
 
 
 class UpdateOptions(NamedTuple):
-    """What the loop decides anew for every rollout batch."""
+    """The choices of the loop for one rollout batch.
 
-    learning_rate: float  # of every update
-    seed: int  # orders mini-batches
-    noise: bool  # whether to measure ``optimizer/grad_noise``
-    free_routing: bool = False  # whether to measure the mismatch without the routes that are replayed, too
+    Attributes:
+      learning_rate: The learning rate of every update.
+      seed: The seed of the order of mini-batches.
+      noise: Whether to measure ``optimizer/grad_noise``.
+      free_routing: Whether to measure the mismatch without replayed routes, too.
+    """
+
+    learning_rate: float
+    seed: int
+    noise: bool
+    free_routing: bool = False
 
 
 class Update(Protocol):
-    """Trains on the responses of one step."""
+    """A way to train on the responses of one step."""
 
     def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
-        """The rows that hold ``sequences``, in the shape that was compiled for."""
+        """Packs the sequences of a step into the rows of the compiled shape."""
         ...
 
     def __call__(
@@ -58,19 +73,27 @@ class Update(Protocol):
         """Makes the updates of one rollout batch.
 
         Args:
-          state: donated.
-          batch: ``pack(sequences)``.
-          sequences: the responses.
-          options: of this rollout batch.
+          state: The state before the updates. It is donated.
+          batch: The batch that ``pack`` returned for ``sequences``.
+          sequences: The responses of the step.
+          options: The choices for this rollout batch.
         """
         ...
 
 
 def reference_logprobs(forward: Forward, params: Params, batch: PackedBatch) -> np.ndarray:
-    """Float32 [m, b, t]: what the frozen ``params`` give the response tokens of ``batch``, 0 elsewhere.
+    """Computes the log-probabilities of the response tokens under a frozen policy.
 
-    Routes of the policy that is trained are not replayed in it. Of ``params`` in the host's memory there is a copy on
-    the devices until it returns.
+    The routes of the trained policy are not replayed. If ``params`` are in the host's memory, a copy is on the devices
+    until this returns.
+
+    Args:
+      forward: The forward without a gradient.
+      params: The parameters of the frozen policy.
+      batch: The batch [m, b, t].
+
+    Returns:
+      The log-probabilities, float32 [m, b, t]; 0 outside the responses.
     """
     logprobs = fetch(forward(on_devices(params), batch._replace(routes=None))[1])
     return np.where(batch.response_mask, logprobs, np.float32(0.0))
@@ -80,22 +103,29 @@ FREE_ROUTING = ("log_ppl_abs_diff", "logprob_abs_diff_mean", "k3_kl")
 
 
 def free_routing_row(forward: Forward, params: Params, batch: PackedBatch) -> dict[str, float]:
-    """The mismatch of a batch where the trainer's own router chooses, as ``mismatch_free_routing/<name>``."""
+    """Measures the mismatch of a batch with the trainer's own routes, as ``mismatch_free_routing/<name>``."""
     measured = jax.device_get(forward(params, batch._replace(routes=None))[0])
     return {f"mismatch_free_routing/{name}": float(measured[f"mismatch/{name}"]) for name in FREE_ROUTING}
 
 
 class SingleUpdate:
-    """One update a rollout batch: the loss's forward is the measurement, and gives the old log-probabilities."""
+    """An ``Update`` that makes one update. The forward of its loss measures, and gives the old log-probabilities."""
 
     def __init__(self, step: TrainStep, forward: Forward, pack: Pack, reference: Reference | None = None):
-        """``pack`` makes batches of the step's shape, which ``forward`` takes, too."""
+        """Stores the parts.
+
+        Args:
+          step: The compiled step.
+          forward: The forward without a gradient, of batches that ``pack`` makes.
+          pack: A function that packs sequences into a batch of the step's shape.
+          reference: The log-probabilities of the reference policy of a KL penalty; None without a penalty.
+        """
         self.step, self._forward, self.pack, self._reference = step, forward, pack, reference
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
-        """See ``Update``."""
+        """Makes one update of the whole batch."""
         if self._reference is not None:
             batch = batch._replace(reference_logprobs=self._reference(batch))
         replayed = options.free_routing and batch.routes is not None
@@ -108,7 +138,10 @@ class SingleUpdate:
 
 
 class MultipleUpdates:
-    """Mini-batches of prompts, several times over, against ``old_logprobs`` of one separate forward."""
+    """An ``Update`` that makes one update for each mini-batch of prompts, for several epochs.
+
+    One separate forward computes ``old_logprobs`` before the first of them.
+    """
 
     def __init__(
         self,
@@ -123,9 +156,18 @@ class MultipleUpdates:
         reference: Reference | None = None,
         replays_own: bool = False,
     ):
-        """``step`` takes what ``pack_mini`` makes, ``forward`` what ``pack`` makes.
+        """Stores the parts.
 
-        ``replays_own``: the updates route each token as that one forward did (``rollout.router_replay: r2``).
+        Args:
+          step: The compiled step, of batches that ``pack_mini`` makes.
+          forward: The forward without a gradient, of batches that ``pack`` makes.
+          pack: A function that packs all sequences of a step.
+          pack_mini: A function that packs the sequences of a mini-batch.
+          mini_batches: The number of mini-batches of an epoch.
+          epochs: The number of epochs.
+          group_size: The number of responses to a prompt.
+          reference: The log-probabilities of the reference policy of a KL penalty; None without a penalty.
+          replays_own: Whether the updates route each token as the separate forward did (``rollout.router_replay: r2``).
         """
         self._replays_own = replays_own
         self.step, self._forward, self.pack, self.pack_mini = step, forward, pack, pack_mini
@@ -135,7 +177,7 @@ class MultipleUpdates:
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
-        """See ``Update``."""
+        """Measures the whole batch with one forward, then makes one update for each mini-batch."""
         replayed = options.free_routing and batch.routes is not None
         free = free_routing_row(self._forward, state.params, batch) if replayed else {}
         measured, kept = self._forward(state.params, batch, with_routes=self._replays_own)
@@ -148,20 +190,20 @@ class MultipleUpdates:
         if self._reference is not None:
             of_reference = unpack(self._reference(batch), batch, sequences)
             known = [s._replace(reference_logprobs=values) for s, values in zip(known, of_reference, strict=True)]
-        taken: list[tuple[dict[str, jax.Array], bool]] = []
+        results: list[tuple[dict[str, jax.Array], bool]] = []
         for mini in self._split(known, options.seed):
             mini_batch = self.pack_mini(mini)
-            mini_batch = mini_batch._replace(used=mini_batch.with_loss)  # the forward has measured the others
-            wanted = options.noise and not taken and int(mini_batch.used) > 1
+            mini_batch = mini_batch._replace(used=mini_batch.with_loss)  # The forward has measured the others.
+            wanted = options.noise and not results and int(mini_batch.used) > 1
             has_loss = any(s.in_loss for s in mini)
             state, metrics, _ = self.step(state, mini_batch, options.learning_rate, has_loss, wanted)
-            taken.append((metrics, wanted))
+            results.append((metrics, wanted))
         of_batch, histograms = fetch_metrics(measured, noise=False)
-        minis = [fetch_metrics(metrics, noise=wanted)[0] for metrics, wanted in taken]
+        minis = [fetch_metrics(metrics, noise=wanted)[0] for metrics, wanted in results]
         return Updated(state, _combine(minis) | of_batch | free, histograms, lambda: old)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
-        """Each epoch's mini-batches: complete groups, in an order of that epoch's own."""
+        """Returns the mini-batches of all epochs. They have complete groups, and each epoch has its own order."""
         size, groups = self._group_size, len(sequences) // self._group_size
         rng = np.random.default_rng(seed)
         orders = [np.split(rng.permutation(groups), self._mini_batches) for _ in range(self._epochs)]
@@ -173,7 +215,7 @@ class MultipleUpdates:
 
 
 def fetch_metrics(metrics: dict[str, jax.Array], *, noise: bool) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Scalars and arrays on the host; ``NOISE`` only when it was measured."""
+    """Fetches the metrics to the host: scalars, and arrays. ``NOISE`` is left out if it was not measured."""
     host: dict[str, Any] = jax.device_get(metrics)
     scalars = {key: value.item() for key, value in host.items() if value.ndim == 0 and (noise or key != NOISE)}
     return scalars, {key: value for key, value in host.items() if value.ndim}

@@ -64,7 +64,7 @@ def age(path, seconds):
 
 def test_a_claim_is_recorded_refused_to_others_and_released(path):
     with claim(path) as owner:
-        assert owner.held()
+        assert owner.is_current()
         assert read(path) == owner.record
         assert (owner.record.pid, owner.record.host) == (os.getpid(), os.uname().nodename)
         assert not provably_dead(path, silent_s=0.0)
@@ -128,7 +128,7 @@ def test_a_remote_owner_without_heartbeat_is_replaced(path, elsewhere):
     began = time.monotonic()
     with claim(path, stale_s=1.5) as owner:
         assert time.monotonic() - began > 1.5
-        assert owner.held()
+        assert owner.is_current()
     assert list(path.parent.iterdir()) == []
 
 
@@ -154,7 +154,7 @@ def test_the_heartbeat_moves_its_own_record_alone(path):
         age(path, 3600)
         time.sleep(0.3)
         assert path.stat().st_mtime < time.time() - 60
-        assert not owner.held()
+        assert not owner.is_current()
     assert read(path).token == "another's"
 
 
@@ -164,7 +164,7 @@ def test_a_record_that_is_cut_off_is_of_an_unknown_machine(path):
     age(path, 901)
     assert provably_dead(path)
     with claim(path) as owner:
-        assert owner.held()
+        assert owner.is_current()
 
 
 @pytest.mark.parametrize("dead", [False, True])

@@ -36,8 +36,8 @@ from rljax.run.stop import StopRequest, remaining_s
 from rljax.run.training import make_update
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, make_optimizer
-from rljax.trainer.step import PrecisionConfig
 
 STEPS = 4
 TOKENIZER, POLICY, MESH = build_tokenizer(), toy_config(), make_mesh(MeshConfig(1, 1))

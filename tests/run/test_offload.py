@@ -31,8 +31,9 @@ from rljax.run.loop import train
 from rljax.run.weights import check_offload
 from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig
-from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.step import TrainStep
 
 TOKENIZER, POLICY, MESH = build_tokenizer(), toy_config(), make_mesh(MeshConfig(1, 1))
 COUNT = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(POLICY)))

@@ -16,8 +16,9 @@ from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.offload import OffloadedUpdate
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
-from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.step import TrainStep
 from rljax.trainer.update import SingleUpdate, UpdateOptions
 
 pytestmark = pytest.mark.mesh

@@ -13,8 +13,9 @@ from rljax.policy.model import abstract_params, init_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
-from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.step import TrainStep
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow]
 

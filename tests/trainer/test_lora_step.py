@@ -24,8 +24,9 @@ from rljax.sharding import replicated
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.micro_batches import place_batch
 from rljax.trainer.objective import Objective
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
-from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.step import TrainStep
 from rljax.trainer.totals import place_controls
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,9 @@ from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, inject_
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
-from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.step import TrainStep
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,10 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack, unpack_routes
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.router import balance_loss
 from rljax.trainer.state import create_state
-from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.step import TrainStep
 from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions
 
 pytestmark = pytest.mark.slow

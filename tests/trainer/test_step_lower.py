@@ -12,8 +12,9 @@ from rljax.sharding import MeshConfig, make_mesh, replicated
 from rljax.trainer.micro_batches import place_batch
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
-from rljax.trainer.step import PrecisionConfig, TrainStep
+from rljax.trainer.step import TrainStep
 from rljax.trainer.totals import place_controls
 
 CONFIG = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True)

@@ -13,6 +13,7 @@ from rljax.mismatch import mismatch_metrics
 from rljax.policy.model import init_params
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import (
     GROWTH_INTERVAL,
     OptimizerConfig,
@@ -21,7 +22,7 @@ from rljax.trainer.state import (
     initial_loss_scale,
     make_optimizer,
 )
-from rljax.trainer.step import PrecisionConfig, TrainStep, make_programs
+from rljax.trainer.step import TrainStep, make_programs
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,42 @@
+"""The dtypes of the trainer, and the choice of what its backward pass recomputes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from rljax.policy.model import Remat
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Dtypes of the trainer's forward and backward. Masters, moments and accumulators are always float32."""
+
+    compute_dtype: Dtype = "bfloat16"
+    """Dtype of the forward and backward. The weights are cast to it once a step. float16 turns on dynamic loss scaling.
+    float32 multiplies at the highest precision."""
+    lm_head_dtype: Literal["compute", "float32"] = "compute"
+    """Dtype in which the LM head multiplies. compute: ``compute_dtype`` in the trainer; an engine rounds its logits to
+    ``rollout.dtype``. float32: trainer and engine first upcast hidden states and table, and an engine does not round
+    its
+    logits. A vLLM server then needs ``--head-dtype float32``."""
+    remat: bool | Remat = "none"
+    """Activations of a block that the backward pass recomputes. none: nothing is recomputed, all activations are kept.
+    dots: everything between its products with weights. blocks (or true): everything but the input of the block.
+    offload: the same as blocks, with the inputs in the host's memory (GPU and TPU)."""
+
+    @property
+    def remat_policy(self) -> Remat:
+        """The name of the choice ``remat``."""
+        if isinstance(self.remat, bool):
+            return "blocks" if self.remat else "none"
+        return self.remat
+
+    @property
+    def head_dtype(self) -> Any:
+        """The dtype in which the LM head multiplies; None for the dtype of the hidden states."""
+        return jnp.float32 if self.lm_head_dtype == "float32" else None
