@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
-    """A mistake in what the caller wrote: one printable line, whose middle is cut out when it is very long."""
+    """A mistake of the caller. The message is one printable line; the middle of a very long one is cut out."""
 
     exit_status = 2
     LONGEST = 2000  # characters

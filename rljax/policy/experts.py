@@ -158,21 +158,21 @@ class _SortedPairs(NamedTuple):
         weight = jnp.where(jnp.arange(self.room) < inside[-1], self.gates.reshape(-1)[pair], 0.0)
         return _Round(first, pair // self.gates.shape[1], weight[:, None], jnp.diff(inside, prepend=0))
 
-    def add_up(self, one: _Round, values: Float[Array, "c d"], weights: Float[Array, "n k"]) -> Float[Array, "n d"]:
+    def add_up(self, pairs: _Round, values: Float[Array, "c d"], weights: Float[Array, "n k"]) -> Float[Array, "n d"]:
         """Computes for each token the weighted sum over its choices in a round, in float32."""
-        place, here = self._places(one)
+        place, here = self._places(pairs)
         weights = jnp.where(here, weights, 0.0)
         terms = (weights[:, i, None] * values[place[:, i]].astype(jnp.float32) for i in range(place.shape[1]))
         return functools.reduce(jnp.add, terms)
 
-    def of_pairs(self, one: _Round, values: Float[Array, " c"]) -> Float[Array, "n k"]:
+    def of_pairs(self, pairs: _Round, values: Float[Array, " c"]) -> Float[Array, "n k"]:
         """Arranges the values of a round by token and choice; 0 for pairs of other rounds."""
-        place, here = self._places(one)
+        place, here = self._places(pairs)
         return jnp.where(here, values[place], 0.0)
 
-    def _places(self, one: _Round) -> tuple[Array, Array]:
+    def _places(self, pairs: _Round) -> tuple[Array, Array]:
         """Returns the place of each pair in a round, and whether the pair is in that round."""
-        place = self.place - one.first
+        place = self.place - pairs.first
         here = (place >= 0) & (place < self.room)
         return jnp.where(here, place, 0), here
 
@@ -215,11 +215,11 @@ def _experts(grouped: Grouped, x: Array, choices: Array, gates: Array, weights: 
         tokens, all_choices, all_gates = _gathered(mesh, x, choices, gates)
         order = _sort(mesh, all_choices, all_gates, len(gate))
 
-        def add(one: _Round, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-            rows = tokens[one.token]
-            gated, upped = (grouped.product(rows, matrix, one.sizes) for matrix in (gate, up))
+        def add(pairs: _Round, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+            rows = tokens[pairs.token]
+            gated, upped = (grouped.product(rows, matrix, pairs.sizes) for matrix in (gate, up))
             inner = jax.nn.silu(gated) * upped
-            out = order.add_up(one, grouped.product(inner, down, one.sizes), order.gates)
+            out = order.add_up(pairs, grouped.product(inner, down, pairs.sizes), order.gates)
             return so_far[0] + out, jnp.maximum(so_far[1], jnp.max(jnp.abs(inner)).astype(jnp.float32))
 
         out, largest = order.over_rounds(add, (jnp.zeros(tokens.shape, jnp.float32), jnp.float32(0.0)))
@@ -247,22 +247,22 @@ def _backward(grouped: Grouped, saved: Any, cotangents: tuple[Array, Array]) -> 
         order = _sort(mesh, all_choices, all_gates, len(gate))
         ones = jnp.ones_like(all_gates)
 
-        def add(one: _Round, so_far: Any) -> Any:
-            rows, d_rows = tokens[one.token], d_tokens[one.token]
-            gated, upped = (grouped.product(rows, matrix, one.sizes) for matrix in (gate, up))
+        def add(pairs: _Round, so_far: Any) -> Any:
+            rows, d_rows = tokens[pairs.token], d_tokens[pairs.token]
+            gated, upped = (grouped.product(rows, matrix, pairs.sizes) for matrix in (gate, up))
             silu, d_silu = jax.vjp(jax.nn.silu, gated)
             inner = (silu * upped).astype(jnp.float32)
-            unweighted = grouped.product(d_rows, down, one.sizes, transposed=True).astype(jnp.float32)
-            d_inner = (one.weight * unweighted).astype(x.dtype)
+            unweighted = grouped.product(d_rows, down, pairs.sizes, transposed=True).astype(jnp.float32)
+            d_inner = (pairs.weight * unweighted).astype(x.dtype)
             (d_gated,), d_upped = d_silu(d_inner * upped), d_inner * silu
-            d_down = grouped.outer((one.weight * inner).astype(x.dtype), d_rows, one.sizes)
-            d_gate, d_up = (grouped.outer(rows, each, one.sizes) for each in (d_gated, d_upped))
+            d_down = grouped.outer((pairs.weight * inner).astype(x.dtype), d_rows, pairs.sizes)
+            d_gate, d_up = (grouped.outer(rows, each, pairs.sizes) for each in (d_gated, d_upped))
             parts = [
-                grouped.product(each, matrix, one.sizes, transposed=True)
+                grouped.product(each, matrix, pairs.sizes, transposed=True)
                 for each, matrix in ((d_gated, gate), (d_upped, up))
             ]
-            d_x = functools.reduce(jnp.add, (order.add_up(one, part, ones) for part in parts))
-            d_gates = order.of_pairs(one, jnp.sum(inner * unweighted, axis=1))
+            d_x = functools.reduce(jnp.add, (order.add_up(pairs, part, ones) for part in parts))
+            d_gates = order.of_pairs(pairs, jnp.sum(inner * unweighted, axis=1))
             gradients = (d_x, d_gates, d_gate, d_up, d_down)
             return jax.tree.map(lambda total, more: total + more.astype(jnp.float32), so_far, gradients)
 

@@ -73,7 +73,7 @@ def blocks_product(rows: Array, matrices: Array, sizes: Array, *, transposed: bo
     padded = jnp.pad(rows, ((0, blocks.rows), (0, 0)))
     spec = "mf,df->md" if transposed else "md,df->mf"
 
-    def one(number: Array, out: Array) -> Array:
+    def add_block(number: Array, out: Array) -> Array:
         group, first, mine = blocks.at(number)
         block = jax.lax.dynamic_slice_in_dim(padded, first, blocks.rows)
         matrix = jax.lax.dynamic_index_in_dim(matrices, group, keepdims=False)
@@ -83,7 +83,7 @@ def blocks_product(rows: Array, matrices: Array, sizes: Array, *, transposed: bo
 
     width = matrices.shape[1 if transposed else 2]
     out = jnp.zeros((len(padded), width), rows.dtype)
-    return jax.lax.fori_loop(0, blocks.number, one, out)[: len(rows)]
+    return jax.lax.fori_loop(0, blocks.number, add_block, out)[: len(rows)]
 
 
 def blocks_outer(rows: Array, others: Array, sizes: Array) -> Array:
@@ -91,7 +91,7 @@ def blocks_outer(rows: Array, others: Array, sizes: Array) -> Array:
     blocks = _divide(sizes, len(rows))
     padded, beside = (jnp.pad(each, ((0, blocks.rows), (0, 0))) for each in (rows, others))
 
-    def one(number: Array, out: Array) -> Array:
+    def add_block(number: Array, out: Array) -> Array:
         group, first, mine = blocks.at(number)
         block, other = (jax.lax.dynamic_slice_in_dim(each, first, blocks.rows) for each in (padded, beside))
         block, other = (jnp.where(mine, each, 0) for each in (block, other))
@@ -100,7 +100,7 @@ def blocks_outer(rows: Array, others: Array, sizes: Array) -> Array:
         return jax.lax.dynamic_update_index_in_dim(out, so_far + product, group, 0)
 
     out = jnp.zeros((len(sizes), rows.shape[1], others.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, blocks.number, one, out)
+    return jax.lax.fori_loop(0, blocks.number, add_block, out)
 
 
 def _zero_after_groups(products: Array, sizes: Array) -> Array:

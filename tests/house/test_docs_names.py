@@ -55,6 +55,15 @@ def test_what_a_page_names_is_there(page):
     assert sorted(name for name in names if not resolves(name)) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_tests_that_a_page_selects_are_there(page):
+    selections = re.findall(r"(tests/[\w/]+\.py) -k (\"[^\"]+\"|\w+)", page.read_text(encoding="utf-8"))
+    for path, expression in selections:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        words = [word for word in re.findall(r"\w+", expression) if word not in {"and", "or", "not"}]
+        assert [word for word in words if not re.search(rf"def test_\w*{word}|\"[\w-]*{word}", text)] == [], path
+
+
 def test_a_name_that_is_not_there_is_seen():
     assert list(paths("see `rljax/{sharding,nowhere}.py`, launch/no.sh.", FOLDERS)) == [
         "rljax/sharding.py",
