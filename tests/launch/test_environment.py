@@ -41,7 +41,7 @@ def test_a_version_that_pyenv_has_but_has_not_chosen_is_found(machine):
     assert search(path, "11") == (0, str(real))
 
 
-def test_what_is_on_the_path_comes_first_and_what_is_named_before_it(machine):
+def test_the_path_comes_first_and_a_named_program_before_it(machine):
     path, real = machine
     chosen = program(path / "bin/python3", f'exec {sys.executable} "$@"')
     assert search(path, "11") == (0, "python3")

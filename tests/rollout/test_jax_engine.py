@@ -51,7 +51,7 @@ def test_greedy_takes_the_argmax_of_the_full_forward():
             assert int(np.argmax([logprobs[-1] for logprobs in every])) == token
 
 
-def test_responses_end_with_the_first_stop_token_or_at_the_limit():
+def test_responses_end_with_a_stop_token_or_at_the_limit():
     engine, _ = make()
     responses = sample(engine, n=16)
     stopped = [r for r in responses if not r.truncated]

@@ -169,7 +169,7 @@ def test_a_run_waits_for_the_first_server_to_be_listed(fakes, tmp_path, caplog):
         make(discovery=str(tmp_path / "nowhere"), server_wait_s=0.2)
 
 
-def test_a_listed_server_that_does_not_fit_is_left_out_and_named(fakes, tmp_path, caplog):
+def test_a_listed_server_that_does_not_fit_is_named(fakes, tmp_path, caplog):
     good, other = fakes(2)
     other.dtype = "bfloat16"
     write(tmp_path / "servers", good, other)

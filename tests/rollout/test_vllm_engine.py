@@ -281,7 +281,7 @@ def test_replies_of_another_version_of_this_run_are_refused(fake):
         engine.close()
 
 
-def test_replies_of_the_fallback_name_no_version_and_are_counted(fake, caplog):
+def test_replies_of_the_fallback_without_version_are_counted(fake, caplog):
     fake.routes -= {"/inference/v1/generate"}
     engine = make(fake.url)
     try:
