@@ -65,14 +65,7 @@ def write_tokens(
 
     Under ``sampling`` the header has the settings of ``rollout.inject`` that are on, and any 8-bit form of the engine's
     weights or cache. Weights that such a setting changes have a name of their own. Weights of an older version, or of
-    several versions, have no name.
-
-    Args:
-      config: The configuration of the run.
-      step: The 1-based step.
-      policy_version: The policy version of the trainer before the update of this step.
-      sequences: The responses, prompt by prompt, [n].
-      trainer_logprobs: The trainer's log-probabilities before the update, float32 [r] for each sequence.
+    several versions, have no name. The arguments are those of ``write_rollouts``.
     """
     stale = any(s.staleness is not None and s.staleness.any() for s in sequences)
     # The name stands for a hash: equal names mean equal weights.
@@ -113,16 +106,7 @@ def write_transcript(
     trainer_logprobs: Sequence[np.ndarray],
     tokenizer: Tokenizer,
 ) -> None:
-    """Writes the transcript ``rollouts/step_<step>.jsonl``: one response per line, with reward and log-ratios.
-
-    Args:
-      config: The configuration of the run.
-      step: The 1-based step.
-      rollouts: The responses and their rewards.
-      sequences: The same responses, prompt by prompt, [n].
-      trainer_logprobs: The trainer's log-probabilities before the update, float32 [r] for each sequence.
-      tokenizer: The tokenizer of the policy.
-    """
+    """Writes the transcript ``rollouts/step_<step>.jsonl``: one response per line, with reward and log-ratios."""
     path = _path(config, step, "jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     scored = zip(sequences, rollouts.all(), rollouts.rewards.ravel(), trainer_logprobs, strict=True)

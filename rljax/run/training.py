@@ -98,9 +98,6 @@ def starting_state(
     return (on_host(state) if is_offloaded(config) else state), host
 
 
-# ---- the shape of a batch ---------------------------------------------------------------------------------------
-
-
 def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:
     """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` responses.
 
@@ -129,9 +126,6 @@ def make_pack(config: Config, num_sequences: int) -> Pack:
 def responses_per_update(config: Config) -> int:
     """Returns the number of responses in one update."""
     return config.num_sequences // config.loss.mini_batches
-
-
-# ---- the updates ------------------------------------------------------------------------------------------------
 
 
 def make_update(
@@ -234,16 +228,9 @@ def make_step(
     mesh: Mesh,
     merged: MergedPolicy | None = None,
 ) -> TrainStep:
-    """Builds the compiled step of one update.
+    """Builds the compiled step of one update; the arguments are those of ``make_update``.
 
     The exact engine's update has no such step.
-
-    Args:
-      config: The configuration of the run.
-      policy: The shape of the policy.
-      tx: The optimizer.
-      mesh: The mesh of the state.
-      merged: The policy that adapters make. None: the state holds the policy itself.
     """
     count = responses_per_update(config)
     return TrainStep(
