@@ -87,7 +87,7 @@ def make_run_engine(
       config: The configuration of the run.
       policy: The shape of the policy.
       mesh: The mesh of the trainer.
-      stop: The answers whether the run was asked to stop.
+      stop: The stop request of the run.
       processes: The processes of the run; this is process 0, or the caller wraps the engine itself.
 
     Raises:
@@ -203,7 +203,7 @@ def build(
       engine: The engine that samples.
       checkpointer: The checkpoints of the run.
       problems: The problems to train on and to evaluate on.
-      stop: The answers whether the run was asked to stop. None: nobody asks.
+      stop: The stop request of the run. None: the run is never asked to stop.
       processes: The processes of the run.
 
     Raises:

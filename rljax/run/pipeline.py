@@ -82,7 +82,7 @@ class BatchesAhead:
           stream: The problems in their order.
           sampler: The sampler of the run; the thread or ``take`` uses it, never both at once.
           engine: The engine, which prepares each version while a batch is still sampled.
-          stop: The answers whether the run was asked to stop.
+          stop: The stop request of the run.
           steps: The last step of the run; no batch is sampled for a later one.
           max_staleness: The most policy versions from the one that samples a batch to the one it is trained from.
           always_drains: Whether every publish waits for the batch under way (``rollout.update: wait``).

@@ -117,7 +117,7 @@ class Sampler:
           params: The temperature, the length limit and the stop tokens.
           n: The number of responses to each problem.
           seed: The seed of the run.
-          stop: The answers whether to give up. None: sampling is never given up.
+          stop: The stop request of the run. None: sampling is never given up.
           counts_mixed: Whether a batch reports ``rollout/mixed_fraction``.
         """
         self._engine, self._tokenizer, self.rewards = engine, tokenizer, rewards

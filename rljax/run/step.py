@@ -51,7 +51,7 @@ class RunParts:
       skipped: The count of updates that were skipped in a row.
       checkpointer: The checkpoints.
       fingerprints: The checksums of the problems and of frozen weights.
-      stop: The answers whether the run was asked to stop.
+      stop: The stop request of the run.
       weights: A function from the state's parameters to the policy that the engine samples from.
     """
 

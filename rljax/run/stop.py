@@ -1,4 +1,4 @@
-"""The request to stop a run, and the questions that whoever waits asks about it."""
+"""The request to stop a run, which is the one object that waiting code asks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rljax.run.checkpoint import Checkpointer
 
 
 class StopRequest:
-    """Answers whether a run was asked to stop, by when, and whether what waits should give up.
+    """The request to stop a run: whether it came, by when the run ends, and whether a wait is given up.
 
-    Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. Whoever waits
-    for servers, responses, rewards or an upload takes this object, a ``Stopping``. It also tells the processes of the
-    run what it is at, so that a run that stands still ends (``run.stuck_s``).
+    Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. Code that waits
+    for servers, responses, rewards or an upload takes this object, a ``Stopping``. The object also reports the place of
+    the run, such as a phase of a step, so that a run without progress is found (``run.stuck_s``).
 
     Attributes:
       signal: The number of the signal that asked the run to stop. None: nobody asked.
@@ -59,7 +59,7 @@ class StopRequest:
         return self._asked_at + self._grace_s - time.monotonic() if self.is_requested() else math.inf
 
     def gives_up(self) -> bool:
-        """Returns whether the calling thread should give up what it waits for.
+        """Returns whether the calling thread should give up its wait.
 
         A thread that works ahead gives up as soon as the run was asked to stop, unless the run waits for its step. Any
         other thread gives up when the step is not expected to be done and saved within the grace.

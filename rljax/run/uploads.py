@@ -118,7 +118,7 @@ class Uploads:
           keep: The number of copies to keep.
           wait_s: The longest time that leaving the context takes, in seconds.
           check_owner: A function that raises OwnedError once another process owns the directory, which ends uploads.
-          stop: The answers by when the run ends. None: it may take any time.
+          stop: The stop request of the run. None: the run is never asked to stop.
         """
         self._store, self._run_dir, self._keep, self._wait_s = store, run_dir, keep, wait_s
         self._check_owner, self._stop = check_owner, stop or StopRequest()
