@@ -90,9 +90,9 @@ def compare(engines: dict[str, Sample], batch: int, rounds: int) -> dict[str, An
                 raise RuntimeError(f"{name} sampled {tokens} tokens, expected {batch * RESPONSE}")
     own = rates["rljax"]
     return {
-        "tokens_per_second": {name: statistics.median(found) for name, found in rates.items()},
+        "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
         "ratio": {
-            name: statistics.median(a / b for a, b in zip(own, found, strict=True)) for name, found in rates.items()
+            name: statistics.median(a / b for a, b in zip(own, values, strict=True)) for name, values in rates.items()
         },
     }
 
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     torch.set_num_threads(os.cpu_count() or 1)
-    found = {}
+    batches = {}
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         save_params(directory, init_params(POLICY, 0), POLICY)
@@ -118,13 +118,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"| at a time | {names} | rljax / transformers | rljax / vLLM |")
         print("|---" * (len(engines) + 3) + "|", flush=True)
         for batch in BATCHES:
-            found[str(batch)] = one = compare(engines, batch, options.rounds)
+            batches[str(batch)] = one = compare(engines, batch, options.rounds)
             rates = " | ".join(f"{one['tokens_per_second'][name]:.0f}" for name in engines)
             ratios = " | ".join(f"{one['ratio'][name]:.2f}" for name in ("transformers", "vLLM"))
             print(f"| {batch} | {rates} | {ratios} |", flush=True)
     if options.json:
         machine = f"{platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}, torch {torch.__version__}"
-        report = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "batches": found}
+        report = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "batches": batches}
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, share in sums.items():
         print(f"| sum of {name} | | | {share:.3%} |")
     if options.json:
-        found = {
+        result = {
             "command": shlex.join(["python", *sys.argv]),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared",
             "modelled_step_s": model_s,
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "parts": timed,
             "shares": sums,
         }
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

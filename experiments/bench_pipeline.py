@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
         "--update", nargs="+", choices=("wait", "keep"), default=["wait", "keep"], help="rollout.update"
     )
     arguments = parser.parse_args(argv)
-    found = []
+    measured = []
     print("| rollout / train / write / load (s) | k | update | step (s) | bound (s) | ratio | waited (s) | staleness |")
     print("|---|---|---|---|---|---|---|---|")
     for setting in SETTINGS:
@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
                 bound = max(times.rollout, sum(times) - times.rollout) if k else sum(times)
                 waited = float(np.mean([row.get("time/wait_s", 0.0) + row.get("time/drain_s", 0.0) for row in rows]))
                 staleness = float(np.mean([row["rollout/staleness"] for row in rows]))
-                found.append(
+                measured.append(
                     {**times._asdict(), "max_staleness": k, "update": update, "step_s": step, "bound_s": bound}
                     | {"ratio": step / bound, "waited_s": waited, "staleness": staleness}
                 )
@@ -184,7 +184,9 @@ def main(argv: Sequence[str]) -> int:
                 print(f"| {' | '.join(map(str, cells))} |", flush=True)
     if arguments.json:
         command = f"python experiments/bench_pipeline.py {shlex.join(argv)}"
-        arguments.json.write_text(json.dumps({"command": command, "steps": STEPS, "measured": found}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"command": command, "steps": STEPS, "measured": measured}, indent=1) + "\n"
+        )
     return 0
 
 

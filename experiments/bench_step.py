@@ -180,21 +180,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     torch.set_num_threads(os.cpu_count() or 1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     print("| case | rljax ms | torch ms | torch / rljax | from - to | rljax, to the first case |")
     print("|---|---|---|---|---|---|", flush=True)
     for name, case in CASES.items():
         if options.only and options.only not in name:
             continue
-        found[name] = one = compare(case, options.rounds)
+        results[name] = one = compare(case, options.rounds)
         own, theirs = (one["seconds"][way] * 1e3 for way in ("rljax", "torch"))
-        base = next(iter(found.values()))["seconds"]["rljax"] * 1e3
+        base = next(iter(results.values()))["seconds"]["rljax"] * 1e3
         low, high = one["ratio_range"]
         print(f"| {name} | {own:.0f} | {theirs:.0f} | {one['ratio']:.2f} | {low:.2f} - {high:.2f} | {own / base:.2f} |")
         sys.stdout.flush()
         if options.json:  # written after each case, because torch takes minutes in bfloat16
             machine = f"{platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__}, torch {torch.__version__}"
-            report = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "cases": found}
+            report = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "cases": results}
             options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 

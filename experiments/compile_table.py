@@ -115,13 +115,13 @@ def compile_row(row: Row) -> dict[str, Any]:
         return {"command": shown, **json.loads(out.read_text())}
 
 
-def models_lines(rows: list[Row], found: Reports) -> list[str]:
+def models_lines(rows: list[Row], reports: Reports) -> list[str]:
     """Formats the first table in Markdown."""
     return [
         "| | mesh | compile s | GiB a device: plan | compiler | fits | TFLOP a micro-batch: 16-bit | float32 | kernels "
         "| GiB over links | modelled ms | MFU |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *(models_line(row.name, found[row.name]) for row in rows if row.name in found),
+        *(models_line(row.name, reports[row.name]) for row in rows if row.name in reports),
     ]
 
 
@@ -148,7 +148,7 @@ def models_line(name: str, one: dict[str, Any]) -> str:
     )
 
 
-def options_lines(rows: list[Row], found: Reports) -> list[str]:
+def options_lines(rows: list[Row], reports: Reports) -> list[str]:
     """Formats the second table: a base row in units, and the rows after it as ratios to it."""
     units = {"needed": GIB, "flops": 1e15, "traffic": 2**40, "links": 2**40, "modelled": 1.0}
     lines = [
@@ -156,14 +156,14 @@ def options_lines(rows: list[Row], found: Reports) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        one = found.get(row.name)
+        one = reports.get(row.name)
         if one is None:
             continue
         if "failed" in one:
             lines.append(failed_line(row.name, one, columns=7))
             continue
         fits, taken = "yes" if one["bytes"]["fits"] else "no", of_a_step(one)
-        base = found.get(row.base or "", {})
+        base = reports.get(row.base or "", {})
         if "bytes" in base:
             ratios = (f"x {value / of_a_step(base)[name]:.3g}" for name, value in taken.items())
             lines.append(cells(row.name, fits, *ratios))
@@ -215,13 +215,13 @@ def main() -> int:
     parser.add_argument("--only", default=None, help="text in the names of the rows to compile again")
     options = parser.parse_args()
     rows, lines = TABLES[options.table]
-    found = json.loads(options.out.read_text()) if options.out.exists() else {}
+    reports = json.loads(options.out.read_text()) if options.out.exists() else {}
     for row in rows:
-        if options.only in row.name if options.only is not None else row.name not in found:
-            found[row.name] = compile_row(row)
-            print("\n".join(lines([row], found)[2:]), file=sys.stderr, flush=True)
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
-    print("\n".join(lines(rows, found)))
+        if options.only in row.name if options.only is not None else row.name not in reports:
+            reports[row.name] = compile_row(row)
+            print("\n".join(lines([row], reports)[2:]), file=sys.stderr, flush=True)
+            options.out.write_text(json.dumps(reports, indent=1) + "\n")
+    print("\n".join(lines(rows, reports)))
     return 0
 
 

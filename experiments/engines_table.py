@@ -108,8 +108,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         kept = {key: report[key] for key in ("columns", "pairs", "noise_floor")}
         command = f"python experiments/engines_table.py {shlex.join(argv)}"
-        found = {"command": command, "machine": platform.machine(), **kept}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        result = {"command": command, "machine": platform.machine(), **kept}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

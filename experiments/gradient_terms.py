@@ -93,24 +93,24 @@ def measured_progress(
     flat, unravel = ravel_pytree(params)
     flat = np.asarray(flat, np.float64)
     before = [forward.logprobs(params, batch).sum(1) for batch in batches]
-    found = np.zeros((len(gradients), 2, len(batches)))
+    progress = np.zeros((len(gradients), 2, len(batches)))
     for i, gradient in enumerate(tqdm(gradients, desc="progress", unit="step", leave=False)):
         for side, sign in enumerate((1.0, -1.0)):
             moved = unravel(np.asarray(flat + sign * step * gradient, np.float32))
             for j, batch in enumerate(batches):
                 log_ratio = forward.logprobs(moved, batch).sum(1) - before[j]
                 grown = np.expm1(np.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
-                found[i, side, j] = np.mean(grown * batch.advantages)
-    return found
+                progress[i, side, j] = np.mean(grown * batch.advantages)
+    return progress
 
 
 def total_variation(log_ratios: Sequence[np.ndarray], masks: Sequence[np.ndarray], cuts: Sequence[int]) -> list[float]:
     """Computes E |engine / policy - 1| / 2 for the first ``cut`` tokens of the two policies, for each cut."""
-    found = []
+    variations = []
     for cut in cuts:
         ratios = [np.where(np.cumsum(m, 1) <= cut, x, 0.0).sum(1) for x, m in zip(log_ratios, masks, strict=True)]
-        found.append(float(np.mean(np.abs(np.expm1(np.concatenate(ratios))))) / 2.0)
-    return found
+        variations.append(float(np.mean(np.abs(np.expm1(np.concatenate(ratios))))) / 2.0)
+    return variations
 
 
 def measure(policy: Policy, options: argparse.Namespace) -> dict[str, Any]:
@@ -159,15 +159,15 @@ def of_the_step(inner: Products, progress: np.ndarray, rate: float, length: floa
     tried = float(np.sum(np.diagonal(inner.sampled)[: len(progress)]))
     smoothness = -float(progress.mean(2).sum()) / (rate**2 * tried * length) if tried > 0 else 0.0
 
-    def in_j(found: Products) -> dict[str, float]:
-        return {name: value * length for name, value in terms(moments(found), rate, smoothness).items()}
+    def in_j(moved: Products) -> dict[str, float]:
+        return {name: value * length for name, value in terms(moments(moved), rate, smoothness).items()}
 
     m = moments(inner)
     names = ("A", "B", "C", "A+B-C")
     forward = progress[:, 0]
     return {
         "terms": in_j(inner),
-        "standard_errors": {name: jackknife(inner, lambda found, name=name: in_j(found)[name]) for name in names},
+        "standard_errors": {name: jackknife(inner, lambda moved, name=name: in_j(moved)[name]) for name in names},
         "progress": float(forward.mean()),
         "progress_standard_error": float(np.hypot(*(_error(forward.mean(axis)) for axis in (0, 1)))),
         "smoothness": smoothness,
@@ -190,11 +190,11 @@ def by_length(
     for cut in cuts:
         inner = products(biases[cut], biases[cut], biases[cut], metric)
         norms.append(float(np.sqrt(max(moments(inner).bias, 0.0))))
-    found: dict[str, Any] = {"tokens": list(cuts), "total_variation": list(variation), "bias_norm": norms}
+    growth: dict[str, Any] = {"tokens": list(cuts), "total_variation": list(variation), "bias_norm": norms}
     for name in ("total_variation", "bias_norm"):
         with contextlib.suppress(ValueError):  # a bias below its noise has no exponent
-            found[f"{name}_exponent"] = growth_exponent(np.asarray(cuts, float), np.asarray(found[name]))
-    return found
+            growth[f"{name}_exponent"] = growth_exponent(np.asarray(cuts, float), np.asarray(growth[name]))
+    return growth
 
 
 def recorded_rate(policy: Policy) -> float:
@@ -220,18 +220,18 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if not 2 <= options.steps_tried <= options.batches:
         raise ConfigError(f"--steps-tried must be from 2 to --batches = {options.batches}, got {options.steps_tried}")
-    found: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     for run in options.runs:
         for step in options.steps:
             with caller_errors(RuntimeError):
                 policy = find_policy(run, step=step)
                 if policy.run is None or not _is_embedded(policy.settings().rollout):
                     raise ConfigError(f"{run} is not a run of the embedded engine, with its own weights")
-            found.setdefault(run.name, []).append(measure(policy, options))
-            print(line(run.name, found[run.name][-1]), flush=True)
+            results.setdefault(run.name, []).append(measure(policy, options))
+            print(line(run.name, results[run.name][-1]), flush=True)
     if options.json is not None:
         settings = {name: value for name, value in vars(options).items() if name not in ("json", "runs")}
-        options.json.write_text(json.dumps({"settings": settings, "runs": found}, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps({"settings": settings, "runs": results}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -239,14 +239,12 @@ def _is_embedded(rollout: RolloutConfig) -> bool:
     return rollout.engine == "jax" and not rollout.inject.changes_weights and not rollout.max_staleness
 
 
-def line(name: str, found: dict[str, Any]) -> str:
+def line(name: str, row: dict[str, Any]) -> str:
     """Formats one row of the table."""
-    values = [f"{found['terms'][k]:.2e} +- {found['standard_errors'][k]:.0e}" for k in ("A", "B", "C", "A+B-C")]
-    values.append(f"{found['progress']:.2e} +- {found['progress_standard_error']:.0e}")
-    values += [
-        f"{found[k]:.3g}" if found[k] is not None else "-" for k in ("noise_over_gradient", "bias_over_gradient")
-    ]
-    return f"| {name} | {found['step']} | {found['accuracy']:.3f} | {found['mean_length']:.1f} | {' | '.join(values)} |"
+    values = [f"{row['terms'][k]:.2e} +- {row['standard_errors'][k]:.0e}" for k in ("A", "B", "C", "A+B-C")]
+    values.append(f"{row['progress']:.2e} +- {row['progress_standard_error']:.0e}")
+    values += [f"{row[k]:.3g}" if row[k] is not None else "-" for k in ("noise_over_gradient", "bias_over_gradient")]
+    return f"| {name} | {row['step']} | {row['accuracy']:.3f} | {row['mean_length']:.1f} | {' | '.join(values)} |"
 
 
 if __name__ == "__main__":

@@ -119,8 +119,8 @@ def main(argv: Sequence[str]) -> int:
             base = None
             for head in HEADS:
                 with caller_errors(RuntimeError):
-                    found = measure(options, engine, dtype, head)
-                for trainer_head, metrics in found.items():
+                    by_head = measure(options, engine, dtype, head)
+                for trainer_head, metrics in by_head.items():
                     base = base or metrics["logprob_abs_diff_mean"]
                     ratio = metrics["logprob_abs_diff_mean"] / base
                     names = {"engine": engine, "dtype": dtype, "engine_head": head, "trainer_head": trainer_head}

@@ -211,9 +211,9 @@ def main(argv: Sequence[str]) -> int:
     print(f"\n{len(sequences)} responses, {tokens:,} tokens, {dtype}, rank {lora.rank}\n")
     print("| one | other | mean abs. difference (nats) | 99.9% | largest | k3_kl |\n|---|---|---|---|---|---|")
     for (one, a), (other, b) in itertools.combinations(scored.items(), 2):
-        found = mismatch_metrics(*padded(a, b, prompts))
+        metrics = mismatch_metrics(*padded(a, b, prompts))
         names = ("logprob_abs_diff_mean", "logprob_abs_diff_p999", "logprob_abs_diff_max", "k3_kl")
-        print(f"| {one} | {other} | " + " | ".join(f"{found[name]:.2e}" for name in names) + " |")
+        print(f"| {one} | {other} | " + " | ".join(f"{metrics[name]:.2e}" for name in names) + " |")
     return 0
 
 

@@ -133,10 +133,10 @@ def main(argv: Sequence[str]) -> int:
     )
 
     def show(kind: str, size: str, config: RolloutConfig) -> None:
-        found = measure(config, exact, policy, mesh, params, prompts, arguments, stops)
+        metrics = measure(config, exact, policy, mesh, params, prompts, arguments, stops)
         names = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max")
-        values = " | ".join(f"{found[name]:.2e}" if found[name] else "0" for name in names)
-        print(f"| {kind} | {size} | {values} | {found['token_count']:.0f} |", flush=True)
+        values = " | ".join(f"{metrics[name]:.2e}" if metrics[name] else "0" for name in names)
+        print(f"| {kind} | {size} | {values} | {metrics['token_count']:.0f} |", flush=True)
 
     for kind, size, inject in settings(arguments.seed):
         show(kind, size, RolloutConfig(engine="exact", dtype=arguments.dtype, inject=inject))

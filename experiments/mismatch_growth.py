@@ -93,12 +93,12 @@ def to_markdown(runs: dict[str, dict[str, Any]]) -> str:
         *(f"rank correlation: {name}" for name in related),
     ]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for name, found in runs.items():
-        cells = [name, f"{found['accuracy_peak']:.2f} -> {found['accuracy_last']:.2f}"]
-        cells += [" -> ".join(f"{found['windows'][w][key]:.2g}" for w in ("first", "peak", "last")) for key in shown]
-        cells.append(str(found["steps_in_band"]))
-        cells.append(f"{found['largest']:.2g} ({found['largest_step']})")
-        cells += [f"{found['rank_correlation_of_log_ppl_abs_diff'][key]:+.2f}" for key in related]
+    for name, growth in runs.items():
+        cells = [name, f"{growth['accuracy_peak']:.2f} -> {growth['accuracy_last']:.2f}"]
+        cells += [" -> ".join(f"{growth['windows'][w][key]:.2g}" for w in ("first", "peak", "last")) for key in shown]
+        cells.append(str(growth["steps_in_band"]))
+        cells.append(f"{growth['largest']:.2g} ({growth['largest_step']})")
+        cells += [f"{growth['rank_correlation_of_log_ppl_abs_diff'][key]:+.2f}" for key in related]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

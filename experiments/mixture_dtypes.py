@@ -77,15 +77,15 @@ def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> di
         server.stop()
     rollout = np.stack([response.logprobs for response in sampled])
     whole = [np.concatenate([prompts[response.prompt_index], response.token_ids]) for response in sampled]
-    found = {}
+    by_dtype = {}
     for ours in DTYPES:
         scored = make_scorer(config, ours)(params, whole)
         trainer = np.stack([each[PROMPT_TOKENS:] for each in scored])
         metrics = mismatch_metrics(trainer, rollout, np.ones(rollout.shape, bool))
-        found[ours] = {name: float(metrics[name]) for name in METRICS}
+        by_dtype[ours] = {name: float(metrics[name]) for name in METRICS}
         if ours == dtype:
-            found[ours] |= probe_rounds(np.abs(trainer - rollout), dtype, mixture=config.num_experts > 0)
-    return found
+            by_dtype[ours] |= probe_rounds(np.abs(trainer - rollout), dtype, mixture=config.num_experts > 0)
+    return by_dtype
 
 
 def probe_rounds(gaps: np.ndarray, dtype: str, *, mixture: bool) -> dict[str, float]:
@@ -114,18 +114,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="JSON file for the result")
     options = parser.parse_args()
-    found: dict[str, Any] = {"command": "python experiments/mixture_dtypes.py", "tokens": PROMPTS * RESPONSE_TOKENS}
+    result: dict[str, Any] = {"command": "python experiments/mixture_dtypes.py", "tokens": PROMPTS * RESPONSE_TOKENS}
     for name, config in FAMILIES.items():
         params = policy(config)
         with tempfile.TemporaryDirectory() as directory:
             save_params(directory, params, config)
-            found[name] = {dtype: measure(config, params, Path(directory), dtype) for dtype in DTYPES}
-        for dtype, of_trainer in found[name].items():
+            result[name] = {dtype: measure(config, params, Path(directory), dtype) for dtype in DTYPES}
+        for dtype, of_trainer in result[name].items():
             shown = [f"{of_trainer[ours]['logprob_abs_diff_mean']:.2e}" for ours in DTYPES]
             rounds = [f"{of_trainer[dtype][f'probe_round_{which}']:.2e}" for which in ("median", "largest")]
             rounds.append(f"{of_trainer[dtype]['sound_publishes_refused']:.2%}")
             print(f"| {name} | {dtype} | {' | '.join(shown)} | {' | '.join(rounds)} |", flush=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -44,24 +44,24 @@ def products(exact: np.ndarray, bias: np.ndarray, sampled: np.ndarray, metric: n
     return Products(e @ e.T, e @ b.T, b @ b.T, s @ s.T)
 
 
-def moments(found: Products) -> Moments:
+def moments(inner: Products) -> Moments:
     """Estimates the moments without bias; a square may be negative if it is smaller than its noise."""
-    mean_square, spread = _between(found.sampled), float(np.trace(found.sampled)) / len(found.sampled)
-    return Moments(_between(found.exact), _between(found.cross), _between(found.bias), spread - mean_square)
+    mean_square, spread = _between(inner.sampled), float(np.trace(inner.sampled)) / len(inner.sampled)
+    return Moments(_between(inner.exact), _between(inner.cross), _between(inner.bias), spread - mean_square)
 
 
-def terms(found: Moments, rate: float, smoothness: float) -> dict[str, float]:
+def terms(m: Moments, rate: float, smoothness: float) -> dict[str, float]:
     """Computes A, B and C for a rate and L, and A + B - C, the lower bound of the progress in inequality 13."""
-    a = rate * (1.0 - smoothness * rate / 2.0) * found.gradient
-    b = rate * (1.0 - smoothness * rate) * found.cross
-    c = smoothness * rate**2 / 2.0 * (found.variance + found.bias)
+    a = rate * (1.0 - smoothness * rate / 2.0) * m.gradient
+    b = rate * (1.0 - smoothness * rate) * m.cross
+    c = smoothness * rate**2 / 2.0 * (m.variance + m.bias)
     return {"A": a, "B": b, "C": c, "A+B-C": a + b - c}
 
 
-def jackknife(found: Products, of: Callable[[Products], float]) -> float:
+def jackknife(inner: Products, of: Callable[[Products], float]) -> float:
     """Estimates the standard error of ``of(products)`` by leaving out one batch at a time."""
-    k = len(found.exact)
-    without = [of(Products(*(np.delete(np.delete(x, i, 0), i, 1) for x in found))) for i in range(k)]
+    k = len(inner.exact)
+    without = [of(Products(*(np.delete(np.delete(x, i, 0), i, 1) for x in inner))) for i in range(k)]
     return float(np.sqrt((k - 1) * np.var(without)))
 
 

@@ -141,9 +141,9 @@ def main(argv: Sequence[str]) -> int:
     axes = figure.subplots(len(runs), 1, squeeze=False)[:, 0]
     lanes = {name: lane_of(rows) for name, rows in runs.items()}
     longest = max(lane.ends[last - 1] - lane.starts[first] for lane in lanes.values())
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for axis, (name, rows) in zip(axes, runs.items(), strict=True):
-        found[name] = counted = numbers(rows, arguments.skip)
+        results[name] = counted = numbers(rows, arguments.skip)
         draw(axis, lanes[name], first, last)
         axis.set_xlim(0, longest)
         idle = f"trainer waits {counted['trainer_waits']:.0%}, engine idle {counted['engine_idle']:.0%}"
@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     figure.legend(handles=patches, loc="outside upper right", ncols=4, frameon=False, fontsize=8)
     save_figure(figure, arguments.out)
     if arguments.json:
-        record = {"command": "python experiments/timeline.py " + " ".join(argv), "runs": found}
+        record = {"command": "python experiments/timeline.py " + " ".join(argv), "runs": results}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,12 +84,7 @@ def sample_responses(
         for name, ids, mask in zip(dump.sequence_ids, dump.token_ids, dump.response_mask, strict=True)
     ]
     sampling = SamplingParams(how.max_response_tokens, how.temperature, shape.stop_token_ids)
-    opened: contextlib.AbstractContextManager[ServedModel | JaxEngine] = (
-        open_server(argument, served)
-        if served in SERVED
-        else contextlib.closing(load_jax_engine(model, argument, max(map(len, prompts))))
-    )
-    with opened as engine:
+    with _open_engine(served, argument, model, prompts) as engine:
         if isinstance(engine, JaxEngine):
             column, source = spec, local_source(kind, argument, how.temperature, model)
             runs = [engine.generate(prompts, how.responses, sampling, seed=how.seed)]
@@ -137,6 +132,15 @@ def toy_prompts(count: int, model: str | Path) -> TokenDump:
     tokenizer, problems = load_tokenizer(model), addition_problems("eval", count)
     prompts = [tokenizer.encode(problem["prompt"]).tolist() for problem in problems]
     return make_dump([f"held/{i}" for i in range(count)], prompts, [[False] * len(ids) for ids in prompts], {})
+
+
+def _open_engine(
+    kind: str, argument: str, model: str | Path, prompts: Sequence[np.ndarray]
+) -> contextlib.AbstractContextManager[ServedModel | JaxEngine]:
+    """Opens the server at the URL ``argument``, or the embedded engine in the dtype ``argument``."""
+    if kind in SERVED:
+        return open_server(argument, kind)
+    return contextlib.closing(load_jax_engine(model, argument, max(map(len, prompts))))
 
 
 def _prompt(name: str, ids: np.ndarray, mask: np.ndarray, vocab_size: int) -> np.ndarray:
