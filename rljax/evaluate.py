@@ -1,7 +1,7 @@
-"""Accuracy of a policy on one dataset: ``python -m rljax.evaluate --path PATH [--dataset FILE] [--a value ...]``.
+"""Measures the accuracy of a policy on one dataset: ``rljax evaluate --path PATH [--dataset FILE] [--a value ...]``.
 
-PATH is an HF directory, a run directory, or one of its checkpoints. Prints one JSON object: accuracy (avg@n), pass@k,
-response length. A training run does the same with its own engine (``eval.*``).
+PATH is a Hugging Face directory, a run directory, or one of its checkpoints. The program prints one JSON object with
+the accuracy (avg@n), pass@k and the response length. A training run measures the same with its own engine (``eval.*``).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ LONGEST_RESPONSE = 8192
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to evaluate, on what, and how."""
+    """The arguments of the evaluation."""
 
     path: str = "configs/toy-base"
-    """A Hugging Face directory or OWNER/NAME on the hub; a run directory; or one of its checkpoints, as
+    """A Hugging Face directory, OWNER/NAME on the hub, a run directory, or one of its checkpoints, such as
     runs/x/checkpoints/120."""
     step: int | None = None
     """The checkpoint to load from a run directory. None: the newest."""
@@ -72,19 +72,19 @@ class Arguments:
     urls: tuple[str, ...] = ()
     """Base URLs of the servers."""
     api_key_file: str | None = None
-    """As ``rollout.api_key_file``."""
+    """The file with the key of the servers."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the embedded engine and of the published weights."""
     batch_size: int = 256
     """Problems that the embedded engine decodes at the same time."""
     reward: str | None = None
-    """As ``data.reward``. None: the reward of the toy task; math for a file."""
+    """The function that scores a response, as in ``data.reward``. None: the reward of the toy task; math for a file."""
     reward_workers: int | None = None
-    """As ``data.reward_workers``."""
+    """The number of processes that score responses. None: one for each core."""
     reward_timeout_s: float = 10.0
-    """As ``data.reward_timeout_s``."""
+    """The longest time to score one response (seconds)."""
     chat_template: bool | Literal["auto"] = "auto"
-    """As ``data.chat_template``."""
+    """Whether prompts are put into the model's chat template. auto: if they are lists of messages."""
     seed: int = 0
     """Seed of the toy problems (``data.seed`` of the run) and of the sampling."""
     out: str | None = None
@@ -104,11 +104,11 @@ class Policy:
     """A policy on disk.
 
     Attributes:
-      config: its shape.
-      hf_path: HF directory with its tokenizer.
-      run: run directory that its weights come from; None: they are those of ``hf_path``.
-      step: the checkpoint's.
-      folder: of the run directory, with that checkpoint.
+      config: The shape of the policy.
+      hf_path: The Hugging Face directory with its tokenizer.
+      run: The run directory with its weights; None: the weights are in ``hf_path``.
+      step: The step of the checkpoint.
+      folder: The folder of the run directory that holds the checkpoint.
     """
 
     config: PolicyConfig
@@ -118,10 +118,10 @@ class Policy:
     folder: str = "checkpoints"
 
     def load(self, mesh: Mesh) -> Any:
-        """Parameters on the mesh: float32, or merged adapters as they were published by a run of ``lora``.
+        """Returns the parameters on the mesh: float32, or with merged adapters as a run with ``lora`` publishes them.
 
         Raises:
-          ValueError: they cannot be read.
+          ValueError: The parameters cannot be read.
         """
         if self.run is None:
             return load_params(self.hf_path, self.config, param_shardings(self.config, mesh))
@@ -130,17 +130,17 @@ class Policy:
         return params if merged is None else merged(params)
 
     def settings(self) -> Config:
-        """The configuration of its run, with the model's local directory."""
+        """Returns the configuration of its run, with the model's local directory."""
         assert self.run is not None
         settings = recorded_config(self.run)
         return dataclasses.replace(settings, model=dataclasses.replace(settings.model, path=self.hf_path))
 
     def load_trained(self, mesh: Mesh) -> Any:
-        """What its run trained, float32: all weights, or adapters. Raises ValueError when it cannot be read."""
+        """Returns the trained parameters, float32: all weights, or adapters. Raises ValueError when unreadable."""
         return self.load_state(mesh).params
 
     def load_state(self, mesh: Mesh) -> TrainState:
-        """The state of its run on the mesh, with that of the optimizer. Raises ValueError when it cannot be read."""
+        """Returns the state of its run on the mesh, the optimizer included. Raises ValueError when unreadable."""
         assert self.run is not None
         assert self.step is not None
         settings = self.settings()
@@ -154,10 +154,10 @@ class Policy:
 
 
 def find_policy(path: str | Path, *, step: int | None = None, best: bool = False) -> Policy:
-    """The policy at ``path``: an HF directory, a run directory, or a checkpoint folder in one.
+    """Returns the policy at ``path``: a Hugging Face directory, a run directory, or a checkpoint folder in one.
 
     Raises:
-      ValueError: it is none of these, or has no such checkpoint.
+      ValueError: The path is none of these, or has no such checkpoint.
     """
     path = Path(path)
     if path.name.isdecimal() and (path.parents[1] / "config.yaml").is_file():
@@ -185,13 +185,15 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
 def open_engine(
     policy: Policy, rollout: RolloutConfig, *, prompt_tokens: int, response_tokens: int
 ) -> Iterator[RolloutEngine]:
-    """An engine that holds the policy: embedded; servers as they stand (HF directory); or published to (a run).
+    """Opens an engine that holds the policy.
+
+    Servers of a Hugging Face directory are used as they are; the weights of a run are published to its servers.
 
     Args:
-      policy: what it samples from.
-      rollout: names the engine, jax, vllm or sglang, and its servers and dtype.
-      prompt_tokens: longest prompt.
-      response_tokens: longest response.
+      policy: The policy to sample from.
+      rollout: The engine (jax, vllm or sglang), its servers and its dtype.
+      prompt_tokens: The length of the longest prompt (tokens).
+      response_tokens: The length of the longest response (tokens).
     """
     made: RolloutEngine
     with caller_errors():
@@ -208,13 +210,13 @@ def open_engine(
 
 
 def in_batches(problems: Sequence[Problem], size: int) -> Iterator[tuple[int, list[Problem]]]:
-    """(position of the first, at most ``size`` problems), in order."""
+    """Yields (position of the first, at most ``size`` problems), in order."""
     for start in range(0, len(problems), size):
         yield start, [problems[i] for i in range(start, min(start + size, len(problems)))]
 
 
 def response_limit(wanted: int | None, policy: PolicyConfig, prompt_tokens: int) -> int:
-    """Longest response (tokens), of None the default. Raises ValueError when it does not fit the model's positions."""
+    """Returns the longest response (tokens). Raises ValueError when ``wanted`` does not fit the model's positions."""
     room = policy.max_position_embeddings - prompt_tokens
     if wanted is None:
         return min(LONGEST_RESPONSE, room)
@@ -272,7 +274,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_responses(path: Path, problems: Sequence[Problem], scored: Sequence[Scored]) -> None:
-    """One JSON line a response: problem, sample, prompt, answer, response, reward, length, truncated."""
+    """Writes one JSON line for each response: problem, sample, prompt, answer, response, reward, length, truncated."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as out:
         for one in sorted(scored, key=lambda one: one.place):
@@ -291,7 +293,7 @@ def write_responses(path: Path, problems: Sequence[Problem], scored: Sequence[Sc
 
 
 def cli() -> int:
-    """The command ``rljax-evaluate``: ``main`` on the words of the command line; returns the exit status."""
+    """Runs ``main`` on the words of the command line; returns the exit status."""
     return run_cli(main)
 
 

@@ -1,12 +1,13 @@
-"""Trains a policy: ``python -m rljax.train CONFIG.yaml [--a.b value ...] [--dry-run]``.
+"""Trains a policy: ``rljax train CONFIG.yaml [--a.b value ...] [--dry-run]``.
 
-Builds the parts of a run from its configuration, goes on from a checkpoint when there is one, and calls the loop.
-SIGINT or SIGTERM ends the run after the step under way, saved; or without it where it waits for servers that are gone,
-or samples and would not be done within ``run.grace_s``. The same command then goes on from there. A guard's stop rule
-does likewise, with exit status 3, and so do updates that are skipped in a row because their gradients are not finite.
-``--dry-run`` only tells what the run would take, from shapes alone. Beside it ``--compile MACHINE`` compiles the step
-for a machine that is not here (h100:1x8, tpu:v5p:2x2x4), ``--json FILE`` writes what was found and ``--hlo FILE`` the
-compiled program.
+The program builds the parts of a run from its configuration, goes on from a checkpoint when there is one, and calls the
+loop. SIGINT or SIGTERM ends the run after the current step, and the state is saved. The step is given up where it waits
+for servers that are gone, or would not end within ``run.grace_s``. The same command then goes on from there. A stop
+rule of the guard ends a run with exit status 3. So do several skipped updates in a row whose gradients are not finite.
+
+``--dry-run`` only prints what the run would take, from shapes alone. With it, ``--compile MACHINE`` compiles the step
+for another machine (h100:1x8, tpu:v5p:2x2x4), ``--json FILE`` writes the results and ``--hlo FILE`` the compiled
+program.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """The words of the command line that are not of the configuration."""
+    """The options of the program that are no settings of the configuration."""
 
     dry_run: bool = False
     compile: str | None = None
@@ -110,10 +111,13 @@ class Options:
 
 
 def own_options(argv: Sequence[str]) -> tuple[list[str], Options]:
-    """The other words, and the options of this program.
+    """Separates the options of this program from the other words.
+
+    Returns:
+      The other words, and the options.
 
     Raises:
-      ConfigError: an option without its value, or without the one that it belongs to.
+      ConfigError: An option lacks its value, or the option that it belongs to.
     """
     words: list[str] = []
     found: dict[str, str] = {}
@@ -135,10 +139,11 @@ def own_options(argv: Sequence[str]) -> tuple[list[str], Options]:
 
 
 def describe_run(config: Config, options: Options) -> None:
-    """Prints the dry run and, where wanted, what the compiled step takes and does.
+    """Prints the dry run and, with ``--compile``, the memory and the work of the compiled step.
 
     Raises:
-      OSError, ValueError: a file cannot be written; as ``dry_run``, ``compile_step`` and ``report``.
+      OSError: A file cannot be written.
+      ValueError: The configuration does not fit the model or the machine.
     """
     if options.compile is None:
         print(dry_run(config))
@@ -287,7 +292,7 @@ def finish(run_dir: Path) -> None:
 
 
 def cli() -> int:
-    """The command ``rljax-train``: ``main`` on the words of the command line; returns the exit status."""
+    """Runs ``main`` on the words of the command line; returns the exit status."""
     return run_cli(main)
 
 

@@ -1,13 +1,12 @@
-"""Checks rljax on the accelerator that is here, in about ten minutes, and writes one JSON file to send.
+"""Checks rljax on the accelerator of this machine, in about ten minutes, and writes one JSON file to send.
 
     rljax check                              # Qwen3-0.6B's shapes
     rljax check --models 0.6B 1.7B 4B
     rljax check --tiny --output tiny.json    # tries the program itself, on a CPU too
 
-Attention and the head are compared with float32, nothing of a packed sequence may reach another, and a training step is
-compiled, timed and weighed against its plan. Weights and tokens are random; nothing is downloaded. A part that fails is
-recorded with its error and the others still run; the exit status is then 1. docs/check_accelerator.md says what a good
-result looks like. ``bash launch/check_accelerator.sh`` makes the environment first.
+Attention and the head are compared with float32. Nothing of a packed sequence may reach another sequence. A training
+step is compiled and timed, and its memory is compared with the plan. Weights and tokens are random; nothing is
+downloaded. A part that fails is recorded with its error, and the others still run; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -63,34 +62,35 @@ _TRACE = 4000  # characters of a failed part's traceback, or of a lost process's
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to check, and where to write it."""
+    """The arguments of the check."""
 
     models: tuple[Literal["0.6B", "1.7B", "4B", "8B", "14B", "32B"], ...] = ("0.6B",)
-    """Sizes of Qwen3 whose training step is timed. One that the plan says does not fit is skipped."""
+    """Sizes of Qwen3 whose training step is timed. A size that does not fit by the plan is skipped."""
     dtypes: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
     """Dtypes of everything that is checked."""
     steps: int = 5
     """Steps that are timed, after two that are not."""
     remat: Literal["auto", "none", "dots", "blocks", "offload"] = "auto"
-    """As precision.remat. auto: the first of none, dots and blocks whose plan fits the memory."""
+    """The value of precision.remat. auto: the first of none, dots and blocks whose plan fits the memory."""
     output: Path | None = None
-    """JSON file for the result. None: accelerator_NAME.json here, NAME being the kind of device; with --tiny, none."""
+    """JSON file for the result. None: accelerator_NAME.json in this directory, where NAME is the kind of device; no
+    file with --tiny."""
     only: tuple[str, ...] = ()
     """Names of parts, or beginnings of them, such as attention or "step 0.6B". Empty: all."""
     tiny: bool = False
     """Shapes that take seconds on a CPU; their speeds mean nothing."""
     separate: bool = True
-    """Attention, the head and each training step run in processes of their own, so that one that crashes loses only
-    what it had not finished, and the peak of memory is a step's own."""
+    """Run attention, the head and each training step in processes of their own. A crash then loses only what its
+    process had not finished, and each step's peak of memory is its own."""
     limit_s: float = 900.0
-    """Longest time of such a process (seconds)."""
+    """The longest time of such a process (seconds)."""
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
 def make_parts(arguments: Arguments) -> Parts:
-    """Name -> what to run, in the order of the report; the first is the device."""
+    """Returns the functions to run, by the names of their parts, in the order of the report; the device comes first."""
     tiny = arguments.tiny
     policies = {"tiny": TINY} if tiny else {size: KNOWN_SHAPES[f"Qwen/Qwen3-{size}"] for size in arguments.models}
     smallest = next(iter(policies.values()), TINY)
@@ -120,7 +120,7 @@ def make_parts(arguments: Arguments) -> Parts:
 def on_attention(
     check: Callable[..., Found], name: AttentionName, tokens: int, dtype: str, policy: PolicyConfig, *rest: Any
 ) -> Found:
-    """A check of an implementation; where auto is xla, the latter's part is enough."""
+    """Runs a check of one implementation. It is skipped where auto means xla, because xla has a part of its own."""
     here = (jax.devices()[0], dtype, policy.head_dim)
     picked = find_implementation(name, *here)
     if name != picked == "xla":
@@ -130,13 +130,13 @@ def on_attention(
 
 
 def group(name: str) -> str:
-    """The parts that share a process: those of the kernels of a kind, and each step alone."""
+    """Returns the name of the process of a part. Kernels of one kind share a process, and each step has its own."""
     first = name.partition(" ")[0]
     return {"leak": "attention", "step": name}.get(first, first)
 
 
 def describe_device() -> Found:
-    """The devices, what drives them, and the versions of JAX."""
+    """Returns the devices, their drivers and the versions of JAX."""
     device = jax.devices()[0]
     return {
         "kind": device.device_kind,
@@ -155,12 +155,12 @@ def describe_device() -> Found:
 
 
 def nvidia_driver() -> str | None:
-    """Name, driver and memory of each GPU as nvidia-smi says them."""
+    """Returns the name, driver and memory of each GPU, as nvidia-smi prints them."""
     return said("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 
 
 def said(*words: str) -> str | None:
-    """Standard output of a program; None where it is not there or fails."""
+    """Returns the standard output of a program, or None where it is not installed or fails."""
     if shutil.which(words[0]) is None:
         return None
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
@@ -168,7 +168,7 @@ def said(*words: str) -> str | None:
 
 
 def version(name: str) -> str | None:
-    """Of an installed package."""
+    """Returns the version of an installed package, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -179,7 +179,7 @@ def version(name: str) -> str | None:
 
 
 def run_part(part: Callable[[], Found]) -> Found:
-    """What a part found, or its error, and how long it took."""
+    """Runs a part; returns its findings or its error, and the time that it took."""
     start = time.perf_counter()
     try:
         found = part()
@@ -190,7 +190,7 @@ def run_part(part: Callable[[], Found]) -> Found:
 
 
 def run_here(parts: Parts, arguments: Arguments, found: dict[str, Found], write: Callable[[], None]) -> None:
-    """Runs the parts in this process; ``write`` is called after each."""
+    """Runs the parts in this process, and calls ``write`` after each."""
     for name, part in tqdm(parts.items(), unit="part", file=sys.stderr):
         found[name] = run_part(part)
         if name == DEVICE:
@@ -199,13 +199,13 @@ def run_here(parts: Parts, arguments: Arguments, found: dict[str, Found], write:
 
 
 def check_platform(device: Found, arguments: Arguments) -> None:
-    """Raises ConfigError on a CPU, where only --tiny ends in a reasonable time."""
+    """Raises ConfigError on a CPU without --tiny, because the check would take hours there."""
     if device.get("platform") == "cpu" and not arguments.tiny:
         raise ConfigError("JAX finds no accelerator here; --tiny tries the program on a CPU")
 
 
 def run_apart(parts: Parts, arguments: Arguments, argv: Sequence[str], found: dict[str, Found]) -> None:
-    """Runs each group of parts in a process of its own and gathers what they write."""
+    """Runs each group of parts in a process of its own, and gathers their results."""
     with tempfile.TemporaryDirectory() as folder, tqdm(total=len(parts), unit="part", file=sys.stderr) as bar:
 
         def take_over(done: dict[str, Found]) -> None:
@@ -226,7 +226,7 @@ def run_apart(parts: Parts, arguments: Arguments, argv: Sequence[str], found: di
 def run_process(
     words: Sequence[str], output: Path, limit_s: float, progress: Callable[[dict[str, Found]], None]
 ) -> str:
-    """Runs this program with other words, watching the file that it writes; returns why it may have lost parts."""
+    """Runs this program with other words and watches the file that it writes; returns a reason for parts it lost."""
     environment = {_MEMORY_SHARE: "0.92", "TF_CPP_MIN_LOG_LEVEL": "1"} | os.environ
     log, end = output.with_suffix(".log"), time.monotonic() + limit_s
     with log.open("wb") as sink:
@@ -251,12 +251,12 @@ def run_process(
 
 
 def read_parts(output: Path) -> dict[str, Found]:
-    """The parts in a file, which may not be there yet."""
+    """Returns the parts in a file, or none where the file does not exist yet."""
     return json.loads(output.read_text())["parts"] if output.exists() else {}
 
 
 def write_json(path: Path, document: Found) -> None:
-    """Writes at once or not at all: another process may read it."""
+    """Writes a document as JSON in one rename, because another process may read the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(document, indent=1) + "\n")
 
@@ -265,12 +265,12 @@ def write_json(path: Path, document: Found) -> None:
 
 
 def failed(found: Found) -> bool:
-    """Whether a part has an error, or found something that is not as it should be."""
+    """Returns whether a part ended with an error or found a problem."""
     return bool(found.get("error") or found.get("problems"))
 
 
 def line(name: str, found: Found) -> str:
-    """A part in a few words."""
+    """Returns one line about a part."""
     if "error" in found:
         return f"FAILED: {found['error'].strip().splitlines()[0][:200]}"
     if "skipped" in found:
@@ -351,15 +351,15 @@ def main(argv: Sequence[str]) -> int:
     width = max(map(len, found))
     print("\n".join(f"{name:<{width}}  {line(name, one)}" for name, one in found.items()))
     if output is not None:
-        print(f"written to {output}; docs/check_accelerator.md says how to send it")
+        print(f"written to {output}; send it to the developers of rljax")
     return 1 if document["failed"] else 0
 
 
 def wanted(name: str, only: Sequence[str]) -> bool:
-    """Whether --only asks for a part."""
+    """Returns whether --only names a part."""
     return not only or any(name.startswith(beginning) for beginning in only)
 
 
 def slug(kind: str) -> str:
-    """A kind of device in a file's name: NVIDIA H200 is nvidia_h200."""
+    """Returns a kind of device as part of a file's name: nvidia_h200 for NVIDIA H200."""
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()).strip("_")

@@ -1,6 +1,7 @@
-"""Attention and the head on the device that is here: errors, leaks, times, memory. Used by ``rljax check``.
+"""Checks of attention and of the head on the device of this machine, for ``rljax check``.
 
-Each function returns plain values for JSON, with what is wrong under ``problems``.
+They measure errors, leaks between segments, times and memory. Each function returns plain values for JSON, and lists
+what is wrong under ``problems``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FIXED_SUMS: dict[str, bool | str] = {
 
 
 def median_ms(run: Callable[[], Any], repeats: int) -> float:
-    """Milliseconds of a call that was called before: calls are queued by fours, so that the host does not count."""
+    """Returns the median time of a call that has run before (ms). Calls are queued by fours to hide the host's time."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -47,7 +48,7 @@ def median_ms(run: Callable[[], Any], repeats: int) -> float:
 
 @jax.jit
 def relative_error(x: jax.Array, expected: jax.Array) -> jax.Array:
-    """Root of the mean square of the error over that of the expected values."""
+    """Returns the root mean square of the error, divided by the root mean square of the expected values."""
     x, expected = x.astype(jnp.float32), expected.astype(jnp.float32)
     return jnp.sqrt(jnp.mean((x - expected) ** 2) / jnp.mean(expected**2))
 
@@ -56,7 +57,7 @@ def relative_error(x: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def packed_row(tokens: int) -> tuple[np.ndarray, list[int]]:
-    """Segment ids [1, tokens] of five sequences and padding, and the lengths of the sequences."""
+    """Returns segment ids [1, t] of five sequences with padding, and the lengths of the sequences."""
     lengths = [int(share * tokens) for share in _SHARES]
     ids = np.zeros((1, tokens), np.int32)
     ids[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
@@ -64,7 +65,7 @@ def packed_row(tokens: int) -> tuple[np.ndarray, list[int]]:
 
 
 def random_heads(policy: PolicyConfig, segments: np.ndarray, dtype: str) -> list[jax.Array]:
-    """q, k, v and the cotangent of the output, normal; the cotangent is 0 on padding, as a loss gives it."""
+    """Returns normal q, k, v and a cotangent of the output, which is 0 on padding as a loss makes it."""
     rng = np.random.default_rng(0)
     h, g = policy.num_heads, policy.num_kv_heads
     arrays = [rng.standard_normal((*segments.shape, n, policy.head_dim), np.float32) for n in (h, g, g, h)]
@@ -73,7 +74,7 @@ def random_heads(policy: PolicyConfig, segments: np.ndarray, dtype: str) -> list
 
 
 def gradients(attention: PackedAttention) -> Callable[..., tuple[jax.Array, ...]]:
-    """(q, k, v, cotangent, segments) -> (output, dq, dk, dv); the output of padding is 0."""
+    """Returns a function (q, k, v, cotangent, segments) -> (output, dq, dk, dv); the output of padding is 0."""
 
     def run(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Array, ...]:
         out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, segments), q, k, v)
@@ -84,7 +85,7 @@ def gradients(attention: PackedAttention) -> Callable[..., tuple[jax.Array, ...]
 
 @jax.jit
 def reference(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Array, ...]:
-    """What ``gradients`` gives, in float32 at the highest precision: whole squares of scores, a kv head at a time."""
+    """Computes the results of ``gradients`` in float32 at the highest precision, with all scores of one kv head."""
     b, t, h, d = q.shape
     g = k.shape[2]
     same = segments[:, :, None] == segments[:, None, :]
@@ -109,7 +110,7 @@ def reference(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Ar
 
 
 def check_attention(attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig, repeats: int) -> Found:
-    """Errors of one row's forward and backward pass against float32, their times and operations a second."""
+    """Measures errors of one row's forward and backward pass against float32, their times and operations a second."""
     segments, lengths = packed_row(tokens)
     arrays = random_heads(policy, segments, dtype)
     both, alone = jax.jit(gradients(attention)), jax.jit(attention)
@@ -144,9 +145,12 @@ def _unequal(x: jax.Array, y: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def compile_with_fixed_sums(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
-    """The program, on a GPU with sums in the same order each time, and whether these are fixed.
+    """Compiles a program so that a GPU adds in the same order each time.
 
-    cuDNN's backward pass adds in any order otherwise. Where XLA refuses, the program is compiled as in a step.
+    Otherwise cuDNN's backward pass adds in any order. Where XLA refuses, the program is compiled as in a step.
+
+    Returns:
+      The program, and whether the order of its sums is fixed.
     """
     if jax.default_backend() != "gpu":
         return lowered.compile(), True
@@ -195,7 +199,7 @@ def check_leak(attention: PackedAttention, tokens: int, dtype: str, policy: Poli
 
 
 def naive_logprobs(hidden: Any, table: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """``token_logprobs`` from all logits at once."""
+    """Computes the results of ``token_logprobs`` from all logits at once."""
     logits = jnp.einsum("nd,vd->nv", hidden, table, preferred_element_type=jnp.float32)
     logp = jax.nn.log_softmax(logits, axis=-1)
     picked = jnp.take_along_axis(logp, targets[:, None], axis=-1)[:, 0]
@@ -211,7 +215,7 @@ def _head_gradients(head: Callable[..., Any]) -> Any:
 
 
 def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_chunk: int = MAX_CHUNK) -> Found:
-    """The head in chunks beside naive logits: errors of both against float32, their times and their temporaries."""
+    """Measures the head in chunks and from naive logits: errors against float32, times and temporaries (bytes)."""
     rng = np.random.default_rng(0)
     d, v = policy.hidden_size, policy.vocab_size
     hidden = jnp.asarray(rng.standard_normal((tokens, d), np.float32), dtype)
@@ -255,7 +259,7 @@ def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_
 
 
 def memory_analysis(compiled: jax.stages.Compiled) -> Any:
-    """What the compiler planned; None where a backend does not say, as of some programs read from the cache."""
+    """Returns the compiler's plan of memory, or None where a backend has none, as for some programs from the cache."""
     try:
         return compiled.memory_analysis()
     except jax.errors.JaxRuntimeError:

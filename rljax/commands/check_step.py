@@ -1,4 +1,4 @@
-"""A training step of a model's shapes on the devices that are here. Used by ``rljax check``.
+"""A check of a training step with a model's shapes on the devices of this machine, for ``rljax check``.
 
 Weights and rows are random. Everything else is a run's own: the step of ``rljax.run.training.make_step``, the plan of
 the dry run, the floating-point operations of ``--compile``.
@@ -35,16 +35,16 @@ from rljax.trainer.step import TrainStep
 
 Found = dict[str, Any]
 WARM_UP = 2
-"""Steps before those that are timed; the first one compiles."""
+"""The number of steps before the timed ones; the first step compiles."""
 FULL = 0.8
-"""Share of a device's memory that the plan may fill where ``remat`` is chosen by it. Compiled for an H100, Qwen3-0.6B's
+"""The share of a device's memory that the plan may fill where it chooses ``remat``. Compiled for an H100, Qwen3-0.6B's
 step in bfloat16 with remat none takes 45.8 GiB, and the plan says 39.4."""
 _REMATS: tuple[Remat, ...] = ("none", "dots", "blocks")
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """Rows of a step; each device takes one row at a time."""
+    """The sizes of a step. Each device takes one row at a time."""
 
     row_tokens: int = 9216
     max_prompt_tokens: int = 1024
@@ -56,7 +56,7 @@ TINY = StepSize(row_tokens=64, max_prompt_tokens=16, max_response_tokens=48, seq
 
 
 def step_config(size: StepSize, dtype: Dtype, remat: Remat) -> Config:
-    """The configuration of a run with these rows on all devices."""
+    """Returns the configuration of a run with these rows on all devices."""
     return Config(
         data=DataConfig(batch_size=jax.device_count(), max_prompt_tokens=size.max_prompt_tokens),
         rollout=RolloutConfig(group_size=size.sequences_per_device, max_response_tokens=size.max_response_tokens),
@@ -66,7 +66,7 @@ def step_config(size: StepSize, dtype: Dtype, remat: Remat) -> Config:
 
 
 def random_sequences(size: StepSize, count: int, vocab_size: int) -> list[TrainSequence]:
-    """Random tokens; responses of up to half of the longest, with the log-probability of an even guess."""
+    """Returns sequences of random tokens; responses have up to half the longest length, and even probabilities."""
     rng = np.random.default_rng(0)
     sequences = []
     for index in range(count):
@@ -85,30 +85,30 @@ def random_sequences(size: StepSize, count: int, vocab_size: int) -> list[TrainS
 
 
 def random_state(config: Config, policy: PolicyConfig, mesh: Mesh) -> TrainState:
-    """A fresh state, made on the devices in its place."""
+    """Returns a fresh state, made on the devices where it stays."""
     params = jax.jit(lambda: init_params(policy, 0), out_shardings=param_shardings(policy, mesh))()
     dynamic = config.precision.compute_dtype == "float16"
     return create_state(params, policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic)
 
 
 def device_memory() -> int | None:
-    """Bytes of a device that JAX may use; None where it does not say."""
+    """Returns the bytes of a device that JAX may use, or None where JAX does not say."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def peak_bytes() -> int | None:
-    """Most bytes that were in use on a device since this process began; None where JAX does not say."""
+    """Returns the most bytes in use on a device since this process began, or None where JAX does not say."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return max((int(peak) for peak in peaks if peak is not None), default=None)
 
 
 def plan(config: Config, policy: PolicyConfig, mesh: Mesh) -> int:
-    """Bytes on a device that the dry run plans."""
+    """Returns the bytes on a device that the dry run plans."""
     return sum(part for _, part in planned_bytes(config, policy, mesh).values())
 
 
 def choose_remat(size: StepSize, dtype: Dtype, policy: PolicyConfig, mesh: Mesh, limit: int | None) -> Config:
-    """The configuration that recomputes least and is planned within the memory; that which recomputes most if none."""
+    """Returns the configuration that recomputes least of those that fit by the plan; if none fits, the last one."""
     configs = [step_config(size, dtype, remat) for remat in _REMATS]
     fitting = (one for one in configs if limit is None or plan(one, policy, mesh) <= FULL * limit)
     return next(fitting, configs[-1])
@@ -118,12 +118,12 @@ def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: 
     """Compiles and times a step; compares its plan with the compiler's bytes and the device's.
 
     Args:
-      name: of the model, for the report.
-      policy: its shape.
-      dtype: ``precision.compute_dtype``.
-      steps: that are timed.
-      size: of the rows.
-      remat: ``precision.remat``; None: the first that the plan says fits.
+      name: The name of the model, for the report.
+      policy: The shape of the model.
+      dtype: The value of ``precision.compute_dtype``.
+      steps: The number of steps that are timed.
+      size: The sizes of the rows.
+      remat: The value of ``precision.remat``; None: the first that fits by the plan.
     """
     mesh, limit = make_mesh(Config().mesh), device_memory()
     config = choose_remat(size, dtype, policy, mesh, limit)
@@ -165,7 +165,7 @@ def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: 
 def run_steps(
     step: TrainStep, state: TrainState, batch: PackedBatch, config: Config, steps: int
 ) -> tuple[list[float], dict[str, float]]:
-    """Seconds of each step after the warm-up, and some numbers of the last one's row."""
+    """Returns the seconds of each step after the warm-up, and some numbers of the last step's row."""
     seconds: list[float] = []
     row: dict[str, Any] = {}
     for _ in range(WARM_UP + steps):
@@ -180,15 +180,15 @@ def run_steps(
 def speeds(
     policy: PolicyConfig, lengths: Sequence[int], seconds: Sequence[float], dtype: Dtype, *, devices: int, kind: str
 ) -> Found:
-    """Tokens a second and device, and model-FLOPs utilisation; padding counts as neither.
+    """Computes tokens per second and device, and model-FLOPs utilisation; padding counts as neither.
 
     Args:
-      policy: shape of the model.
-      lengths: tokens of each sequence of a step.
-      seconds: of each step.
-      dtype: ``precision.compute_dtype``.
-      devices: that share a step.
-      kind: of a device, as JAX names it.
+      policy: The shape of the model.
+      lengths: The number of tokens of each sequence of a step.
+      seconds: The time of each step (seconds).
+      dtype: The value of ``precision.compute_dtype``.
+      devices: The number of devices that share a step.
+      kind: The kind of a device, as JAX names it.
     """
     median = statistics.median(seconds)
     flops = model_flops(policy, 1, list(lengths))

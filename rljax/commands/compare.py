@@ -76,7 +76,7 @@ class Arguments:
     rollout: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(aliases=("--engine",))] = ()
     """A column that a rollout engine computed. It may be repeated."""
     distributions: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Also compare the next-token distributions of the scorers jax:, hf:, vllm: and sglang: at each response token."""
+    """Compare the next-token distributions, too, of the scorers jax:, hf:, vllm: and sglang: at each response token."""
     top_k: int = 20
     """With --distributions, the number of likeliest tokens that a server is asked for."""
     same_weights: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -115,9 +115,9 @@ Job = tuple[str, str, int]  # column, spec, batch size
 
 
 def jobs(dump: TokenDump, columns: dict[str, str], options: Arguments) -> list[Job]:
-    """The columns to compute: each scorer runs once, and a second time at another batch size for its noise floor.
+    """Returns the columns to compute. Each scorer runs once, and once more at another batch size for its noise floor.
 
-    The engine that sampled the responses has given its first column already, so only its second run is added.
+    The engine that sampled the responses has its first column already, so only its second run is added.
     """
     sampler = options.sample if options.sample in dump.logprobs else None
     first = [(column, spec, options.batch_size) for spec, column in columns.items() if spec != sampler]
@@ -131,7 +131,7 @@ def jobs(dump: TokenDump, columns: dict[str, str], options: Arguments) -> list[J
 
 
 def scored(dump: TokenDump, todo: Sequence[Job], options: Arguments) -> Iterator[TokenDump]:
-    """Computes one column after the other and yields the dump with each new one."""
+    """Computes one column after the other, and yields the dump after each."""
     with tqdm(total=len(todo) * len(dump.sequence_ids), desc="scoring", unit="seq", disable=not todo) as bar:
         for column, spec, batch_size in todo:
             bar.set_postfix_str(column)
@@ -171,7 +171,7 @@ def sequences(options: Arguments) -> TokenDump:
 
 
 def distributions(dump: TokenDump, options: Arguments) -> list[DistributionPair]:
-    """What --distributions asks for."""
+    """Returns the comparisons of distributions that --distributions asks for."""
     if not options.distributions:
         return []
     with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
@@ -186,7 +186,7 @@ def distributions(dump: TokenDump, options: Arguments) -> list[DistributionPair]
 
 
 def named_roles(options: Arguments, columns: Collection[str]) -> dict[str, str]:
-    """The roles that --trainer and --rollout give: name of a column -> role."""
+    """Returns the roles that --trainer and --rollout give, by the names of the columns."""
     roles = dict.fromkeys(options.trainer, "trainer") | dict.fromkeys(options.rollout, "rollout")
     if len(roles) < len(set(options.trainer)) + len(set(options.rollout)):
         raise ConfigError("a column cannot be both --trainer and --rollout")
@@ -197,7 +197,7 @@ def named_roles(options: Arguments, columns: Collection[str]) -> dict[str, str]:
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Plots the mean absolute difference of each pair as a matrix, and how it grows along the response."""
+    """Plots the mean absolute difference of each pair as a matrix, and its growth along the response."""
     side = max(5.5, 2.0 + 0.6 * len(comparison.columns))
     figure = Figure(figsize=(2 * side + 4.0, side), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -208,9 +208,9 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
 
 
 def plot_growth(axes: Axes, comparison: Comparison) -> None:
-    """One line for each pair.
+    """Plots one line for each pair.
 
-    With more than ``MOST_NAMED`` pairs, those that pass have the colour of the coarser of their two dtypes, and the
+    With more than ``MOST_NAMED`` pairs, a pair that passes has the colour of the coarser of its two dtypes, and the
     legend names only the pairs that fail.
     """
     many = len(comparison.pairs) > MOST_NAMED
@@ -233,7 +233,7 @@ def plot_growth(axes: Axes, comparison: Comparison) -> None:
 
 
 def plot_matrix(axes: Axes, comparison: Comparison) -> None:
-    """The difference of each pair; on the diagonal the difference between the two runs of one scorer."""
+    """Plots the difference of each pair, and on the diagonal the difference between the two runs of one scorer."""
     names = list(comparison.columns)
     grid = np.full((len(names), len(names)), np.nan)
     for pair in comparison.pairs:

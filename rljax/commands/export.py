@@ -1,11 +1,11 @@
-"""Exports a run's checkpoint as an ordinary HF directory.
+"""Writes a checkpoint of a run as an ordinary Hugging Face directory.
 
     rljax export runs/quickstart runs/quickstart-hf [--step 120] [--dtype bfloat16]
     rljax export runs/lora runs/lora-adapter --adapter
 
-The directory holds config.json, safetensors in the dtype asked for and the tokenizer of the model the run started
-from; transformers and vLLM load it. Of a run with ``lora`` the weights are the merged ones; with ``--adapter`` the
-directory holds the adapters alone, in the layout of PEFT.
+The directory holds config.json, safetensors in the wanted dtype, and the tokenizer of the model from which the run
+started. transformers and vLLM load it. A run with ``lora`` gives the merged weights; with ``--adapter`` the directory
+holds the adapters alone, in the layout of PEFT.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rljax.sharding import MeshConfig, make_mesh
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to export.
+    """The arguments of the export.
 
     Attributes:
-      run: run directory, or one of its checkpoints.
-      out: HF directory to write.
-      step: checkpoint to take; the newest when not given.
-      dtype: of the weights in the file.
-      adapter: write the adapters alone, float32.
+      run: The run directory, or one of its checkpoints.
+      out: The Hugging Face directory to write.
+      step: The step of the checkpoint; None: the newest.
+      dtype: The dtype of the weights in the file.
+      adapter: Whether to write the adapters alone, in float32.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -46,7 +46,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exports; returns the exit status."""
+    """Writes the directory; returns the exit status."""
     arguments = parse_arguments(Arguments, argv, prog="rljax export", description=__doc__ or "")
     with caller_errors():
         policy = find_policy(arguments.run, step=arguments.step)

@@ -1,4 +1,4 @@
-"""Panels that only figures of the papers show: the mismatch by position and by response length."""
+"""Panels of the papers' figures alone: the mismatch by position and by response length."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _BUCKET_KEY = re.compile(r"mismatch_position/((lt_|ge_)?([^/_]+)(?:_to_[^/]+)?)/
 
 
 def slope_of_ratio(lengths: np.ndarray, ratios: np.ndarray) -> float:
-    """Least-squares slope through the origin of log-ratios [n] (nats) over lengths [n] (tokens), per 1000 tokens."""
+    """Returns the least-squares slope through the origin of log-ratios [n] (nats) over lengths [n], per 1000 tokens."""
     return float(1000 * (lengths * ratios).sum() / (lengths * lengths).sum())
 
 
 def plot_kl_by_position(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """k3_kl of each bucket of positions: thick over the last tenth of a run's rows, thin over the first."""
+    """Plots k3_kl of each bucket of positions: thick for the last tenth of a run's rows, thin for the first."""
     del smooth
     head(axis, "KL by position in the response", "k3_kl, nats per token")
     axis.set_xlabel("position, tokens from 1; thick: last tenth of the steps, thin: first")
@@ -43,10 +43,10 @@ def plot_kl_by_position(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
 
 
 def bucket_means(rows: Sequence[Row], *, last: bool) -> dict[tuple[float, bool, str], float]:
-    """Mean k3_kl of the tokens of each bucket over the first or last tenth of the rows, at least one.
+    """Computes the mean k3_kl of the tokens of each bucket over the first or last tenth of the rows, at least one row.
 
     Returns:
-      (edge, whether it is a lower one, name) -> mean; sorted, the keys go up the response.
+      The means, by (edge, whether it is a lower edge, name). Sorted keys go up the response.
     """
     count = max(1, len(rows) // _EDGE_SHARE)
     totals: dict[tuple[float, bool, str], list[float]] = {}
@@ -65,7 +65,7 @@ def bucket_means(rows: Sequence[Row], *, last: bool) -> dict[tuple[float, bool, 
 
 
 def plot_ratio_by_length(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """log of trainer / rollout probability of whole responses against their length, from each run's newest dump."""
+    """Plots the log of trainer / rollout probability of whole responses by length, from each run's newest dump."""
     del smooth
     head(axis, "Sequence log-ratio by length", "sum of trainer - rollout, nats")
     axis.set_xlabel("response length, tokens")
@@ -89,7 +89,7 @@ def plot_ratio_by_length(axis: Axes, runs: Sequence[Run], smooth: float) -> None
 
 
 def sequence_ratios(dump: TokenDump) -> tuple[np.ndarray, np.ndarray]:
-    """Response tokens, and sum of trainer - rollout over them (nats), of each sequence [n] of a run's dump.
+    """Returns the response tokens, and the sum of trainer - rollout over them (nats), of each sequence [n] of a dump.
 
     Tokens that are not finite on either side are left out of both.
     """
@@ -108,4 +108,4 @@ ALL_PANELS: Mapping[str, Panel] = {
     "kl_by_position": Panel(plot_kl_by_position, "mismatch_position/*/k3_kl"),
     "ratio_by_length": Panel(plot_ratio_by_length, "rollouts/step_*.parquet"),
 }
-"""Name -> panel: those of the report, too."""
+"""The panels by name, with those of the report."""

@@ -1,7 +1,8 @@
 """Plots one run, or several in the same panels: ``rljax plot RUN [RUN...] [--out FILE]``.
 
-One run is plotted into its own directory unless ``--out`` says otherwise, several into ``report.png`` here.
-``--figure`` plots the panels of a figure of the papers instead, into ``figure_NAME.png``.
+The plot of one run goes into its own directory unless ``--out`` names another file. The plot of several runs goes into
+``report.png`` in the current directory. ``--figure`` plots the panels of a figure of the papers instead, into
+``figure_NAME.png``.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from rljax.run.options import parse_arguments
 
 
 def collapse_of(run: Run) -> int | None:
-    """The step at which the training accuracy of a run collapses; None: it does not."""
+    """Returns the step at which the training accuracy of a run collapses, or None."""
     return collapse_step(trailing_mean([row.get("reward/mean") for row in run.rows]))
 
 
 def decay_of(run: Run) -> int | None:
-    """The step at which the rate of a run is halved for the first time; None: it is not."""
+    """Returns the step at which the rate of a run is halved for the first time, or None."""
     return run.last("schedule/decay_period")
 
 
@@ -38,10 +39,10 @@ class PaperFigure:
     """A figure of a paper.
 
     Attributes:
-      title: its heading.
-      runs: the arms of docs/paper.md that it shows; any other runs are plotted as well.
-      panels: rows of keys of ``ALL_PANELS``.
-      line: the step of a run at which a dotted vertical line stands in every panel; None: there is none.
+      title: The heading of the figure.
+      runs: The names of the paper's arms that the figure shows; it plots any other runs as well.
+      panels: The rows of panels, as keys of ``ALL_PANELS``.
+      line: A function that returns the step of a run for a dotted vertical line in every panel; None: no line.
     """
 
     title: str
@@ -51,7 +52,7 @@ class PaperFigure:
 
     @property
     def needs(self) -> list[str]:
-        """The metrics that the panels show."""
+        """The metrics that the panels show, as patterns of keys."""
         return [ALL_PANELS[name].needs for row in self.panels for name in row]
 
 
@@ -83,11 +84,11 @@ FIGURES: dict[str, PaperFigure] = {
     "kl-by-length": PaperFigure("KL between engines by position in the response", _SANITY, (("kl_by_position",),)),
     "ratio-by-length": PaperFigure("Log-ratio of whole responses by their length", _SANITY, (("ratio_by_length",),)),
 }
-"""1 to 13: "Beyond Precision" (arXiv 2602.01826); by length: figure 2 of arXiv 2510.26788. See docs/plots.md."""
+"""The figures by name. 1 to 13 are those of arXiv 2602.01826; the two by length are figure 2 of arXiv 2510.26788."""
 
 
 def plot_figure(name: str, runs: Sequence[Run], smooth: float) -> Figure:
-    """The figure of ``FIGURES``. Raises ValueError when a run has no value of a metric that it shows."""
+    """Plots a figure of ``FIGURES``. Raises ValueError when a run has no value of a metric that the figure shows."""
     paper = FIGURES[name]
     for needed in paper.needs:
         if missing := [str(run.directory) for run in runs if not has(run, needed)]:
@@ -103,14 +104,14 @@ def plot_figure(name: str, runs: Sequence[Run], smooth: float) -> Figure:
 
 
 def has(run: Run, needed: str) -> bool:
-    """Whether the run has a value of a metric, or a file, of this pattern."""
+    """Returns whether the run has a value of a metric, or a file, that matches the pattern."""
     if needed.endswith(".parquet"):
         return any(run.directory.glob(needed))
     return any(fnmatch.fnmatch(key, needed) and value is not None for row in run.rows for key, value in row.items())
 
 
 def figures_table(width: int = 78) -> str:
-    """Title, runs and metrics of each figure as text."""
+    """Returns the title, runs and metrics of each figure as text."""
     lines = []
     for name, paper in FIGURES.items():
         lines.append(f"  {name}: {paper.title}")  # the space keeps the line apart from the one above it in --help
@@ -137,7 +138,7 @@ class Arguments:
 
 def main(argv: Sequence[str]) -> int:
     """Plots; returns the exit status."""
-    text = f"{__doc__}\nFigures, the runs to give (arms of docs/paper.md), the metrics that each must have:\n\n"
+    text = f"{__doc__}\nFigures, with the runs to give (arms of the paper) and the metrics that they must have:\n\n"
     given = parse_arguments(Arguments, argv, prog="rljax plot", description=text + figures_table())
     if not given.runs:
         raise ConfigError("expected at least one run directory")

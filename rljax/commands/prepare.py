@@ -7,8 +7,8 @@ r"""Makes a training file: reads problems, drops repeated and unsuitable ones, w
 
 SOURCE is a Parquet file in verl's form, JSONL with prompt and answer, or the id of a data set on the Hugging Face hub
 (OWNER/NAME, or OWNER/NAME:FILE). A row without prompt or right answer is an error that names it. With --samples the
-pass rate of each problem is measured; the scores are kept beside OUT, so that the same command continues after an
-interruption. docs/data.md describes the forms.
+pass rate of each problem is measured. The scores are kept beside OUT, so that the same command continues after an
+interruption.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to read, what to keep, and where to write it.
+    """The arguments of the preparation.
 
     Attributes:
-      source: Parquet, JSONL, or a data set of the hub.
-      out: Parquet file to write.
-      model: as --path of rljax.evaluate: its tokenizer counts, and its policy, or a served copy of it, is sampled.
-      max_prompt_tokens: longest prompt kept (tokens, the chat template's among them); None: any.
-      chat_template: as ``data.chat_template`` of the training run.
-      hold_out: number of problems that go into ``...-held.parquet`` beside OUT instead, for evaluation.
-      samples: responses to each problem, from which its pass rate is measured; 0: not measured.
-      min_pass_rate, max_pass_rate: problems in between are kept, both ends included; those solved never or always are
-        dropped whatever the bounds.
-      engine: jax, in this process; or vllm.
-      urls: vLLM servers of MODEL, asked as they stand; none: the embedded engine.
-      dtype: of the embedded engine.
-      temperature: of the sampling.
-      max_response_tokens: longest response (tokens); None: 8192, or what the model has positions for.
-      batch_size: problems sampled at a time; None: 64 with the embedded engine, 1024 with servers.
-      reward: as ``data.reward``.
-      reward_workers: as ``data.reward_workers``.
-      reward_timeout_s: as ``data.reward_timeout_s``.
-      scores: JSONL file of the scores so far; None: ``OUT.scores.jsonl``.
-      seed: of the sampling and of the choice of ``hold_out``.
+      source: A Parquet file, a JSONL file, or a data set of the hub.
+      out: The Parquet file to write.
+      model: A model, a run directory or a checkpoint. Its tokenizer counts, and its policy or a served copy is sampled.
+      max_prompt_tokens: The longest prompt that is kept (tokens, the chat template included); None: any length.
+      chat_template: The value of ``data.chat_template`` in the training run.
+      hold_out: The number of problems that go into ``...-held.parquet`` beside OUT instead, for evaluation.
+      samples: The number of responses to each problem, from which its pass rate is measured; 0: no measurement.
+      min_pass_rate: The lowest pass rate of a problem that is kept. A problem that is never solved is always dropped.
+      max_pass_rate: The highest pass rate of a problem that is kept. A problem that is always solved is dropped, too.
+      engine: The engine that samples: jax, in this process, or vllm.
+      urls: The URLs of vLLM servers of MODEL, which are used as they are; empty: the embedded engine.
+      dtype: The dtype of the embedded engine.
+      temperature: The temperature of the sampling.
+      max_response_tokens: The longest response (tokens); None: 8192, or less if the model has fewer positions.
+      batch_size: The number of problems sampled at a time; None: 64 with the embedded engine, 1024 with servers.
+      reward: The function that scores a response, as in ``data.reward``.
+      reward_workers: The number of processes that score; None: one for each core.
+      reward_timeout_s: The longest time to score one response (seconds).
+      scores: The JSONL file of the scores so far; None: ``OUT.scores.jsonl``.
+      seed: The seed of the sampling and of the choice of ``hold_out``.
     """
 
     source: tyro.conf.Positional[str]
@@ -111,23 +111,23 @@ class Arguments:
 
     @property
     def engine_name(self) -> Literal["jax", "vllm"]:
-        """``engine``, or what ``urls`` say."""
+        """The engine: ``engine``, or vllm if there are ``urls``, else jax."""
         return self.engine or ("vllm" if self.urls else "jax")
 
     @property
     def template(self) -> bool | Literal["auto"]:
-        """``chat_template`` as the library takes it."""
+        """The value of ``chat_template`` as a boolean, or auto."""
         return "auto" if self.chat_template == "auto" else self.chat_template == "true"
 
 
 @dataclass
 class Selection:
-    """The rows kept so far, and how many each step kept and dropped.
+    """The rows that are kept so far, and the numbers that each step kept and dropped.
 
     Attributes:
-      rows: as they were read.
-      problems: the same, checked.
-      steps: one entry a filter, for the provenance.
+      rows: The rows as they were read.
+      problems: The same rows, checked.
+      steps: The entries of the provenance, one for each filter.
     """
 
     rows: list[Row]
@@ -135,7 +135,7 @@ class Selection:
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     def keep(self, step: str, kept: Sequence[bool], **facts: Any) -> None:
-        """Drops the rows that are not ``kept`` and records it."""
+        """Keeps the rows for which ``kept`` is true, and records the step."""
         before = len(self.rows)
         self.rows = [row for row, keep in zip(self.rows, kept, strict=True) if keep]
         self.problems = [problem for problem, keep in zip(self.problems, kept, strict=True) if keep]
@@ -151,7 +151,7 @@ class Selection:
 
 
 def find_source(source: str) -> Path:
-    """The local file of a source; one on the hub is downloaded. Raises ConfigError in one line."""
+    """Returns the local file of a source; a file on the hub is downloaded. Raises ConfigError in one line."""
     match = _HUB_ID.fullmatch(source)
     is_file_name = ":" not in source and source.endswith((".parquet", ".jsonl"))
     if Path(source).exists() or not match or is_file_name:
@@ -176,7 +176,7 @@ def find_source(source: str) -> Path:
 
 
 def read_distinct(path: Path) -> Selection:
-    """The rows of a file, the first of each prompt; prompts are compared in Unicode NFC, runs of spaces as one."""
+    """Reads the first row of each prompt. Prompts are compared in Unicode NFC, with runs of spaces as one space."""
     seen: dict[bytes, str] = {}
     selection, count, contradicting = Selection([], []), 0, 0
     for number, row in tqdm(read_rows(path), desc="reading", unit="row", mininterval=1.0):
@@ -197,7 +197,7 @@ def read_distinct(path: Path) -> Selection:
 
 
 def drop_long(selection: Selection, tokenizer: Tokenizer, limit: int) -> None:
-    """Keeps prompts of at most ``limit`` tokens; ``prompt`` is rendered already."""
+    """Keeps prompts of at most ``limit`` tokens; the prompts are rendered already."""
     lengths = [len(tokenizer.encode(p["prompt"])) for p in tqdm(selection.problems, desc="counting", unit="prompt")]
     kept = [length <= limit for length in lengths]
     selection.keep("prompt length", kept, max_prompt_tokens=limit, longest=max(lengths))
@@ -207,7 +207,7 @@ class Scores:
     """The rewards of each problem's responses, in a JSONL file that survives an interruption."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        """Reads the scores so far. Raises ConfigError when they were made with other settings."""
+        """Reads the scores so far. Raises ConfigError when they come from other settings."""
         self._path, self.rewards = path, dict[str, list[float]]()
         if path.is_file():
             text = path.read_text(encoding="utf-8")
@@ -279,12 +279,12 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
 
 
 def problem_key(problem: Problem) -> str:
-    """A hash of prompt and right answer."""
+    """Returns a hash of the prompt and the right answer."""
     return hashlib.sha256(json.dumps([problem["prompt"], problem["answer"]]).encode()).hexdigest()[:24]
 
 
 def drop_unfit(selection: Selection, scores: Scores, low: float, high: float, samples: int) -> None:
-    """Keeps problems that are solved sometimes but not always, within the bounds; records each one's pass rate."""
+    """Keeps problems whose pass rate is within the bounds, and above 0 and below 1; records the pass rates."""
     rates = [
         sum(reward > SOLVED for reward in scores.rewards[problem_key(problem)]) / samples
         for problem in selection.problems
@@ -312,13 +312,13 @@ def hold_out(selection: Selection, count: int, seed: int) -> list[Row]:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Returns the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prepares; returns the exit status."""
+    """Prepares the file; returns the exit status."""
     arguments = parse_arguments(Arguments, argv, prog="rljax prepare", description=__doc__ or "")
     arguments.check()
     with caller_errors():
@@ -347,7 +347,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def outputs(out: Path, rows: list[Row], eval_rows: list[Row]) -> Iterator[tuple[Path, list[Row]]]:
-    """Each file to write and its rows."""
+    """Yields each file to write with its rows."""
     yield out, rows
     if eval_rows:
         yield out.with_name(f"{out.stem}-held.parquet"), eval_rows

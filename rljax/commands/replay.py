@@ -62,7 +62,7 @@ Rows = list[dict[str, Any]]
 
 
 def read_rows(path: Path) -> Rows:
-    """One dictionary for each record of the log, in the order of the log."""
+    """Reads one dictionary for each record of the log, in the order of the log."""
     if path.is_dir():
         path = find_log(path)
     if not path.is_file():
@@ -79,7 +79,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def find_log(directory: Path) -> Path:
-    """The log in a run directory: metrics.jsonl if there is one, otherwise the largest event file."""
+    """Returns the log in a run directory: metrics.jsonl if there is one, otherwise the largest event file."""
     if (directory / "metrics.jsonl").is_file():
         return directory / "metrics.jsonl"
     events = sorted(filter(Path.is_file, directory.rglob("*tfevents*")), key=lambda path: path.stat().st_size)
@@ -89,7 +89,7 @@ def find_log(directory: Path) -> Path:
 
 
 def csv_rows(path: Path) -> Rows:
-    """The rows of a CSV file; what stands to the right of its header is left out."""
+    """Reads the rows of a CSV file. Cells to the right of its header are left out."""
     with path.open(newline="", encoding="utf-8") as file:
         try:
             return [{name: cell for name, cell in row.items() if name} for row in csv.DictReader(file)]
@@ -100,7 +100,7 @@ def csv_rows(path: Path) -> Rows:
 
 
 def jsonl_rows(path: Path) -> Rows:
-    """The rows of a JSONL file: each line is one JSON object."""
+    """Reads the rows of a JSONL file. Each line is one JSON object."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():
@@ -115,7 +115,7 @@ def jsonl_rows(path: Path) -> Rows:
 
 
 def tensorboard_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Each scalar of an event file, with its step, as one row.
+    """Yields each scalar of an event file, with its step, as one row.
 
     A record in the file consists of its length, a checksum, the event and a second checksum.
     """
@@ -137,7 +137,7 @@ def tensorboard_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def scalar_of(value: Any) -> float | None:
-    """The number in a summary value, which is either a plain number or a tensor."""
+    """Returns the number in a summary value, which is either a plain number or a tensor."""
     if value.HasField("simple_value"):
         return value.simple_value
     if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
@@ -150,12 +150,12 @@ def scalar_of(value: Any) -> float | None:
 
 
 def columns_of(rows: Rows) -> list[str]:
-    """Every column of the log, in order of appearance."""
+    """Returns every column of the log, in order of appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def matching(columns: list[str], name: str) -> list[str]:
-    """Columns that end in ``name`` and are not of an evaluation, the shortest first."""
+    """Returns the columns of training that end in ``name``, the shortest first."""
     found = [
         column
         for column in columns
@@ -166,7 +166,7 @@ def matching(columns: list[str], name: str) -> list[str]:
 
 
 def choose_columns(columns: list[str], column: str | None, truncated_column: str | None) -> tuple[str, str | None]:
-    """The length column and, if the log has one, the column with the share of truncated responses."""
+    """Returns the length column and, if the log has one, the column with the share of truncated responses."""
     for wanted in (column, truncated_column):
         if wanted is not None and wanted not in columns:
             raise ConfigError(f"no column {wanted!r} in the log; it has: {', '.join(columns)}")
@@ -184,7 +184,7 @@ def choose_columns(columns: list[str], column: str | None, truncated_column: str
 
 
 def number_of(value: Any) -> float:
-    """A value of the log as a float; NaN if it is not a number."""
+    """Returns a value of the log as a float; NaN if it is not a number."""
     if value is None or isinstance(value, bool):
         return math.nan
     try:
@@ -194,7 +194,7 @@ def number_of(value: Any) -> float:
 
 
 def series(rows: Rows, column: str, truncated_column: str | None) -> tuple[list[float], list[float]]:
-    """Lengths and truncated fractions of steps 1, 2, ...: NaN if a step has none; the last of repeated steps counts."""
+    """Returns lengths and truncated fractions of steps 1, 2, ...; NaN if a step has none. A repeated step overrides."""
     step_column = next((name for name in STEP_COLUMNS if any(name in row for row in rows)), None)
     by_step: dict[int, dict[str, float]] = {}
     for row in rows:
@@ -227,7 +227,7 @@ def replay(lengths: list[float], truncated: list[float], config: SurgeConfig, ra
 
 
 def verdict(result: Replay) -> str:
-    """When the tracker reported the surge, in one line."""
+    """Returns the step at which the tracker reported the surge, in one line."""
     controller = result.controller
     if controller.surge_step is None:
         return f"no surge in {len(result.lengths)} steps"
@@ -238,7 +238,7 @@ def verdict(result: Replay) -> str:
 
 
 def report(result: Replay, column: str, truncated_column: str | None) -> list[str]:
-    """The printed report: the columns, the steps that were not used, the surge, and every change of the rate."""
+    """Returns the printed report: the columns, the unused steps, the surge, and every change of the rate."""
     tracker = result.controller.tracker
     also = f", truncated fraction {truncated_column!r}" if truncated_column else ""
     lines = [f"{len(result.lengths)} steps of {column!r}{also}"]
@@ -256,7 +256,7 @@ def report(result: Replay, column: str, truncated_column: str | None) -> list[st
 
 
 def sweep(lengths: list[float], truncated: list[float], config: SurgeConfig, rate: dict[str, float]) -> list[str]:
-    """How the step of the surge changes when one rule at a time has another value; * marks the value in use."""
+    """Returns the step of the surge when one rule at a time has another value; * marks the value in use."""
     lines = []
     for rule, values in SWEEP.items():
         for value in sorted({*values, getattr(config, rule)}):
