@@ -19,8 +19,8 @@ _OWNER = "owner.json"
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path beside ``path``, and renames it to ``path`` when the block ends without an error.
 
-    Who opens ``path`` finds the old content or the new content, never a part of it. After an error, or where the
-    process is killed in the block, ``path`` is as it was before.
+    A reader of ``path`` finds the old content or the new content, never a part of it. After an error, or if the process
+    is killed in the block, ``path`` is as it was before.
 
     Args:
       path: The file or directory that the block makes. A directory must not exist yet.

@@ -18,7 +18,7 @@ import xxhash
 from rljax.distributed.files import write_whole
 
 PROTOCOL = 4
-"""The number of what trainer and server's plugin say to each other; both must have the same one."""
+"""The number of the protocol between trainer and server's plugin; both must have the same one."""
 FORMAT = 1  # all files are beside version.json
 FORMAT_OF_PLACES = 2  # some files are elsewhere: ``FileRecord.at``
 VERSION_FILE = "version.json"

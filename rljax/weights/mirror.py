@@ -1,7 +1,7 @@
 """The newest version of the weights in the memory of a server's machine, which all servers of the machine load.
 
-A mirror is a dense version in a directory, one file a tensor, which deltas change in place. A lock keeps those who load
-out while it changes. Every bit is checked: before a delta is applied, each file must have the hash that it had when it
+A mirror is a dense version in a directory, one file a tensor, which deltas change in place. A lock keeps readers out
+while it changes. Every bit is checked: before a delta is applied, each file must have the hash that it had when it
 was known to be right; after it, each tensor must have the checksum that the trainer gave it.
 """
 

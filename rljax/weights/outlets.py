@@ -37,7 +37,7 @@ class Outlet(Protocol):
         """Withdraws the version ``name``. Raises OSError."""
 
     def close(self) -> None:
-        """Ends with the run."""
+        """Releases everything at the end of the run."""
 
 
 class SharedOutlet:

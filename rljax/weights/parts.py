@@ -24,7 +24,7 @@ SEEN_AFTER_S = 30.0  # longest until a file of another process is seen, as on NF
 class PartFiles:
     """One process's files of each version, written into the version's directory on process 0.
 
-    Process 0 uses this class, whose directory it is. All processes use it where all of them see that directory.
+    Process 0 uses this class for its own directory. The others use it, too, if all of them see that directory.
     """
 
     def __init__(self, writer: PartWriter) -> None:
@@ -69,7 +69,7 @@ class PartFiles:
         """Removes nothing: process 0 removes the directories of all versions but ``names``."""
 
     def close(self) -> None:
-        """Ends with the run; may be called twice."""
+        """Releases everything at the end of the run; may be called twice."""
 
 
 class HttpPartFiles(PartFiles):

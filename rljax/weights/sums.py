@@ -230,8 +230,8 @@ def as_published(tensor: Any, dtype: Any) -> Any:
 def differences(expected: Mapping[str, Checksum], workers: Sequence[Mapping[str, Checksum | None]]) -> list[str]:
     """Names each tensor whose bits differ, with how in brackets; the list is empty if a server holds ``expected``.
 
-    A tensor may be whole on several workers, or in parts whose counts add up to the whole. Each part may be on several
-    workers, all parts on equally many: so are key-value heads where there are more workers than heads.
+    A tensor may be whole on several workers, or in parts whose counts add up to the whole. A part may be on several
+    workers if every part is on equally many, as key-value heads are where there are more workers than heads.
 
     Args:
       expected: The trainer's tensors by name.
