@@ -72,7 +72,7 @@ class SglangBackend:
     logprobs_hint = "SGLang reports them of other logits than it samples from"
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
-        """Returns a body with all that shapes the distribution, so that no default of the server does.
+        """Returns a body with all that shapes the distribution, so that no default of the server can change it.
 
         ``ignore_eos`` would also let the stop tokens of the request pass. The plugin has taken the model's own away.
         """

@@ -110,7 +110,7 @@ class VllmBackend:
         self._in_place = in_place
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
-        """Returns a body with all that shapes the distribution, so that no default of the server does.
+        """Returns a body with all that shapes the distribution, so that no default of the server can change it.
 
         A response ends at ``sampling.stop_token_ids`` and at no other end-of-sequence token.
         """
