@@ -6,19 +6,17 @@ import threading
 import time
 
 import httpx
-import msgspec
 import numpy as np
 import pytest
 from cutting_proxy import CuttingProxy
-from safetensors.numpy import load_file
 
 from rljax.weights.access import KEY_FILE
-from rljax.weights.format import PROTOCOL, FileRecord, read_version, write_version
+from rljax.weights.format import PROTOCOL, FileRecord
 from rljax.weights.mirror import Mirror
 from rljax.weights.outlets import HttpOutlet
 from rljax.weights.pull import pull
 from rljax.weights.source import HttpSource, SourceError, open_source
-from rljax.weights.store import WeightDirectory, open_weight_directory
+from rljax.weights.store import open_weight_directory
 from rljax.weights.sums import array_checksum
 from rljax.weights.worker import WorkerWeights
 
@@ -181,54 +179,3 @@ def test_the_server_ends_with_the_run(tmp_path):
         files.add(tmp_path)
     files.close()
     assert KEY_FILE not in os.environ
-
-
-@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
-def test_a_trainer_of_another_protocol_is_refused(tmp_path, protocol):
-    with contextlib.closing(open_weight_directory("shared", tmp_path)) as files:
-        path, text = files.probe()
-        with pytest.raises(
-            ValueError, match=f"^rljax protocol: the trainer speaks {protocol}, this server {PROTOCOL};"
-        ):
-            WorkerWeights().show(str(path), text, protocol)
-
-
-def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
-    """Each tensor is whole and under its own name, in the order of the trainer; another tag or directory is refused."""
-    tensors = {"b": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float32)}
-    sums = {name: array_checksum(array) for name, array in tensors.items()}
-    with contextlib.closing(open_weight_directory("shared", tmp_path)) as files:
-        path, text = files.probe()
-        weights = WorkerWeights()
-        weights.show(str(path), text, PROTOCOL)
-        version = files.write(tensors.items(), 7, sums)
-        with weights.version(str(version.path), version.tag) as (directory, names):
-            found = [load_file(directory / name) for name in names]
-        assert [list(each) for each in found] == [["b"], ["a"]]
-        with (
-            pytest.raises(ValueError, match="the update is for another"),
-            weights.version(str(version.path), "another"),
-        ):
-            pass
-        (version.path / "version.json").unlink()
-        with pytest.raises(ValueError, match=r"version\.json cannot be read"):
-            weights.version(str(version.path), version.tag).__enter__()
-
-
-def test_a_delta_or_a_part_is_not_loaded_from_its_files(tmp_path):
-    tensor = np.arange(400, dtype=np.float32)
-    with contextlib.closing(WeightDirectory(tmp_path)) as files:
-        path, text = files.probe()
-        weights = WorkerWeights()
-        weights.show(str(path), text, PROTOCOL)
-        for number in range(2):
-            tensor = tensor + (np.arange(400) == number)
-            version = files.write([("w", tensor)], number, {"w": array_checksum(tensor)})
-        with pytest.raises(ValueError, match="is a delta, and must be pulled"):
-            weights.version(str(version.path), version.tag).__enter__()
-        described = read_version(version.path)
-        pieces = [msgspec.structs.replace(piece, changed=0, gap_type="") for piece in described.delta]
-        half = msgspec.structs.replace(described, dense=tuple(pieces))
-        write_version(version.path, half)
-        with pytest.raises(ValueError, match="does not have w whole, under its name"):
-            weights.version(str(version.path), version.tag).__enter__()

@@ -1,0 +1,124 @@
+"""The weights that a server's worker may load, and the pulls that it starts."""
+
+import contextlib
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from rljax.weights.format import PROTOCOL, read_version, write_version
+from rljax.weights.store import WeightDirectory, open_weight_directory
+from rljax.weights.sums import array_checksum
+from rljax.weights.worker import MIRROR_DIR, Pulls, WorkerWeights
+
+TENSOR = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.fixture
+def files(tmp_path):
+    with contextlib.closing(WeightDirectory(tmp_path / "weights")) as made:
+        yield made
+
+
+@pytest.fixture
+def pulling(tmp_path, files, monkeypatch):
+    (tmp_path / "mirrors").mkdir()
+    monkeypatch.setenv(MIRROR_DIR, str(tmp_path / "mirrors"))
+    with contextlib.closing(Pulls(files.source, files.run_tag)) as made:
+        yield made
+
+
+def ended(pulling, name):
+    until = time.monotonic() + 60
+    while (done := pulling.result(name)) is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return done
+
+
+def test_what_a_pull_did_is_said_until_the_next_one(files, pulling):
+    """A worker that is done is asked again while another of its server is not."""
+    names = []
+    for number in range(2):
+        tensor = TENSOR + number
+        version = files.write([("w", tensor)], number, {"w": array_checksum(tensor)})
+        names.append(version.path.name)
+        pulling.begin(names[-1])
+        first = ended(pulling, names[-1])
+        assert (first["error"], first["tag"]) == ("", version.tag)
+        assert pulling.result(names[-1]) == first
+    assert pulling.result(names[0])["error"] == f"{names[0]} is not being pulled"
+    pulling.begin(names[1])
+    assert ended(pulling, names[1])["bytes"] == 0
+
+
+def test_a_pull_that_fails_says_why_and_may_be_begun_again(files, pulling):
+    version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
+    (version.path / "version.json").rename(version.path / "elsewhere.json")
+    pulling.begin(version.path.name)
+    failed = ended(pulling, version.path.name)
+    assert "version.json cannot be read" in failed["error"]
+    assert pulling.result(version.path.name) == failed
+    (version.path / "elsewhere.json").rename(version.path / "version.json")
+    pulling.begin(version.path.name)
+    assert ended(pulling, version.path.name)["error"] == ""
+
+
+def test_the_last_user_takes_the_mirror_with_it(files, pulling):
+    root = pulling.mirror.root
+    assert root.is_dir()
+    pulling.close()
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
+def test_a_trainer_of_another_protocol_is_refused(tmp_path, protocol):
+    with contextlib.closing(open_weight_directory("shared", tmp_path)) as files:
+        path, text = files.probe()
+        with pytest.raises(
+            ValueError, match=f"^rljax protocol: the trainer speaks {protocol}, this server {PROTOCOL};"
+        ):
+            WorkerWeights().show(str(path), text, protocol)
+
+
+def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
+    """Each tensor is whole and under its own name, in the order of the trainer; another tag or directory is refused."""
+    tensors = {"b": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float32)}
+    sums = {name: array_checksum(array) for name, array in tensors.items()}
+    with contextlib.closing(open_weight_directory("shared", tmp_path)) as files:
+        path, text = files.probe()
+        weights = WorkerWeights()
+        weights.show(str(path), text, PROTOCOL)
+        version = files.write(tensors.items(), 7, sums)
+        with weights.version(str(version.path), version.tag) as (directory, names):
+            found = [load_file(directory / name) for name in names]
+        assert [list(each) for each in found] == [["b"], ["a"]]
+        with (
+            pytest.raises(ValueError, match="the update is for another"),
+            weights.version(str(version.path), "another"),
+        ):
+            pass
+        (version.path / "version.json").unlink()
+        with pytest.raises(ValueError, match=r"version\.json cannot be read"):
+            weights.version(str(version.path), version.tag).__enter__()
+
+
+def test_a_delta_or_a_part_is_not_loaded_from_its_files(tmp_path):
+    tensor = np.arange(400, dtype=np.float32)
+    with contextlib.closing(WeightDirectory(tmp_path)) as files:
+        path, text = files.probe()
+        weights = WorkerWeights()
+        weights.show(str(path), text, PROTOCOL)
+        for number in range(2):
+            tensor = tensor + (np.arange(400) == number)
+            version = files.write([("w", tensor)], number, {"w": array_checksum(tensor)})
+        with pytest.raises(ValueError, match="is a delta, and must be pulled"):
+            weights.version(str(version.path), version.tag).__enter__()
+        described = read_version(version.path)
+        pieces = [msgspec.structs.replace(piece, changed=0, gap_type="") for piece in described.delta]
+        half = msgspec.structs.replace(described, dense=tuple(pieces))
+        write_version(version.path, half)
+        with pytest.raises(ValueError, match="does not have w whole, under its name"):
+            weights.version(str(version.path), version.tag).__enter__()
