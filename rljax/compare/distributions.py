@@ -143,11 +143,7 @@ def with_distributions(specs: Sequence[str]) -> list[str]:
 
 
 def divergences(p: TokenLogprobs, q: TokenLogprobs) -> np.ndarray:
-    """Computes how two scorers differ at n places.
-
-    Returns:
-      The columns KL(p || q), KL(q || p), total variation, whether both have the same likeliest token, and p's mass on
-      the rest, float64 [n, 5].
+    """Computes KL(p || q), KL(q || p), total variation, agreement of the likeliest token, p's rest, float64 [n, 5].
 
     Raises:
       ValueError: Both know every token, but their vocabularies differ in size.

@@ -89,8 +89,7 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
       ValueError: A named column is missing, or there are fewer than two.
     """
     chosen = list(columns) if columns is not None else sorted(c for c in dump.logprobs if not c.endswith(SECOND_RUN))
-    missing = [name for name in chosen if name not in dump.logprobs]
-    if missing:
+    if missing := [name for name in chosen if name not in dump.logprobs]:
         raise ValueError(f"no column {missing[0]!r} in the dump, which has {sorted(dump.logprobs)}")
     if len(set(chosen)) != len(chosen) or len(chosen) < 2:
         raise ValueError(f"a comparison needs at least two columns, each once, got {chosen}")
@@ -100,25 +99,11 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     cut, sampler = _cut(dump.sampling), dump.sampling.get("column")
     cuts = {name: cut if (name == sampler if sampler else roles[name] == "rollout") else "" for name in names}
     arrays = {name: _pad(vectors, np.nan) for name, vectors in dump.logprobs.items()}
-    pairs = [
-        Pair(
-            a,
-            b,
-            roles[a] != roles[b],
-            mismatch_metrics(arrays[a], arrays[b], mask),
-            _growth(arrays[a], arrays[b], mask),
-            judge(
-                arrays[a],
-                arrays[b],
-                mask,
-                dump.sources[a],
-                dump.sources[b],
-                cut=cuts[a] or cuts[b],
-                same_weights=same_weights,
-            ),
-        )
-        for a, b in itertools.combinations(names, 2)
-    ]
+    pairs = []
+    for a, b in itertools.combinations(names, 2):
+        both, origins = (arrays[a], arrays[b], mask), (dump.sources[a], dump.sources[b])
+        verdict = judge(*both, *origins, cut=cuts[a] or cuts[b], same_weights=same_weights)
+        pairs.append(Pair(a, b, roles[a] != roles[b], mismatch_metrics(*both), _growth(*both), verdict))
     floors = {
         name: mismatch_metrics(arrays[name], arrays[name + SECOND_RUN], mask)
         for name in names

@@ -58,10 +58,8 @@ def score_column(
     - ``vllm:URL``, ``sglang:URL``: the prompt log-probabilities of a running server.
     - ``dump:FILE#COLUMN``: a column of a file that ``read_tokens`` can read; sequences are matched by their ids.
 
-    The first three may name a model directory of their own: ``jax:DTYPE@DIR``.
-
     Args:
-      spec: The spec of the scorer.
+      spec: The spec of the scorer. The first three forms may name a model directory: ``jax:DTYPE@DIR``.
       dump: The sequences to score.
       model: The Hugging Face directory for the first three forms, if the spec names none.
       temperature: The temperature of the distribution, positive; it must be 1 for a server.
@@ -260,10 +258,7 @@ def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump,
 
 
 def hf_log_softmax(directory: Path, dtype: str, temperature: float) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Returns a function of a transformers model: (token ids [t], places [n], each at least 1) -> log-softmax [n, v].
-
-    The log-softmax is float32 and belongs to the tokens at these places.
-    """
+    """Loads a transformers model as a function (token ids [t], places [n] >= 1) -> float32 log-softmax [n, v]."""
     torch, model, device = _load_hf(directory, dtype)
 
     def rows(ids: np.ndarray, places: np.ndarray) -> np.ndarray:

@@ -26,7 +26,6 @@ _SHIFT_GAIN = 0.25  # a shift by one must reduce the mean gap to this share
 _CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temperature
 _SLOPE, _CORRELATION = 1.06, 0.9  # the least slope and correlation that show a temperature and not other weights
 
-
 Bars = dict[str, tuple[float, float]]
 """The value of a metric for a pair and its published limit, by framework and metric."""
 
@@ -67,8 +66,7 @@ def judge(
       mask: The marks of response tokens, bool [b, t].
       trainer_source: The source of the first column.
       rollout_source: The source of the second column.
-      cut: The settings that excluded tokens from the sampling, such as "top_p = 0.95", if one column is the sampler's;
-        otherwise empty.
+      cut: The settings that excluded tokens, such as "top_p = 0.95", if one column is the sampler's; otherwise empty.
       same_weights: Whether different hashes belong to the same weights in two forms, so that hashes are ignored.
 
     Returns:

@@ -115,7 +115,7 @@ def memory_by_kind(analysis: Any) -> dict[str, int]:
 
 
 def needed_bytes(machine: Machine, memory: dict[str, int]) -> int:
-    """Returns the bytes that a device must have: all that are allocated, or on a TPU the peak.
+    """Returns the bytes that a device must have: the sum of all allocations, or on a TPU the peak.
 
     A TPU's compiler places arrays itself and refuses a step that does not fit. It accepts a step whose arguments and
     temporaries together exceed the memory, if the peak does not.
@@ -238,13 +238,7 @@ def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: Lora
 
     Each token needs six operations for each parameter that it uses; an untied embedding table does not multiply. A
     frozen parameter without adapters needs four. Attention is causal inside each segment: each pair of a query and a
-    key needs 12 operations for each layer and each element of the query heads.
-
-    Args:
-      policy: The policy's shape.
-      rows: The rows of a micro-batch.
-      segments: The lengths of the segments in each row, in tokens.
-      lora: The adapters that are trained, if any.
+    key needs 12 operations for each layer and each element of the query heads. ``segments`` are lengths in tokens.
     """
     looked_up = 0 if policy.tie_word_embeddings else policy.vocab_size * policy.hidden_size
     multiplying = active_parameters(policy) - looked_up
@@ -259,44 +253,42 @@ def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: Lora
 # --- the report as text -----------------------------------------------------------------------------------------------
 
 
-def describe(compiled: Report) -> str:
+def describe(facts: Report) -> str:
     """Formats a report as lines of text."""
-    sizes, line = compiled["bytes"], compiled["roofline"]
-    mesh = " x ".join(f"{name} {size}" for name, size in compiled["mesh"].items())
-    batch = compiled["batch"]
+    sizes, line = facts["bytes"], facts["roofline"]
+    mesh = " x ".join(f"{name} {size}" for name, size in facts["mesh"].items())
+    batch = facts["batch"]
     against = sizes["needed"] / sizes["planned"] - 1
     lines = [
-        f"compiled for {compiled['machine']} ({compiled['card']}), mesh {mesh}, in {compiled['compile_s']:.0f} s; "
-        "a device:",
+        f"compiled for {facts['machine']} ({facts['card']}), mesh {mesh}, in {facts['compile_s']:.0f} s; a device:",
         f"  bytes        {in_units(sizes['argument'])} of arguments, {in_units(sizes['temporary'])} of temporaries, "
         f"{in_units(sizes['beside'])} beside the step, {in_units(sizes['needed'])} at a time",
         f"  fits         {'yes' if sizes['fits'] else 'NO'}: the card has {in_units(sizes['device'])}; "
         f"the plan says {in_units(sizes['planned'])}, the compiler {against:+.1%}",
         f"  micro-batch  {batch['rows']} rows of {batch['tokens']:,} tokens on all devices; "
         f"at most {batch['micro_batches']} a step",
-        *_flops_lines(compiled),
-        *_collective_lines(compiled["collectives"]),
+        *_flops_lines(facts),
+        *_collective_lines(facts["collectives"]),
         f"  roofline     {line['note']}",
         *(f"  {part:<12} {_times_line(line[f'{part}_s'])}" for part in PARTS),
         f"  modelled     {line['tokens_per_second_and_device']:,.0f} tokens/s a device, "
         f"model-FLOPs utilisation {line['model_flops_utilisation']:.1%}",
     ]
-    if compiled["open_loops"] > 2:
+    if facts["open_loops"] > 2:
         lines.append(
-            f"  warning      {compiled['open_loops']} loops without a trip count; "
-            "all but the largest count as one forward"
+            f"  warning      {facts['open_loops']} loops without a trip count; all but the largest count as one forward"
         )
     return "\n".join(lines)
 
 
-def _flops_lines(compiled: Report) -> list[str]:
-    flops = ", ".join(f"{dtype} {count:.3e}" for dtype, count in compiled["flops_per_micro_batch"].items()) or "none"
-    rest = ", ".join(f"{dtype} {count:.3e}" for dtype, count in compiled["flops_per_step"].items()) or "none"
+def _flops_lines(facts: Report) -> list[str]:
+    flops = ", ".join(f"{dtype} {count:.3e}" for dtype, count in facts["flops_per_micro_batch"].items()) or "none"
+    rest = ", ".join(f"{dtype} {count:.3e}" for dtype, count in facts["flops_per_step"].items()) or "none"
     lines = [f"  products     {flops} FLOPs a micro-batch; {rest} once a step"]
     lines += [
         f"  kernel       {one['target']} x {one['count']} a {one['per']}: {one['dtype']} {one['flops']:.3e} FLOPs "
         f"{KERNEL_NOTE}"
-        for one in compiled["kernels"]
+        for one in facts["kernels"]
     ]
     return lines
 

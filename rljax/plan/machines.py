@@ -130,9 +130,9 @@ _KINDS = {
 
 
 def card_of_kind(device_kind: str) -> Card | None:
-    """The card that JAX calls ``device_kind``, or None where its rates are not known here.
+    """Returns the card with JAX's name ``device_kind``; None if its rates are unknown.
 
-    An H100 of another form (PCIe, NVL) is not known: it is slower than the SXM one.
+    Other forms of the H100 (PCIe, NVL) are slower than the SXM form, so they are unknown.
     """
     return _KINDS.get(device_kind)
 

@@ -76,7 +76,7 @@ def local_policy(policy: PolicyConfig, mesh: Any) -> PolicyConfig:
 def planned_attention(config: Config, policy: PolicyConfig, mesh: Any) -> PackedAttention:
     """Returns the attention of the mesh's devices, or of Hopper GPUs if the mesh has no devices.
 
-    Only cuDNN's keeps more for the backward pass than attention in blocks, which is returned for all others.
+    Only cuDNN's attention keeps more for the backward pass than attention in blocks. All others plan as in blocks.
 
     Raises:
       ValueError: ``policy.attention`` does not fit the devices or the heads.
@@ -99,13 +99,7 @@ def kept_by_a_block(
 ) -> int:
     """Returns the bytes of activations that a block keeps for its backward pass under ``precision.remat``.
 
-    Args:
-      part: The policy with the shapes of one device's part.
-      rows: The rows on one device.
-      tokens: The tokens of a row.
-      config: The run's configuration.
-      attention: The attention of the block.
-      ways: The number of devices that share the activations of the model's width by tokens.
+    ``part`` has the shapes of one device. ``ways`` devices share the activations of the model's width by tokens.
     """
     dtype = jnp.dtype(config.precision.compute_dtype)
     remat = config.precision.remat_policy
@@ -149,7 +143,7 @@ def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:
 
 
 def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> int:
-    """Estimates the bytes of the backward pass of a mixture's experts; a device has one expert in ``ways``.
+    """Estimates the bytes of the backward pass of a mixture's experts, of which a device has 1 / ``ways``.
 
     Each token of the devices that share experts has two arrays of the model's width, and their sum in float32. Each
     pair in a round has two arrays of the model's width and six of an expert's width. The weights of the device's
@@ -165,10 +159,7 @@ def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> 
 
 
 def head_bytes(policy: PolicyConfig, mesh: Any, places: int, itemsize: int) -> int:
-    """Estimates the bytes of a chunk of logits in the backward pass.
-
-    The logits are there twice in float32 and once rounded, beside the hidden states and the chunk's rows of the table.
-    """
+    """Estimates a chunk of logits in the backward pass: three copies of it (one rounded), hidden states, table rows."""
     (shard,) = named_sharding(mesh, ("vocab",), (policy.vocab_size,)).shard_shape((policy.vocab_size,))
     chunk = shard // vocabulary_chunks(shard)
     logits = places * chunk * (2 * _FLOAT32 + itemsize)

@@ -99,19 +99,7 @@ def plot_curves(
     shown: Callable[[np.ndarray], np.ndarray] = np.isfinite,
     drawstyle: str = "default",
 ) -> bool:
-    """Draws raw and smoothed curves of one metric.
-
-    Args:
-      axis: The axis to draw into.
-      runs: The runs to draw.
-      key: The metric's key.
-      smooth: The decay per step of the smoothed curve; 0 draws the raw curve only.
-      shown: A function that says which values of an array are drawn.
-      drawstyle: The style of the lines, in matplotlib's names.
-
-    Returns:
-      True if any value was drawn; otherwise the axis holds a note.
-    """
+    """Draws raw and smoothed curves of the values that ``shown`` selects; without any, a note, and returns False."""
     any_shown = False
     for run in runs:
         steps, values = run.series(key)

@@ -105,9 +105,7 @@ class TokenDump:
         if twice:
             raise ValueError(f"sequence ids must be distinct, got {twice[:3]} more than once")
         if set(self.sources) != set(self.logprobs):
-            raise ValueError(
-                f"columns and their sources must match, got {sorted(self.logprobs)}, {sorted(self.sources)}"
-            )
+            raise ValueError(f"columns and sources must match, got {sorted(self.logprobs)}, {sorted(self.sources)}")
         _check_vectors("response_mask", self.response_mask, self.sequence_ids, self.token_ids)
         for column, vectors in self.logprobs.items():
             if not column:
@@ -132,10 +130,8 @@ class TokenDump:
 
     def with_column(self, name: str, vectors: Sequence[np.ndarray], source: ColumnSource) -> TokenDump:
         """Returns this dump with a column added, or replaced if there is one of that name."""
-        values = tuple(np.asarray(vector, np.float32) for vector in vectors)
-        return dataclasses.replace(
-            self, logprobs={**self.logprobs, name: values}, sources={**self.sources, name: source}
-        )
+        columns = {**self.logprobs, name: tuple(np.asarray(vector, np.float32) for vector in vectors)}
+        return dataclasses.replace(self, logprobs=columns, sources={**self.sources, name: source})
 
 
 def make_dump(

@@ -37,7 +37,7 @@ _CONSOLE = (
 
 
 class Recorder:
-    """Writes one row each step.
+    """A writer of one row each step.
 
     ``metrics.jsonl`` has strict JSON: ``step`` first, then the other keys by name. A number that is not finite is
     written as null, and its key is listed under ``nonfinite_keys``. TensorBoard groups the keys by the part before the
@@ -74,11 +74,9 @@ class Recorder:
         self._console = _Console(total_steps, first_step) if progress else None
 
     def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
-        """Records the row of the next step.
+        """Records the row of the next step; its values are None, strings, bools or numbers (also numpy's and jax's).
 
-        Args:
-          row: The values by key: None, strings, bools or numbers (also numpy's and jax's scalars).
-          histograms: The counts in the bins of ``rljax.mismatch.histogram.bin_edges`` by name, for TensorBoard alone.
+        ``histograms`` has counts by name, in the bins of ``rljax.mismatch.histogram.bin_edges``, for TensorBoard alone.
 
         Raises:
           ValueError: ``row["step"]`` is not the next step.

@@ -66,7 +66,7 @@ def test_an_empty_dump_and_one_without_columns_survive(tmp_path):
     ("change", "message"),
     [
         ({"version": 2}, "dump version 2, expected 1"),
-        ({"columns": {}}, r"x\.parquet: columns and their sources must match, got \['rollout', 'trainer'\], \[\]"),
+        ({"columns": {}}, r"x\.parquet: columns and sources must match, got \['rollout', 'trainer'\], \[\]"),
     ],
 )
 def test_another_version_or_damaged_metadata_is_refused(tmp_path, change, message):
