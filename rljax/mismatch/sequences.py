@@ -49,7 +49,7 @@ class Sequences:
         index, zeros = xp.arange(t, dtype=np.int32)[None], xp.zeros_like(values)
 
         def double(step: Any, total: Total) -> Total:
-            """Doubles the windows of the sums from 2^step tokens. Windows end at the first token of the sequence."""
+            """Doubles the windows of 2^step tokens. No window reaches beyond the first token of its sequence."""
             shift = 2**step
             inside = xp.broadcast_to(index - shift >= self.start, values.shape)
             return add_totals(total, Total(*(xp.where(inside, _shifted(xp, part, zeros, shift), 0) for part in total)))

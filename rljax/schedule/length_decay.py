@@ -271,7 +271,7 @@ def _scaled_multiplier(multiplier: float) -> int:
 
 
 def _decay_rates(init_value: float, decay_factor: float, floor_ratio: float) -> tuple[float, ...]:
-    """Returns the rates after 0, 1, 2, ... decays, up to the floor or the last one that is positive in float32."""
+    """Returns the rates after 0, 1, 2, ... decays, up to the first one that is at the floor or 0 in float32."""
     if not 0.0 < init_value < math.inf:
         raise ValueError(f"init_value must be finite and positive, got init_value = {init_value}.")
     if not 0.0 < decay_factor < 1.0:

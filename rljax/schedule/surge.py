@@ -30,7 +30,7 @@ _SMALLEST_LENGTH = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True)
 class SurgeConfig:
-    """The rules by which a surge is called. The defaults suit the paper's runs: a 50-step surge after step 40."""
+    """The rules by which a surge is called. The defaults suit runs that surge after step 40 and within 50 steps."""
 
     ratio: float = 3.0
     """A step crosses when its smoothed length is at least this many times the baseline. Above 1."""
