@@ -137,7 +137,7 @@ def _assemble(
         except KeyError as error:
             raise ValueError(f"{file}:{line}: {error} is missing") from error
         except (TypeError, AttributeError) as error:
-            raise ValueError(f"{file}:{line}: a field is not of the form that the format requires: {error}") from error
+            raise ValueError(f"{file}:{line}: a field is not of the form that the format requires") from error
         except ValueError as error:
             raise ValueError(f"{file}:{line}: {error}") from error
     if not parts:

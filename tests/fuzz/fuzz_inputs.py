@@ -263,7 +263,7 @@ def signature(outcome: Outcome) -> str:
     frames = [
         line.split('"')[1].rpartition("/")[2] + line.split('"')[2]
         for line in lines
-        if line.startswith("  File") and ("/rljax/" in line or "/tools/" in line) and "/site-packages/" not in line
+        if line.startswith("  File") and ("/rljax/" in line or "/fuzz/" in line) and "/site-packages/" not in line
     ]
     return f"{lines[-1][:60]} {frames[-1] if frames else ''}"
 
@@ -335,7 +335,7 @@ def fuzz(
         with tempfile.TemporaryDirectory(prefix="rljax-fuzz-") as folder:
             faulthandler.dump_traceback_later(
                 10 * limit_s, exit=True, file=sys.__stderr__
-            )  # hangs that no signal reaches
+            )  # no signal reaches some hangs
             outcome = run_case(case, Path(folder), limit_s)
             faulthandler.cancel_dump_traceback_later()
         counts[outcome.verdict] += 1

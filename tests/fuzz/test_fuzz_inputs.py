@@ -141,7 +141,9 @@ FAULTS = {
     "problems: lists in lists": (problem_case(DEEP), "p.jsonl:1: not JSON that can be read (nested too deeply)"),
     "problems: a date that Python does not have": (
         problem_case(
-            as_parquet(pa.table({"prompt": columns()["prompt"][0], "extra_info": columns()["extra_info"][2]})),
+            as_parquet(
+                pa.table({"prompt": columns()["prompt"][0], "extra_info": pa.array([2**50, 1], pa.timestamp("s"))})
+            ),
             "p.parquet",
         ),
         "p.parquet cannot be read after row 0",
@@ -240,7 +242,7 @@ FAULTS = {
     ),
     "log: a link to itself": (log_case("run/events.out.tfevents.1", Special.LOOP), "neither metrics.jsonl nor"),
     "log: CSV that is not UTF-8": (log_case("log.csv", b"step,x\n1,\xff\n"), "log.csv: not UTF-8 text"),
-    "log: a number in words": (log_case("log.jsonl", as_lines(LOG), "--window", "x"), "argument --window: invalid int"),
+    "log: a number in words": (log_case("log.jsonl", as_lines(LOG), "--window", "x"), "--window: expected INT, got x"),
     # records of runs
     "record: a list as a step": (record_case(step=[3]), "metrics.jsonl:3: step cannot be [3]"),
     "record: a list as a reward": (record_case(**{"reward/mean": [3]}), "metrics.jsonl:3: reward/mean cannot be [3]"),
