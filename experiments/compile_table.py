@@ -43,7 +43,7 @@ class Row(NamedTuple):
         return self._replace(words=(*self.words, *words))
 
 
-def on(model: str, label: str, machine: str, devices: int, replicas: int = 1) -> Row:
+def paper_row(model: str, label: str, machine: str, devices: int, replicas: int = 1) -> Row:
     """Returns a row with the paper's settings for a model on all devices of a machine, one row of tokens each."""
     mesh: tuple[str, ...] = ("--mesh.fsdp", str(devices // replicas), "--packing.rows_per_micro_batch", str(devices))
     if replicas > 1:
@@ -53,10 +53,10 @@ def on(model: str, label: str, machine: str, devices: int, replicas: int = 1) ->
 
 PLACES = [("8 H100", "h100:1x8", 8), ("64 H100", "h100:8x8", 64), ("v5p-32", "tpu:v5p:2x2x4", 16)]
 MODELS = [
-    *(on(model, *place) for model in ("4B", "8B", "14B", "32B") for place in PLACES),
-    on("8B", *PLACES[1], replicas=8),
-    on("32B", *PLACES[1], replicas=4),
-    on("14B", "8 H100, lora.rank 32", "h100:1x8", 8).with_words("--lora.rank", "32"),
+    *(paper_row(model, *place) for model in ("4B", "8B", "14B", "32B") for place in PLACES),
+    paper_row("8B", *PLACES[1], replicas=8),
+    paper_row("32B", *PLACES[1], replicas=4),
+    paper_row("14B", "8 H100, lora.rank 32", "h100:1x8", 8).with_words("--lora.rank", "32"),
     Row("4B as written", "h100:1x4", SETUP),
     Row("8B as written", "h100:1x4", f"{PAPER}/qwen3_8b_length_triggered.yaml"),
     Row("4B float16 as written", "h100:1x4", f"{PAPER}/qwen3_4b_fp16.yaml"),
@@ -91,7 +91,7 @@ OTHER_TPUS = [
 
 def with_options(place: tuple[str, str, int]) -> list[Row]:
     """Returns rows of the 4B model on a machine, with one option changed at a time."""
-    base = on("4B", *place)
+    base = paper_row("4B", *place)
     changed = [(f"{base.name}, {label}", base.words + words) for label, words in OPTIONS_OF_A_STEP]
     return [base, *(base._replace(name=name, words=words, base=base.name) for name, words in changed)]
 
@@ -99,7 +99,7 @@ def with_options(place: tuple[str, str, int]) -> list[Row]:
 OPTIONS = [
     *with_options(PLACES[0]),
     *with_options(PLACES[2]),
-    *(on("4B", *place)._replace(base="4B, v5p-32") for place in OTHER_TPUS),
+    *(paper_row("4B", *place)._replace(base="4B, v5p-32") for place in OTHER_TPUS),
 ]
 
 
@@ -162,17 +162,17 @@ def options_lines(rows: list[Row], reports: Reports) -> list[str]:
         if "failed" in one:
             lines.append(failed_line(row.name, one, columns=7))
             continue
-        fits, taken = "yes" if one["bytes"]["fits"] else "no", of_a_step(one)
+        fits, totals = "yes" if one["bytes"]["fits"] else "no", step_totals(one)
         base = reports.get(row.base or "", {})
         if "bytes" in base:
-            ratios = (f"x {value / of_a_step(base)[name]:.3g}" for name, value in taken.items())
+            ratios = (f"x {value / step_totals(base)[name]:.3g}" for name, value in totals.items())
             lines.append(cells(row.name, fits, *ratios))
         else:
-            lines.append(cells(row.name, fits, *(f"{value / units[name]:.4g}" for name, value in taken.items())))
+            lines.append(cells(row.name, fits, *(f"{value / units[name]:.4g}" for name, value in totals.items())))
     return lines
 
 
-def of_a_step(one: dict[str, Any]) -> dict[str, float]:
+def step_totals(one: dict[str, Any]) -> dict[str, float]:
     """Returns the needs (bytes) and the work of a device in a full step: all micro-batches with loss, and the rest."""
     count = one["batch"]["micro_batches"]
     flops = count * (sum(one["flops_per_micro_batch"].values()) + kernel_flops(one))

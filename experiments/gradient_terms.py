@@ -146,12 +146,12 @@ def measure(policy: Policy, options: argparse.Namespace) -> dict[str, Any]:
         "accuracy": float(np.mean([batch.rewards for batch in sampled.exact])),
         "accuracy_of_engine": float(np.mean([batch.rewards for batch in sampled.engine])),
         "mean_length": length,
-        **of_the_step(inner, progress, rate, length),
+        **step_numbers(inner, progress, rate, length),
         "by_length": by_length(cuts, biases, metric, total_variation(sampled.log_ratios, masks, cuts)),
     }
 
 
-def of_the_step(inner: Products, progress: np.ndarray, rate: float, length: float) -> dict[str, Any]:
+def step_numbers(inner: Products, progress: np.ndarray, rate: float, length: float) -> dict[str, Any]:
     """Computes the terms in units of J, the measured progress, and shares of the gradient.
 
     Gradients are divided by ``length``, so the terms are multiplied by it.

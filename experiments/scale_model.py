@@ -175,31 +175,31 @@ def layouts(nodes: int, model: Model) -> Iterator[tuple[int, int]]:
             yield trainer, CARDS * nodes - trainer
 
 
-def step_parts(model: Model, mix: str, layout: tuple[int, int], given: Inputs) -> dict[str, float]:
+def step_parts(model: Model, mix: str, layout: tuple[int, int], inputs: Inputs) -> dict[str, float]:
     """Models the seconds of each part of a step."""
     trainer, servers = layout
     responses, tokens = responses_of(mix, np.random.default_rng(0)).tolist(), sum(draw(mix, 0)[0])
-    host = {name: part["processor_s"] * tokens / HOST_TOKENS for name, part in given.host["parts"].items()}
-    replies = tokens / 8192 * given.host["parts"]["a reply read and checked"]["processor_s"]
+    host = {name: part["processor_s"] * tokens / HOST_TOKENS for name, part in inputs.host["parts"].items()}
+    replies = tokens / 8192 * inputs.host["parts"]["a reply read and checked"]["processor_s"]
     batch = LONGEST_ROWS * ROW_TOKENS * PLACE_BYTES
     copied, written = checkpoint_seconds(model.parameters, min(model.fsdp, trainer))
-    row = given.compiled[model.rows.get(trainer, model.rows[0])]
+    row = inputs.compiled[model.rows.get(trainer, model.rows[0])]
     return {
         "rollout": rollout_seconds(responses, servers, DECODING[model.name, MIXES[mix]]),
         "parse and decode replies": replies + host["texts for the rewards"],
         "pack": host["advantages and sequences"] + host["rows and masks"],
         "broadcast": 2 * batch / NETWORK.value + batch / PCIE.value,
-        "step": step_seconds(row, rows_of(tokens, mix, given), trainer, model.fsdp, trained_share()),
-        "publish": publish_seconds(2 * model.parameters, given.write, given.read),
+        "step": step_seconds(row, rows_of(tokens, mix, inputs), trainer, model.fsdp, trained_share()),
+        "publish": publish_seconds(2 * model.parameters, inputs.write, inputs.read),
         "checkpoint": copied / CHECKPOINT_EVERY,
         "checkpoint, in the background": written,
     }
 
 
-def rows_of(tokens: int, mix: str, given: Inputs) -> int:
+def rows_of(tokens: int, mix: str, inputs: Inputs) -> int:
     """Returns the number of rows that the tokens fill."""
     shares = [
-        one["row_share"] for one in given.packing["cases"] if (one["lengths"], one["row_tokens"]) == (mix, ROW_TOKENS)
+        one["row_share"] for one in inputs.packing["cases"] if (one["lengths"], one["row_tokens"]) == (mix, ROW_TOKENS)
     ]
     return math.ceil(tokens / (ROW_TOKENS * shares[0]))
 
@@ -212,11 +212,11 @@ def total(parts: dict[str, float]) -> float:
     return waited + max(0.0, parts["checkpoint, in the background"] - hidden) / CHECKPOINT_EVERY
 
 
-def best_step(model: Model, mix: str, nodes: int, given: Inputs) -> dict[str, Any] | None:
+def best_step(model: Model, mix: str, nodes: int, inputs: Inputs) -> dict[str, Any] | None:
     """Returns the parts of the fastest layout; None if the trainer's state does not fit half of the nodes."""
     candidates: list[dict[str, Any]] = []
     for layout in layouts(nodes, model):
-        parts = step_parts(model, mix, layout, given)
+        parts = step_parts(model, mix, layout, inputs)
         candidates.append({"trainer_gpus": layout[0], "server_gpus": layout[1], "parts": parts, "total": total(parts)})
     if not candidates:
         return None
@@ -226,7 +226,7 @@ def best_step(model: Model, mix: str, nodes: int, given: Inputs) -> dict[str, An
     return best | {"limit": max(counted, key=lambda name: counted[name]), "total_if_rollout_hid_the_step": together}
 
 
-def against_published(one: PublishedStep, model: Model, given: Inputs) -> dict[str, Any]:
+def against_published(one: PublishedStep, model: Model, inputs: Inputs) -> dict[str, Any]:
     """Models a published step of another framework, with rollout and update in turn on the same GPUs.
 
     All responses have the mean length.
@@ -234,7 +234,7 @@ def against_published(one: PublishedStep, model: Model, given: Inputs) -> dict[s
     kind = "short" if one.mean_tokens < 2000 else "long"
     rollout = rollout_seconds([one.mean_tokens] * one.responses, one.gpus, DECODING[model.name, kind])
     rows = math.ceil(one.responses * one.mean_tokens / ROW_TOKENS)
-    step = step_seconds(given.compiled[model.rows[0]], rows, one.gpus, model.fsdp, trained_share())
+    step = step_seconds(inputs.compiled[model.rows[0]], rows, one.gpus, model.fsdp, trained_share())
     return {**one._asdict(), "rollout": rollout, "step": step, "share": (rollout + step) / one.seconds}
 
 
@@ -292,18 +292,18 @@ def steps_table(steps: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def publish_variants(model: Model, given: Inputs) -> dict[str, float]:
+def publish_variants(model: Model, inputs: Inputs) -> dict[str, float]:
     """Models the seconds of a publish now, and of two variants."""
     size = 2 * model.parameters
     delta = CHANGED.value * model.parameters * DELTA_BYTES.value
     return {
-        "one writer, as it is": publish_seconds(size, given.write, given.read),
+        "one writer, as it is": publish_seconds(size, inputs.write, inputs.read),
         "each of 4 trainer nodes writes its part": sharded_publish_seconds(size, 4),
-        "changed weights alone, one writer": publish_seconds(delta, given.write, given.read),
+        "changed weights alone, one writer": publish_seconds(delta, inputs.write, inputs.read),
     }
 
 
-def rates_used(given: Inputs) -> dict[str, Rate]:
+def rates_used(inputs: Inputs) -> dict[str, Rate]:
     """Returns the rates of the sums, without the servers' points."""
     here = "this program, one thread, in memory (/dev/shm), by the processor's time, on a shared machine of 2 cores"
     return {
@@ -312,8 +312,8 @@ def rates_used(given: Inputs) -> dict[str, Rate]:
         "network": NETWORK,
         "between a card and its host": PCIE,
         "shared storage": STORAGE,
-        "weights written": Rate(given.write, "B/s", "measured", here),
-        "weights read": Rate(given.read, "B/s", "measured", here),
+        "weights written": Rate(inputs.write, "B/s", "measured", here),
+        "weights read": Rate(inputs.read, "B/s", "measured", here),
         "weights changed by a step": CHANGED,
         "a changed weight in a delta": DELTA_BYTES,
     }
@@ -339,22 +339,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
-    given = read_inputs(*measure_files())
+    inputs = read_inputs(*measure_files())
     of_name = {model.name: model for model in MODELS}
     record = {
         "command": shlex.join(["python", *sys.argv]),
         "steps": [
-            {"model": model.name, "mix": mix, "nodes": nodes, **(best_step(model, mix, nodes, given) or {})}
+            {"model": model.name, "mix": mix, "nodes": nodes, **(best_step(model, mix, nodes, inputs) or {})}
             for model in MODELS
             for mix in MIXES
             for nodes in NODES
         ],
-        "rates": {name: rate._asdict() for name, rate in rates_used(given).items()},
+        "rates": {name: rate._asdict() for name, rate in rates_used(inputs).items()},
         "decoding": {" ".join(key): one._asdict() for key, one in DECODING.items()},
-        "publish_s": {model.name: publish_variants(model, given) for model in MODELS},
+        "publish_s": {model.name: publish_variants(model, inputs) for model in MODELS},
         "against_published": {
             "source": NEMO,
-            "steps": [against_published(one, of_name[one.model], given) for one in NEMO_STEPS],
+            "steps": [against_published(one, of_name[one.model], inputs) for one in NEMO_STEPS],
         },
     }
     show(record)

@@ -29,7 +29,7 @@ def report(needed, flops, micro_batches=2):
 
 
 def test_a_step_is_its_micro_batches_and_what_comes_once():
-    found = compile_table.of_a_step(report(7, 40))
+    found = compile_table.step_totals(report(7, 40))
     assert found == {"needed": 7, "flops": 2 * (40 + 10) + 1, "traffic": 250, "links": 11, "modelled": 8.0}
 
 
