@@ -44,7 +44,7 @@ from rljax.sharding import constrain, replicated
 Cache = tuple[Array, Array]  # keys and values, [layers, b, s, kv heads, head_dim]
 
 
-def _with_cache(
+def attention_with_cache(
     mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
 ) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
     """Returns an attention that writes keys and values into a layer's cache, and attends to what ``mask`` allows.
@@ -86,7 +86,7 @@ def _prefill(
     causal = index[:, None] >= jnp.arange(cache_tokens)[None, :]
     mask = causal[None] & valid_cache[:, None, :]
     embedded = embed_tokens(params, tokens)
-    hidden, cache, stats = run_blocks(params, config, embedded, positions, _with_cache(mask, 0), cache)
+    hidden, cache, stats = run_blocks(params, config, embedded, positions, attention_with_cache(mask, 0), cache)
     return hidden[:, -1], cache, valid_cache, _routes(stats, config)
 
 
@@ -200,7 +200,7 @@ def _decode(
         embedded = constrain(embed_tokens(params, token[:, None]), "rows", "tokens", "act_embed")
         positions = (lengths + step)[:, None]
         new_hidden, cache, stats = run_blocks(
-            params, config, embedded, positions, _with_cache(mask[:, None], at), cache
+            params, config, embedded, positions, attention_with_cache(mask[:, None], at), cache
         )
         if routes is not None:
             routes = jax.lax.dynamic_update_slice_in_dim(routes, _routes(stats, config), step, 1)
