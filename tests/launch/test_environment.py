@@ -55,9 +55,10 @@ def test_a_version_that_is_too_old_is_not_taken(machine):
     assert search(path, str(sys.version_info.minor + 1)) == (1, "")
 
 
-@pytest.mark.parametrize(
-    "script", ["environment.sh", "installing.sh", "install_compilers.sh", "../tools/test_peers.sh"]
-)
+SEARCHING = ["launch/environment.sh", "launch/installing.sh", "launch/install_compilers.sh", "tools/test_peers.sh"]
+
+
+@pytest.mark.parametrize("script", SEARCHING)
 def test_every_script_searches_in_one_way(script):
     text = (ROOT / script).read_text(encoding="utf-8")
     assert "find_python" in text
