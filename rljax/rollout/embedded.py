@@ -49,11 +49,8 @@ def attention_with_cache(
 ) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
     """Returns an attention that writes keys and values into a layer's cache, and attends to what ``mask`` allows.
 
-    They are stored in the dtype of the cache. The attention reads only what the cache stores, of this call's own too.
-
-    Args:
-      mask: Whether a query may attend to a place of the cache, [b, t, s].
-      write_at: The place of the cache that the first key is written to.
+    They are stored in the dtype of the cache, from place ``write_at`` on. The attention reads only what the cache
+    stores, of this call's own too.
     """
 
     def attention_fn(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
@@ -108,14 +105,7 @@ def next_tokens(
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
     """Returns next tokens and their log-probabilities under the distribution sampled from (temperature 1 if greedy).
 
-    Args:
-      params: The weights in the rollout dtype.
-      hidden: The last hidden state of each row.
-      keys: The random key of each row.
-      temperature: The sampling temperature.
-      greedy: Whether the likeliest token is taken.
-      forced: The tokens to take instead of sampling, or None.
-      lm_head_dtype: The dtype in which the LM head computes, or None for that of ``hidden``.
+    The last hidden states ``hidden`` give the logits. Where ``forced`` holds tokens, these are taken instead.
     """
     hidden, table = head_operands(hidden, lm_head_table(params), lm_head_dtype)
     exactness = matmul_precision(table.dtype)
