@@ -36,6 +36,36 @@ _FIXED = {
     "trainable_token_indices": None,
 }
 """The keys of the configuration that must have these values in every adapter that rljax can compute."""
+_STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+"""The values of ``init_lora_weights`` that leave the base as it is. All others of PEFT subtract from it."""
+_SAME_FUNCTION = (
+    "auto_mapping",
+    "base_model_class",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "unsloth_fixed",
+    "velora_config",
+)
+"""The keys that do not change what is computed, or that are compared by themselves."""
 
 
 def save_adapters(
@@ -76,7 +106,7 @@ def load_adapters(
     """Reads float32 adapters from a directory in PEFT's layout.
 
     Args:
-      directory: The directory with both files. Its tensors may have any float dtype.
+      directory: The directory with both files. Its tensors may be F16, BF16, F32 or F64.
       config: The shape of the policy.
       lora: The rank, alpha and targets that the adapters must have.
       shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
@@ -107,9 +137,15 @@ def _check_config(path: Path, lora: LoraConfig) -> None:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: expected an object, got {type(raw).__name__}")
-    for key, only in _FIXED.items():
-        if (raw.get(key) or only) != only:
-            raise ValueError(f"{path}: {key} = {raw[key]!r:.60} is not supported")
+    for key, value in raw.items():
+        if key not in _SAME_FUNCTION and value and value != _FIXED.get(key):
+            raise ValueError(f"{path}: {key} = {value!r:.60} is not supported")
+    start = raw.get("init_lora_weights")
+    if (start.lower() if isinstance(start, str) else start) not in _STARTS:
+        raise ValueError(
+            f"{path}: init_lora_weights = {start!r:.60} is not supported, because it changes the base; save it "
+            "with path_initial_model_for_weight_conversion"
+        )
     for key, wanted in (("r", lora.rank), ("lora_alpha", lora.resolved_alpha)):
         name = "lora.rank" if key == "r" else "lora.alpha"
         if raw.get(key) != wanted:

@@ -97,6 +97,25 @@ K_A = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
         (lambda folder: change_config(folder, use_dora=True), "use_dora = True is not supported"),
         (lambda folder: change_config(folder, use_rslora=True), "use_rslora = True is not supported"),
         (lambda folder: change_config(folder, modules_to_save=["lm_head"]), "modules_to_save"),
+        (lambda folder: change_config(folder, bias="lora_only"), "bias = 'lora_only' is not supported"),
+        (
+            lambda folder: change_config(folder, init_lora_weights="pissa_niter_16"),
+            "init_lora_weights = 'pissa_niter_16'",
+        ),
+        (
+            lambda folder: change_config(folder, init_lora_weights="LoftQ"),
+            "init_lora_weights = 'LoftQ' is not supported",
+        ),
+        (
+            lambda folder: change_config(folder, init_lora_weights=["eva"]),
+            "init_lora_weights = .'eva'. is not supported",
+        ),
+        (
+            lambda folder: change_config(folder, alora_invocation_tokens=[5, 6]),
+            "alora_invocation_tokens = .5, 6. is not",
+        ),
+        (lambda folder: change_config(folder, kasa_config={"beta": 1e-4}), "kasa_config = .* is not supported"),
+        (lambda folder: change_config(folder, of_a_later_peft={"k": 1}), "of_a_later_peft = .'k': 1. is not supported"),
         (lambda folder: change_tensors(folder, lambda t: t.pop(K_A)), "k_proj.lora_A.weight' is missing"),
         (lambda folder: change_tensors(folder, lambda t: t.update({K_A: t[K_A][:, 1:].copy()})), "has shape .2, 31."),
         (lambda folder: change_tensors(folder, lambda t: t.update({"more": t[K_A]})), "'more' belongs to no layer"),
@@ -110,6 +129,50 @@ def test_adapters_that_do_not_fit_are_refused(break_it, part, tmp_path):
     with pytest.raises(ValueError, match=part) as raised:
         load_adapters(tmp_path, MIXTURE, lora)
     assert "\n" not in str(raised.value)
+
+
+INITIALISATIONS = {
+    **dict.fromkeys((True, False, "gaussian", "orthogonal", "eva", "mica"), True),
+    **dict.fromkeys(("pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga"), False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", INITIALISATIONS, ids=str)
+def test_each_initialisation_of_peft_is_the_same_or_refused(start, tmp_path):
+    peft = pytest.importorskip("peft")
+    tokens = np.random.default_rng(1).integers(0, SHAPES[0][0], (2, 9))
+    model = hf_model(SHAPES[0])
+    model.save_pretrained(tmp_path / "base")
+    lora = LoraConfig(rank=4, targets=("q_proj", "o_proj", "up_proj"))
+    more = {"loftq": {"loftq_config": {"loftq_bits": 4, "loftq_iter": 1}}, "lora_ga": {"lora_ga_config": {}}}.get(
+        start, {}
+    )
+    if start == "loftq":
+        pytest.importorskip("bitsandbytes")
+    theirs = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=list(lora.targets),
+        init_lora_weights=start,
+        task_type="CAUSAL_LM",
+        **more,
+    )
+    if start == "corda":
+        pytest.importorskip("attr")
+        corda = pytest.importorskip("peft.tuners.lora.corda")
+        theirs.corda_config = peft.tuners.lora.config.CordaConfig()
+        corda.preprocess_corda(model, theirs, run_model=lambda: torch_logits(model, tokens))
+    adapted = peft.get_peft_model(model, theirs, low_cpu_mem_usage=False).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    config = read_config(tmp_path / "base")
+    if not INITIALISATIONS[start]:
+        with pytest.raises(ValueError, match=f"init_lora_weights = '{start}' is not supported, because it changes"):
+            load_adapters(tmp_path / "adapter", config, lora)
+        return
+    params, adapters = load_params(tmp_path / "base", config), load_adapters(tmp_path / "adapter", config, lora)
+    expected = torch_logits(adapted, tokens)
+    np.testing.assert_allclose(merged_logits(params, adapters, config, lora, tokens), expected, atol=1e-5, rtol=0)
 
 
 def test_adapters_of_another_policy_are_refused(tmp_path):
