@@ -32,6 +32,7 @@ from rljax.sharding import fetch
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_DTYPES = ("F16", "BF16", "F32", "F64")
 _SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -172,7 +173,7 @@ def load_params(
     """Reads a safetensors directory (one file, or several with an index), by default into float32 masters.
 
     Args:
-      directory: The HF directory. Its tensors may have any float dtype.
+      directory: The HF directory. Its tensors may be F16, BF16, F32 or F64.
       config: The shape of the policy, from ``read_config``.
       shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
       dtype: The dtype of the result.
@@ -205,19 +206,24 @@ def read_leaves(
       shapes_from: The origin of the expected shapes, for error messages.
 
     Raises:
-      ValueError: A tensor is missing or has another shape. The message names it.
+      ValueError: A tensor is missing, or has another shape or dtype. The message names it. Nothing is placed then.
     """
     placed = flatten_dict(shardings or {})
-    params = {}
+    params, leaves = {}, list(leaves)
     for leaf in leaves:
         for name in np.ravel(leaf.names):
             if name not in sources:
                 raise ValueError(f"{directory}: tensor {name!r} is missing")
-            shape = tuple(sources[name].get_shape())
+            shape, stored = tuple(sources[name].get_shape()), sources[name].get_dtype()
+            if stored not in _DTYPES:
+                raise ValueError(
+                    f"{directory}: tensor {name!r} has dtype {stored}, expected one of {', '.join(_DTYPES)}"
+                )
             if shape != leaf.hf_shape:
                 raise ValueError(
                     f"{directory}: tensor {name!r} has shape {shape}, expected {leaf.hf_shape} from {shapes_from}"
                 )
+    for leaf in leaves:
         whole = leaf.names.shape + leaf.shape
         read = functools.partial(_read_leaf, sources, leaf, jnp.dtype(dtype))
         if shardings is None:

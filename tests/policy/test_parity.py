@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.torch
 from transformers_models import (
     MIXTURES,
     SHAPES,
@@ -21,7 +22,7 @@ from transformers_models import (
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
-from rljax.policy.hf import INDEX_NAME, load_params, save_params
+from rljax.policy.hf import INDEX_NAME, SINGLE_NAME, load_params, save_params
 from rljax.policy.model import init_params, param_shardings
 from rljax.policy.score import make_scorer
 from rljax.sharding import MeshConfig, make_mesh
@@ -104,6 +105,26 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path):
         load_params(tmp_path, small_config(tie_word_embeddings=True, head_dim=16))
     with pytest.raises(ValueError, match="no weights in"):
         load_params(tmp_path / "nowhere", config)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("float8_e4m3fn", "F8_E4M3"), ("int8", "I8"), ("uint8", "U8")])
+def test_a_tensor_that_is_no_plain_float_is_named(dtype, stored, tmp_path, monkeypatch):
+    save_params(tmp_path, init_params(small_config(), 0), small_config())
+    tensors = safetensors.torch.load_file(tmp_path / SINGLE_NAME)
+    last = "model.norm.weight"
+    safetensors.torch.save_file(tensors | {last: tensors[last].to(getattr(torch, dtype))}, tmp_path / SINGLE_NAME)
+    monkeypatch.setattr(jnp, "asarray", lambda *_: pytest.fail("a tensor was placed before the check"))
+    with pytest.raises(ValueError, match=f"tensor '{last}' has dtype {stored}, expected one of F16, BF16, F32, F64"):
+        load_params(tmp_path, small_config())
+
+
+def test_float64_is_read(tmp_path):
+    save_params(tmp_path, init_params(small_config(), 0), small_config())
+    before = load_params(tmp_path, small_config())
+    tensors = safetensors.torch.load_file(tmp_path / SINGLE_NAME)
+    doubles = {name: tensor.double() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(doubles, tmp_path / SINGLE_NAME)
+    jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path, small_config()), before)
 
 
 def test_logprobs_are_of_the_token_itself_and_start_at_zero(tmp_path):
