@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from rljax.compare.distributions import DistributionPair, compare_distributions, with_distributions
 from rljax.compare.importers import read_tokens
-from rljax.compare.report import SECOND_RUN, Comparison, compare_columns, to_json, to_markdown, to_text
+from rljax.compare.report import SECOND_RUN, Comparison, check_logprobs, compare_columns, to_json, to_markdown, to_text
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import name_columns, score_column, split_spec
 from rljax.data.prompts import TOYS
@@ -268,6 +268,7 @@ def main(argv: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         dump = sequences(options)
         write_dump(options.out / "tokens.parquet", dump)
+        check_logprobs(dump, set(dump.logprobs).intersection(options.columns or dump.logprobs))
     given = options.columns if options.columns is not None else sorted(dump.logprobs)
     roles = named_roles(options, {*dump.logprobs, *columns.values()})
     try:

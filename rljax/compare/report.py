@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ SECOND_RUN = "@2"
 """The suffix of a scorer's second run; the part before it is the name of the first run's column."""
 
 POSITION_EDGES = (16, 64, 256, 1024, 4096, 16384)
+ABOVE_ZERO = 1e-5
+"""The largest log-probability (nats) that rounding explains."""
 _PLACES = ("trainer", "", "rollout")  # the roles in the order of a pair's columns
 MATRIX_METRICS = ("logprob_abs_diff_mean", "k3_kl", "log_ppl_abs_diff")
 
@@ -86,13 +88,14 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
         conversion.
 
     Raises:
-      ValueError: A named column is missing, or there are fewer than two.
+      ValueError: A named column is missing, there are fewer than two, or a number is above 0.
     """
     chosen = list(columns) if columns is not None else sorted(c for c in dump.logprobs if not c.endswith(SECOND_RUN))
     if missing := [name for name in chosen if name not in dump.logprobs]:
         raise ValueError(f"no column {missing[0]!r} in the dump, which has {sorted(dump.logprobs)}")
     if len(set(chosen)) != len(chosen) or len(chosen) < 2:
         raise ValueError(f"a comparison needs at least two columns, each once, got {chosen}")
+    check_logprobs(dump, chosen)
     roles = {name: dump.role(name) for name in chosen}
     names = sorted(chosen, key=lambda name: _PLACES.index(roles[name]))
     mask = _pad(dump.response_mask, False)
@@ -111,6 +114,26 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     }
     sources = {name: dataclasses.replace(dump.sources[name], role=roles[name]) for name in names}
     return Comparison(sources, pairs, floors)
+
+
+def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
+    """Raises ValueError if a column holds a number above 0 at a response token: it cannot be a log-probability."""
+    for name in columns:
+        vectors = [vector[mask] for vector, mask in zip(dump.logprobs[name], dump.response_mask, strict=True)]
+        values = np.concatenate(vectors)
+        above = values > ABOVE_ZERO
+        if not above.any():
+            continue
+        row = next(i for i, vector in enumerate(vectors) if (vector > ABOVE_ZERO).any())
+        hint = f"{above.sum()} of {len(values)} response tokens have such a number"
+        if (values[~np.isnan(values)] >= 0).all():
+            hint = "none is below 0: they look like log-probabilities with the sign turned"
+            if not (values > 1 + ABOVE_ZERO).any():
+                hint = "all lie between 0 and 1: they look like probabilities, so write their logarithms"
+        raise ValueError(
+            f"column {name!r} has {vectors[row][vectors[row] > ABOVE_ZERO][0]:g} in sequence "
+            f"{dump.sequence_ids[row]!r}, but a log-probability is never above 0; {hint}"
+        )
 
 
 def _cut(sampling: Mapping[str, Any]) -> str:
@@ -210,12 +233,13 @@ def _growth_table(comparison: Comparison) -> tuple[str, _Rows]:
 
 def _verdict_table(comparison: Comparison) -> tuple[str, _Rows]:
     bars = list(comparison.pairs[0].verdict.bars.items())
-    rows = [["pair", "verdict", "cause", *(f"{name} (limit {bar:g})" for name, (_, bar) in bars), "reason"]]
+    rows = [["pair", "verdict", "cause", "left_out", *(f"{name} (limit {bar:g})" for name, (_, bar) in bars), "reason"]]
     for pair in comparison.pairs:
         verdict = pair.verdict
         numbers = [f"{value:.3g}" for value, _ in verdict.bars.values()]
         label = f"{pair.trainer} / {pair.rollout}"
-        rows.append([label, verdict.status.upper(), verdict.cause, *numbers, verdict.reason])
+        left_out = f"{verdict.left_out} of {verdict.tokens}"
+        rows.append([label, verdict.status.upper(), verdict.cause, left_out, *numbers, verdict.reason])
     return "Verdicts", rows
 
 

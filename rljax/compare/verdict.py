@@ -7,6 +7,7 @@ alignment off by one, a temperature, then the size of the gap, which the dtypes 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from rljax.mismatch import framework_metrics, mismatch_statistics, read_tokens
 from rljax.mismatch.names import PUBLISHED_BARS
+from rljax.mismatch.tokens import LARGEST_LOGPROB
 from rljax.record.token_dumps import ColumnSource
 
 # The normalised gap is the mean |difference| per token (nats) over the mean of 1 - p, because an error of the logits
@@ -24,6 +26,8 @@ GAP_RANGES = {"float32": (0.0, 1e-4), "float16": (1e-4, 8e-3), "bfloat16": (1e-3
 
 _SHIFT_GAIN = 0.25  # a shift by one must reduce the mean gap to this share
 _CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temperature
+_SENTINEL = -1000.0  # nats; no softmax of a language model gives a sampled token less
+_FILL_SHARE, _FILL_TOKENS = 0.05, 8  # the least share of a pair's tokens, and the least count, that show a fill
 _SLOPE, _CORRELATION = 1.06, 0.9  # the least slope and correlation that show a temperature and not other weights
 
 Bars = dict[str, tuple[float, float]]
@@ -36,16 +40,21 @@ class Verdict:
 
     Attributes:
       status: The status: "pass", "fail" (comparable but too far apart) or "refused" (not comparable).
-      cause: The cause: "none", "above_bar", "no_tokens", "truncated_sampling", "temperature", "other_weights",
-        "off_by_one" or "wrong_dtype".
+      cause: The cause: "none", "above_bar", "constant_fill", "no_tokens", "truncated_sampling", "temperature",
+        "other_weights", "off_by_one", "wrong_dtype" or "left_out".
       reason: The reason, one sentence for a reader.
       bars: The number of this pair and the published limit, by "framework name".
+      left_out: The number of response tokens without a finite number in both columns. The first token of a sequence
+        does not count where its number is NaN and the sequence has others, because nothing precedes it.
+      tokens: The number of response tokens.
     """
 
     status: str
     cause: str
     reason: str
     bars: Bars
+    left_out: int = 0
+    tokens: int = 0
 
 
 def judge(
@@ -73,7 +82,10 @@ def judge(
       The verdict. Its cause is inferred from numbers, and its reason says how certain it is.
     """
     x, y = np.asarray(trainer, np.float64), np.asarray(rollout, np.float64)
-    valid = np.asarray(mask, bool) & np.isfinite(x) & np.isfinite(y)
+    mask = np.asarray(mask, bool)
+    valid = mask & (np.abs(x) <= LARGEST_LOGPROB) & (np.abs(y) <= LARGEST_LOGPROB)  # False for NaN
+    left_out = mask & ~valid
+    left_out[:, :1] &= ~(np.isnan(x[:, :1] + y[:, :1]) & valid.any(1, keepdims=True))
     statistics = mismatch_statistics(read_tokens(x, y, mask))
     bars = {
         f"{framework} {name}": (framework_metrics(statistics, framework)[name], bar)
@@ -83,7 +95,13 @@ def judge(
         trainer_source, rollout_source = (
             dataclasses.replace(source, weights_hash="") for source in (trainer_source, rollout_source)
         )
-    return Verdict(*next(_findings(x, y, valid, trainer_source, rollout_source, bars, cut)), bars)
+    findings = itertools.chain(
+        _fill_findings(x, y, mask),
+        _findings(x, y, valid, trainer_source, rollout_source, bars, cut),
+        _left_out_findings(x, y, mask, left_out),
+        [("pass", "none", "within every published limit")],
+    )
+    return Verdict(*next(findings), bars, int(left_out.sum()), int(mask.sum()))
 
 
 _Finding = tuple[str, str, str]  # status, cause, reason
@@ -124,7 +142,58 @@ def _findings(
     over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
     if over:
         yield "fail", "above_bar", f"above the published limit: {'; '.join(over)}"
-    yield "pass", "none", "within every published limit"
+
+
+def _fill_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> Iterator[_Finding]:
+    """Yields a finding if a column holds a constant in the place of missing numbers."""
+    for name, values, others in (("first", x, y), ("second", y, x)):
+        known = mask & np.isfinite(values)
+        if (value := _fill(values, others, known)) is not None:
+            at = known & (values == value)
+            reason = (
+                f"the {name} column holds {value:g} at {at.sum()} of {mask.sum()} response tokens "
+                f"({at.any(1).sum()} of {mask.any(1).sum()} sequences): a constant fill for missing numbers, such as "
+                "SkyRL's -9999 or slime's 0, not log-probabilities (processed numbers of greedy sampling are 0, too)"
+            )
+            yield "refused", "constant_fill", reason
+
+
+def _fill(x: np.ndarray, y: np.ndarray, known: np.ndarray) -> float | None:
+    """Returns the constant that fills a column in the place of missing numbers; None if there is none.
+
+    A number that many tokens share is a fill where the other column differs. Certain tokens share the number 0 in both
+    columns, so at a fifth of the places of a fill the other column must be far from it.
+    """
+    if (low := known & (x <= _SENTINEL)).any():
+        return float(np.min(x[low]))
+    if known.sum() >= 2 * _FILL_TOKENS and not x[known].any():
+        return 0.0
+    far = known & np.isfinite(y) & (np.abs(x - y) > _CLEAR_GAP)
+    numbers, counts = np.unique(x[far], return_counts=True)
+    if not len(counts) or counts.max() < _FILL_TOKENS:
+        return None
+    value = numbers[counts.argmax()]
+    same = known & (x == value)
+    whole_rows = (same.sum(1) >= _FILL_TOKENS) & (same.sum(1) == known.sum(1)) & far.any(1)
+    is_fill = counts.max() >= _FILL_SHARE * known.sum() or whole_rows.any()
+    return float(value) if is_fill and counts.max() >= 0.2 * same.sum() else None
+
+
+def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out: np.ndarray) -> Iterator[_Finding]:
+    """Yields a finding if some response tokens have no finite number in both columns."""
+    if left_out.any():
+        counts = (
+            f"the {name} column has {np.isnan(values[left_out]).sum()} unknown and "
+            f"{(np.abs(values[left_out]) > LARGEST_LOGPROB).sum()} infinite ones"
+            for name, values in (("first", x), ("second", y))
+        )
+        lost = (left_out.sum(1) == mask.sum(1)) & mask.any(1)
+        reason = (
+            f"{left_out.sum()} of {mask.sum()} response tokens have no finite number in both columns "
+            f"({', '.join(counts)}), and {lost.sum()} of {mask.any(1).sum()} sequences have none at all: the rest is "
+            "within every published limit, but it is not the whole"
+        )
+        yield "refused", "left_out", reason
 
 
 def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
@@ -157,7 +226,12 @@ def _gap_findings(gap: float, a: ColumnSource, b: ColumnSource) -> Iterator[_Fin
     """Yields the findings from the normalised gap and the coarser of the declared dtypes."""
     ceiling = GAP_RANGES["bfloat16"][1]
     if gap > ceiling:
-        reason = f"a gap of {gap:.2g} nats is beyond any dtype's ({ceiling:g}): other weights, such as a stale server's"
+        reason = (
+            f"a gap of {gap:.2g} nats is beyond any dtype's ({ceiling:g}). The numbers do not say which of these it "
+            "is: other weights, such as a stale server's; a missing adapter; quantised weights or an 8-bit cache; "
+            "another temperature, or a penalty or cut of the logits; an output head in another dtype; other "
+            "positions, a lost prompt or other tokens; a fault of a kernel"
+        )
         yield "fail", "other_weights", reason
     if a.dtype not in GAP_RANGES or b.dtype not in GAP_RANGES:
         return

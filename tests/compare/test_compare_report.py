@@ -324,8 +324,104 @@ def test_many_pairs_are_drawn_by_dtype_and_failures_by_name(tmp_path, monkeypatc
 
 
 def test_a_pair_that_fails_gives_status_1(tmp_path):
-    path = write_dump(tmp_path / "t", noisy_dump(scale=1.0))
+    dump = noisy_dump(scale=1.0)
+    dump = dump.with_column("b", [-np.abs(row) for row in dump.logprobs["b"]], SOURCE)
+    path = write_dump(tmp_path / "t", dump)
     assert run_cli(compare.main, [str(path), "--out", str(tmp_path / "out")]) == 1
+
+
+def spoiled(change, rows=16, tokens=30):
+    """Columns trainer and rollout; ``change`` alters the rollout's numbers [rows, tokens] or returns others."""
+    rng = np.random.default_rng(3)
+    trainer = -rng.exponential(1.0, (rows, tokens)) - 0.1
+    rollout = trainer + 5e-3 * rng.standard_normal(trainer.shape)
+    changed = change(rollout)
+    columns = {"trainer": trainer, "rollout": rollout if changed is None else changed}
+    ids, mask = np.ones((rows, tokens), int), np.ones((rows, tokens), bool)
+    return make_dump([str(i) for i in range(rows)], ids, mask, columns)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "left_out", "words"),
+    [
+        (np.s_[1:], -np.inf, 450, "450 infinite ones), and 15 of 16 sequences"),
+        (np.s_[3], np.nan, 30, "30 unknown and 0 infinite ones), and 1 of 16 sequences"),
+        (np.s_[3, 7], -np.inf, 1, "1 infinite ones), and 0 of 16 sequences"),
+        (np.s_[5, 2], np.nan, 1, "1 unknown"),
+    ],
+)
+def test_tokens_that_are_left_out_never_pass(tmp_path, capsys, where, value, left_out, words):
+    path = write_dump(tmp_path / "t", spoiled(lambda rollout: rollout.__setitem__(where, value)))
+    assert run_cli(compare.main, [str(path), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().out
+    assert f"left_out  {left_out} of 480" in said
+    assert words in said
+
+
+def test_the_first_token_of_all_has_no_number_to_miss():
+    dump = spoiled(lambda rollout: rollout.__setitem__(np.s_[:, 0], np.nan))
+    (pair,) = compare_columns(dump).pairs
+    assert (pair.verdict.status, pair.verdict.left_out) == ("pass", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rollout: rollout.__setitem__((2, 3), 0.5), "1 of 480 response tokens have such a number"),
+        (lambda rollout: rollout.__setitem__((2, 3), np.inf), "column 'rollout' has inf in sequence '2'"),
+        (np.exp, "they look like probabilities"),
+        (np.negative, "the sign turned"),
+    ],
+)
+def test_numbers_above_zero_are_refused_in_a_line(tmp_path, capsys, change, words):
+    path = write_dump(tmp_path / "t", spoiled(change))
+    assert run_cli(compare.main, [str(path), "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a log-probability is never above 0" in line
+    assert words in line
+
+
+def test_zero_and_what_rounding_adds_are_no_mistake():
+    dump = spoiled(lambda rollout: rollout.__setitem__((2, 3), 4e-6))
+    assert "never above 0" not in to_text(compare_columns(dump))
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "count"),
+    [
+        (np.s_[:, 20:], -9999.0, 160),
+        (np.s_[4, 5], -9999.0, 1),
+        (np.s_[:], -1e30, 480),
+        (np.s_[:], 0.0, 480),
+        (np.s_[3], 0.0, 30),
+        (np.s_[:, ::4], 0.0, 128),
+        (np.s_[6:9], -100.0, 90),
+        (np.s_[6:9], -1.0, 90),
+    ],
+)
+def test_constant_fills_are_named(where, value, count):
+    (pair,) = compare_columns(spoiled(lambda rollout: rollout.__setitem__(where, value))).pairs
+    assert (pair.verdict.status, pair.verdict.cause) == ("refused", "constant_fill"), pair.verdict.reason
+    assert f"second column holds {value:g} at {count} of 480 response tokens" in pair.verdict.reason
+
+
+@pytest.mark.parametrize("power", [1.0, 1.6, 8.0])
+def test_certain_tokens_are_no_constant_fill(power):
+    """Half the tokens are certain, 0 in both columns or near it; a lower temperature makes more of them 0."""
+    rng = np.random.default_rng(4)
+    gaps = np.where(rng.random((16, 64)) < 0.5, rng.uniform(8, 40, (16, 64)), rng.uniform(-3, 3, (16, 64)))
+    x, y = (-np.log1p(np.exp(-gaps * p)).astype(np.float32) for p in (1.0, power))
+    ids, mask = np.ones(x.shape, int), np.ones(x.shape, bool)
+    (pair,) = compare_columns(make_dump([str(i) for i in range(16)], ids, mask, {"a": x, "b": y})).pairs
+    assert pair.verdict.cause != "constant_fill", pair.verdict.reason
+    assert (pair.verdict.status == "pass") == (power == 1.0)
+
+
+def test_a_gap_beyond_any_dtype_lists_its_causes():
+    (pair,) = compare_columns(spoiled(lambda rollout: rollout.__isub__(np.abs(np.sin(1e3 * rollout))))).pairs
+    assert (pair.verdict.status, pair.verdict.cause) == ("fail", "other_weights")
+    for words in ("do not say which", "stale server's", "8-bit cache", "another temperature", "head in another dtype"):
+        assert words in pair.verdict.reason
 
 
 def test_without_torch_only_the_hf_scorer_is_missing(model, monkeypatch):
