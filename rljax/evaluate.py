@@ -129,6 +129,10 @@ class Policy:
         params = self.load_trained(mesh)
         return params if merged is None else merged(params)
 
+    def stops(self, end: int) -> tuple[int, ...]:
+        """Returns the tokens that end a response, as ``PolicyConfig.stops``, with those that its run names."""
+        return self.config.stops(end, self.settings().rollout.stop_token_ids if self.run else ())
+
     def settings(self) -> Config:
         """Returns the configuration of its run, with the model's local directory."""
         assert self.run is not None
@@ -244,8 +248,7 @@ def main(argv: Sequence[str]) -> int:
         limit = response_limit(wanted, policy.config, prompt_tokens)
         function = arguments.reward or (toy.reward if toy else FILE_REWARD)
         pool = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
-    stops = policy.config.stop_token_ids or (tokenizer.eos_token_id,)
-    sampling = SamplingParams(limit, arguments.temperature, stops)
+    sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
     rollout = RolloutConfig(
         engine=arguments.engine, urls=arguments.urls, api_key_file=arguments.api_key_file, dtype=arguments.dtype
     )

@@ -250,7 +250,7 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
     done = sum(key in scores.rewards for key in keys)
     if done == len(problems):
         return scores
-    sampling = SamplingParams(limit, arguments.temperature, policy.config.stop_token_ids or (tokenizer.eos_token_id,))
+    sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
     at_once = arguments.batch_size or (64 if arguments.engine_name == "jax" else 1024)
     n = arguments.samples
     rollout = RolloutConfig(engine=arguments.engine_name, urls=arguments.urls, dtype=arguments.dtype)

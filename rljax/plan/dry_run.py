@@ -58,6 +58,11 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
             f"data.max_prompt_tokens + {longest}.max_response_tokens = {config.max_engine_tokens} is longer than the "
             f"model's max_position_embeddings = {policy.max_position_embeddings}"
         )
+    if max(config.rollout.stop_token_ids, default=0) >= policy.vocab_size:
+        raise ValueError(
+            f"rollout.stop_token_ids = {list(config.rollout.stop_token_ids)} must be in the model's vocabulary, "
+            f"0..{policy.vocab_size - 1}"
+        )
     check_experts(policy, mesh)
     if config.lora.rank:
         find_targets(policy, config.lora)

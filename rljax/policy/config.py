@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,7 +50,7 @@ class PolicyConfig:
       initializer_range: The standard deviation of a new weight.
       max_position_embeddings: The longest sequence for which the checkpoint was made (tokens).
       bos_token_id: The begin-of-sequence token of the file. The forward does not use it.
-      eos_token_id: The end-of-sequence token or tokens of the file. The forward does not use them.
+      eos_token_id: The end-of-sequence token or tokens of the files. The forward does not use them.
       pad_token_id: The padding token of the file. The forward does not use it.
       family: The ``model_type`` of the ``config.json``.
       num_experts: The number of experts that replace the SwiGLU of each block. 0: a dense policy.
@@ -103,6 +104,10 @@ class PolicyConfig:
         if self.eos_token_id is None:
             return ()
         return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+    def stops(self, end: int, more: Iterable[int] = ()) -> tuple[int, ...]:
+        """Returns the tokens that end a response: ``stop_token_ids``, or ``end`` if there are none, and ``more``."""
+        return tuple(dict.fromkeys((*(self.stop_token_ids or (end,)), *more)))
 
 
 def route_dtype(num_experts: int) -> Any:

@@ -187,15 +187,27 @@ def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
 
 
 def read_config(directory: str | Path) -> PolicyConfig:
-    """Reads ``directory/config.json``.
+    """Reads ``directory/config.json``, and adds the end-of-sequence tokens of ``generation_config.json``.
 
     Raises:
-      ValueError: The file is missing or cannot be used. The message names its path.
+      ValueError: A file is missing or cannot be used. The message names its path.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"no model at {directory}: {path} does not exist")
     try:
-        return config_from_hf(parse_json(path.read_bytes()))
+        config = config_from_hf(parse_json(path.read_bytes()))
+        path = path.with_name("generation_config.json")
+        return _with_stops(config, parse_json(path.read_bytes())) if path.is_file() else config
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _with_stops(config: PolicyConfig, raw: Any) -> PolicyConfig:
+    """Adds the end-of-sequence tokens of a ``generation_config.json`` that the vocabulary has."""
+    stops = raw.get("eos_token_id") if isinstance(raw, dict) else None
+    stops = () if stops is None else stops if isinstance(stops, list) else (stops,)
+    if not _is_of_type("eos_token_id", stops):
+        raise ValueError(f"eos_token_id cannot be {stops!r:.60}")
+    more = [stop for stop in dict.fromkeys(stops) if stop < config.vocab_size and stop not in config.stop_token_ids]
+    return dataclasses.replace(config, eos_token_id=(*config.stop_token_ids, *more)) if more else config

@@ -207,6 +207,9 @@ class RolloutConfig:
     """The longest response, the end-of-sequence token included (tokens)."""
     temperature: float = 1.0
     """The sampling temperature. It must be positive."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, in training and evaluation, besides those of the model's files. A base model with
+    a chat template needs the template's end token here."""
     router_replay: RouterReplay = "none"
     """The experts of a mixture that the trainer's forward uses. none: the choice of its own router. r3: the experts
     that each token went to in the engine, with gates of the trainer's router; a vLLM server is started with
@@ -250,6 +253,8 @@ class RolloutConfig:
         check_at_least(self, 1, "max_response_tokens", "max_route_bytes")
         check_finite(self, "temperature")
         check_positive(self, "temperature", "server_wait_s")
+        if min(self.stop_token_ids, default=0) < 0:
+            raise ValueError(f"stop_token_ids must be at least 0, got {list(self.stop_token_ids)}")
         check_at_least(self, 0, "max_staleness", "dump_every", "transcript_every")
 
 

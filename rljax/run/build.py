@@ -212,7 +212,7 @@ def build(
       ValueError: Frozen weights are not those of a policy of this shape.
     """
     stop = stop or StopRequest()
-    stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
+    stops = policy.stops(tokenizer.eos_token_id, config.rollout.stop_token_ids)
     with caller_errors():
         rewards = RewardPool(config.data.reward_name, config.data.reward_workers, config.data.reward_timeout_s)
     trainer = make_trainer(config, policy, mesh)

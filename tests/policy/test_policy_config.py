@@ -1,9 +1,11 @@
 """What of a ``config.json`` the policy refuses, and what it reads as nothing given."""
 
+import json
+
 import pytest
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.families import config_from_hf, config_to_hf
+from rljax.policy.families import config_from_hf, config_to_hf, read_config
 
 POLICY = PolicyConfig(32, 32, 64, 3, 4, 2, 8, eos_token_id=(3, 4))
 RAW = config_to_hf(POLICY, "float32")
@@ -46,3 +48,30 @@ def test_sliding_layers_are_named():
 def test_a_feature_that_is_not_given_is_not_there(key):
     left_out = {name: value for name, value in RAW.items() if name != key}
     assert config_from_hf(left_out | {"eos_token_id": [3, 4]}) == config_from_hf(RAW | {key: None}) == POLICY
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "stops"),
+    [
+        (14, [14, 13], (14, 13)),
+        (14, 13, (14, 13)),
+        ([14, 12], 14, (14, 12)),
+        (None, [13], (13,)),
+        (14, None, (14,)),
+        (14, [], (14,)),
+        (14, [13, 13, 32], (14, 13)),  # the vocabulary has 32 tokens
+    ],
+)
+def test_stop_tokens_are_those_of_both_files(config, generation, stops, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(RAW | {"eos_token_id": config}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "do_sample": True}))
+    assert read_config(tmp_path).stop_token_ids == stops
+    assert read_config(tmp_path).stops(9, (5, 14)) == tuple(dict.fromkeys((*stops, 5, 14)))
+
+
+@pytest.mark.parametrize("text", ['{"eos_token_id": "x"}', '{"eos_token_id": [1, null]}', '{"eos_token_id": -1}', "{"])
+def test_a_generation_config_that_cannot_be_read_is_named(text, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(RAW))
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"generation_config\.json: .+"):
+        read_config(tmp_path)
