@@ -110,7 +110,8 @@ def find_config(name: str) -> Path:
         return Path(name)  # a directory or a pipe: what reads it says what is wrong
     names = [str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("**/*.yaml")]
     similar = difflib.get_close_matches(name.removeprefix("configs/").removesuffix(".yaml"), names, n=1)
-    raise ConfigError(f"{name}: No such file or directory{f'; did you mean {similar[0]}?' if similar else ''}")
+    advice = f"; did you mean {similar[0]}?" if similar else ""
+    raise ConfigError(f"{name}: No such file or directory{advice}" if name else "the name of a file is empty")
 
 
 def config_to_yaml(config: Any) -> str:
