@@ -3,14 +3,14 @@
     rljax replay runs/my_run/metrics.jsonl --png surge.png --sweep
 
 It prints the step at which the tracker reports the surge of the response length, the decay period that follows from it,
-and every change of the learning rate. LOG is a JSONL file, a CSV file or a TensorBoard event file, or a directory that
-contains one. The program knows the name of the length column in the logs of verl, TRL, prime-rl, NeMo-RL, slime,
-SkyRL, tunix and rljax; with ``--column`` you choose any other column of positive numbers. A step that is missing in the
-log counts as a step without a length.
+and every change of the learning rate. LOG is a JSONL, JSON or CSV file, a TensorBoard event file, or a directory that
+contains one of them. The event files of a run that was resumed are read as one log. The program knows the name of the
+length column in the logs of verl, TRL, prime-rl, NeMo-RL, slime, Miles, SkyRL, tunix and rljax; with ``--column`` you
+choose any other column of positive numbers. A step that is missing in the log counts as a step without a length.
 """
 
-import csv
 import dataclasses
+import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -23,26 +23,25 @@ from google.protobuf.message import DecodeError
 from matplotlib.figure import Figure
 from tensorboardX.proto import event_pb2
 
-from rljax.errors import ConfigError, caller_errors, parse_json
+from rljax.errors import ConfigError, caller_errors
+from rljax.record.training_logs import (
+    NOT_TRAINING,
+    STEP_COLUMNS,
+    Rows,
+    choose_columns,
+    choose_step_column,
+    columns_of,
+    number_of,
+    read_text_log,
+    series,
+)
 from rljax.run.options import parse_arguments
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 
-# Name of the mean response length, and names of the share of truncated responses in the same log. A column matches
-# when it ends in such a name.
-KNOWN_COLUMNS = (
-    ("response_length/mean", ("response_length/truncated_fraction", "response_length/clip_ratio")),  # rljax, verl
-    ("completions/mean_length", ("completions/clipped_ratio",)),  # TRL, tunix
-    ("decode_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl
-    ("completion_len/mean", ("is_truncated/mean",)),  # prime-rl, older
-    ("num_output_tokens/mean", ("is_truncated/mean",)),  # prime-rl, newer
-    ("mean_gen_tokens_per_sample", ("truncation_rate",)),  # NeMo-RL
-    ("gen_tokens_per_sample/mean", ("truncation_rate",)),  # NeMo-RL
-    ("response_len/mean", ("truncated_ratio",)),  # slime
-    ("generate/avg_num_tokens", ()),  # SkyRL
-)
-STEP_COLUMNS = ("training/global_step", "trainer/global_step", "train/global_step", "step", "global_step", "Step")
-MAX_STEPS = 1_000_000
-NOT_TRAINING = {"eval", "val", "validation", "test"}
+# The formats of a number in the bytes of a tensor, by the number of its dtype.
+TENSOR_FORMATS = {1: "<f", 2: "<d", 3: "<i", 4: "<B", 5: "<h", 6: "<b", 9: "<q", 17: "<H", 19: "<e", 22: "<I", 23: "<Q"}
+BFLOAT16 = 14
+TENSOR_FIELDS = ("float_val", "double_val", "int_val", "int64_val")
 SWEEP: dict[str, tuple[float, ...]] = {
     "ratio": (2.0, 2.5, 3.0, 3.5, 4.0),
     "window": (60, 80, 100, 150, 200),
@@ -58,64 +57,72 @@ class Replay(NamedTuple):
     controller: LengthTriggeredLR
 
 
-Rows = list[dict[str, Any]]
+def read_log(path: Path, column: str | None, truncated_column: str | None) -> tuple[Rows, str, str | None]:
+    """Reads a log and chooses its columns.
+
+    In a directory, the first kind of log that has a length is read: metrics.jsonl, TensorBoard, metrics.jsonl in a
+    folder, trainer_state.json, other text files. Several folders are one log if each starts after the one before it.
+
+    Returns:
+      The rows, the length column, and the column with the share of truncated responses or None.
+    """
+    reason: ConfigError | None = None
+    for kind in find_logs(path) if path.is_dir() else iter([[[path]]]):
+        logs = []
+        for files in kind:
+            rows = [row for file in files for row in read_rows(file)]
+            try:
+                logs.append((files[0], rows, *choose_columns(columns_of(rows), column, truncated_column)))
+            except ConfigError as error:
+                reason = reason or (error if rows else ConfigError(f"{files[0]}: the log is empty"))
+        if logs:
+            starts = [first_step(rows, chosen) for _, rows, chosen, _ in logs]
+            same = len({chosen for _, _, chosen, _ in logs}) == 1
+            if not same or any(later <= earlier for earlier, later in itertools.pairwise(starts)):
+                names = ", ".join(str(file) for file, *_ in logs)
+                raise ConfigError(f"{path} has the logs of several runs; choose one: {names}")
+            return [row for _, rows, _, _ in logs for row in rows], logs[0][2], logs[-1][3]
+    raise reason or ConfigError(f"{path}: neither metrics.jsonl nor a TensorBoard event file in it")
+
+
+def first_step(rows: Rows, column: str) -> float:
+    """Returns the lowest step with a value of the column, in the log's own numbers; 0 without a step column."""
+    name = choose_step_column(rows, column)
+    steps = [number_of(row.get(name or "")) for row in rows if column in row]
+    return min((step for step in steps if math.isfinite(step)), default=0.0)
+
+
+def find_logs(directory: Path) -> Iterator[list[list[Path]]]:
+    """Yields the logs of each kind in a directory. Each log is a list of files."""
+
+    def files(pattern: str) -> list[Path]:
+        return [path for path in sorted(directory.rglob(pattern)) if path.is_file()]
+
+    top = directory / "metrics.jsonl"
+    yield [[top]] if top.is_file() else []
+    folders: dict[Path, list[Path]] = {}
+    for path in sorted(files("*tfevents*"), key=lambda path: (first_time(path), path.name)):
+        if NOT_TRAINING.isdisjoint(path.parent.relative_to(directory).parts):
+            folders.setdefault(path.parent, []).append(path)
+    yield list(folders.values())
+    yield [[path] for path in files("metrics.jsonl") if path != top]
+    states = sorted(files("trainer_state.json"), key=lambda path: (path.parent == directory, path.stat().st_mtime))
+    yield [states[-1:]] if states else []
+    texts = [path for path in directory.iterdir() if path.suffix in (".jsonl", ".csv") and path.is_file()]
+    yield [[path] for path in sorted(texts) if path != top]
 
 
 def read_rows(path: Path) -> Rows:
-    """Reads one dictionary for each record of the log, in the order of the log."""
-    if path.is_dir():
-        path = find_log(path)
+    """Reads one dictionary for each record of a log file, in the order of the file."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     if "tfevents" in path.name:
-        rows = list(tensorboard_rows(path))
-    elif path.suffix == ".csv":
-        rows = csv_rows(path)
-    else:
-        rows = jsonl_rows(path)
-    if not rows:
-        raise ConfigError(f"{path}: the log is empty")
-    return rows
+        return list(tensorboard_rows(path))
+    return read_text_log(path)
 
 
-def find_log(directory: Path) -> Path:
-    """Returns the log in a run directory: metrics.jsonl if there is one, otherwise the largest event file."""
-    if (directory / "metrics.jsonl").is_file():
-        return directory / "metrics.jsonl"
-    events = sorted(filter(Path.is_file, directory.rglob("*tfevents*")), key=lambda path: path.stat().st_size)
-    if not events:
-        raise ConfigError(f"{directory}: neither metrics.jsonl nor a TensorBoard event file in it")
-    return events[-1]
-
-
-def csv_rows(path: Path) -> Rows:
-    """Reads the rows of a CSV file. Cells to the right of its header are left out."""
-    with path.open(newline="", encoding="utf-8") as file:
-        try:
-            return [{name: cell for name, cell in row.items() if name} for row in csv.DictReader(file)]
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not UTF-8 text") from error
-        except csv.Error as error:
-            raise ConfigError(f"{path}: not CSV ({error})") from error
-
-
-def jsonl_rows(path: Path) -> Rows:
-    """Reads the rows of a JSONL file. Each line is one JSON object."""
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                row = parse_json(line)
-            except ValueError as error:
-                raise ConfigError(f"{path}: line {number} is {error}") from error
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}: line {number} is not a JSON object")
-            rows.append(row)
-    return rows
-
-
-def tensorboard_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields each scalar of an event file, with its step, as one row.
+def events_of(path: Path) -> Iterator[event_pb2.Event]:
+    """Yields the events of an event file.
 
     A record in the file consists of its length, a checksum, the event and a second checksum.
     """
@@ -126,97 +133,41 @@ def tensorboard_rows(path: Path) -> Iterator[dict[str, Any]]:
         if len(record) < size:
             return  # the program that wrote the file ended inside the last record
         try:
-            event = event_pb2.Event.FromString(record)
+            yield event_pb2.Event.FromString(record)
         except DecodeError as error:
             raise ConfigError(f"{path}: not a TensorBoard event file, or a damaged one") from error
+        start += 12 + size + 4
+
+
+def first_time(path: Path) -> float:
+    """Returns the time of the first event of an event file; 0 for an empty file."""
+    return next((event.wall_time for event in events_of(path)), 0.0)
+
+
+def tensorboard_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields each scalar of an event file, with its step, as one row."""
+    for event in events_of(path):
         for value in event.summary.value:
             number = scalar_of(value)
             if number is not None:
                 yield {"step": event.step, value.tag: number}
-        start += 12 + size + 4
 
 
 def scalar_of(value: Any) -> float | None:
-    """Returns the number in a summary value, which is either a plain number or a tensor."""
+    """Returns the number in a summary value, which is either a plain number or a tensor with one element."""
     if value.HasField("simple_value"):
         return value.simple_value
-    if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
-        tensor = value.tensor
-        if tensor.float_val:
-            return tensor.float_val[0]
-        if len(tensor.tensor_content) == 4:
-            return struct.unpack("<f", tensor.tensor_content)[0]
-    return None
-
-
-def columns_of(rows: Rows) -> list[str]:
-    """Returns every column of the log, in order of appearance."""
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
-def matching(columns: list[str], name: str) -> list[str]:
-    """Returns the columns of training that end in ``name``, the shortest first."""
-    found = [
-        column
-        for column in columns
-        if (column == name or column.endswith(("/" + name, " - " + name)))
-        and not NOT_TRAINING & set(column.lower().replace("-", "/").replace(" ", "").split("/"))
-    ]
-    return sorted(found, key=len)
-
-
-def choose_columns(columns: list[str], column: str | None, truncated_column: str | None) -> tuple[str, str | None]:
-    """Returns the length column and, if the log has one, the column with the share of truncated responses."""
-    for wanted in (column, truncated_column):
-        if wanted is not None and wanted not in columns:
-            raise ConfigError(f"no column {wanted!r} in the log; it has: {', '.join(columns)}")
-    if column is not None:
-        return column, truncated_column
-    for length_name, truncated_names in KNOWN_COLUMNS:
-        lengths = matching(columns, length_name)
-        if lengths:
-            prefix = lengths[0].removesuffix(length_name)
-            truncated = [prefix + name for name in truncated_names if prefix + name in columns]
-            return lengths[0], truncated_column or (truncated[0] if truncated else None)
-    raise ConfigError(
-        f"no length column of a known name in the log; choose one with --column from: {', '.join(columns)}"
-    )
-
-
-def number_of(value: Any) -> float:
-    """Returns a value of the log as a float; NaN if it is not a number."""
-    if value is None or isinstance(value, bool):
-        return math.nan
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-
-
-def series(rows: Rows, column: str, truncated_column: str | None) -> tuple[list[float], list[float]]:
-    """Returns lengths and truncated fractions of steps 1, 2, ...; NaN if a step has none. A repeated step overrides."""
-    step_column = next((name for name in STEP_COLUMNS if any(name in row for row in rows)), None)
-    by_step: dict[int, dict[str, float]] = {}
-    for row in rows:
-        cells = {name: number_of(row[name]) for name in (column, truncated_column) if name is not None and name in row}
-        if not cells:
-            continue
-        step = number_of(row.get(step_column)) if step_column else len(by_step)
-        if math.isfinite(step):
-            by_step.setdefault(int(step), {}).update(cells)
-    by_step = {step: cells for step, cells in by_step.items() if column in cells}
-    if not by_step:
-        raise ConfigError(f"column {column!r} has no row with a step")
-    if max(by_step) > MAX_STEPS:
-        raise ConfigError(f"column {step_column!r} has a step of {max(by_step):.3g}, beyond {MAX_STEPS:,}")
-    first = 0 if min(by_step) == 0 else 1
-    empty: dict[str, float] = {}
-    ordered = [by_step.get(step, empty) for step in range(first, max(by_step) + 1)]
-    lengths = [cells.get(column, math.nan) for cells in ordered]
-    truncated = [cells.get(truncated_column or "", math.nan) for cells in ordered]
-    if not any(math.isfinite(length) and length > 0 for length in lengths):
-        raise ConfigError(f"column {column!r} has no positive number in any of its {len(lengths)} steps")
-    return lengths, truncated
+    tensor = value.tensor
+    if not value.HasField("tensor") or any(dim.size != 1 for dim in tensor.tensor_shape.dim):
+        return None
+    for field_name in TENSOR_FIELDS:
+        for number in getattr(tensor, field_name):
+            return number
+    content = tensor.tensor_content or b"".join(struct.pack("<H", bits & 0xFFFF) for bits in tensor.half_val)
+    form = TENSOR_FORMATS.get(tensor.dtype)
+    if tensor.dtype == BFLOAT16:
+        form, content = "<f", bytes(2) + content
+    return struct.unpack(form, content)[0] if form and len(content) == struct.calcsize(form) else None
 
 
 def replay(lengths: list[float], truncated: list[float], config: SurgeConfig, rate: dict[str, float]) -> Replay:
@@ -237,10 +188,18 @@ def verdict(result: Replay) -> str:
     )
 
 
-def report(result: Replay, column: str, truncated_column: str | None) -> list[str]:
+def step_note(step_column: str | None, columns: Sequence[str]) -> str:
+    """Returns what the first line says of the steps: nothing if ``step`` is the only known name in the log."""
+    if step_column is None:
+        return ", each row with a length is a step"
+    others = set(STEP_COLUMNS).intersection(columns) - {step_column}
+    return f", steps by {step_column!r}" if others or step_column != "step" else ""
+
+
+def report(result: Replay, column: str, truncated_column: str | None, note: str) -> list[str]:
     """Returns the printed report: the columns, the unused steps, the surge, and every change of the rate."""
     tracker = result.controller.tracker
-    also = f", truncated fraction {truncated_column!r}" if truncated_column else ""
+    also = (f", truncated fraction {truncated_column!r}" if truncated_column else "") + note
     lines = [f"{len(result.lengths)} steps of {column!r}{also}"]
     if tracker.ignored:
         lines.append(
@@ -323,11 +282,12 @@ def main(argv: Sequence[str]) -> int:
         "floor_ratio": given.floor_ratio,
     }
     with caller_errors():
-        rows = read_rows(given.log)
-        column, truncated_column = choose_columns(columns_of(rows), given.column, given.truncated_column)
-        lengths, truncated = series(rows, column, truncated_column)
+        rows, column, truncated_column = read_log(given.log, given.column, given.truncated_column)
+        step_column = choose_step_column(rows, column)
+        lengths, truncated = series(rows, column, truncated_column, step_column)
         result = replay(lengths, truncated, given.surge, rate)
-    print("\n".join(report(result, column, truncated_column)))
+    note = step_note(step_column, columns_of(rows))
+    print("\n".join(report(result, column, truncated_column, note)))
     if given.sweep:
         print("\n".join(sweep(lengths, truncated, given.surge, rate)))
     with caller_errors():

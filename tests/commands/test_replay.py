@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import struct
 import subprocess
 import sys
 
@@ -12,6 +13,9 @@ from rljax.commands import replay
 from rljax.errors import ConfigError
 
 SummaryWriter = pytest.importorskip("tensorboardX").SummaryWriter
+Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+Summary = pytest.importorskip("tensorboardX.proto.summary_pb2").Summary
+TensorProto = pytest.importorskip("tensorboardX.proto.tensor_pb2").TensorProto
 
 # The level triples at step 80: the median of five and six lengths in a row have it at step 85.
 LENGTHS = [1000.0] * 79 + [3500.0] * 221
@@ -180,3 +184,168 @@ def test_the_program_exits_with_one_line_on_stderr(tmp_path):
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+NAN = float("nan")
+LENGTH = "response_length/mean"
+
+
+def write(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value) if path.suffix == ".json" else "".join(json.dumps(row) + "\n" for row in value))
+    return path
+
+
+def write_events(directory, lengths, first, tag=LENGTH):
+    with SummaryWriter(str(directory), filename_suffix=f".{first}") as writer:
+        for step, length in enumerate(lengths, first):
+            writer.add_scalar(tag, length, step)
+            writer.add_scalar("training/global_step", step, step)
+
+
+@pytest.mark.parametrize(
+    ("name", "log", "note"),
+    [
+        # verl's own file
+        ("verl.jsonl", [{"step": row.pop("step"), "data": row} for row in rows_of(LENGTH)], ""),
+        ("nested.jsonl", [{"step": i, "response_length": {"mean": n, "max": 9}} for i, n in enumerate(LENGTHS, 1)], ""),
+        # Weights & Biases: the evaluation has a row of its own, or overwrites the length
+        (
+            "history.jsonl",
+            [
+                row
+                for i, n in enumerate(LENGTHS, 1)
+                for row in (
+                    {"_step": 2 * i, "trainer/global_step": i, LENGTH: n},
+                    {"_step": 2 * i + 1, "trainer/global_step": i, LENGTH: NAN if i % 2 else None, "eval/acc": 0.5},
+                )
+            ],
+            ", steps by 'trainer/global_step'",
+        ),
+        (
+            "calls.jsonl",
+            [row for i, n in enumerate(LENGTHS) for row in ({"_step": 2 * i, LENGTH: n}, {"_step": 2 * i + 1, "x": 1})],
+            ", steps by '_step'",
+        ),
+        ("history.json", [{"_step": i, LENGTH: n} for i, n in enumerate(LENGTHS, 1)][40:], ", steps by '_step'"),
+        (
+            "frame.json",
+            {"_step": {str(i): i for i in range(1, 301)}, LENGTH: {str(i): n for i, n in enumerate(LENGTHS, 1)}},
+            ", steps by '_step'",
+        ),
+        # a step column that never changes, and one that only an evaluation has
+        (
+            "constant.jsonl",
+            [{"train/global_step": 0, "_step": i, LENGTH: n} for i, n in enumerate(LENGTHS, 1)]
+            + [{"training/global_step": 7, "eval/acc": 1.0}],
+            ", steps by '_step'",
+        ),
+        ("val_first.jsonl", [{"step": 0, LENGTH: None, "val-core/acc": 0.1}, *rows_of(LENGTH)], ""),
+        (
+            "trainer_state.json",
+            {
+                "global_step": 300,
+                "log_history": [
+                    *({**row, "eval_completions/mean_length": 5.0} for row in rows_of("completions/mean_length")),
+                    {"step": 300, "train_runtime": 5.0},
+                ],
+            },
+            "",
+        ),
+        # prime-rl's file has no step; slime's steps begin at 0
+        ("metrics.jsonl", [{"train/agg/all/num_output_tokens/mean": n, "train/m/all/x": 1} for n in LENGTHS], "each"),
+        (
+            "slime.jsonl",
+            [{"rollout/step": i, "rollout/response_lengths": n} for i, n in enumerate(LENGTHS)]
+            + [{"train/step": i, "train/loss": 1.0} for i in range(600)],
+            ", steps by 'rollout/step'",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." in value else "",
+)
+def test_logs_of_other_programs(tool, capsys, tmp_path, name, log, note):
+    lines = run(tool, capsys, tmp_path, write(tmp_path / name, log))
+    assert CALL in lines
+    assert note in lines[0] if note else "by" not in lines[0]
+
+
+def test_a_bom_and_empty_cells_in_csv(tool, capsys, tmp_path):
+    cells = [f"{i},{n}\n{i},\n" for i, n in enumerate(LENGTHS, 1)][40:]
+    for separator in ",;\t":
+        path = tmp_path / "log.csv"
+        path.write_text(separator.join(("step", LENGTH)) + "\n" + "".join(cells).replace(",", separator), "utf-8-sig")
+        assert CALL in run(tool, capsys, tmp_path, path)
+
+
+def test_event_files_of_a_resumed_run_are_one_log(tool, capsys, tmp_path):
+    write_events(tmp_path / "one", LENGTHS[:100], 1)
+    write_events(tmp_path / "one", LENGTHS[60:], 61)
+    assert CALL in run(tool, capsys, tmp_path, tmp_path / "one")
+    # TRL begins another folder; evaluations have their own.
+    write_events(tmp_path / "trl/runs/first", LENGTHS[:70], 1)
+    write_events(tmp_path / "trl/runs/second", LENGTHS[60:], 61)
+    write_events(tmp_path / "trl/runs/eval", [5.0] * 300, 1)
+    assert CALL in run(tool, capsys, tmp_path, tmp_path / "trl")
+
+
+def test_several_runs_in_a_directory_are_named(tool, tmp_path):
+    write_events(tmp_path / "a", LENGTHS, 1)
+    write_events(tmp_path / "b", LENGTHS, 1)
+    message = refused(tool, tmp_path)
+    assert "logs of several runs" in message
+    assert str(tmp_path / "a") in message
+    assert str(tmp_path / "b") in message
+
+
+def test_a_directory_with_the_length_in_another_file(tool, capsys, tmp_path):
+    write(tmp_path / "out/metrics.jsonl", [{"step": 1, "loss": 1.0}])
+    write(tmp_path / "out/run_default/metrics.jsonl", rows_of("completion_len/mean"))
+    assert CALL in run(tool, capsys, tmp_path, tmp_path / "out")
+    write(tmp_path / "hf/checkpoint-9/trainer_state.json", {"log_history": rows_of("completions/mean_length")[:9]})
+    write(tmp_path / "hf/trainer_state.json", {"log_history": rows_of("completions/mean_length")})
+    assert CALL in run(tool, capsys, tmp_path, tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        lambda n: {"dtype": 2, "double_val": [n]},
+        lambda n: {"dtype": 9, "int64_val": [int(n)]},
+        lambda n: {"dtype": 3, "int_val": [int(n)]},
+        lambda n: {"dtype": 1, "tensor_content": struct.pack("<f", n)},
+        lambda n: {"dtype": 2, "tensor_content": struct.pack("<d", n)},
+        lambda n: {"dtype": 9, "tensor_content": struct.pack("<q", int(n))},
+        lambda n: {"dtype": 14, "tensor_content": struct.pack("<f", n)[2:]},
+        lambda n: {"dtype": 19, "half_val": [struct.unpack("<H", struct.pack("<e", n))[0]]},
+    ],
+)
+def test_tensors_of_every_dtype(tool, capsys, tmp_path, tensor):
+    path = tmp_path / "events.out.tfevents.1"
+    with path.open("wb") as file:
+        for step, length in enumerate(LENGTHS, 1):
+            value = Summary.Value(tag=LENGTH, tensor=TensorProto(**tensor(length)))
+            record = Event(step=step, summary=Summary(value=[value])).SerializeToString()
+            file.write(struct.pack("<QI", len(record), 0) + record + bytes(4))
+    assert CALL in run(tool, capsys, tmp_path, path)
+
+
+def test_a_last_line_that_is_cut_is_left_out(tool, capsys, tmp_path):
+    path = write(tmp_path / "log.jsonl", rows_of(LENGTH))
+    path.write_text("\ufeff" + path.read_text() + '{"step": 301, "respon', encoding="utf-8")
+    assert CALL in run(tool, capsys, tmp_path, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.wandb", "x", "export the history as CSV or JSONL"),
+        ("log.json", "[]", "the log is empty"),
+        ("log.json", '{"log_history": 3}', "no length column"),
+        ("log.jsonl", '{"a":' * 900 + "1" + "}" * 900, "no length column"),
+        ("log.jsonl", '{"a":' * 100000 + "1" + "}" * 100000, "nested too deeply"),
+        ("log.csv", "step," + LENGTH, "the log is empty"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(tool, tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    assert message in refused(tool, tmp_path / name)

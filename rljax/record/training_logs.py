@@ -1,0 +1,225 @@
+"""Reads training logs in text form, finds the column of the response length, and puts the values into order of steps.
+
+A log is a list of rows, one dictionary for each record. JSONL, JSON and CSV files are read here.
+"""
+
+import bisect
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+from rljax.errors import ConfigError, parse_json
+
+# Name of the mean response length, and names of the share of truncated responses in the same log. A column matches
+# when it ends in such a name.
+KNOWN_COLUMNS = (
+    ("response_length/mean", ("response_length/truncated_fraction", "response_length/clip_ratio")),  # rljax, verl
+    ("completions/mean_length", ("completions/clipped_ratio",)),  # TRL, tunix
+    ("decode_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl
+    ("completion_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl, older
+    ("completion_len/mean", ("is_truncated/mean",)),  # prime-rl, older
+    ("num_output_tokens/mean", ("is_truncated/mean",)),  # prime-rl, newer
+    ("mean_gen_tokens_per_sample", ("truncation_rate",)),  # NeMo-RL
+    ("gen_tokens_per_sample/mean", ("truncation_rate",)),  # NeMo-RL
+    ("response_len/mean", ("truncated_ratio",)),  # slime, Miles
+    ("response_lengths", ("truncated", "truncated_ratio")),  # slime, Miles: the trainer's side
+    ("generate/avg_num_tokens", ()),  # SkyRL
+    ("completion_length", ()),  # TRL, older
+    ("response_length", ()),  # OpenRLHF, torchtitan
+)
+CALL_COUNT = "_step"
+# The names of the step's column, the best first. The last one counts the calls of ``wandb.log``.
+STEP_COLUMNS = (
+    "training/global_step",
+    "trainer/global_step",
+    "train/global_step",
+    "rollout/step",
+    "step",
+    "global_step",
+    "Step",
+    "train/step",
+    "trainer/step",
+    "iteration",
+    CALL_COUNT,
+)
+MAX_STEPS = 1_000_000
+NOT_TRAINING = {"eval", "evaluation", "val", "validation", "test"}
+# A row may hold its metrics inside one of these names. They are left out of the names of the columns.
+WRAPPERS = {"data", "metrics", "log", "logs", "payload"}
+_BOM = b"\xef\xbb\xbf"
+
+Rows = list[dict[str, Any]]
+
+
+def read_text_log(path: Path) -> Rows:
+    """Reads the rows of a CSV, JSON or JSONL file."""
+    if path.suffix.lower() in (".csv", ".tsv"):
+        return csv_rows(path)
+    if path.suffix.lower() in (".wandb", ".parquet"):
+        raise ConfigError(f"{path}: a {path.suffix} file is not read; export the history as CSV or JSONL")
+    return [flatten(row) for row in json_rows(path)]
+
+
+def csv_rows(path: Path) -> Rows:
+    """Reads the rows of a CSV file. Empty cells and cells to the right of its header are left out."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        try:
+            header = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
+            return [{name.strip(): cell for name, cell in row.items() if name and cell} for row in reader]
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 text") from error
+        except csv.Error as error:
+            raise ConfigError(f"{path}: not CSV ({error})") from error
+
+
+def json_rows(path: Path) -> Rows:
+    """Reads the rows of a JSONL file, or of a JSON document that is a table. A last line that is cut is left out."""
+    data = path.read_bytes().removeprefix(_BOM)
+    try:
+        table = table_rows(parse_json(data))
+    except ValueError:
+        table = None
+    if table is not None:
+        return table
+    rows: Rows = []
+    lines = data.splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                if rows and number == len(lines) and not data.endswith(b"\n"):
+                    break
+                raise ConfigError(f"{path}: line {number} is {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}: line {number} is not a JSON object")
+            rows.append(row)
+    return rows
+
+
+def table_rows(document: Any) -> Rows | None:
+    """Returns the rows of a JSON document; None if it is not a table.
+
+    A table is a list of objects, an object with such a list (``trainer_state.json`` has ``log_history``), or an object
+    with one list or one numbered object for each column, as pandas writes it.
+    """
+    if isinstance(document, dict):
+        for name in ("log_history", "history"):
+            if isinstance(document.get(name), list):
+                return table_rows(document[name])
+        columns = [dict(enumerate(cells)) if isinstance(cells, list) else cells for cells in document.values()]
+        if columns and all(isinstance(cells, dict) and all(str(at).isdigit() for at in cells) for cells in columns):
+            places = dict.fromkeys(place for cells in columns for place in cells)
+            return [{name: cells.get(at) for name, cells in zip(document, columns, strict=True)} for at in places]
+    if isinstance(document, list) and all(isinstance(row, dict) for row in document):
+        return document
+    return None
+
+
+def flatten(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row with the names of nested objects joined by ``/``. An outer value has precedence."""
+    cells: dict[str, Any] = {}
+    groups = [("", row)]
+    for prefix, group in groups:  # the list grows here
+        for name, value in group.items():
+            if isinstance(value, dict):
+                groups.append((prefix if name in WRAPPERS else f"{prefix}{name}/", value))
+            else:
+                cells.setdefault(prefix + name, value)
+    return cells
+
+
+def columns_of(rows: Rows) -> list[str]:
+    """Returns every column of the log, in order of appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def is_training(name: str) -> bool:
+    """Whether no part of the name of a column says that it belongs to an evaluation."""
+    parts = name.lower().replace("-", "/").replace(".", "/").replace(" ", "").split("/")
+    return not NOT_TRAINING & set(parts)
+
+
+def matching(columns: list[str], name: str) -> list[str]:
+    """Returns the columns of training that end in ``name``: aggregates of environments and short names first."""
+    endings = tuple(before + name for before in ("/", " - ", "."))
+    found = [column for column in columns if (column == name or column.endswith(endings)) and is_training(column)]
+    return sorted(found, key=lambda column: ("/agg/" not in column, len(column)))
+
+
+def choose_columns(columns: list[str], column: str | None, truncated_column: str | None) -> tuple[str, str | None]:
+    """Returns the length column and, if the log has one, the column with the share of truncated responses."""
+    for wanted in (column, truncated_column):
+        if wanted is not None and wanted not in columns:
+            raise ConfigError(f"no column {wanted!r} in the log; it has: {', '.join(columns)}")
+    if column is not None:
+        return column, truncated_column
+    for length_name, truncated_names in KNOWN_COLUMNS:
+        lengths = matching(columns, length_name)
+        if lengths:
+            prefix = lengths[0].removesuffix(length_name)
+            truncated = [prefix + name for name in truncated_names if prefix + name in columns]
+            return lengths[0], truncated_column or (truncated[0] if truncated else None)
+    raise ConfigError(
+        f"no length column of a known name in the log; choose one with --column from: {', '.join(columns)}"
+    )
+
+
+def number_of(value: Any) -> float:
+    """Returns a value of the log as a float; NaN if it is not a number."""
+    if value is None or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def choose_step_column(rows: Rows, column: str) -> str | None:
+    """Returns the first known step column that numbers the rows with a length; None if no column does.
+
+    A column counts if it has at least half as many different steps in these rows as the best one.
+    """
+    used = [row for row in rows if math.isfinite(number_of(row.get(column)))]
+    steps = {name: {number_of(row[name]) for row in used if name in row} for name in STEP_COLUMNS}
+    counts = {name: sum(map(math.isfinite, found)) for name, found in steps.items()}
+    return next((name for name, count in counts.items() if count and 2 * count >= max(counts.values())), None)
+
+
+def series(
+    rows: Rows, column: str, truncated_column: str | None, step_column: str | None
+) -> tuple[list[float], list[float]]:
+    """Returns lengths and truncated fractions of steps 1, 2, ...; NaN if a step has none.
+
+    A later row of the same step overrides the values for which it has a number. A call of ``wandb.log`` without a
+    length, as after an evaluation, is not a step.
+    """
+    by_step: dict[int, dict[str, float]] = {}
+    calls: set[float] = set()
+    for row in rows:
+        cells = {name: number_of(row[name]) for name in (column, truncated_column) if name is not None and name in row}
+        step = number_of(row.get(step_column)) if step_column else len(by_step) + 1
+        calls.add(step)
+        if cells and math.isfinite(step):
+            known = by_step.setdefault(int(step), {})
+            known.update({name: cell for name, cell in cells.items() if math.isfinite(cell) or name not in known})
+    by_step = {step: cells for step, cells in by_step.items() if column in cells}
+    if step_column == CALL_COUNT:
+        by_step = {step: cells for step, cells in by_step.items() if math.isfinite(cells[column])}
+        others = sorted(call for call in calls if math.isfinite(call) and int(call) not in by_step)
+        by_step = {step - bisect.bisect(others, step): cells for step, cells in by_step.items()}
+    if not by_step:
+        raise ConfigError(f"column {column!r} has no row with a step")
+    if max(by_step) > MAX_STEPS:
+        raise ConfigError(f"column {step_column!r} has a step of {max(by_step):.3g}, beyond {MAX_STEPS:,}")
+    empty: dict[str, float] = {}
+    first = 0 if math.isfinite(by_step.get(0, empty).get(column, math.nan)) else 1
+    ordered = [by_step.get(step, empty) for step in range(first, max(by_step) + 1)]
+    lengths = [cells.get(column, math.nan) for cells in ordered]
+    truncated = [cells.get(truncated_column or "", math.nan) for cells in ordered]
+    if not any(math.isfinite(length) and length > 0 for length in lengths):
+        raise ConfigError(f"column {column!r} has no positive number in any of its {len(lengths)} steps")
+    return lengths, truncated
