@@ -1,17 +1,23 @@
 """Reads token files of other frameworks into a ``TokenDump``.
 
-``read_tokens`` recognises a file by its content: a token dump, prime-rl's token export, or generic JSONL. The
-documented exporters for TRL and verl write generic JSONL. Pickles are refused.
+``read_tokens`` recognises a file by its content: a token dump, prime-rl's token export, NeMo-RL's training data, Miles'
+rollouts, replies of an OpenAI-compatible server, or generic JSONL. The documented exporters for TRL and verl write
+generic JSONL. Pickles are refused.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from rljax.data.files import Row, json_lines
+from rljax.errors import parse_json
 from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump
 
 PRIME_RL_SCHEMA = 1
@@ -19,6 +25,15 @@ PRIME_RL_SCHEMA = 1
 
 _PICKLES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt"}
 _HEADER = "rljax_tokens"
+_KINDS = {  # the first bytes of files that are named and not read
+    b"\x93NUMPY": "a NumPy array",
+    b"\x1f\x8b": "compressed with gzip: unpack it first",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first",
+    b"\x89HDF": "an HDF5 file",
+    b"ARROW1": "an Arrow file: write it as Parquet or JSONL",
+}
+_NEMO_RL = {"trainer": "prev_logprobs", "rollout": "generation_logprobs"}
+_NO_IDS = "text does not give the tokens back"
 
 
 def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
@@ -32,16 +47,62 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
     if place.is_dir():
         return read_prime_rl(place)
     with place.open("rb") as file:
-        start = file.read(4)
-    if start == b"PAR1":
-        return read_dump(place)
-    if place.suffix.lower() in _PICKLES or start[:1] == b"\x80" or start == b"PK\x03\x04":
-        raise ValueError(
-            f"{place} is a pickle (torch.save writes these): loading one runs whatever code it holds, so it is not "
-            "read; export JSONL from the process that has the tensors"
+        start = file.read(9)
+    if start.startswith(b"PAR1"):
+        return _read_parquet(place)
+    if found := _unread_kind(place, start):
+        raise ValueError(f"{place} is {found}")
+    lines = _documents(place)
+    first = lines[0][2] if lines else {}
+    if "schema_version" in first:
+        return read_prime_rl(place)
+    if not {"choices", "outputs"}.isdisjoint(first) and "token_ids" not in first:
+        return _assemble(place, _choices(lines), _reply_sequence, {"rollout": ColumnSource(role="rollout")}, {})
+    if not set(_NEMO_RL.values()).isdisjoint(first):
+        sources = {name: ColumnSource(role=name) for name, key in _NEMO_RL.items() if key in first}
+        return _assemble(place, lines, _nemo_rl_sequence, sources, {})
+    return _read_generic(place, lines)
+
+
+def _unread_kind(place: Path, start: bytes) -> str:
+    """Names the kind of a file that is not read; empty for text and for what is unknown."""
+    arrays = ""
+    if start.startswith(b"PK\x03\x04") and zipfile.is_zipfile(place):
+        try:
+            with zipfile.ZipFile(place) as archive:
+                names = archive.namelist()
+        except zipfile.BadZipFile:
+            names = [""]
+        if all(name.endswith(".npy") for name in names):
+            arrays = ", ".join(name.removesuffix(".npy") for name in names)
+    if arrays:
+        return f"a NumPy archive (.npz) of the arrays {arrays}, which have no agreed meaning: write them as JSONL"
+    if place.suffix.lower() in _PICKLES or start.startswith((b"\x80", b"PK\x03\x04")):
+        return (
+            "a pickle (torch.save writes these): loading one runs whatever code it holds, so it is not read; export "
+            "JSONL from the process that has the tensors"
         )
-    _, first = next(json_lines(place), (0, {}))
-    return read_prime_rl(place) if "schema_version" in first else read_jsonl(place)
+    if start[8:9] == b"{" and b"\0" in start[:8]:
+        return "a safetensors file: write its tensors as JSONL"
+    return next((kind for magic, kind in _KINDS.items() if start.startswith(magic)), "")
+
+
+_Line = tuple[Path, int, Row]
+
+
+def _documents(place: Path) -> list[_Line]:
+    """Returns the objects of a JSONL file, or of a file that is one JSON object or list, with their numbers."""
+    try:
+        return [(place, *line) for line in json_lines(place)]
+    except ValueError:
+        try:
+            whole = parse_json(place.read_bytes())
+        except ValueError:
+            whole = None
+        rows = [whole] if isinstance(whole, dict) else whole
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise
+        return [(place, number, row) for number, row in enumerate(rows, 1)]
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> TokenDump:
@@ -58,8 +119,12 @@ def read_jsonl(path: str | os.PathLike[str]) -> TokenDump:
       ValueError: A line has another form; the message names the line.
     """
     place = Path(path)
-    lines = list(json_lines(place))
-    header = lines.pop(0)[1] if lines and lines[0][1].get(_HEADER) == 1 else {}
+    return _read_generic(place, [(place, *line) for line in json_lines(place)])
+
+
+def _read_generic(place: Path, lines: list[_Line]) -> TokenDump:
+    """Makes a dump of the lines of generic JSONL, of which the first may be a header."""
+    header = lines.pop(0)[2] if lines and lines[0][2].get(_HEADER) == 1 else {}
     columns = header.get("columns", {})
     if not isinstance(columns, dict):
         raise ValueError(f"{place}: header: columns must be an object, got {columns!r:.60}")
@@ -67,7 +132,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> TokenDump:
         sources = {name: ColumnSource.read(source) for name, source in columns.items()}
     except ValueError as error:
         raise ValueError(f"{place}: header: {error}") from error
-    return _assemble(place, ((place, *line) for line in lines), _jsonl_sequence, sources, header.get("sampling", {}))
+    return _assemble(place, lines, _jsonl_sequence, sources, header.get("sampling", {}))
 
 
 def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
@@ -96,6 +161,11 @@ def _jsonl_sequence(record: Row, number: int) -> TokenDump:
     """Makes a dump of one line of generic JSONL; columns that cover the response alone are padded in front."""
     if _HEADER in record:
         raise ValueError(f"expected one header of version 1 in the first line, got {record[_HEADER]!r}")
+    has_text = any(isinstance(record.get(key), str) for key in ("output", "completion", "response"))
+    if has_text and not {"token_ids", "prompt_ids"} & set(record):
+        raise ValueError(
+            f"this is a log of texts, as verl and TRL write them, and {_NO_IDS}: docs/compare.md has exporters"
+        )
     if "token_ids" in record:
         token_ids, mask, front = record["token_ids"], record["response_mask"], 0
     else:
@@ -106,7 +176,95 @@ def _jsonl_sequence(record: Row, number: int) -> TokenDump:
         name: [[None] * front + values if len(values) == len(token_ids) - front else values]
         for name, values in record.get("logprobs", {}).items()
     }
+    columns = {name: [_pick(rows[0], token_ids)] for name, rows in columns.items()}
     return make_dump([str(record.get("sequence_id", number))], [token_ids], [mask], columns)
+
+
+def _pick(values: Sequence[Any], token_ids: Sequence[int]) -> list[Any]:
+    """Returns the numbers of the tokens, where vLLM gives an object of likely tokens by token id for each."""
+    picked = list(values)
+    for i, (value, token) in enumerate(zip(values, token_ids, strict=False)):
+        if isinstance(value, dict):
+            entry = value if "logprob" in value else value.get(str(token))
+            if entry is None:
+                raise ValueError(f"token {i}: its id {token} is not among the ids {sorted(value)[:5]} with numbers")
+            picked[i] = entry["logprob"] if isinstance(entry, dict) else entry
+    return picked
+
+
+def _choices(lines: Iterable[_Line]) -> Iterator[_Line]:
+    """Yields each choice of each reply, with the reply's prompt."""
+    for file, number, reply in lines:
+        choices = reply.get("choices", reply.get("outputs"))
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise ValueError(f"{file}:{number}: expected a reply with a list of choices or outputs")
+        for choice in choices:
+            prompt = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
+            yield file, number, {**choice, "prompt_token_ids": prompt}
+
+
+def _reply_sequence(choice: Row, number: int) -> TokenDump:
+    """Makes a dump of one choice of a completion, a chat completion, or vLLM's ``RequestOutput`` as JSON."""
+    found = choice.get("logprobs") or {}
+    values: Any = found
+    names: list[str] = []
+    if isinstance(found, dict):
+        content = found.get("content") or []
+        values = [item["logprob"] for item in content] or found.get("token_logprobs") or []
+        names = [item["token"] for item in content] or found.get("tokens") or []
+    ids, marker = choice.get("token_ids"), "token_id:"
+    if ids is None and names and all(name.startswith(marker) for name in names):
+        ids = [int(name.removeprefix(marker)) for name in names]
+    if ids is None or choice["prompt_token_ids"] is None or not values:
+        raise ValueError(
+            "this is a server's reply without token ids of prompt and response or without log-probabilities, and "
+            f"{_NO_IDS}: ask vLLM with return_token_ids and logprobs"
+        )
+    record = {"prompt_ids": choice["prompt_token_ids"], "response_ids": ids, "logprobs": {"rollout": values}}
+    return _jsonl_sequence(record, number)
+
+
+def _nemo_rl_sequence(record: Row, number: int) -> TokenDump:
+    """Makes a dump of one line of NeMo-RL's ``train_data_step*.jsonl``; padding after ``input_lengths`` is left out."""
+    if "token_ids" not in record:
+        raise ValueError(f"this is NeMo-RL's training data of a release that writes no token_ids, and {_NO_IDS}")
+    length = record.get("input_lengths", len(record["token_ids"]))
+    is_used = bool(record.get("sample_loss_mask", 1))
+    mask = [bool(mark) and is_used for mark in record["token_loss_mask"][:length]]
+    found = {name: [record[key][:length]] for name, key in _NEMO_RL.items() if key in record}
+    return make_dump([str(number)], [record["token_ids"][:length]], [mask], found)
+
+
+def _read_parquet(place: Path) -> TokenDump:
+    """Reads a token dump, or the rollouts that Miles writes with ``--save-rollout-format parquet``."""
+    try:
+        schema = pq.read_schema(place)
+    except (pa.ArrowException, OSError):
+        return read_dump(place)
+    names = ("tokens", "response_length", "loss_mask", "rollout_log_probs")
+    if not {"tokens", "response_length"} <= set(schema.names):
+        return read_dump(place)
+    known = [name for name in names if name in schema.names]
+    if pickled := [name for name in known if pa.types.is_binary(schema.field(name).type)]:
+        raise ValueError(
+            f"{place}: Miles has pickled its column {pickled[0]!r}: loading it runs whatever code it holds"
+        )
+    rows = pq.read_table(place, columns=known).to_pylist()
+    lines = ((place, number, row) for number, row in enumerate(rows, 1))
+    has_numbers = any(row.get("rollout_log_probs") is not None for row in rows)
+    sources = {"rollout": ColumnSource(engine="sglang", role="rollout")} if has_numbers else {}
+    return _assemble(place, lines, _miles_sequence, sources, {})
+
+
+def _miles_sequence(record: Row, number: int) -> TokenDump:
+    """Makes a dump of one sample of Miles; its mask and its log-probabilities cover the response alone."""
+    length = record["response_length"]
+    front = len(record["tokens"]) - length
+    mask = record.get("loss_mask")
+    values = record.get("rollout_log_probs")
+    columns = {} if values is None else {"rollout": [[None] * front + values]}
+    mask = [False] * front + ([True] * length if mask is None else mask)
+    return make_dump([str(number)], [record["tokens"]], [mask], columns)
 
 
 def _prime_rl_sequence(record: Row, _: int) -> TokenDump:
@@ -114,7 +272,11 @@ def _prime_rl_sequence(record: Row, _: int) -> TokenDump:
     if record.get("schema_version") != PRIME_RL_SCHEMA:
         raise ValueError(f"schema_version {record.get('schema_version')!r}, expected {PRIME_RL_SCHEMA}")
     run = f"{record['run_id']}/" if record.get("run_id") else ""
-    name = f"{run}{record['export_step']}/{record['rank']}/{record['export_sequence_idx']}"
+    name = f"{run}{record.get('export_step', record['step'])}/{record['rank']}/{record['export_sequence_idx']}"
+    if "tokens" in record:  # the older form of this version: an object for each token
+        keys = {"token_ids": "id", "loss_mask": "loss_mask"}
+        keys |= {f"{engine}_logprobs": f"{engine}_logprob" for engine in ("trainer", "inference")}
+        record = {many: [token[one] for token in record["tokens"]] for many, one in keys.items()}
     columns = {"trainer": [record["trainer_logprobs"]], "inference": [record["inference_logprobs"]]}
     return make_dump([name], [record["token_ids"]], [record["loss_mask"]], columns)
 

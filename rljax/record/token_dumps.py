@@ -295,10 +295,14 @@ def _to_mask(name: str, mask: Sequence[bool] | np.ndarray) -> np.ndarray:
 
 
 def _to_float32(what: str, values: Sequence[float | None] | np.ndarray) -> np.ndarray:
-    """Converts values to float32; None becomes NaN."""
+    """Converts values to float32; None becomes NaN, and text such as "-inf" becomes its number."""
     array = _to_array(what, values)
-    if array.dtype == object:
-        array = _to_array(what, [math.nan if value is None else value for value in values])
+    if array.dtype.kind in "OU":
+        try:
+            numbers = [float(value) if isinstance(value, str) else value for value in values]
+        except ValueError as error:
+            raise ValueError(f"{what} must be numbers, got {array.dtype} {array[:4]}") from error
+        array = _to_array(what, [math.nan if value is None else value for value in numbers])
     if array.size and array.dtype.kind not in "iuf":
         raise ValueError(f"{what} must be numbers, got {array.dtype} {array[:4]}")
     with np.errstate(over="ignore"):

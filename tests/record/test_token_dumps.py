@@ -214,6 +214,127 @@ def test_a_directory_without_an_export_is_refused(tmp_path):
         read_tokens(tmp_path)
 
 
+def test_infinities_as_text_are_numbers():
+    dump = make_dump(["a"], [[1, 2, 3]], [[True] * 3], {"x": [[None, "-inf", "-0.25"]]})
+    np.testing.assert_array_equal(dump.logprobs["x"][0], np.float32([np.nan, -np.inf, -0.25]))
+    with pytest.raises(ValueError, match="must be numbers"):
+        make_dump(["a"], [[1, 2]], [[True] * 2], {"x": [["low", -1.0]]})
+
+
+def test_prime_rl_in_its_older_form(tmp_path):
+    """The older export has an object for each token and no ``export_step``, under the same version."""
+    old = {key: value for key, value in prime_rl_record(0).items() if key in ("schema_version", "step", "rank")}
+    tokens = [
+        {"id": 4, "loss_mask": False, "inference_logprob": 0.0, "trainer_logprob": None},
+        {"id": 5, "loss_mask": True, "inference_logprob": -0.25, "trainer_logprob": -0.5},
+    ]
+    dump = read_tokens(write_lines(tmp_path / "rank_0.jsonl", old | {"export_sequence_idx": 0, "tokens": tokens}))
+    assert dump.sequence_ids == ("7/0/0",)
+    np.testing.assert_array_equal(dump.token_ids[0], [4, 5])
+    np.testing.assert_array_equal(dump.response_mask[0], [False, True])
+    np.testing.assert_array_equal(dump.logprobs["trainer"][0], np.float32([np.nan, -0.5]))
+
+
+def check_reply(dump):
+    np.testing.assert_array_equal(dump.token_ids[0], [1, 2, 7, 8])
+    np.testing.assert_array_equal(dump.response_mask[0], [False, False, True, True])
+    np.testing.assert_array_equal(dump.logprobs["rollout"][0], np.float32([np.nan, np.nan, -0.5, -1.5]))
+    assert dump.role("rollout") == "rollout"
+
+
+LISTED = [{"7": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -1.0}}, {"8": {"logprob": -1.5}}]
+NAMED = [{"token": "token_id:7", "logprob": -0.5}, {"token": "token_id:8", "logprob": -1.5}]
+PROMPT = {"prompt_token_ids": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"choices": [{"token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1.5]}, **PROMPT}]},
+        {"choices": [{"token_ids": [7, 8], "logprobs": {"content": NAMED}}], **PROMPT},
+        {"choices": [{"message": {"content": "x"}, "logprobs": {"content": NAMED}}], **PROMPT},
+        {"outputs": [{"token_ids": [7, 8], "logprobs": LISTED}], **PROMPT},
+        {"prompt_ids": [1, 2], "response_ids": [7, 8], "logprobs": {"rollout": LISTED}},
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_replies_of_servers_are_read(tmp_path, reply, indent):
+    (tmp_path / "x.json").write_text(json.dumps(reply, indent=indent))
+    check_reply(read_tokens(tmp_path / "x.json"))
+    (tmp_path / "x.json").write_text(json.dumps([reply, reply], indent=indent))
+    assert len(read_tokens(tmp_path / "x.json").sequence_ids) == 2
+
+
+NEMO = {
+    "content": "x",
+    "input_lengths": 4,
+    "token_ids": [1, 2, 7, 8, 0],
+    "token_loss_mask": [0, 0, 1, 1, 0],
+    "sample_loss_mask": 1.0,
+    "generation_logprobs": [0.0, 0.0, -0.5, -1.5, 0.0],
+    "prev_logprobs": [0.0, -3.0, -0.5, -1.25, 0.0],
+}
+
+
+def test_the_training_data_of_nemo_rl_is_read(tmp_path):
+    dump = read_tokens(write_lines(tmp_path / "train_data_step1.jsonl", NEMO, NEMO | {"sample_loss_mask": 0.0}))
+    np.testing.assert_array_equal(dump.token_ids[0], [1, 2, 7, 8])
+    np.testing.assert_array_equal(dump.logprobs["rollout"][0], np.float32([0, 0, -0.5, -1.5]))
+    np.testing.assert_array_equal(dump.logprobs["trainer"][0], np.float32([0, -3, -0.5, -1.25]))
+    np.testing.assert_array_equal(dump.response_mask[0], [False, False, True, True])
+    assert not dump.response_mask[1].any()
+
+
+def test_the_rollouts_of_miles_are_read(tmp_path):
+    rows = {"tokens": [[1, 2, 7, 8]], "response_length": [2], "loss_mask": [[1, 1]], "status": [b"pickled"]}
+    table = pa.table(rows | {"rollout_log_probs": [[-0.5, -1.5]]})
+    pq.write_table(table.replace_schema_metadata({"rollout_id": "3"}), tmp_path / "rollout_3.parquet")
+    check_reply(read_tokens(tmp_path / "rollout_3.parquet"))
+    pq.write_table(pa.table(rows | {"loss_mask": [None]}), tmp_path / "x.parquet")
+    bare = read_tokens(tmp_path / "x.parquet")
+    assert (bare.logprobs, bare.response_mask[0].tolist()) == ({}, [False, False, True, True])
+    pq.write_table(pa.table(rows | {"rollout_log_probs": [b"x"]}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="pickled its column 'rollout_log_probs'"):
+        read_tokens(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (
+            {"choices": [{"message": {"content": "x"}, "logprobs": {"content": [{"token": "x", "logprob": -1}]}}]},
+            "reply",
+        ),
+        ({"choices": [{"token_ids": [7], "logprobs": None, **PROMPT}]}, "without log-probabilities"),
+        ({"choices": {"x": 1}}, "list of choices"),
+        ({"choices": [{"token_ids": [7], "logprobs": {"content": [1]}}], **PROMPT}, "not of the form"),
+        ({"input": "1+1=", "output": "2", "score": 1.0, "step": 3}, "a log of texts"),
+        ({key: NEMO[key] for key in ("content", "prev_logprobs")}, "NeMo-RL's training data .* no token_ids"),
+        ({"prompt_ids": [1], "response_ids": [6], "logprobs": {"x": [{"7": -1.0}]}}, "its id 6 is not among"),
+    ],
+)
+def test_what_holds_no_tokens_is_named(tmp_path, record, words):
+    with pytest.raises(ValueError, match=words):
+        read_tokens(write_lines(tmp_path / "x.jsonl", record))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\x93NUMPY\x01\x00", "a NumPy array"),
+        (b"\x1f\x8b\x08\x00", "unpack it first"),
+        (b"\x58\x00\x00\x00\x00\x00\x00\x00{}", "a safetensors file"),
+    ],
+)
+def test_files_of_other_kinds_are_named(tmp_path, content, words):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        read_tokens(tmp_path / "x")
+    np.savez(tmp_path / "y.npz", rollout=np.zeros(2), trainer=np.zeros(2))
+    with pytest.raises(ValueError, match=r"NumPy archive \(.npz\) of the arrays rollout, trainer"):
+        read_tokens(tmp_path / "y.npz")
+
+
 class Trap:
     """Unpickling it would fail the test."""
 
