@@ -3,10 +3,11 @@
     rljax replay runs/my_run/metrics.jsonl --png surge.png --sweep
 
 It prints the step at which the tracker reports the surge of the response length, the decay period that follows from it,
-and every change of the learning rate. LOG is a JSONL, JSON or CSV file, a TensorBoard event file, or a directory that
-contains one of them. The event files of a run that was resumed are read as one log. The program knows the name of the
-length column in the logs of verl, TRL, prime-rl, NeMo-RL, slime, Miles, SkyRL, tunix and rljax; with ``--column`` you
-choose any other column of positive numbers. A step that is missing in the log counts as a step without a length.
+and every change of the learning rate. LOG is a JSONL, JSON or CSV file, console output (.log or .txt), a TensorBoard
+event file, or a directory that contains one of them. The event files of a run that was resumed are read as one log. The
+program knows the name of the length column in the logs of verl, TRL, prime-rl, NeMo-RL, slime, Miles, SkyRL, tunix and
+rljax; with ``--column`` you choose any other column of positive numbers. A step that is missing in the log counts as a
+step without a length.
 """
 
 import dataclasses

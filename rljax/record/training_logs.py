@@ -1,11 +1,12 @@
 """Reads training logs in text form, finds the column of the response length, and puts the values into order of steps.
 
-A log is a list of rows, one dictionary for each record. JSONL, JSON and CSV files are read here.
+A log is a list of rows, one dictionary for each record. JSONL, JSON, CSV and console output are read here.
 """
 
 import bisect
 import csv
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,38 @@ NOT_TRAINING = {"eval", "evaluation", "val", "validation", "test"}
 # A row may hold its metrics inside one of these names. They are left out of the names of the columns.
 WRAPPERS = {"data", "metrics", "log", "logs", "payload"}
 _BOM = b"\xef\xbb\xbf"
+# The step in a line of console output: ``step:3 - `` of verl, ``rollout 3: {`` and ``perf 3: {`` of slime and Miles.
+_CONSOLE_STEP = re.compile(r"\bstep:(\d+) - |\b(?:rollout|perf) (\d+): \{")
+# A name and its number: ``- name:1.5``, ``'name': 1.5``, ``'name': '1.5'``, ``'name': np.float64(1.5)``.
+_CONSOLE_VALUE = re.compile(r"""(?: - |['"])([\w./@-]+)['"]?: ?['"]?(?:[\w.]+\()?(-?\d[\d.]*(?:e[+-]?\d+)?|nan)\b""")
 
 Rows = list[dict[str, Any]]
 
 
 def read_text_log(path: Path) -> Rows:
-    """Reads the rows of a CSV, JSON or JSONL file."""
+    """Reads the rows of a CSV, JSON or JSONL file, or of console output (.log, .txt, .out)."""
     if path.suffix.lower() in (".csv", ".tsv"):
         return csv_rows(path)
     if path.suffix.lower() in (".wandb", ".parquet"):
         raise ConfigError(f"{path}: a {path.suffix} file is not read; export the history as CSV or JSONL")
-    return [flatten(row) for row in json_rows(path)]
+    try:
+        return [flatten(row) for row in json_rows(path)]
+    except ConfigError:
+        rows = console_rows(path) if path.suffix.lower() in (".log", ".txt", ".out") else []
+        if not rows:
+            raise
+        return rows
+
+
+def console_rows(path: Path) -> Rows:
+    """Reads the metrics in the console output of verl, TRL, slime or Miles: one row for each line that has any."""
+    rows: Rows = []
+    for line in path.read_text("utf-8", errors="replace").splitlines():
+        step = _CONSOLE_STEP.search(line)
+        row: dict[str, Any] = dict(_CONSOLE_VALUE.findall(line))
+        if row:
+            rows.append(row | ({"step": step[1] or step[2]} if step else {}))
+    return rows
 
 
 def csv_rows(path: Path) -> Rows:
@@ -145,8 +167,8 @@ def is_training(name: str) -> bool:
 
 def matching(columns: list[str], name: str) -> list[str]:
     """Returns the columns of training that end in ``name``: aggregates of environments and short names first."""
-    endings = tuple(before + name for before in ("/", " - ", "."))
-    found = [column for column in columns if (column == name or column.endswith(endings)) and is_training(column)]
+    endings = (f"/{name}", f" - {name}")
+    found = [column for column in columns if is_training(column) and f"/{column.replace('.', '/')}".endswith(endings)]
     return sorted(found, key=lambda column: ("/agg/" not in column, len(column)))
 
 

@@ -253,6 +253,7 @@ def write_events(directory, lengths, first, tag=LENGTH):
             "",
         ),
         # prime-rl's file has no step; slime's steps begin at 0
+        ("dots.jsonl", rows_of("response_length.mean"), ""),
         ("metrics.jsonl", [{"train/agg/all/num_output_tokens/mean": n, "train/m/all/x": 1} for n in LENGTHS], "each"),
         (
             "slime.jsonl",
@@ -349,3 +350,21 @@ def test_a_last_line_that_is_cut_is_left_out(tool, capsys, tmp_path):
 def test_other_files_are_refused_in_one_line(tool, tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     assert message in refused(tool, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(TaskRunner pid=7) step:{i} - a/b:1.0 - response_length/mean:np.float64({n}) - timing_s/step:3.5",
+        "[2026-01-02] rollout.py:55 - perf {j}: {{'rollout/response_len/mean': {n}, 'rollout/truncated_ratio': 1e-05}}",
+        " 3%|#   | 3/99 [00:01<00:02]\r{{'loss': '0.0', 'completions/mean_length': '{n}', 'epoch': '0.1'}}",
+    ],
+    ids=["verl", "slime", "TRL"],
+)
+def test_console_output(tool, capsys, tmp_path, line):
+    text = "".join(
+        f"INFO it's step {i}\n{line.format(i=i, j=i - 1, n=n)}\neval {i}: {{'eval/response_len/mean': 5.0}}\n"
+        for i, n in enumerate(LENGTHS, 1)
+    )
+    (tmp_path / "train.log").write_text(text)
+    assert CALL in run(tool, capsys, tmp_path, tmp_path / "train.log")
