@@ -64,7 +64,7 @@ def parse_row(row: Mapping[str, Any], where: str) -> Problem:
       where: The file and row number, for the error message.
 
     Raises:
-      ValueError: The prompt or the right answer is missing or has another form.
+      ValueError: The prompt or the right answer is missing or has another form, or a text cannot be written as UTF-8.
     """
     prompt = _parse_prompt(row.get("prompt"), where)
     nested = row.get("reward_model")
@@ -74,12 +74,14 @@ def parse_row(row: Mapping[str, Any], where: str) -> Problem:
         raise ValueError(f"{where}: the right answer must be text or a number, got {type(answer).__name__}")
     if answer is None or not str(answer).strip() or answer != answer:  # a table may have NaN for a missing value
         raise ValueError(f"{where}: no right answer (reward_model.ground_truth, or answer)")
-    return {
-        "prompt": prompt,
-        "answer": str(answer),
-        "data_source": str(row.get("data_source") or ""),
-        "extra_info": row.get("extra_info") or {},
-    }
+    problem = {"prompt": prompt, "answer": str(answer), "data_source": str(row.get("data_source") or "")}
+    for key, value in problem.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            found = ascii(error.object[error.start])
+            raise ValueError(f"{where}: the {key} holds half a character, the lone surrogate {found}") from error
+    return problem | {"extra_info": row.get("extra_info") or {}}
 
 
 def read_problems(path: str | Path) -> tuple[Problem, ...]:

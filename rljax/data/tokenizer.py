@@ -55,7 +55,8 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the token ids of a text, int32 [t]; no special tokens are added."""
+        """Returns the token ids of a text, int32 [t], without special tokens. Raises ValueError if it is no UTF-8."""
+        text.encode()
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:

@@ -8,7 +8,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from toy_runs import TOY_BASE, outcome, tiny
 
+from rljax import evaluate, train
+from rljax.commands import prepare
 from rljax.data.files import parse_row, read_problems, read_provenance, read_rows, write_rows
 
 DATA = Path(__file__).parents[1] / "data"
@@ -56,6 +59,11 @@ def test_every_form_reads_to_the_same_problems(tmp_path):
         ({"prompt": [{"role": "user", "content": ""}], "answer": "2"}, "the prompt is empty"),
         ({"prompt": [{"content": "1+1="}], "answer": "2"}, "must be text or a list of messages with role and content"),
         ({"prompt": 7, "answer": "2"}, "must be text or a list of messages"),
+        ({"prompt": "1\ud835+1=", "answer": "2"}, r"the prompt holds half a character, the lone surrogate '.ud835'"),
+        ({"prompt": [{"role": "user", "content": "1+1=\udc00"}], "answer": "2"}, "the prompt holds half a character"),
+        ({"prompt": [{"role": "u\udfff", "content": "1+1="}], "answer": "2"}, "the prompt holds half a character"),
+        ({"prompt": "1+1=", "answer": "\ude00\ud83d"}, "the answer holds half a character"),
+        ({"prompt": "1+1=", "answer": "2", "data_source": "\ud800"}, "the data_source holds half a character"),
     ],
 )
 def test_a_wrong_row_is_named(row, message, tmp_path):
@@ -65,6 +73,26 @@ def test_a_wrong_row_is_named(row, message, tmp_path):
     # The blank line counts, so that the number is the line's.
     with pytest.raises(ValueError, match=rf"x\.jsonl: row 3: .*{message}"):
         read_problems(path)
+
+
+def test_a_whole_character_in_two_escapes_is_read(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"prompt": "\\ud83d\\ude00", "answer": "2"}')
+    assert read_problems(tmp_path / "x.jsonl")[0]["prompt"] == "\N{GRINNING FACE}"
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "prepare"])
+def test_each_command_names_the_row_of_half_a_character(command, tmp_path):
+    path = written(tmp_path / "x.jsonl", [GOOD, GOOD | {"prompt": "1\ud835+1="}])
+    main, words = {
+        "train": (train.main, tiny(TOY_BASE, tmp_path / "run", 1, "--data.task", "file", "--data.path", path)),
+        "evaluate": (evaluate.main, ["--path", TOY_BASE, "--dataset", path, "--out", tmp_path / "out.jsonl"]),
+        "prepare": (prepare.main, [path, tmp_path / "out.parquet"]),
+    }[command]
+    status, _, error = outcome(main, words)
+    assert status == 2
+    assert error.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in error
+    assert "x.jsonl: row 2: the prompt holds half a character, the lone surrogate" in error
 
 
 def test_rows_of_parquet_are_counted_from_one(tmp_path):
