@@ -76,7 +76,7 @@ def _unread_kind(place: Path, start: bytes) -> str:
         if all(name.endswith(".npy") for name in names):
             arrays = ", ".join(name.removesuffix(".npy") for name in names)
     if arrays:
-        return f"a NumPy archive (.npz) of the arrays {arrays}, which have no agreed meaning: write them as JSONL"
+        return f"a NumPy archive (.npz) of the arrays {arrays!r:.80}, which have no agreed meaning: write them as JSONL"
     if place.suffix.lower() in _PICKLES or start.startswith((b"\x80", b"PK\x03\x04")):
         return (
             "a pickle (torch.save writes these): loading one runs whatever code it holds, so it is not read; export "
@@ -187,7 +187,9 @@ def _pick(values: Sequence[Any], token_ids: Sequence[int]) -> list[Any]:
         if isinstance(value, dict):
             entry = value if "logprob" in value else value.get(str(token))
             if entry is None:
-                raise ValueError(f"token {i}: its id {token} is not among the ids {sorted(value)[:5]} with numbers")
+                raise ValueError(
+                    f"token {i}: its id {token} is not among the ids {sorted(value)[:5]!r:.60} with numbers"
+                )
             picked[i] = entry["logprob"] if isinstance(entry, dict) else entry
     return picked
 
@@ -249,7 +251,10 @@ def _read_parquet(place: Path) -> TokenDump:
         raise ValueError(
             f"{place}: Miles has pickled its column {pickled[0]!r}: loading it runs whatever code it holds"
         )
-    rows = pq.read_table(place, columns=known).to_pylist()
+    try:
+        rows = pq.read_table(place, columns=known).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{place} is not a readable Parquet file: {error}") from error
     lines = ((place, number, row) for number, row in enumerate(rows, 1))
     has_numbers = any(row.get("rollout_log_probs") is not None for row in rows)
     sources = {"rollout": ColumnSource(engine="sglang", role="rollout")} if has_numbers else {}
@@ -260,6 +265,8 @@ def _miles_sequence(record: Row, number: int) -> TokenDump:
     """Makes a dump of one sample of Miles; its mask and its log-probabilities cover the response alone."""
     length = record["response_length"]
     front = len(record["tokens"]) - length
+    if not 0 <= front <= len(record["tokens"]):
+        raise ValueError(f"response_length must be at most the {len(record['tokens'])} tokens, got {length}")
     mask = record.get("loss_mask")
     values = record.get("rollout_log_probs")
     columns = {} if values is None else {"rollout": [[None] * front + values]}

@@ -120,7 +120,7 @@ def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
     """Raises ValueError if a column holds a number above 0 at a response token: it cannot be a log-probability."""
     for name in columns:
         vectors = [vector[mask] for vector, mask in zip(dump.logprobs[name], dump.response_mask, strict=True)]
-        values = np.concatenate(vectors)
+        values = np.concatenate([*vectors, np.zeros(0, np.float32)])
         above = values > ABOVE_ZERO
         if not above.any():
             continue
@@ -131,8 +131,8 @@ def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
             if not (values > 1 + ABOVE_ZERO).any():
                 hint = "all lie between 0 and 1: they look like probabilities, so write their logarithms"
         raise ValueError(
-            f"column {name!r} has {vectors[row][vectors[row] > ABOVE_ZERO][0]:g} in sequence "
-            f"{dump.sequence_ids[row]!r}, but a log-probability is never above 0; {hint}"
+            f"column {name!r:.60} has {vectors[row][vectors[row] > ABOVE_ZERO][0]:g} in sequence "
+            f"{dump.sequence_ids[row]!r:.60}, but a log-probability is never above 0; {hint}"
         )
 
 

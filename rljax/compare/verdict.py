@@ -28,6 +28,7 @@ _SHIFT_GAIN = 0.25  # a shift by one must reduce the mean gap to this share
 _CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temperature
 _SENTINEL = -1000.0  # nats; no softmax of a language model gives a sampled token less
 _FILL_SHARE, _FILL_TOKENS = 0.05, 8  # the least share of a pair's tokens, and the least count, that show a fill
+_FILL_SPREAD = 0.1  # nats; the least standard deviation of the other column at the places of a fill
 _SLOPE, _CORRELATION = 1.06, 0.9  # the least slope and correlation that show a temperature and not other weights
 
 Bars = dict[str, tuple[float, float]]
@@ -162,7 +163,8 @@ def _fill(x: np.ndarray, y: np.ndarray, known: np.ndarray) -> float | None:
     """Returns the constant that fills a column in the place of missing numbers; None if there is none.
 
     A number that many tokens share is a fill where the other column differs. Certain tokens share the number 0 in both
-    columns, so at a fifth of the places of a fill the other column must be far from it.
+    columns, so at a fifth of the places of a fill the other column must be far from it. Responses to one prompt share
+    the numbers of their first tokens in both columns, so the other column must vary at the places of a fill.
     """
     if (low := known & (x <= _SENTINEL)).any():
         return float(np.min(x[low]))
@@ -176,7 +178,8 @@ def _fill(x: np.ndarray, y: np.ndarray, known: np.ndarray) -> float | None:
     same = known & (x == value)
     whole_rows = (same.sum(1) >= _FILL_TOKENS) & (same.sum(1) == known.sum(1)) & far.any(1)
     is_fill = counts.max() >= _FILL_SHARE * known.sum() or whole_rows.any()
-    return float(value) if is_fill and counts.max() >= 0.2 * same.sum() else None
+    varies = np.std(y[same & far]) > _FILL_SPREAD
+    return float(value) if is_fill and varies and counts.max() >= 0.2 * same.sum() else None
 
 
 def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out: np.ndarray) -> Iterator[_Finding]:

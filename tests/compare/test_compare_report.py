@@ -381,6 +381,12 @@ def test_numbers_above_zero_are_refused_in_a_line(tmp_path, capsys, change, word
     assert words in line
 
 
+def test_columns_without_sequences_are_compared():
+    """No sequence is no column of numbers above 0."""
+    (pair,) = compare_columns(make_dump([], [], [], {"a": [], "b": []})).pairs
+    assert pair.verdict.cause == "no_tokens"
+
+
 def test_zero_and_what_rounding_adds_are_no_mistake():
     dump = spoiled(lambda rollout: rollout.__setitem__((2, 3), 4e-6))
     assert "never above 0" not in to_text(compare_columns(dump))
@@ -415,6 +421,16 @@ def test_certain_tokens_are_no_constant_fill(power):
     (pair,) = compare_columns(make_dump([str(i) for i in range(16)], ids, mask, {"a": x, "b": y})).pairs
     assert pair.verdict.cause != "constant_fill", pair.verdict.reason
     assert (pair.verdict.status == "pass") == (power == 1.0)
+
+
+def test_responses_that_begin_alike_are_no_constant_fill():
+    """All responses to one prompt have the same first tokens, at which the columns differ by more than 0.01."""
+    rng = np.random.default_rng(5)
+    x = -rng.exponential(1.0, (64, 8)) - 0.1
+    y = x + 4e-3 * rng.standard_normal(x.shape)
+    x[:, :2], y[:, :2] = (-1.0, -2.0), (-1.02, -2.02)
+    dump = make_dump([str(i) for i in range(64)], np.ones(x.shape, int), np.ones(x.shape, bool), {"a": x, "b": y})
+    assert compare_columns(dump).pairs[0].verdict.status == "pass"
 
 
 def test_a_gap_beyond_any_dtype_lists_its_causes():

@@ -293,6 +293,9 @@ def test_the_rollouts_of_miles_are_read(tmp_path):
     pq.write_table(pa.table(rows | {"loss_mask": [None]}), tmp_path / "x.parquet")
     bare = read_tokens(tmp_path / "x.parquet")
     assert (bare.logprobs, bare.response_mask[0].tolist()) == ({}, [False, False, True, True])
+    pq.write_table(pa.table(rows | {"response_length": [-(10**12)]}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="at most the 4 tokens"):
+        read_tokens(tmp_path / "x.parquet")
     pq.write_table(pa.table(rows | {"rollout_log_probs": [b"x"]}), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match="pickled its column 'rollout_log_probs'"):
         read_tokens(tmp_path / "x.parquet")
@@ -331,7 +334,7 @@ def test_files_of_other_kinds_are_named(tmp_path, content, words):
     with pytest.raises(ValueError, match=words):
         read_tokens(tmp_path / "x")
     np.savez(tmp_path / "y.npz", rollout=np.zeros(2), trainer=np.zeros(2))
-    with pytest.raises(ValueError, match=r"NumPy archive \(.npz\) of the arrays rollout, trainer"):
+    with pytest.raises(ValueError, match=r"NumPy archive \(.npz\) of the arrays 'rollout, trainer"):
         read_tokens(tmp_path / "y.npz")
 
 
