@@ -166,6 +166,8 @@ def _jsonl_sequence(record: Row, number: int) -> TokenDump:
         raise ValueError(
             f"this is a log of texts, as verl and TRL write them, and {_NO_IDS}: docs/compare.md has exporters"
         )
+    if not {"token_ids", "prompt_ids"} & set(record):
+        raise ValueError(f"expected token_ids, or prompt_ids and response_ids, got the keys {list(record)!r:.200}")
     if "token_ids" in record:
         token_ids, mask, front = record["token_ids"], record["response_mask"], 0
     else:

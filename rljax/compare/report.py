@@ -130,6 +130,8 @@ def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
             hint = "none is below 0: they look like log-probabilities with the sign turned"
             if not (values > 1 + ABOVE_ZERO).any():
                 hint = "all lie between 0 and 1: they look like probabilities, so write their logarithms"
+        if above.sum() > 1 and len(set(values[above])) == 1:
+            hint = f"{above.sum()} of {len(values)} response tokens have this same number: a fill for missing ones"
         raise ValueError(
             f"column {name!r:.60} has {vectors[row][vectors[row] > ABOVE_ZERO][0]:g} in sequence "
             f"{dump.sequence_ids[row]!r:.60}, but a log-probability is never above 0; {hint}"

@@ -369,6 +369,7 @@ def test_the_first_token_of_all_has_no_number_to_miss():
     [
         (lambda rollout: rollout.__setitem__((2, 3), 0.5), "1 of 480 response tokens have such a number"),
         (lambda rollout: rollout.__setitem__((2, 3), np.inf), "column 'rollout' has inf in sequence '2'"),
+        (lambda rollout: rollout.__setitem__(3, 1.0), "30 of 480 response tokens have this same number: a fill"),
         (np.exp, "they look like probabilities"),
         (np.negative, "the sign turned"),
     ],

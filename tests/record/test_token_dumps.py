@@ -312,6 +312,7 @@ def test_the_rollouts_of_miles_are_read(tmp_path):
         ({"choices": {"x": 1}}, "list of choices"),
         ({"choices": [{"token_ids": [7], "logprobs": {"content": [1]}}], **PROMPT}, "not of the form"),
         ({"input": "1+1=", "output": "2", "score": 1.0, "step": 3}, "a log of texts"),
+        ({"meta_info": {"output_token_logprobs": []}}, r"expected token_ids, .* got the keys \['meta_info'\]"),
         ({key: NEMO[key] for key in ("content", "prev_logprobs")}, "NeMo-RL's training data .* no token_ids"),
         ({"prompt_ids": [1], "response_ids": [6], "logprobs": {"x": [{"7": -1.0}]}}, "its id 6 is not among"),
     ],
