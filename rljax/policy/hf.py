@@ -32,6 +32,7 @@ from rljax.sharding import fetch
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_HEAD, _TABLE, _ROWS = "lm_head.weight", "model.embed_tokens.weight", 4096
 _DTYPES = ("F16", "BF16", "F32", "F64")
 _SIDE_FILES = (
     "tokenizer.json",
@@ -126,11 +127,15 @@ def _open_sources(directory: Path) -> dict[str, Any]:
     """Opens the tensors of a directory, by HF name. A tensor has ``get_shape()`` and is read when it is indexed.
 
     Raises:
-      ValueError: A file is missing or cannot be read.
+      ValueError: A file is missing or cannot be read, or there are two sets of weights.
     """
     index_path = directory / INDEX_NAME
     if index_path.is_file():
         files = _files_of_index(index_path)
+        if (directory / SINGLE_NAME).is_file() and files != [SINGLE_NAME]:
+            raise ValueError(
+                f"{directory} has {SINGLE_NAME}, and {INDEX_NAME} names other files: delete one of the two"
+            )
     elif (directory / SINGLE_NAME).is_file():
         files = [SINGLE_NAME]
     else:
@@ -179,11 +184,28 @@ def load_params(
       dtype: The dtype of the result.
 
     Raises:
-      ValueError: A tensor is missing or has another shape. The message names it.
+      ValueError: A tensor is missing, or has another shape or dtype, or the head of a tied policy is another table.
     """
     sources = _open_sources(Path(directory))
+    if config.tie_word_embeddings and not _is_tied(sources):
+        raise ValueError(
+            f"{directory}: config.json has tie_word_embeddings = true, but tensor {_HEAD!r} is not {_TABLE!r}: set it "
+            "to false, or delete the tensor"
+        )
     leaves = policy_leaves(config)
     return read_leaves(sources, leaves, shardings, dtype, directory=directory, shapes_from="config.json")
+
+
+def _is_tied(sources: Mapping[str, Any]) -> bool:
+    """Whether the files have no head, or the same numbers in head and embedding table, if that can be read."""
+    head, table = sources.get(_HEAD), sources.get(_TABLE)
+    if head is None or table is None or table.get_dtype() not in _DTYPES:
+        return True
+    if head.get_shape() != table.get_shape() or head.get_dtype() not in _DTYPES:
+        return False
+    rows = table.get_shape()[0]
+    parts = (slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
+    return all(np.array_equal(head[part].astype(float), table[part].astype(float), equal_nan=True) for part in parts)
 
 
 def read_leaves(

@@ -118,6 +118,37 @@ def test_a_tensor_that_is_no_plain_float_is_named(dtype, stored, tmp_path, monke
         load_params(tmp_path, small_config())
 
 
+def test_two_sets_of_weights_are_refused(tmp_path):
+    config = small_config()
+    save_params(tmp_path, init_params(config, 0), config, max_shard_bytes=9_000)
+    load_params(tmp_path, config)
+    save_params(tmp_path / "other", init_params(config, 1), config)
+    (tmp_path / SINGLE_NAME).write_bytes((tmp_path / "other" / SINGLE_NAME).read_bytes())
+    with pytest.raises(ValueError, match=f"has {SINGLE_NAME}, and {INDEX_NAME} names other files: delete one"):
+        load_params(tmp_path, config)
+    names = safetensors.torch.load_file(tmp_path / SINGLE_NAME)
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": dict.fromkeys(names, SINGLE_NAME)}))
+    jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path, config), init_params(config, 1))
+
+
+@pytest.mark.parametrize("where", ["first", "last", "shape", "int8", "nowhere", "16 bits"])
+def test_another_head_of_a_tied_policy_is_refused(where, tmp_path):
+    config = small_config(tie_word_embeddings=True, vocab_size=5000)
+    save_params(tmp_path, init_params(config, 0), config, jnp.bfloat16)
+    tensors = safetensors.torch.load_file(tmp_path / SINGLE_NAME)
+    head = tensors["model.embed_tokens.weight"].clone()
+    if where in ("first", "last"):
+        head[0 if where == "first" else -1, 3] += 0.5
+    changed = {"shape": head[:-1], "int8": head.to(torch.int8), "16 bits": head.float()}.get(where, head)
+    safetensors.torch.save_file(tensors | {"lm_head.weight": changed}, tmp_path / SINGLE_NAME)
+    if where in ("nowhere", "16 bits"):
+        assert "lm_head" not in load_params(tmp_path, config)
+        return
+    with pytest.raises(ValueError, match=r"'lm_head.weight' is not 'model.embed_tokens.weight'") as caught:
+        load_params(tmp_path, config)
+    assert "tie_word_embeddings = true" in str(caught.value)
+
+
 def test_float64_is_read(tmp_path):
     save_params(tmp_path, init_params(small_config(), 0), small_config())
     before = load_params(tmp_path, small_config())
