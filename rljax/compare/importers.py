@@ -13,12 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from rljax.data.files import Row, json_lines
 from rljax.errors import parse_json
-from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump
+from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, parquet_rows, read_dump
 
 PRIME_RL_SCHEMA = 1
 """The ``schema_version`` of prime-rl's token export that this module reads."""
@@ -241,22 +238,13 @@ def _nemo_rl_sequence(record: Row, number: int) -> TokenDump:
 
 def _read_parquet(place: Path) -> TokenDump:
     """Reads a token dump, or the rollouts that Miles writes with ``--save-rollout-format parquet``."""
-    try:
-        schema = pq.read_schema(place)
-    except (pa.ArrowException, OSError):
+    rows = parquet_rows(place, ("tokens", "response_length", "loss_mask", "rollout_log_probs"))
+    if not rows or not {"tokens", "response_length"} <= set(rows[0]):
         return read_dump(place)
-    names = ("tokens", "response_length", "loss_mask", "rollout_log_probs")
-    if not {"tokens", "response_length"} <= set(schema.names):
-        return read_dump(place)
-    known = [name for name in names if name in schema.names]
-    if pickled := [name for name in known if pa.types.is_binary(schema.field(name).type)]:
+    if pickled := [name for row in rows for name, value in row.items() if isinstance(value, bytes)]:
         raise ValueError(
             f"{place}: Miles has pickled its column {pickled[0]!r}: loading it runs whatever code it holds"
         )
-    try:
-        rows = pq.read_table(place, columns=known).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{place} is not a readable Parquet file: {error}") from error
     lines = ((place, number, row) for number, row in enumerate(rows, 1))
     has_numbers = any(row.get("rollout_log_probs") is not None for row in rows)
     sources = {"rollout": ColumnSource(engine="sglang", role="rollout")} if has_numbers else {}

@@ -262,6 +262,21 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
         raise ValueError(f"{path}: {error}") from error
 
 
+def parquet_rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the rows of a Parquet file with those of the columns that it has; empty if it has none of them.
+
+    Raises:
+      OSError: There is no such file.
+      ValueError: The file is not a readable Parquet file.
+    """
+    with Path(path).open("rb") as file:
+        try:
+            names = [name for name in pq.read_schema(file).names if name in columns]
+            return pq.read_table(file, columns=names).to_pylist() if names else []
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
+
+
 def _types(columns: Iterable[str]) -> dict[str, pa.DataType]:
     """Returns the types of the table's columns, with one for each of ``columns``."""
     plain = {"sequence_id": pa.string(), "token_ids": pa.list_(pa.int32()), "response_mask": pa.list_(pa.bool_())}
