@@ -217,7 +217,7 @@ FAULTS = {
         "response_mask must be true or false at each token",
     ),
     "tokens: a log-probability in words": (
-        sequence_case(logprobs={"trainer": [None, "-1", -1.0], "rollout": [None, -1.0, -1.0]}),
+        sequence_case(logprobs={"trainer": [None, "minus one", -1.0], "rollout": [None, -1.0, -1.0]}),
         "column 'trainer' must be numbers",
     ),
     "tokens: log-probabilities in a list": (sequence_case(logprobs=[1]), "t.jsonl:1: a field is not of the form"),
