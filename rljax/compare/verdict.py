@@ -15,7 +15,6 @@ import numpy as np
 
 from rljax.mismatch import framework_metrics, mismatch_statistics, read_tokens
 from rljax.mismatch.names import PUBLISHED_BARS
-from rljax.mismatch.tokens import LARGEST_LOGPROB
 from rljax.record.token_dumps import ColumnSource
 
 # The normalised gap is the mean |difference| per token (nats) over the mean of 1 - p, because an error of the logits
@@ -84,10 +83,11 @@ def judge(
     """
     x, y = np.asarray(trainer, np.float64), np.asarray(rollout, np.float64)
     mask = np.asarray(mask, bool)
-    valid = mask & (np.abs(x) <= LARGEST_LOGPROB) & (np.abs(y) <= LARGEST_LOGPROB)  # False for NaN
+    tokens = read_tokens(x, y, mask)
+    valid = np.asarray(tokens.valid)
     left_out = mask & ~valid
     left_out[:, :1] &= ~(np.isnan(x[:, :1] + y[:, :1]) & valid.any(1, keepdims=True))
-    statistics = mismatch_statistics(read_tokens(x, y, mask))
+    statistics = mismatch_statistics(tokens)
     bars = {
         f"{framework} {name}": (framework_metrics(statistics, framework)[name], bar)
         for (framework, name), bar in PUBLISHED_BARS.items()
@@ -187,7 +187,7 @@ def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out:
     if left_out.any():
         counts = (
             f"the {name} column has {np.isnan(values[left_out]).sum()} unknown and "
-            f"{(np.abs(values[left_out]) > LARGEST_LOGPROB).sum()} infinite ones"
+            f"{np.isinf(values[left_out]).sum()} infinite ones"
             for name, values in (("first", x), ("second", y))
         )
         lost = (left_out.sum(1) == mask.sum(1)) & mask.any(1)
