@@ -161,7 +161,7 @@ def _jsonl_sequence(record: Row, number: int) -> TokenDump:
     has_text = any(isinstance(record.get(key), str) for key in ("output", "completion", "response"))
     if has_text and not {"token_ids", "prompt_ids"} & set(record):
         raise ValueError(
-            f"this is a log of texts, as verl and TRL write them, and {_NO_IDS}: docs/compare.md has exporters"
+            f"this is a log of texts, as verl and TRL write them, and {_NO_IDS}: write them inside its process"
         )
     if not {"token_ids", "prompt_ids"} & set(record):
         raise ValueError(f"expected token_ids, or prompt_ids and response_ids, got the keys {list(record)!r:.200}")
