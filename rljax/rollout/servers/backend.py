@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rljax.errors import ReplyError, ServerGoneError, VerificationError
+from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError, VerificationError
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import ServerInfo, Wire
 from rljax.rollout.types import InFlight, VerifyConfig
@@ -184,6 +184,25 @@ def pull_version(
             return max(done, key=lambda worker: worker["seconds"])
         time.sleep(_POLL_S)
     raise ServerGoneError(f"{url} did not pull {version.tag} within {timeout_s:g} s")
+
+
+def names_version(client: ServerClient, url: str, route: str, version: WeightVersion) -> bool:
+    """Returns whether a server names the version; the common part of ``Backend.serves``.
+
+    Args:
+      client: The client of the server.
+      url: The server.
+      route: The path at which the server says which weights it holds.
+      version: The version that is asked for.
+
+    Raises:
+      ServerGoneError: The server does not answer, or refuses the question.
+    """
+    try:
+        answer = client.call(url, "GET", route, timeout_s=10.0)
+    except ServerRefusedError as error:
+        raise ServerGoneError(str(error)) from error
+    return answer.get("weight_version") == version.tag
 
 
 def read_checksums(ask: AskWorkers, url: str, version: WeightVersion) -> Sequence[WorkerChecksums]:

@@ -14,9 +14,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError
+from rljax.errors import HandshakeError, ReplyError, ServerRefusedError
 from rljax.rollout.servers import handshake
-from rljax.rollout.servers.backend import AskWorkers, Expectation, WorkerChecksums, pull_version, read_checksums
+from rljax.rollout.servers.backend import (
+    AskWorkers,
+    Expectation,
+    WorkerChecksums,
+    names_version,
+    pull_version,
+    read_checksums,
+)
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import InFlight
@@ -224,11 +231,7 @@ class SglangBackend:
 
     def serves(self, client: ServerClient, url: str, version: WeightVersion) -> bool:
         """Returns whether ``/model_info`` names the version."""
-        try:
-            answer = client.call(url, "GET", "/model_info", timeout_s=10.0)
-        except ServerRefusedError as error:
-            raise ServerGoneError(str(error)) from error
-        return answer.get("weight_version") == version.tag
+        return names_version(client, url, "/model_info", version)
 
     def loaded(self, client: ServerClient, url: str, version: WeightVersion) -> Sequence[WorkerChecksums]:
         """Asks the workers' plugin for the checksums of what they hold."""
