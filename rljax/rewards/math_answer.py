@@ -6,20 +6,17 @@ the reward pool has one of its own. A direct call of ``math_reward`` may take as
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
+from math_verify import verify
 
 from rljax.rewards.final_answer import final_answer
 from rljax.rewards.math_form import form_of, matches, without_label
 from rljax.rewards.math_text import (
-    braces_balance,
     option_letter,
     option_letters,
     rewrite_numbers,
@@ -29,20 +26,12 @@ from rljax.rewards.math_text import (
     without_money,
     without_words,
 )
-from rljax.rewards.math_value import same_formula, same_solutions, same_value
+from rljax.rewards.math_value import parsed, same_formula, same_solutions, same_value
 from rljax.rewards.units import split_unit, units_agree
 
-# This module removes units itself: the library also treats single letters as units, so 5t would become 5.
-_EXTRACTION = LatexExtractionConfig(
-    boxed_match_priority=0,
-    normalization_config=NormalizationConfig(
-        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
-    ),
-)
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z' \-]*")
 _NUMERIC = re.compile(r"[^A-Za-z]*")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
-_TWO_NUMBERS = re.compile(r"(?<![\d_])\d+\s+\d")  # the library reads 4 2 as a binomial coefficient
 _SEVERAL_CHOICES = re.compile(r"(?=([A-J]))[A-J]{2,5}")
 _RATIO = re.compile(r"[^:<>=\\]+(?::[^:<>=\\]+){2,}")
 _DECIMAL = re.compile(r"\d\.\d|(?<!\d)\.\d")
@@ -188,7 +177,7 @@ def _equal(right: str, answer: str) -> bool:
         right, answer = value, stated_value
     if _INTEGER.fullmatch(right) and _INTEGER.fullmatch(answer):
         return int(right) == int(answer)
-    expected, stated = _parsed(right), _parsed(answer)
+    expected, stated = parsed(right), parsed(answer)
     if not expected or not stated:
         return False
     if not (_DECIMAL.search(right) or _DECIMAL.search(answer)):
@@ -203,16 +192,6 @@ def _equal(right: str, answer: str) -> bool:
         timeout_seconds=None,
     )
     return bool(agrees) or same_formula(expected[0], stated[0])
-
-
-@functools.lru_cache(maxsize=1024)
-def _parsed(text: str) -> tuple[Any, ...]:
-    """Parses the complete text with sympy; an empty tuple if any part of it cannot be parsed."""
-    text = rewrite_numbers(text)
-    if not braces_balance(text) or _TWO_NUMBERS.search(text):
-        return ()
-    boxed = rf"\boxed{{{text}}}"
-    return tuple(parse(boxed, [_EXTRACTION], fallback_mode="no_fallback", parsing_timeout=None))
 
 
 def _decimals(expected: Any) -> int:

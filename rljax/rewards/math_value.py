@@ -1,7 +1,8 @@
-"""Compares parsed values where an absolute tolerance would be wrong: exact numbers, formulas and solution sets."""
+"""Parses answers, and compares them where an absolute tolerance is wrong: exact numbers, formulas, solution sets."""
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -9,16 +10,32 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 
+from rljax.rewards.math_text import braces_balance, rewrite_numbers
+
 _DIGITS = 60
 # Positive and negative points without a pattern, at which two formulas are compared.
 _POINTS = (("7/5", "11/3", "23/7"), ("-13/6", "-5/7", "-29/9"), ("19/4", "-8/3", "17/5"), ("2/9", "31/8", "-6/5"))
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![a-zA-Z])|\\in(?![a-zA-Z])")
 _BUILDER = re.compile(r"^\\\{\s*\(?([A-Za-z])\)?\s*(?:\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|\\vert|\||:)\s*(.*)\\\}$")
 _MEMBER = re.compile(r"^[A-Za-z]\s*\\in(?![a-zA-Z])\s*")
+# This module removes units itself: the library also treats single letters as units, so 5t would become 5.
 _EXTRACTION = LatexExtractionConfig(
     boxed_match_priority=0,
-    normalization_config=NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, boxed="last"),
+    normalization_config=NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
+    ),
 )
+_TWO_NUMBERS = re.compile(r"(?<![\d_])\d+\s+\d")  # the library reads 4 2 as a binomial coefficient
+
+
+@functools.lru_cache(maxsize=1024)
+def parsed(text: str) -> tuple[Any, ...]:
+    """Parses the complete text with sympy; an empty tuple if any part of it cannot be parsed."""
+    text = rewrite_numbers(text)
+    if not braces_balance(text) or _TWO_NUMBERS.search(text):
+        return ()
+    boxed = rf"\boxed{{{text}}}"
+    return tuple(parse(boxed, [_EXTRACTION], fallback_mode="no_fallback", parsing_timeout=None))
 
 
 def same_value(right: Any, stated: Any) -> bool | None:
@@ -103,13 +120,7 @@ def _solutions(text: str) -> Any:
     text = _MEMBER.sub("", text.strip())
     sets = []
     for part in re.split(r"\s+or\s+|\\lor(?![a-zA-Z])", text):
-        found = parse(
-            rf"\boxed{{{part}}}",
-            [_EXTRACTION],
-            fallback_mode="no_fallback",
-            extraction_mode="first_match",
-            parsing_timeout=None,
-        )
+        found = parsed(part)
         if not found:
             return None
         try:
