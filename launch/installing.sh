@@ -1,6 +1,7 @@
-# Sourced by the scripts that install a server's environment: saying what goes on, finding Python, running with a log.
+# Sourced by the scripts that install a server's environment: what they say, Python, the GPU, a log, rljax's plugin.
 #
-# Reads program (the script's name), venv and log (the file for the output of what is run).
+# Reads program (the script's name), repo, venv and log (the file for the output of what is run).
+source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
 
 child=""
@@ -40,4 +41,29 @@ waited() {
   wait "$child" || status=$?
   child=""
   return "$status"
+}
+
+# failed: shows the end of the log and ends the script.
+failed() {
+  tail -n 15 "$log" >&2
+  die "pip failed; the whole log is $log"
+}
+
+# install_plugin GROUP: rljax, with its entry point in GROUP, and what it needs beside the server; at once when they are
+# there. The installed entry point is a copy of the one in pyproject.toml, made when the plugin was installed.
+install_plugin() {
+  local is_here='
+import importlib.metadata, pathlib, sys, tomllib
+import rljax, xxhash, zstandard
+repo, group = pathlib.Path(sys.argv[1]).resolve(), sys.argv[2]
+wanted = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["entry-points"][group]["rljax"]
+installed = [point.value for point in importlib.metadata.entry_points(group=group, name="rljax")]
+sys.exit(installed != [wanted] or pathlib.Path(rljax.__file__).resolve().parents[1] != repo)
+'
+  (cd / && "$venv/bin/python" -c "$is_here" "$repo" "$1") 2>/dev/null && return
+  local needs
+  mapfile -t needs < <("$venv/bin/python" "$repo/launch/plugin_needs.py")
+  waited "installing rljax's plugin (without its dependencies)" \
+    "$venv/bin/python" -m pip install --no-deps -e "$repo" || failed
+  waited "installing what the plugin needs besides" "$venv/bin/python" -m pip install "${needs[@]}" || failed
 }

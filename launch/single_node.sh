@@ -13,6 +13,7 @@
 #                                 share GPUs, as in --trainer-gpus 0 --server-gpus 0 --gpu-memory-utilization 0.4
 #   --max-model-len N             longest prompt plus response (default: what the configuration asks for, at least
 #                                 512: the verification's probes want a few hundred tokens)
+#   --server-wait S               longest time until all servers answer, in seconds (default 1800)
 #   --engine vllm|sglang          kind of the servers (default vllm; sglang: on a CPU, or one GPU a server)
 #   --dry-run                     print what would be started, and what the run would take
 #   --help                        this text
@@ -54,7 +55,7 @@ expand() {
   )
 }
 
-engine=vllm config="" trainer_gpus="" server_gpus="" tensor_parallel=1 memory="" max_len="" dry_run=false
+engine=vllm config="" trainer_gpus="" server_gpus="" tensor_parallel=1 memory="" max_len="" server_wait=1800 dry_run=false
 while (($#)); do
   case "$1" in
     -h | --help)
@@ -69,7 +70,7 @@ while (($#)); do
       shift
       break
       ;;
-    --trainer-gpus | --server-gpus | --tensor-parallel | --gpu-memory-utilization | --max-model-len | --engine)
+    --trainer-gpus | --server-gpus | --tensor-parallel | --gpu-memory-utilization | --max-model-len | --server-wait | --engine)
       (($# > 1)) || die "$1: expected a value"
       case "$1" in
         --trainer-gpus) trainer_gpus="$(expand "$2" "$1")" ;;
@@ -77,6 +78,7 @@ while (($#)); do
         --tensor-parallel) tensor_parallel="$2" ;;
         --gpu-memory-utilization) memory="$2" ;;
         --max-model-len) max_len="$2" ;;
+        --server-wait) server_wait="$2" ;;
         --engine) engine="$2" ;;
       esac
       shift 2
@@ -92,6 +94,7 @@ done
 [[ -n "$config" ]] || die "name a configuration (see --help)"
 [[ "$engine" == vllm || "$engine" == sglang ]] || die "--engine: expected vllm or sglang, got '$engine'"
 [[ "$tensor_parallel" =~ ^[1-9][0-9]*$ ]] || die "--tensor-parallel: expected a number of GPUs, got '$tensor_parallel'"
+[[ "$server_wait" =~ ^[1-9][0-9]*$ ]] || die "--server-wait: expected seconds, got '$server_wait'"
 [[ -z "$memory" || "$memory" =~ ^0?\.[0-9]+$ ]] || die "--gpu-memory-utilization: expected a share such as 0.4, got '$memory'"
 
 # A server for each group of GPUs: groups=(0,1 2,3).
@@ -112,9 +115,11 @@ if [[ -n "$server_gpus" && -z "$memory" ]]; then
 fi
 
 source "$here/launch/environment.sh"
+[[ "$engine" != vllm ]] || check_driver || exit 2
 prepare_trainer_environment
 python="$RLJAX_BIN/python"
-given=("$config" "$@" --rollout.engine "$engine")
+# One process trains here, also in a step of Slurm or of Open MPI, of which JAX would take one GPU.
+given=("$config" --run.processes 1 "$@" --rollout.engine "$engine")
 pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and their engine wants a URL
 keys=model.path,rollout.dtype,precision.lm_head_dtype,run.dir,max_engine_tokens,rollout.api_key_file,rollout.colocated
 settings="$("$python" -m rljax.cli config --show "$keys" "${pending[@]}")" || exit 2
@@ -125,7 +130,7 @@ settings="$("$python" -m rljax.cli config --show "$keys" "${pending[@]}")" || ex
 ((longest >= 512)) || longest=512
 logs="$run_dir-servers"
 
-server_command=(bash "$here/launch/${engine}_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --follow-parent)
+server_command=(bash "$here/launch/${engine}_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --timeout "$server_wait" --follow-parent)
 [[ "$head" != float32 ]] || server_command+=(--head-dtype float32)
 [[ "$key_file" == None ]] || server_command+=(--api-key-file "$key_file")
 server_args=()
@@ -171,6 +176,7 @@ fi
 
 work="$(mktemp -d)"
 servers=() trainer="" asked=false
+SECONDS=0
 # Should this script be killed outright, the kernel ends the trainer; the servers notice by themselves.
 tied=()
 if command -v setpriv >/dev/null; then tied=(setpriv --pdeathsig KILL); fi
@@ -209,11 +215,18 @@ for i in "${!groups[@]}"; do
     ${server_args[@]+-- "${server_args[@]}"} >/dev/null &
   servers+=($!)
 done
-echo "== waiting for ${#servers[@]} $engine server(s) in $dtype, logs in $logs"
-urls=()
+# last_line FILE: its last line that says something, shortened
+last_line() { tail -n 50 "$1" 2>/dev/null | tr '\r' '\n' | grep -v '^[[:space:]]*$' | tail -n 1 | cut -c 1-160 || true; }
+
+echo "== waiting for ${#servers[@]} $engine server(s) in $dtype, at most $server_wait s, logs in $logs"
+urls=() next=15
 for i in "${!servers[@]}"; do
   while [[ ! -s "$work/$i.url" ]]; do
-    running "${servers[i]}" || die "server $i did not start; see $logs/$i.log"
+    running "${servers[i]}" || die "server $i did not start: $(last_line "$logs/$i.log") (the whole log is $logs/$i.log)"
+    if ((SECONDS >= next)); then
+      echo "  $SECONDS s, server $i: $(last_line "$logs/$i.log")"
+      next=$((SECONDS + 15))
+    fi
     sleep 0.5
   done
   urls+=("$(<"$work/$i.url")")

@@ -115,7 +115,7 @@ unit() {
 install_here() {
   local archive environment=.venv pip="install -q -e '.[train]' 'jax[tpu]>=0.10,<0.13'"
   if [[ "$what" == server ]]; then
-    environment=.venv-vllm pip="install -q 'vllm-tpu>=0.28,<0.34' && .venv-vllm/bin/pip install -q --no-deps -e ."
+    environment=.venv-vllm pip="install -q 'vllm-tpu>=0.28,<0.34' && .venv-vllm/bin/pip install -q --no-deps -e . && .venv-vllm/bin/python launch/plugin_needs.py | xargs -d '\\n' .venv-vllm/bin/pip install -q"
   fi
   if $dry_run; then archive=rljax.tar.gz; else archive="$(mktemp --suffix=.tar.gz)"; fi
   run git -C "$repo" archive --format=tar.gz --output="$archive" HEAD

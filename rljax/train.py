@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from rljax.distributed.acts import follow as follow_acts
 from rljax.distributed.files import write_whole
 from rljax.distributed.ownership import Ownership
 from rljax.distributed.processes import Processes
-from rljax.distributed.start import ProcessOptions, start_processes
+from rljax.distributed.start import ProcessOptions, start_processes, unused_gpus
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
 from rljax.plan.compile import compile_step, describe, report
 from rljax.plan.dry_run import check_shapes, dry_run
@@ -61,6 +62,8 @@ from rljax.run.training import make_trainer, starting_state
 from rljax.run.uploads import start_from_store, uploading
 from rljax.run.weights import check_offload
 from rljax.sharding import make_mesh
+
+log = logging.getLogger(__name__)
 
 PROG = "rljax train"
 DRY_RUN = "--dry-run"
@@ -183,6 +186,8 @@ def read_inputs(config: Config) -> RunInputs:
         policy = read_config(config.model.path)
         tokenizer = load_tokenizer(config.model.path)
         mesh = make_mesh(config.mesh)
+        if line := unused_gpus(sum(device.platform == "gpu" for device in mesh.local_devices)):
+            log.warning(line)
         if len(tokenizer) > policy.vocab_size:
             sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
             raise ConfigError(f"{config.model.path}: {sizes}")
@@ -195,9 +200,9 @@ def read_inputs(config: Config) -> RunInputs:
 
 def follow(config: Config, processes: Processes) -> int:
     """Does the part of a process other than 0 in every act of process 0; returns the exit status of the run."""
-    log = log_file(Path(config.run.dir), processes.index)
+    output = log_file(Path(config.run.dir), processes.index)
     with processes.reported_signals(), contextlib.ExitStack() as at_end:
-        with Restore(processes).wait(lambda: send_output_to(log)):
+        with Restore(processes).wait(lambda: send_output_to(output)):
             config, policy, _, mesh = read_inputs(config)
             with caller_errors():
                 save = make_save(config, processes)

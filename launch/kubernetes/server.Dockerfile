@@ -2,5 +2,6 @@
 FROM vllm/vllm-openai:v0.32.0
 WORKDIR /opt/rljax
 COPY . .
-RUN python3 -m pip install --no-cache-dir --no-deps --editable .
+RUN python3 -m pip install --no-cache-dir --no-deps --editable . \
+    && python3 launch/plugin_needs.py | xargs -d '\n' python3 -m pip install --no-cache-dir
 ENTRYPOINT []

