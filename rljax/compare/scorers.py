@@ -21,7 +21,7 @@ from rljax.rollout.build import connect, load_jax_engine
 from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.wire import ServerInfo
 from rljax.rollout.types import SERVED, ClientLimits
-from rljax.weights.tensor_files import weights_hash
+from rljax.weights.format import weights_hash
 
 T = TypeVar("T")
 Vectors = Iterator[np.ndarray]  # the log-probabilities of each sequence, float32 [t], NaN if unknown

@@ -27,7 +27,7 @@ from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
 from rljax.weights.format import Checksum
-from rljax.weights.parts import PartFiles
+from rljax.weights.outlets import PartFiles
 from rljax.weights.writer import PartsSummary, WrittenFiles, merge_summaries, merge_written
 
 

@@ -36,7 +36,7 @@ from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
 from rljax.trainer.state import TrainState
 from rljax.weights.access import find_key_file
-from rljax.weights.parts import PartFiles, make_parts
+from rljax.weights.outlets import PartFiles, make_parts
 from rljax.weights.writer import PartWriter
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +21,11 @@ import msgspec
 import numpy as np
 import zstandard
 
-from rljax.weights import tensor_files
-from rljax.weights.format import Piece, Version, read_version, write_version
+from rljax.weights.format import Piece, Version, mapped, read_version, write_version
 
 _LEVEL = 1
 _MOST = 0.25  # share of a part's elements above which all of its bits are stored
-_UNSIGNED = (np.uint8, np.uint16, np.uint32, np.uint64)
+_GAP_TYPES = {f"uint{8 * size}": np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 MOST_KEPT = 0.25
 """Share of all elements above which a delta is not kept: writing it in place would spare little."""
@@ -47,11 +47,6 @@ class Delta(NamedTuple):
     gaps: bytes
     values: bytes
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of gaps and values (bytes)."""
-        return len(self.gaps) + len(self.values)
-
 
 def encode(old: np.ndarray, new: np.ndarray) -> Delta:
     """Returns the delta from ``old`` to ``new``, the bits of a part: vectors of one length, uint16 or uint32."""
@@ -60,20 +55,17 @@ def encode(old: np.ndarray, new: np.ndarray) -> Delta:
         return Delta(len(places), "", b"", new.tobytes())
     gaps = np.diff(places, prepend=-1) - 1
     widest = int(gaps.max(initial=0))
-    gap_type = next(np.dtype(kind) for kind in _UNSIGNED if widest <= np.iinfo(kind).max)
-    return Delta(len(places), gap_type.name, _compressed(gaps.astype(gap_type)), _compressed(new[places]))
+    gap_type = next(name for name, kind in _GAP_TYPES.items() if widest <= np.iinfo(kind).max)
+    return Delta(len(places), gap_type, _compressed(gaps.astype(gap_type)), _compressed(new[places]))
 
 
 def decode(delta: Delta, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Decodes a delta.
+    """Returns the places of the changed elements in a part (int64, rising), and their new bits.
 
     Args:
-      delta: The delta.
+      delta: The delta of the part.
       size: The number of elements of the part.
       dtype: The type of the bits, uint16 or uint32.
-
-    Returns:
-      The places in the part of the changed elements (int64, rising), and their new bits.
 
     Raises:
       ValueError: ``delta`` is not the delta of such a part.
@@ -82,9 +74,9 @@ def decode(delta: Delta, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.nda
         if len(delta.values) != size * dtype.itemsize:
             raise ValueError(f"{len(delta.values)} bytes are not those of all {size} elements")
         return np.arange(size), np.frombuffer(delta.values, dtype)
-    if delta.gap_type not in {np.dtype(kind).name for kind in _UNSIGNED}:
+    if delta.gap_type not in _GAP_TYPES:
         raise ValueError(f"gaps of the type {delta.gap_type!r:.40}")
-    gaps = _decompressed(delta.gaps, delta.changed, np.dtype(delta.gap_type))
+    gaps = _decompressed(delta.gaps, delta.changed, _GAP_TYPES[delta.gap_type])
     values = _decompressed(delta.values, delta.changed, dtype)
     if gaps.size and int(gaps.max()) >= size:
         raise ValueError("a gap is longer than the part")
@@ -95,15 +87,12 @@ def decode(delta: Delta, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.nda
 
 
 def decode_piece(piece: Piece, file: Mapping[str, np.ndarray], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Decodes a piece of a delta.
+    """Returns the flat indices in the whole tensor of the elements that a piece changes (int64), and their new bits.
 
     Args:
-      piece: The piece.
-      file: The bytes of each entry of the piece's file (``tensor_files.mapped``).
+      piece: The piece of a delta.
+      file: The bytes of each entry of the piece's file (``format.mapped``).
       dtype: The type of the bits, uint16 or uint32.
-
-    Returns:
-      The flat indices in the whole tensor of the changed elements (int64), and their new bits.
 
     Raises:
       ValueError, KeyError: The file does not have what the piece says.
@@ -152,22 +141,19 @@ class Patch(NamedTuple):
     bits: np.ndarray
 
 
+@dataclass(frozen=True)
 class KeptDelta:
     """A delta that a mirror has applied last. Its files change under the mirror's lock alone.
 
     Attributes:
       version: The version that the delta leads to.
+      base_digest: The digest of the version that the delta is against.
+      directory: The directory that has the delta's files.
     """
 
-    def __init__(self, version: Version, directory: Path) -> None:
-        """Takes a version with a delta, and the directory that has the delta's files."""
-        self.version, self._directory = version, directory
-
-    @property
-    def base_digest(self) -> str:
-        """The digest of the version that the delta is against."""
-        assert self.version.base is not None
-        return self.version.base.digest
+    version: Version
+    base_digest: str
+    directory: Path
 
     def patches(self) -> Iterator[Patch]:
         """Yields a patch for each piece with a change; one is in memory at a time.
@@ -176,7 +162,7 @@ class KeptDelta:
           ValueError, KeyError, OSError: The files are not what the version says.
         """
         changed = [piece for piece in self.version.delta if piece.changed]
-        files = {file: tensor_files.mapped(self._directory / file) for file in self.version.files_of(changed)}
+        files = {file: mapped(self.directory / file) for file in self.version.files_of(changed)}
         dtype = np.dtype("uint32" if self.version.dtype == "float32" else "uint16")
         for piece in changed:
             shape = self.version.tensors[piece.tensor].shape
@@ -219,4 +205,4 @@ def kept(root: Path, name: str) -> KeptDelta | None:
         version = read_version(directory, name)
     except (OSError, ValueError):
         return None
-    return KeptDelta(version, directory) if version.base is not None else None
+    return KeptDelta(version, version.base.digest, directory) if version.base is not None else None

@@ -1,18 +1,27 @@
-"""The format of one version of the weights: a directory with ``version.json``, written last, and the files it names.
+"""The format of one version of the weights: a directory with ``version.json``, written last, and safetensors files.
 
 A version is dense, or a delta against the version before it, or both. A version that is both is an anchor: a server
 that has nothing to apply a delta to starts from it. A tensor may be stored in several pieces, each written by a process
 that holds a shard of it. docs/weights.md describes every entry.
+
+Safetensors are written with their hash on the way, and mapped for changes in place; the library that reads models
+elsewhere does neither. Tensors are bits here: uint8, uint16 or uint32, whatever dtype the file says that they have.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
+import numpy as np
 import xxhash
 
 from rljax.distributed.files import write_whole
@@ -22,6 +31,11 @@ PROTOCOL = 4
 FORMAT = 1  # all files are beside version.json
 FORMAT_OF_PLACES = 2  # some files are elsewhere: ``FileRecord.at``
 VERSION_FILE = "version.json"
+PREFIX = "rljax-weights-"
+"""The beginning of the name of a run's directory of weights."""
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "uint8": "U8"}
+_SIZES = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
+_HEADER_BYTES = 100 * 2**20  # no header is longer
 
 
 @dataclass(frozen=True)
@@ -112,19 +126,14 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
-    """The shape and the checksum that a tensor of the version has.
-
-    Attributes:
-      shape: The shape of the whole tensor.
-      sums: The checksum of the whole tensor.
-    """
+    """The shape and the checksum of a whole tensor."""
 
     shape: tuple[int, ...]
     sums: Checksum
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The size, the hash and the place of a file.
+    """The record of a file.
 
     Attributes:
       bytes: The size of the file (bytes).
@@ -138,12 +147,7 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Base(msgspec.Struct, frozen=True):
-    """The version that a delta is against.
-
-    Attributes:
-      name: The name of its directory.
-      digest: The ``Version.digest`` that it has.
-    """
+    """The version that a delta is against: the name of its directory, and its ``Version.digest``."""
 
     name: str
     digest: str
@@ -230,17 +234,20 @@ def write_version(directory: Path, version: Version) -> None:
 
 
 def read_version(directory: Path, name: str | None = None) -> Version:
-    """Returns the version in ``directory``, whose name is ``name``; None: it may have any name.
-
-    Raises:
-      OSError: ``version.json`` cannot be read.
-      ValueError: ``version.json`` cannot be used, or describes another version.
-    """
+    """Returns the version in ``directory``. Raises OSError if it cannot be read, and as :func:`parse_version`."""
     return parse_version((directory / VERSION_FILE).read_bytes(), name)
 
 
 def parse_version(content: bytes, name: str | None) -> Version:
-    """Returns the version that ``content``, of a ``version.json``, describes; arguments and errors of read_version."""
+    """Returns the version that the content of a ``version.json`` describes.
+
+    Args:
+      content: The content of the file.
+      name: The name that the version must have; None: it may have any name.
+
+    Raises:
+      ValueError: The content cannot be used, or describes another version.
+    """
     path = VERSION_FILE if name is None else f"{name}/{VERSION_FILE}"
     try:
         version = msgspec.json.decode(content, type=Version)
@@ -250,3 +257,112 @@ def parse_version(content: bytes, name: str | None) -> Version:
     if name not in (None, version.name):
         raise ValueError(f"{path} is of the version {version.name!r:.80}")
     return version
+
+
+# ---- safetensors files ----
+
+
+def create_file(path: Path, key: str, dtype: str, shape: Sequence[int], content: np.ndarray | None = None) -> None:
+    """Writes a safetensors file of one tensor. Its ``content`` is its bits, or None for zeros, for which room is kept.
+
+    Raises:
+      OSError: The file cannot be written, or there is no room for it.
+      ValueError: ``content`` has another size.
+    """
+    header, size = file_header({key: (dtype, shape)}), math.prod(shape) * _SIZES[_DTYPES[dtype]]
+    with open(path, "wb") as file:
+        file.write(header)
+        if content is None:
+            file.flush()
+            os.posix_fallocate(file.fileno(), 0, len(header) + size)
+        elif content.nbytes == size:
+            file.write(bytes_of(content).data)
+        else:
+            raise ValueError(f"{content.nbytes} bytes are not a tensor of {size}")
+
+
+def mapped(path: Path, *, writable: bool = False) -> dict[str, np.ndarray]:
+    """Returns the bits of each tensor of a file by its key, mapped into memory: vectors of uint8, uint16 or uint32.
+
+    Args:
+      path: The path of the safetensors file.
+      writable: Whether changes of the arrays change the file.
+
+    Raises:
+      OSError: The file cannot be read.
+      ValueError: The file is no safetensors file of such tensors.
+    """
+    with open(path, "r+b" if writable else "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            raise ValueError(f"{path} is no safetensors file")
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=access), np.uint8)
+    try:
+        return {key: content.view(f"u{_SIZES[entry['dtype']]}") for key, entry, content in _entries(data)}
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: the header of the safetensors file cannot be used: {error}") from error
+
+
+def _entries(data: np.ndarray) -> Iterator[tuple[str, Mapping[str, Any], np.ndarray]]:
+    """Yields the key, header entry and content (uint8) of each tensor in a file's bytes, without a copy."""
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if length > min(data.size - 8, _HEADER_BYTES):
+        raise ValueError("the file ends before the header does")
+    content = data[8 + length :]
+    for key, entry in json.loads(data[8 : 8 + length].tobytes()).items():
+        if key != "__metadata__":
+            first, last = entry["data_offsets"]
+            if not 0 <= first <= last <= content.size:
+                raise ValueError(f"{key} lies outside the file")
+            yield key, entry, content[first:last]
+
+
+def xxh3_of(path: Path) -> str:
+    """Returns the hexadecimal xxh3-64 of a file's content. Raises OSError."""
+    hasher = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                hasher.update(content)
+    return hasher.hexdigest()
+
+
+def weights_hash(directory: str | os.PathLike[str]) -> str:
+    """Returns ``sha256:...`` over names, dtypes, shapes and bytes of the safetensors in a directory.
+
+    Equal weights have the same hash, whatever files they are spread over.
+
+    Raises:
+      ValueError: The directory has no safetensors file.
+    """
+    tensors = [
+        (name, f"{entry['dtype']} {entry['shape']}", content)
+        for path in Path(directory).glob("*.safetensors")
+        for name, entry, content in _entries(np.memmap(path, np.uint8, mode="r"))
+    ]
+    if not tensors:
+        raise ValueError(f"no *.safetensors in {os.fspath(directory)}")
+    digest = hashlib.sha256()
+    for name, kind, content in sorted(tensors, key=lambda entry: entry[0]):
+        digest.update(f"{name} {kind}\n".encode())
+        digest.update(content.data)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def bytes_of(array: np.ndarray) -> np.ndarray:
+    """Returns the bytes of an array, a vector of uint8; without a copy where the array is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def file_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
+    """Returns the header of a safetensors file of tensors with these dtypes and shapes, in this order."""
+    entries, place = {}, 0
+    for key, (dtype, shape) in tensors.items():
+        kind = _DTYPES[dtype]
+        end = place + math.prod(shape) * _SIZES[kind]
+        entries[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text

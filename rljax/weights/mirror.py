@@ -14,13 +14,11 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
-from rljax.weights import delta, tensor_files
+from rljax.weights import delta
 from rljax.weights.format import (
     VERSION_FILE,
     Checksum,
@@ -28,13 +26,15 @@ from rljax.weights.format import (
     Piece,
     Region,
     Version,
+    create_file,
+    mapped,
     read_version,
     write_version,
+    xxh3_of,
 )
-from rljax.weights.sums import changed_checksum, region_checksum
+from rljax.weights.sums import changed_checksum, named_few, region_checksum
 
 THREADS = min(8, os.cpu_count() or 1)
-_MOST_NAMES = 4  # tensors that a message names
 
 
 class DamagedError(RuntimeError):
@@ -83,25 +83,25 @@ class Mirror:
 
         def differs(piece: Piece) -> bool:
             path = self.root / piece.file
-            return not path.is_file() or tensor_files.xxh3_of(path) != version.files[piece.file].xxh3
+            return not path.is_file() or xxh3_of(path) != version.files[piece.file].xxh3
 
         with self._timed(), ThreadPoolExecutor(THREADS) as pool:
             wrong = pool.map(differs, version.dense)
             changed = [piece.tensor for piece, found in zip(version.dense, wrong, strict=True) if found]
         _refuse(changed, "not as it came")
 
-    def fill(self, version: Version, path_of: Callable[[str], Path]) -> None:
+    def fill(self, version: Version, paths: Mapping[str, Path]) -> None:
         """Takes a dense version in place of whatever the mirror holds.
 
         Args:
           version: The version, with dense pieces.
-          path_of: A function from the name of one of its files to the path of that file, whose hash was compared.
+          paths: The paths of its dense files by name, whose hashes were compared.
 
         Raises:
           DamagedError: A tensor is not what the version says; the mirror holds nothing then.
         """
         self.clear()
-        sources = {file: tensor_files.mapped(path_of(file)) for file in version.files_of(version.dense)}
+        sources = {file: mapped(paths[file]) for file in version.files_of(version.dense)}
         pieces = _by_tensor(version.dense)
 
         def take(number: int, name: str) -> str:
@@ -109,20 +109,20 @@ class Mirror:
             whole = Region.whole(record.shape)
             if [piece.region for piece in pieces[name]] == [whole]:
                 (piece,) = pieces[name]
-                bits = sources[piece.file][piece.key]
-                tensor_files.create(self.root / file, name, version.dtype, record.shape, bits)
+                create_file(self.root / file, name, version.dtype, record.shape, sources[piece.file][piece.key])
                 return file
-            tensor_files.create(self.root / file, name, version.dtype, record.shape)
-            matrix = tensor_files.mapped(self.root / file, writable=True)[name].reshape(whole.rows, whole.width)
+            create_file(self.root / file, name, version.dtype, record.shape)
+            matrix = mapped(self.root / file, writable=True)[name].reshape(whole.rows, whole.width)
             for piece in pieces[name]:
-                region, bits = piece.region, _bits_of_piece(sources, piece, matrix.dtype)
+                region, bits = piece.region, sources[piece.file][piece.key]
+                if bits.dtype != matrix.dtype or bits.size != region.size:
+                    raise ValueError(f"{piece.file} has another {piece.key}")
                 rows, columns = slice(region.row, region.row + region.rows), slice(region.column, None)
                 matrix[rows, columns][:, : region.width] = bits.reshape(region.rows, region.width)
             return file
 
         def summed(name: str) -> Checksum:
-            bits = tensor_files.mapped(self.root / files[name])[name]
-            return region_checksum(bits, Region.whole(version.tensors[name].shape))
+            return region_checksum(mapped(self.root / files[name])[name], Region.whole(version.tensors[name].shape))
 
         with ThreadPoolExecutor(THREADS) as pool:
             with _damaged_if_unusable(version):
@@ -132,12 +132,12 @@ class Mirror:
                 sums = dict(zip(largest_first, pool.map(summed, largest_first), strict=True))
         self._record(version, files, sums, None)
 
-    def apply(self, version: Version, path_of: Callable[[str], Path], *, keep: bool = False) -> None:
+    def apply(self, version: Version, paths: Mapping[str, Path], *, keep: bool = False) -> None:
         """Applies a delta to the version that the mirror holds, which must be the delta's base.
 
         Args:
           version: The version, with a delta.
-          path_of: A function from the name of one of its files to the path of that file, whose hash was compared.
+          paths: The paths of the delta's files by name, whose hashes were compared.
           keep: Whether to keep the delta beside the mirror, for servers that hold its base (``delta.keep``).
 
         Raises:
@@ -150,8 +150,7 @@ class Mirror:
         (self.root / VERSION_FILE).unlink()
         delta.forget(self.root)
         files = {piece.tensor: piece.file for piece in before.dense}
-        paths = {file: path_of(file) for file in version.files_of(version.delta)}
-        sources = {file: tensor_files.mapped(path) for file, path in paths.items()}
+        sources = {file: mapped(paths[file]) for file in version.files_of(version.delta)}
         pieces = _by_tensor(version.delta)
 
         def take(name: str) -> Checksum:
@@ -159,7 +158,7 @@ class Mirror:
             changing = [piece for piece in pieces[name] if piece.changed]
             if not changing:
                 return sums
-            flat = tensor_files.mapped(self.root / files[name], writable=True)[name]
+            flat = mapped(self.root / files[name], writable=True)[name]
             for piece in changing:
                 places, new = delta.decode_piece(piece, sources[piece.file], flat.dtype)
                 sums = changed_checksum(sums, flat[places], new, places)
@@ -188,11 +187,7 @@ class Mirror:
     ) -> None:
         """Compares the tensors' checksums with the version's, and writes ``version.json``.
 
-        Args:
-          version: The version that the mirror holds now.
-          files: The file of each tensor.
-          sums: The checksum of each tensor, taken here.
-          before: The version before a delta: the files of unchanged tensors keep their records. None: there is none.
+        ``before`` is the version before a delta: the files of unchanged tensors keep their records.
         """
         _refuse([name for name in files if sums[name] != version.tensors[name].sums], f"other than in {version.tag}")
 
@@ -200,7 +195,7 @@ class Mirror:
             if before is not None and before.tensors[name] == version.tensors[name]:
                 return before.files[files[name]]
             path = self.root / files[name]
-            return FileRecord(path.stat().st_size, tensor_files.xxh3_of(path))
+            return FileRecord(path.stat().st_size, xxh3_of(path))
 
         with self._timed(), ThreadPoolExecutor(THREADS) as pool:
             records = dict(zip(files.values(), pool.map(record, files), strict=True))
@@ -234,15 +229,7 @@ def _by_tensor(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
     return found
 
 
-def _bits_of_piece(sources: Mapping[str, Mapping[str, np.ndarray]], piece: Piece, dtype: np.dtype) -> np.ndarray:
-    bits = sources[piece.file][piece.key]
-    if bits.dtype != dtype or bits.size != piece.region.size:
-        raise ValueError(f"{piece.file} has another {piece.key}")
-    return bits
-
-
 def _refuse(names: list[str], how: str) -> None:
     if names:
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
-        raise DamagedError(f"{count} {how}: {', '.join(names[:_MOST_NAMES])}{more}")
+        raise DamagedError(f"{count} {how}: {named_few(names)}")

@@ -21,8 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rljax.weights import tensor_files
-from rljax.weights.format import VERSION_FILE, Piece, Version, is_newer, parse_version
+from rljax.weights.format import VERSION_FILE, Version, is_newer, parse_version, xxh3_of
 from rljax.weights.mirror import THREADS, DamagedError, Mirror
 from rljax.weights.source import PLACES, Source, SourceError, open_source
 
@@ -97,21 +96,17 @@ def _bring(
         mirror.check()
     for each in chain:
         dense = each is chain[0] and from_dense
-        with _fetched(source, each, each.dense if dense else each.delta, mirror.root, done) as paths:
+        with _fetched(source, each, dense, mirror.root, done) as paths:
             if dense:
-                mirror.fill(each, paths.__getitem__)
+                mirror.fill(each, paths)
             else:
-                mirror.apply(each, paths.__getitem__, keep=keep_delta and len(chain) == 1)
+                mirror.apply(each, paths, keep=keep_delta and len(chain) == 1)
         done.dense |= dense
         done.deltas += not dense
 
 
 def _chain(source: Source, version: Version, held: Version | None) -> tuple[list[Version], bool]:
-    """Finds the way to ``version`` that takes fewer bytes: from ``held``, or from a dense version.
-
-    Returns:
-      The versions to take, oldest first, and whether the first of them is taken whole.
-    """
+    """Returns the versions to take, oldest first, and whether the first is taken whole: the way of fewer bytes."""
     chain, dense = [version], 0  # the first ``dense`` versions of the chain end with a dense one
     while True:
         oldest = chain[-1]
@@ -151,14 +146,13 @@ def _read(source: Source, name: str) -> Version:
 
 
 @contextlib.contextmanager
-def _fetched(
-    source: Source, version: Version, pieces: Sequence[Piece], root: Path, done: Pulled
-) -> Iterator[dict[str, Path]]:
-    """Yields the paths of the files that have ``pieces``, by name, once their hashes are right.
+def _fetched(source: Source, version: Version, dense: bool, root: Path, done: Pulled) -> Iterator[dict[str, Path]]:
+    """Yields the paths by name of a version's dense files, or of its delta's, once their hashes are right.
 
     Copies under ``root`` are removed at the end. Raises DamagedError if a hash is wrong.
     """
     began, folder = time.monotonic(), root / "incoming"
+    pieces = version.dense if dense else version.delta
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
@@ -167,7 +161,7 @@ def _fetched(
         fetched = time.monotonic()
         done.fetch_s += fetched - began
         with ThreadPoolExecutor(THREADS) as pool:
-            for file, xxh3 in zip(paths, pool.map(tensor_files.xxh3_of, paths.values()), strict=True):
+            for file, xxh3 in zip(paths, pool.map(xxh3_of, paths.values()), strict=True):
                 if xxh3 != version.files[file].xxh3:
                     raise DamagedError(f"{version.name}/{file} has not the checksum that its version says")
         done.check_s += time.monotonic() - fetched

@@ -7,10 +7,11 @@ import os
 import re
 import time
 import urllib.parse
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rljax.weights.access import find_key_file, private_address, read_api_key
 from rljax.weights.format import FileRecord
@@ -25,12 +26,14 @@ class SourceError(OSError):
     """A source cannot be read; the message is one line that names it."""
 
 
-class Source(Protocol):
+class Source(ABC):
     """Files by name, as ``VERSION/FILE``."""
 
+    @abstractmethod
     def read(self, name: str) -> bytes:
         """Returns the content of a small file. Raises SourceError."""
 
+    @abstractmethod
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
         """Returns a path on this machine with the file ``name``. Several threads may call it.
 
@@ -43,8 +46,8 @@ class Source(Protocol):
           SourceError: The file cannot be read, or has another size.
         """
 
-    def close(self) -> None:
-        """Ends the connections; nothing is read after that."""
+    def close(self) -> None:  # noqa: B027 (most sources have no connection)
+        """Ends the connections of this source; nothing is read after that."""
 
 
 def open_source(url: str, patience_s: float = PATIENCE_S) -> Source:
@@ -77,8 +80,8 @@ def open_store(url: str) -> tuple[Any, str]:
     return store, path
 
 
-class DirectorySource:
-    """A directory that the trainer and this machine both see."""
+class DirectorySource(Source):
+    """A directory that the trainer and this machine both see. Nothing is copied."""
 
     def __init__(self, root: Path) -> None:
         """Takes the path; reads nothing yet."""
@@ -90,18 +93,15 @@ class DirectorySource:
             return (self._root / name).read_bytes()
 
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """Returns the path of the file itself; nothing is copied into ``folder``."""
+        """Returns the path of the file itself."""
         with _source_errors(self._root / name):
             if (self._root / name).stat().st_size != record.bytes:
                 raise OSError(f"it has not {record.bytes} bytes")
         return self._root / name
 
-    def close(self) -> None:
-        """Does nothing: there is no connection."""
 
-
-class StoreSource:
-    """An object store."""
+class StoreSource(Source):
+    """An object store. Its connections are fsspec's, and others in this process use them, too."""
 
     def __init__(self, url: str) -> None:
         """Reads nothing yet. Raises SourceError if nothing is installed that knows such URLs."""
@@ -114,17 +114,14 @@ class StoreSource:
             return bytes(self._fs.cat_file(f"{self._root}/{name}"))
 
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """Downloads a file into ``folder``; ``record`` is not needed."""
+        """Downloads a file into ``folder``."""
         path = folder / name.replace("/", "-")
         with _source_errors(f"{self._root}/{name}"):
             self._fs.get_file(f"{self._root}/{name}", str(path))
         return path
 
-    def close(self) -> None:
-        """Does nothing: the connections are fsspec's, and others in this process use them, too."""
 
-
-class HttpSource:
+class HttpSource(Source):
     """A server of files with byte ranges, such as ``weights.server``. It is asked again while it does not answer.
 
     A file comes in ranges over several connections. A range that breaks off is continued where it was. A file whose
@@ -132,12 +129,7 @@ class HttpSource:
     """
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
-        """Reads the key that ``$RLJAX_API_KEY_FILE`` names, if any. Raises ValueError if the key cannot be used.
-
-        Args:
-          url: The URL of the run's directory on the server.
-          patience_s: The longest time without a byte after which a read is given up (seconds).
-        """
+        """Reads the key that ``$RLJAX_API_KEY_FILE`` names, if any. Raises ValueError if the key cannot be used."""
         import httpx
 
         self._url, self._patience_s = url.rstrip("/"), patience_s

@@ -13,12 +13,10 @@ from typing import Any
 
 from rljax.distributed.files import OwnedDirectory
 from rljax.errors import NotWrittenError
-from rljax.weights.format import Base, Checksum, TensorRecord, Version, format_of, write_version
-from rljax.weights.outlets import DirectoryOutlet, HttpOutlet, Outlet, SharedOutlet, StoreOutlet
+from rljax.weights.format import PREFIX, Base, Checksum, TensorRecord, Version, format_of, write_version
+from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
 from rljax.weights.writer import PartsSummary, PartWriter, StreamWriter, Writer, WrittenFiles, whole_parts
 
-PREFIX = "rljax-weights-"
-"""The beginning of the name of a run's directory of weights."""
 PROBE = "probe.txt"
 
 
@@ -59,7 +57,7 @@ class WeightDirectory(OwnedDirectory):
         parent: str | os.PathLike[str] | None = None,
         *,
         anchor_every: int = 16,
-        make_outlet: Callable[[Path], Outlet] = DirectoryOutlet,
+        make_outlet: Callable[[Path], Outlet] = Outlet,
         writer: Writer | None = None,
     ) -> None:
         """Makes the directory and opens its outlet.
@@ -119,7 +117,8 @@ class WeightDirectory(OwnedDirectory):
         try:
             directory.mkdir()
             summary = self._writer.collect(tensors, directory)
-            dtype = _only_dtype(summary)
+            if len(summary.dtypes) != 1:
+                raise ValueError(f"tensors must have one dtype, got {list(summary.dtypes) or 'no tensors'}")
             if unlike := sums.keys() ^ summary.shapes.keys():
                 raise ValueError(f"tensors without a checksum, or checksums without a tensor: {sorted(unlike)[:4]}")
             dense, delta = self._write_files(summary, directory)
@@ -127,7 +126,7 @@ class WeightDirectory(OwnedDirectory):
             version = Version(
                 directory.name,
                 tag,
-                dtype,
+                summary.dtypes[0],
                 {name: TensorRecord(summary.shapes[name], sums[name]) for name in sums},
                 files,
                 dense.pieces,
@@ -147,7 +146,7 @@ class WeightDirectory(OwnedDirectory):
         fraction = math.nan if summary.changed is None else summary.changed / summary.elements
         pulled_bytes = version.num_bytes(version.delta or version.dense)
         num_bytes = pulled_bytes if self.source else summary.dense_bytes
-        return WeightVersion(directory, tag, dtype, num_bytes, fraction, self.source)
+        return WeightVersion(directory, tag, version.dtype, num_bytes, fraction, self.source)
 
     def keep_only(self, version: WeightVersion) -> None:
         """Removes the versions before the newest anchor, once servers have ``version``."""
@@ -168,11 +167,10 @@ class WeightDirectory(OwnedDirectory):
 
     def _write_files(self, summary: PartsSummary, directory: Path) -> tuple[WrittenFiles, WrittenFiles]:
         """Writes the collected parts whole, as a delta, or both. Returns what is dense, and what is a delta."""
-        nothing = WrittenFiles((), {})
         has_delta = summary.delta_bytes is not None and summary.delta_bytes < summary.dense_bytes
-        delta = self._writer.write_delta(directory) if has_delta else nothing
+        delta = self._writer.write_delta(directory) if has_delta else WrittenFiles()
         is_dense = not has_delta or len(self._chain) - self._anchor() >= self._anchor_every
-        return self._writer.write_dense(directory) if is_dense else nothing, delta
+        return self._writer.write_dense(directory) if is_dense else WrittenFiles(), delta
 
     def _anchor(self) -> int:
         """Returns the index in the chain of the newest anchor."""
@@ -205,16 +203,10 @@ def open_weight_directory(
       RuntimeError: The directory, or the place that serves it, cannot be used.
     """
     if store == "shared":
-        return WeightDirectory(parent, make_outlet=SharedOutlet, writer=StreamWriter())
-    make_outlet: Callable[[Path], Outlet] = DirectoryOutlet
+        return WeightDirectory(parent, make_outlet=lambda _: Outlet(""), writer=StreamWriter())
+    make_outlet: Callable[[Path], Outlet] = Outlet
     if store == "http":
         make_outlet = functools.partial(HttpOutlet, host=host, port=port, api_key_file=api_key_file)
     elif store != "directory":
         make_outlet = functools.partial(StoreOutlet, url=store)
     return WeightDirectory(parent, anchor_every=anchor_every, make_outlet=make_outlet, writer=writer)
-
-
-def _only_dtype(summary: PartsSummary) -> str:
-    if len(summary.dtypes) != 1:
-        raise ValueError(f"tensors must have one dtype, got {list(summary.dtypes) or 'no tensors'}")
-    return summary.dtypes[0]

@@ -24,7 +24,7 @@ _PLACE_FACTOR = 0x9E3779B1
 _BLOCK = 2**15
 _TORCH_BLOCK = 2**20  # elements of a torch tensor at a time
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # the trainer has a tied head as the embedding alone
-_MOST_NAMES = 4  # tensors that a message names
+_MOST_NAMES = 4  # of tensors in a message
 
 
 # ---- the arithmetic ----
@@ -57,7 +57,6 @@ def place_weights(places: Any) -> Any:
 
 
 def _mix(x: Any, multiplier: int, another: int) -> Any:
-    """Shifts and multiplies, in int32 that wraps around."""
     x = _shifted_onto(x, 16, 0xFFFF)
     x *= multiplier
     x = _shifted_onto(x, 15, 0x1FFFF)
@@ -100,7 +99,7 @@ def region_checksum(bits: np.ndarray, region: Region) -> Checksum:
     matrix = bits.reshape(rows, width)
     rows_at_once = min(rows, max(1, _BLOCK // max(1, width)))
     row_places, column_places = np.arange(rows_at_once) * region.stride, np.arange(min(width, _BLOCK))
-    steps = _times_factor((row_places[:, None] + column_places).astype(np.uint32))
+    steps = _times_factor(row_places[:, None] + column_places)
     sums = _RunningSums(steps.size)
     for row in range(0, rows, rows_at_once):
         for column in range(0, width, _BLOCK):
@@ -122,7 +121,7 @@ def changed_checksum(before: Checksum, old: np.ndarray, new: np.ndarray, places:
     added, removed = (_RunningSums(min(places.size, _BLOCK)) for _ in range(2))
     for start in range(0, places.size, _BLOCK):
         some = slice(start, start + _BLOCK)
-        here = _times_factor(places[some].astype(np.uint32))
+        here = _times_factor(places[some])
         added.add(new[some], here)
         removed.add(old[some], here)
     known = (before.first, before.second, before.placed)
@@ -131,26 +130,16 @@ def changed_checksum(before: Checksum, old: np.ndarray, new: np.ndarray, places:
 
 
 class _RunningSums:
-    """The three sums of blocks of elements, in memory that is taken once: new memory costs more than the arithmetic.
-
-    Attributes:
-      values: The three sums so far, right mod 2^32.
-    """
+    """The three sums of blocks of elements, in memory that is taken once: new memory costs more than the arithmetic."""
 
     def __init__(self, most: int) -> None:
         """Takes the memory for blocks of up to ``most`` elements."""
-        self.values = [0, 0, 0]
+        self.values = [0, 0, 0]  # right mod 2^32
         self._patterns = np.empty(most, np.intp)
         self._mixed, self._weights, self._spare = (np.empty(most, np.uint32) for _ in range(3))
 
     def add(self, bits: np.ndarray, products: np.ndarray, start: int = 0) -> None:
-        """Adds a block of elements.
-
-        Args:
-          bits: The bits of the elements, uint16 or uint32.
-          products: The places of the elements, counted from ``start``, times ``_PLACE_FACTOR``, uint32.
-          start: The place in the tensor from which ``products`` counts.
-        """
+        """Adds elements of uint16 or uint32, with their places from ``start`` on, times ``_PLACE_FACTOR``."""
         if bits.dtype == np.uint16:
             patterns, first = (each[: bits.size].reshape(bits.shape) for each in (self._patterns, self._mixed))
             np.copyto(patterns, bits)
@@ -162,21 +151,19 @@ class _RunningSums:
             first, other = (each.view(np.uint32) for each in mixed(bits.view(np.int32)))
             second = _total(other)
         total = _total(first)
-        np.multiply(first, self._place_weights(products, start), out=first)
-        self.values = [sum(both) for both in zip(self.values, (total, second, _total(first)), strict=True)]
-
-    def _place_weights(self, products: np.ndarray, start: int) -> np.ndarray:
-        """Returns what ``place_weights`` does, in memory that was taken before."""
+        # What follows is ``place_weights``, in memory that was taken before.
         weights, shifted = (each[: products.size].reshape(products.shape) for each in (self._weights, self._spare))
         np.add(products, np.uint32(start * _PLACE_FACTOR % 2**32), out=weights)
         np.right_shift(weights, 15, out=shifted)
         np.bitwise_xor(weights, shifted, out=weights)
-        return np.bitwise_or(weights, 1, out=weights)
+        np.bitwise_or(weights, 1, out=weights)
+        np.multiply(first, weights, out=first)
+        self.values = [sum(both) for both in zip(self.values, (total, second, _total(first)), strict=True)]
 
 
 def _times_factor(places: np.ndarray) -> np.ndarray:
-    """Multiplies ``places``, uint32, in their own memory."""
-    return np.multiply(places, np.uint32(_PLACE_FACTOR), out=places)
+    products = places.astype(np.uint32)
+    return np.multiply(products, np.uint32(_PLACE_FACTOR), out=products)
 
 
 def _total(values: np.ndarray) -> int:
@@ -252,8 +239,13 @@ def differences(expected: Mapping[str, Checksum], workers: Sequence[Mapping[str,
 
 def describe_differences(found: Sequence[str]) -> str:
     """Returns how many :func:`differences` there are, and the first few."""
-    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
-    return f"{len(found)} {'tensors differ' if found[1:] else 'tensor differs'}: {', '.join(found[:_MOST_NAMES])}{more}"
+    return f"{len(found)} {'tensors differ' if found[1:] else 'tensor differs'}: {named_few(found)}"
+
+
+def named_few(names: Sequence[str]) -> str:
+    """Returns the first few of several names of tensors, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _difference(wanted: Checksum, parts: Sequence[Checksum]) -> str:

@@ -32,16 +32,19 @@ _PROBE_S = 10.0  # longest to wait for a source that does not answer
 
 
 class WorkerWeights:
-    """The versions that one worker may load.
-
-    Attributes:
-      pulls: The pulls from the source that the last trainer has shown; None if none was shown.
-    """
+    """The versions that one worker may load."""
 
     def __init__(self) -> None:
         """Begins with nothing that may be loaded."""
         self._roots: frozenset[Path] = frozenset()
-        self.pulls: Pulls | None = None
+        self._pulls: Pulls | None = None
+
+    @property
+    def pulls(self) -> Pulls:
+        """The pulls from the source that the last trainer has shown. Raises ValueError if none was shown."""
+        if self._pulls is None:
+            raise ValueError("no trainer has shown from where weights are pulled")
+        return self._pulls
 
     def show(self, probe_path: str, probe_text: str, protocol: int, source: str = "") -> None:
         """Takes the place of a trainer's versions, after a proof that both sides see the same one.
@@ -65,22 +68,14 @@ class WorkerWeights:
                 text = opened.read(probe.name).decode()
             if text != probe_text:
                 raise ValueError(f"{source} is not where this trainer's weights are")
-            if self.pulls is None or self.pulls.source != source:
-                if self.pulls is not None:
-                    self.pulls.close()
-                self.pulls = Pulls(source, probe_text)
+            if self._pulls is None or self._pulls.source != source:
+                if self._pulls is not None:
+                    self._pulls.close()
+                self._pulls = Pulls(source, probe_text)
             return
         if not probe.is_file() or probe.read_text() != probe_text:
             raise ValueError(f"this server does not see the trainer's file {probe}: one shared directory is needed")
         self._roots |= {probe.resolve().parent}
-
-    def begin_pull(self, name: str, *, keep_delta: bool = False) -> None:
-        """Begins to bring this machine's mirror to the version ``name``, and returns at once. Raises ValueError."""
-        self._shown_pulls().begin(name, keep_delta=keep_delta)
-
-    def pulled(self, name: str) -> dict[str, Any] | None:
-        """Returns the result of the pull of ``name`` (see ``Pulls.result``). Raises ValueError."""
-        return self._shown_pulls().result(name)
 
     @contextlib.contextmanager
     def version(self, path: str, tag: str) -> Iterator[tuple[Path, list[str]]]:
@@ -95,7 +90,7 @@ class WorkerWeights:
             trainer has shown.
         """
         if not path:
-            mirror = self._shown_pulls().mirror
+            mirror = self.pulls.mirror
             with mirror.locked(shared=True):
                 yield mirror.root, _loadable_files(mirror.root, tag)
             return
@@ -109,14 +104,9 @@ class WorkerWeights:
 
         It is called in the block of ``version("", tag)``, so that neither changes. Raises ValueError.
         """
-        mirror = self._shown_pulls().mirror
+        mirror = self.pulls.mirror
         version = mirror.version
         return ("", None) if version is None else (version.digest, kept(mirror.root, version.name))
-
-    def _shown_pulls(self) -> Pulls:
-        if self.pulls is None:
-            raise ValueError("no trainer has shown from where weights are pulled")
-        return self.pulls
 
 
 class Pulls:
@@ -128,14 +118,9 @@ class Pulls:
     """
 
     def __init__(self, source: str, run_tag: str) -> None:
-        """Joins the mirror's users, and removes mirrors whose users are all dead.
+        """Joins the users of the mirror of the run ``run_tag``, and removes mirrors whose users are all dead.
 
-        Args:
-          source: The place that versions are pulled from.
-          run_tag: The beginning of all tags of the run, which names the mirror.
-
-        Raises:
-          OSError: The mirror cannot be written.
+        Raises OSError if the mirror cannot be written.
         """
         parent = Path(os.environ.get(MIRROR_DIR) or memory_directory())
         _remove_abandoned(parent)
@@ -158,10 +143,9 @@ class Pulls:
             self._name, self._result = name, {}
 
     def result(self, name: str) -> dict[str, Any] | None:
-        """Returns the result of the pull of ``name``; None while it runs. It may be asked for several times.
+        """Returns the fields of ``pull.Pulled`` and ``error`` ("" after success) of the pull of ``name``.
 
-        Returns:
-          The fields of ``pull.Pulled``, and ``error``: "" if the pull succeeded.
+        It is None while the pull runs, and may be asked for several times.
         """
         if self._name != name:
             return {"error": f"{name} is not being pulled", "seconds": 0.0}
@@ -213,25 +197,3 @@ def _remove_abandoned(parent: Path) -> None:
             users = list((root / _USERS).iterdir())
             if users and all(provably_dead(user) for user in users):
                 shutil.rmtree(root, ignore_errors=True)
-
-
-def described_shape(text: Any, head_dim: int) -> dict[str, Any]:
-    """Returns the sizes of a model that the handshake compares, by the names of ``config.json``.
-
-    Args:
-      text: The configuration of the language model, as transformers reads it.
-      head_dim: The size of an attention head.
-    """
-    return {
-        "vocab_size": text.vocab_size,
-        "hidden_size": text.hidden_size,
-        "intermediate_size": getattr(text, "intermediate_size", None),
-        "num_hidden_layers": text.num_hidden_layers,
-        "num_attention_heads": text.num_attention_heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", text.num_attention_heads),
-        "head_dim": head_dim,
-        "num_experts": getattr(text, "num_experts", None),
-        "num_experts_per_tok": getattr(text, "num_experts_per_tok", None),
-        "moe_intermediate_size": getattr(text, "moe_intermediate_size", None),
-        "tie_word_embeddings": bool(getattr(text, "tie_word_embeddings", False)),
-    }

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+import xxhash
 
-from rljax.weights import tensor_files
 from rljax.weights.delta import Delta, encode
-from rljax.weights.format import FileRecord, Piece, Region
+from rljax.weights.format import FileRecord, Piece, Region, bytes_of, file_header
 from rljax.weights.sums import bits_of
 
 _FILE_BYTES = 256 * 2**20  # of one dense file, unless one tensor is larger
 _THREADS = min(8, os.cpu_count() or 1)
 _SAMPLE = 65_536  # elements of a tensor that StreamWriter compares between versions
-
-T = TypeVar("T")
-U = TypeVar("U")
 
 
 class Part(NamedTuple):
@@ -62,15 +59,10 @@ class PartsSummary(msgspec.Struct, frozen=True):
 
 
 class WrittenFiles(msgspec.Struct, frozen=True):
-    """The pieces that were written, and the files that have them.
+    """The pieces that were written, and the record of each file that has them, by its name."""
 
-    Attributes:
-      pieces: The pieces.
-      files: The record of each file by its name.
-    """
-
-    pieces: tuple[Piece, ...]
-    files: dict[str, FileRecord]
+    pieces: tuple[Piece, ...] = ()
+    files: dict[str, FileRecord] = {}
 
 
 class Writer(Protocol):
@@ -116,27 +108,21 @@ class PartWriter:
 
     def collect(self, tensors: Any, directory: Path | None = None) -> PartsSummary:
         """Takes the parts of the next version, and makes the delta to it; nothing is written yet."""
-        del directory
         before = {(part.tensor, part.region): part.array for part in self._parts}
         is_first, self._parts = not before, []
         deltas: list[Delta | None] = []
         with ThreadPoolExecutor(_THREADS) as pool:
-            for part, delta in _in_order(pool, self._parts_of(tensors), lambda part: _delta(before, part)):
+            for part, delta in _with_deltas(pool, self._parts_of(tensors), before):
                 self._parts.append(part)
                 deltas.append(delta)
                 before.pop((part.tensor, part.region), None)
-        dense_bytes = sum(part.array.nbytes for part in self._parts)
         known = [delta for delta in deltas if delta is not None]
         has_delta = not is_first and not before and len(known) == len(deltas)
         self._deltas = known if has_delta else None
-        return PartsSummary(
-            tuple(sorted({part.array.dtype.name for part in self._parts})),
-            sum(part.array.size for part in self._parts),
-            dense_bytes,
-            sum(delta.changed for delta in known) if has_delta else None,
-            sum(delta.num_bytes for delta in known) if has_delta else None,
-            {part.tensor: part.shape for part in self._parts},
-        )
+        if not has_delta:
+            return _summary(self._parts, None, None)
+        delta_bytes = sum(len(delta.gaps) + len(delta.values) for delta in known)
+        return _summary(self._parts, sum(delta.changed for delta in known), delta_bytes)
 
     def write_dense(self, directory: Path) -> WrittenFiles:
         """Writes the collected parts whole, several to a file; a delta cannot be written any more. Raises OSError."""
@@ -164,14 +150,13 @@ class PartWriter:
             key = f"{number:06d}"
             pieces.append(Piece(part.tensor, part.region, file, key, delta.changed, delta.gap_type))
             if delta.changed:
-                content[f"{key}.gaps"] = ("uint8", (len(delta.gaps),), delta.gaps)
-                content[f"{key}.values"] = ("uint8", (len(delta.values),), delta.values)
+                content[f"{key}.gaps"] = np.frombuffer(delta.gaps, np.uint8)
+                content[f"{key}.values"] = np.frombuffer(delta.values, np.uint8)
         self._deltas = None
-        return WrittenFiles(tuple(pieces), {file: tensor_files.write(directory / file, content)})
+        return WrittenFiles(tuple(pieces), {file: write_file(directory / file, content)})
 
     def forget(self, directory: Path) -> None:
         """Forgets the parts of the version in ``directory``, so that the next version is compared with nothing."""
-        del directory
         self._parts, self._deltas = [], None
 
     def keep_only(self, names: Collection[str]) -> None:
@@ -188,27 +173,22 @@ class StreamWriter:
     def __init__(self) -> None:
         """Begins without a version before."""
         self._samples: dict[str, np.ndarray] = {}
-        self._written = WrittenFiles((), {})
+        self._written = WrittenFiles()
 
     def collect(self, tensors: Iterable[tuple[str, np.ndarray]], directory: Path) -> PartsSummary:
         """Writes each of the (Hugging Face name, array) into a file of its own. Raises OSError."""
         is_first = not self._samples
         written: list[WrittenFiles] = []
-        dtypes, shapes = set(), {}
-        num_bytes, elements, changed = 0, 0, 0.0
+        summaries: list[PartsSummary] = []
         for part in whole_parts(tensors):
             written.append(_write_parts(directory, f"{len(written):05d}.safetensors", [part]))
-            changed += self._changed_share(part) * part.array.size
-            dtypes.add(part.array.dtype.name)
-            shapes[part.tensor] = part.shape
-            num_bytes += part.array.nbytes
-            elements += part.array.size
+            changed = self._changed_share(part) * part.array.size
+            summaries.append(_summary([part], None if is_first else changed, None))
         self._written = merge_written(written)
-        return PartsSummary(tuple(sorted(dtypes)), elements, num_bytes, None if is_first else changed, None, shapes)
+        return merge_summaries(summaries)
 
     def write_dense(self, directory: Path) -> WrittenFiles:
         """Returns what :meth:`collect` has written."""
-        del directory
         return self._written
 
     def write_delta(self, directory: Path) -> WrittenFiles:
@@ -217,8 +197,7 @@ class StreamWriter:
 
     def forget(self, directory: Path) -> None:
         """Forgets the version in ``directory``, so that the next version is compared with nothing."""
-        del directory
-        self._samples, self._written = {}, WrittenFiles((), {})
+        self._samples, self._written = {}, WrittenFiles()
 
     def keep_only(self, names: Collection[str]) -> None:
         """Removes nothing: the owner of the directories removes them."""
@@ -237,6 +216,17 @@ def whole_parts(named: Iterable[tuple[str, np.ndarray]]) -> Iterator[Part]:
     """Yields the parts of a process that holds all tensors, from their (Hugging Face name, array)."""
     for name, array in named:
         yield Part(name, array.shape, Region.whole(array.shape), array)
+
+
+def _summary(parts: Sequence[Part], changed: float | None, delta_bytes: int | None) -> PartsSummary:
+    return PartsSummary(
+        tuple(sorted({part.array.dtype.name for part in parts})),
+        sum(part.array.size for part in parts),
+        sum(part.array.nbytes for part in parts),
+        changed,
+        delta_bytes,
+        {part.tensor: part.shape for part in parts},
+    )
 
 
 def merge_summaries(summaries: Sequence[PartsSummary]) -> PartsSummary:
@@ -258,20 +248,30 @@ def merge_written(written: Sequence[WrittenFiles]) -> WrittenFiles:
     return WrittenFiles(tuple(itertools.chain(*(each.pieces for each in written))), files)
 
 
+def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> FileRecord:
+    """Writes a safetensors file of tensors by key, in this order, and returns its size and hash. Raises OSError."""
+    hasher, size = xxhash.xxh3_64(), 0
+    header = file_header({key: (array.dtype.name, array.shape) for key, array in tensors.items()})
+    with open(path, "wb") as file:
+        for array in (np.frombuffer(header, np.uint8), *tensors.values()):
+            data = bytes_of(array)
+            file.write(data.data)
+            hasher.update(data.data)
+            size += data.nbytes
+    return FileRecord(size, hasher.hexdigest())
+
+
 def _write_parts(directory: Path, file: str, parts: Sequence[Part]) -> WrittenFiles:
     """Writes parts into one dense file. A whole tensor is stored under its own name, so that any reader finds it."""
-    keys = [
-        part.tensor if part.region == Region.whole(part.shape) else f"{number:06d}" for number, part in enumerate(parts)
-    ]
-    content = {
-        key: (part.array.dtype.name, part.array.shape, part.array) for key, part in zip(keys, parts, strict=True)
-    }
-    record = tensor_files.write(directory / file, content)
-    pieces = tuple(Piece(part.tensor, part.region, file, key) for key, part in zip(keys, parts, strict=True))
-    return WrittenFiles(pieces, {file: record})
+    pieces = []
+    for number, part in enumerate(parts):
+        key = part.tensor if part.region == Region.whole(part.shape) else f"{number:06d}"
+        pieces.append(Piece(part.tensor, part.region, file, key))
+    content = {piece.key: part.array for piece, part in zip(pieces, parts, strict=True)}
+    return WrittenFiles(tuple(pieces), {file: write_file(directory / file, content)})
 
 
-def _delta(before: dict[tuple[str, Region], np.ndarray], part: Part) -> Delta | None:
+def _delta(before: Mapping[tuple[str, Region], np.ndarray], part: Part) -> Delta | None:
     """Returns the delta to a part; None where the version before has no part of this size and dtype."""
     old = before.get((part.tensor, part.region))
     if old is None or (old.dtype, old.size) != (part.array.dtype, part.array.size):
@@ -279,11 +279,13 @@ def _delta(before: dict[tuple[str, Region], np.ndarray], part: Part) -> Delta | 
     return encode(bits_of(old).reshape(-1), bits_of(part.array).reshape(-1))
 
 
-def _in_order(pool: ThreadPoolExecutor, items: Iterable[T], act: Callable[[T], U]) -> Iterator[tuple[T, U]]:
-    """Yields each item with ``act(item)``, which other threads compute, few items ahead."""
-    waiting: list[tuple[T, Future[U]]] = []
-    for item in items:
-        waiting.append((item, pool.submit(act, item)))
+def _with_deltas(
+    pool: ThreadPoolExecutor, parts: Iterable[Part], before: Mapping[tuple[str, Region], np.ndarray]
+) -> Iterator[tuple[Part, Delta | None]]:
+    """Yields each part with the delta to it, which other threads compute, few parts ahead."""
+    waiting: list[tuple[Part, Future[Delta | None]]] = []
+    for part in parts:
+        waiting.append((part, pool.submit(_delta, before, part)))
         if len(waiting) > _THREADS:
             first, future = waiting.pop(0)
             yield first, future.result()

@@ -16,7 +16,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.record.token_dumps import make_dump, read_dump, write_dump
-from rljax.weights.tensor_files import weights_hash
+from rljax.weights.format import weights_hash
 
 DUMP = make_dump(["x", "y"], [[7, 8, 9], [4, 5]], [[False, True, True], [False, True]], {})
 

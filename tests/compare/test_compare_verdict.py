@@ -13,7 +13,7 @@ from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.record.token_dumps import ColumnSource, make_dump
-from rljax.weights.tensor_files import weights_hash
+from rljax.weights.format import weights_hash
 
 CONFIG = PolicyConfig(48, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.3)
 PROMPT, RESPONSE, ROWS = 4, 28, 12

@@ -24,10 +24,10 @@ DOORS = {
         "weights.delta",
         "weights.writer",
         "distributed.acts",
-        "weights.parts",
+        "weights.outlets",
     },
     "zstandard": {"weights.delta"},
-    "xxhash": {"weights.tensor_files", "weights.format"},
+    "xxhash": {"weights.format", "weights.writer"},
     "orbax": {"run.checkpoint"},
     "fsspec": {"weights.source"},
     "grain": {"data.prompts"},
@@ -97,7 +97,6 @@ WITHOUT_JAX = (
     "rollout.servers.sglang.plugin",
     "rollout.servers.sglang.server",
     "weights.store",
-    "weights.tensor_files",
     "weights.pull",
 )
 

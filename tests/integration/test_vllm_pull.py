@@ -19,8 +19,7 @@ from rljax.distributed.files import memory_directory
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import PublishConfig, SamplingParams
-from rljax.weights import tensor_files
-from rljax.weights.format import read_version, write_version
+from rljax.weights.format import mapped, read_version, write_version, xxh3_of
 from rljax.weights.mirror import Mirror
 
 pytestmark = pytest.mark.vllm
@@ -97,7 +96,7 @@ def file_of(mirror, name) -> str:
 
 def flip(mirror, name) -> None:
     """One bit of a tensor."""
-    tensor_files.mapped(mirror.root / file_of(mirror, name), writable=True)[name][5] ^= 1
+    mapped(mirror.root / file_of(mirror, name), writable=True)[name][5] ^= 1
 
 
 @pytest.mark.parametrize("store", ["http", pytest.param("directory", marks=pytest.mark.harness)])
@@ -139,7 +138,7 @@ def forge(mirror, name) -> None:
     flip(mirror, name)
     version = mirror.version
     file = file_of(mirror, name)
-    forged = msgspec.structs.replace(version.files[file], xxh3=tensor_files.xxh3_of(mirror.root / file))
+    forged = msgspec.structs.replace(version.files[file], xxh3=xxh3_of(mirror.root / file))
     write_version(mirror.root, msgspec.structs.replace(version, files=version.files | {file: forged}))
 
 

@@ -26,7 +26,7 @@ from rljax.rollout.types import PublishConfig, RolloutConfig
 from rljax.run.acts import PublishToServers
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.access import find_key_file
-from rljax.weights.parts import make_parts
+from rljax.weights.outlets import make_parts
 from rljax.weights.store import open_weight_directory
 from rljax.weights.sums import bits_of
 from rljax.weights.writer import PartWriter

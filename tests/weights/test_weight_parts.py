@@ -17,12 +17,12 @@ from toy_runs import ROOT
 from weight_training import Training, assert_holds, shards
 
 from rljax.errors import ConfigError, NotWrittenError
-from rljax.weights import parts as parts_module
+from rljax.weights import outlets
 from rljax.weights import source as sources
 from rljax.weights.access import KEY_FILE, find_key_file, own_address
 from rljax.weights.format import FileRecord
 from rljax.weights.mirror import DamagedError, Mirror
-from rljax.weights.parts import PartFiles, make_parts
+from rljax.weights.outlets import PartFiles, make_parts
 from rljax.weights.pull import pull
 from rljax.weights.source import SourceError, open_source
 from rljax.weights.store import open_weight_directory
@@ -307,7 +307,7 @@ def test_files_of_other_processes_are_waited_for(tmp_path, monkeypatch):
     parts.wait(tmp_path, written)
     assert (tmp_path / "1.safetensors").stat().st_size == 8
     (tmp_path / "1.safetensors").unlink()
-    monkeypatch.setattr(parts_module, "SEEN_AFTER_S", 0.2)
+    monkeypatch.setattr(outlets, "SEEN_AFTER_S", 0.2)
     with pytest.raises(OSError, match=r"does not see 1\.safetensors, .* wrote: rollout\.transfer_dir"):
         parts.wait(tmp_path, written)
 

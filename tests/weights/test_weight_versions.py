@@ -16,8 +16,7 @@ from weight_training import SHAPES, Training, assert_holds, held, shards
 
 from rljax.errors import NotWrittenError
 from rljax.weights import pull as pulls
-from rljax.weights import tensor_files
-from rljax.weights.format import Base, TensorRecord, Version, parse_version, write_version
+from rljax.weights.format import Base, TensorRecord, Version, parse_version, write_version, xxh3_of
 from rljax.weights.mirror import DamagedError, Mirror
 from rljax.weights.outlets import StoreOutlet
 from rljax.weights.pull import pull
@@ -182,7 +181,7 @@ def damage_a_bit_and_its_record(mirror):
     version = mirror.version
     file, record = next(iter(version.files.items()))
     flip(mirror.root / file)
-    record = msgspec.structs.replace(record, xxh3=tensor_files.xxh3_of(mirror.root / file))
+    record = msgspec.structs.replace(record, xxh3=xxh3_of(mirror.root / file))
     write_version(mirror.root, msgspec.structs.replace(version, files=version.files | {file: record}))
 
 
@@ -306,7 +305,7 @@ def test_no_room_leaves_the_version_before(training, mirror, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("rljax.weights.tensor_files.write", full)
+        patched.setattr("rljax.weights.writer.write_file", full)
         with pytest.raises(NotWrittenError, match="No space left on device"):
             training.step()
     assert [path.name for path in training.files.root.glob("v*")] == [training.versions[0].path.name]

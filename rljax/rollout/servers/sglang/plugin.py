@@ -29,10 +29,11 @@ from safetensors import SafetensorError, safe_open
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from rljax.rollout.servers.shape import described_shape
 from rljax.weights.access import KEY_FILE, RequireKey
 from rljax.weights.format import PROTOCOL
 from rljax.weights.sums import tensor_checksum
-from rljax.weights.worker import WorkerWeights, described_shape
+from rljax.weights.worker import WorkerWeights
 
 ANSWER = "rljax"
 """The key of the answer, which is JSON, among the checksums in a reply of /weights_checker."""
@@ -76,11 +77,11 @@ class Worker:
 
     def rljax_pull(self, runner: Any, name: str) -> None:
         """Begins to bring this machine's mirror to the version ``name``, and returns at once."""
-        self.weights.begin_pull(name)
+        self.weights.pulls.begin(name)
 
     def rljax_pulled(self, runner: Any, name: str) -> dict[str, Any] | None:
         """Returns the figures of that pull (``weights.pull.Pulled``) or its ``error``, and null while it goes on."""
-        return self.weights.pulled(name)
+        return self.weights.pulls.result(name)
 
     def rljax_checksums(self, runner: Any) -> dict[str, Any]:
         """Returns the tag, the checksum of each tensor as it stands now, and the seconds that the checksums took."""

@@ -31,10 +31,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from rljax.rollout.servers.shape import described_shape
 from rljax.rollout.servers.vllm.parameters import ParameterSums, PatchedWeights, stands_as_loaded, write_in_place
 from rljax.weights.delta import KeptDelta
 from rljax.weights.format import PROTOCOL, Checksum
-from rljax.weights.worker import WorkerWeights, described_shape
+from rljax.weights.worker import WorkerWeights
 
 log = logging.getLogger(__name__)
 
@@ -317,11 +318,11 @@ class WorkerExtension:
 
     def rljax_pull(self, name: str, keep_delta: bool = False) -> None:
         """Begins to bring this machine's mirror to the version ``name``, and returns at once."""
-        self.weight_transfer_engine.weights.begin_pull(name, keep_delta=keep_delta)
+        self.weight_transfer_engine.weights.pulls.begin(name, keep_delta=keep_delta)
 
     def rljax_pulled(self, name: str) -> dict[str, Any] | None:
         """Returns the figures of that pull (``weights.pull.Pulled``) or its ``error``, and null while it goes on."""
-        return self.weight_transfer_engine.weights.pulled(name)
+        return self.weight_transfer_engine.weights.pulls.result(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
         """Returns the tag and the tensors' checksums of the last update, as plain JSON.
