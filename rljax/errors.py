@@ -231,6 +231,15 @@ def check_finite(config: Any, *names: str) -> None:
             raise ValueError(f"{name} must be finite and not negative, got {getattr(config, name)}")
 
 
+@contextmanager
+def naming(where: object) -> Iterator[None]:
+    """Puts ``where`` and a colon before the message of a ``ValueError`` that the block raises."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
 def parse_json(text: str | bytes) -> Any:
     """Returns the value of a JSON text.
 

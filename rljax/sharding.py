@@ -128,6 +128,16 @@ def named_sharding(mesh: Mesh, logical: Sequence[str | None], shape: Sequence[in
     return NamedSharding(mesh, fit_spec(logical, shape, mesh))
 
 
+def tree_shardings(mesh: Mesh, axes: Any, abstract: Any) -> Any:
+    """Returns the sharding of each leaf of ``abstract``. The leaves of ``axes`` are tuples of logical axes."""
+    return jax.tree.map(lambda leaf, logical: named_sharding(mesh, logical, leaf.shape), abstract, axes)
+
+
+def constrain_tree(tree: Any, axes: Any) -> Any:
+    """Constrains each array of ``tree`` to the logical axes in the tuple at the same place of ``axes``."""
+    return jax.tree.map(lambda leaf, logical: constrain(leaf, *logical), tree, axes)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding under which every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())

@@ -23,7 +23,7 @@ from rljax.policy.experts import round_size
 from rljax.policy.head import vocabulary_chunks
 from rljax.policy.kernels import compiled_for_hopper
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
-from rljax.policy.trained import TrainedParams, find_trained
+from rljax.policy.trained import TrainedParams
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, responses_per_update
 from rljax.sharding import named_sharding
@@ -44,7 +44,7 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     itemsize = jnp.dtype(config.precision.compute_dtype).itemsize
     attention = planned_attention(config, policy, mesh)
     kept = kept_by_a_block(part, local_rows, tokens, config, attention, ways=_ways(mesh, "split_tokens", tokens))
-    gradients = _sharded_size(policy, mesh, find_trained(policy, config.lora)) * itemsize
+    gradients = _sharded_size(policy, mesh, TrainedParams(policy, config.lora)) * itemsize
     places = local_rows * tokens
     block = gradients + block_bytes(part, places, itemsize)
     if policy.num_experts:

@@ -96,10 +96,7 @@ def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: 
 
     The arguments and errors are the same as for ``choose_attention``.
     """
-    refusals = {
-        "cudnn": _why_not_cudnn(device, dtype, head_dim),
-        "splash": _why_not_splash(device, dtype, head_dim),
-    }
+    refusals = {"cudnn": _why_not_cudnn(device, dtype, head_dim), "splash": _why_not_splash(device, dtype, head_dim)}
     if name == "auto":
         fitting: tuple[AttentionName, ...] = ("cudnn", "splash")
         return next((one for one in fitting if not refusals[one]), "xla")

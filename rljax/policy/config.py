@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,51 +34,29 @@ DEFAULTS = PolicyOptions()
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """The sizes and switches of a decoder of one of the families in ``rljax.policy.families``.
+    """The sizes and switches of a decoder of one of the families in ``rljax.policy.families``."""
 
-    Attributes:
-      vocab_size: The number of tokens v, the rows of the embedding table.
-      hidden_size: The model width d.
-      intermediate_size: The inner width of the SwiGLU.
-      num_layers: The number of blocks.
-      num_heads: The number of query heads h.
-      num_kv_heads: The number of key-value heads. It divides ``num_heads``.
-      head_dim: The width of a head, even. It need not be hidden_size / num_heads.
-      rope_theta: The base of the rotary frequencies.
-      rms_norm_eps: The epsilon of every RMSNorm.
-      tie_word_embeddings: Whether the LM head is the embedding table.
-      initializer_range: The standard deviation of a new weight.
-      max_position_embeddings: The longest sequence for which the checkpoint was made (tokens).
-      bos_token_id: The begin-of-sequence token of the file. The forward does not use it.
-      eos_token_id: The end-of-sequence token or tokens of the files. The forward does not use them.
-      pad_token_id: The padding token of the file. The forward does not use it.
-      family: The ``model_type`` of the ``config.json``.
-      num_experts: The number of experts that replace the SwiGLU of each block. 0: a dense policy.
-      experts_per_token: The number of experts k for each token.
-      expert_size: The inner width of an expert's SwiGLU.
-      normalize_gates: Whether the k gates of a token are divided by their sum.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
-    max_position_embeddings: int = 32_768
+    vocab_size: int  # the number of tokens v, the rows of the embedding table
+    hidden_size: int  # the model width d
+    intermediate_size: int  # the inner width of the SwiGLU
+    num_layers: int  # the number of blocks
+    num_heads: int  # the number of query heads h
+    num_kv_heads: int  # the number of key-value heads g; it divides num_heads
+    head_dim: int  # the width of a head, even; it need not be hidden_size / num_heads
+    rope_theta: float = 10_000.0  # the base of the rotary frequencies
+    rms_norm_eps: float = 1e-6  # the epsilon of every RMSNorm
+    tie_word_embeddings: bool = False  # whether the LM head is the embedding table
+    initializer_range: float = 0.02  # the standard deviation of a new weight
+    max_position_embeddings: int = 32_768  # the longest sequence for which the checkpoint was made (tokens)
+    # The special tokens of the files. The forward does not use them.
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
-    family: str = "qwen3"
-    num_experts: int = 0
-    experts_per_token: int = 0
-    expert_size: int = 0
-    normalize_gates: bool = False
+    family: str = "qwen3"  # the model_type of the config.json
+    num_experts: int = 0  # the number of experts that replace the SwiGLU of each block; 0 for a dense policy
+    experts_per_token: int = 0  # the number of experts k for each token
+    expert_size: int = 0  # the inner width of an expert's SwiGLU
+    normalize_gates: bool = False  # whether the k gates of a token are divided by their sum
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, *SIZES)
@@ -118,22 +96,27 @@ def route_dtype(num_experts: int) -> Any:
 def toy_config(vocab_size: int = 16) -> PolicyConfig:
     """Returns the policy of the toy tasks: 124k parameters, 2 layers of width 64, 4 query heads and 2 key-value heads.
 
-    The heads have size 32, the smallest that vLLM supports on a CPU.
+    The heads have size 32, the smallest that vLLM supports on a CPU. The last two of the ``vocab_size`` tokens are the
+    end-of-sequence token and the padding token.
+    """
+    sizes = (vocab_size, 64, 192, 2, 4, 2, 32)  # in the order of SIZES
+    more: dict[str, Any] = {"tie_word_embeddings": True, "initializer_range": 0.05, "max_position_embeddings": 1024}
+    return PolicyConfig(*sizes, **more, eos_token_id=vocab_size - 2, pad_token_id=vocab_size - 1)
+
+
+def choose_kernel(key: str, name: str, refusals: Mapping[str, str | None]) -> str:
+    """Returns the kernel that a configuration means. "auto" means the first one that is not refused, or else "xla".
 
     Args:
-      vocab_size: The number of tokens. The last two are the end-of-sequence token and the padding token.
+      key: The configuration key, for the message.
+      name: The value of the key.
+      refusals: The reason why a kernel cannot be used, or None, by its name. Kernels without an entry always fit.
+
+    Raises:
+      ValueError: The kernel ``name`` is refused.
     """
-    return PolicyConfig(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=192,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        max_position_embeddings=1024,
-        eos_token_id=vocab_size - 2,
-        pad_token_id=vocab_size - 1,
-    )
+    if name == "auto":
+        return next((one for one, refusal in refusals.items() if not refusal), "xla")
+    if refusal := refusals.get(name):
+        raise ValueError(f"{key} = {name} {refusal}; auto chooses one that fits")
+    return name

@@ -30,10 +30,7 @@ def max_segments(t: int) -> int:
 
 
 def cudnn_attention(
-    q: Float[Array, "b t h k"],
-    k: Float[Array, "b t g k"],
-    v: Float[Array, "b t g k"],
-    segment_ids: Int[Array, "b t"],
+    q: Float[Array, "b t h k"], k: Float[Array, "b t g k"], v: Float[Array, "b t g k"], segment_ids: Int[Array, "b t"]
 ) -> Float[Array, "b t h k"]:
     """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from flax import nnx
 
-from rljax.errors import parse_json
+from rljax.errors import naming, parse_json
 from rljax.policy.config import SIZES, PolicyConfig
 from rljax.policy.experts import Experts
 from rljax.policy.layers import MLP, Attention, Block
@@ -18,48 +18,30 @@ from rljax.policy.layers import MLP, Attention, Block
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its additions to the common decoder, and its form of the ``config.json``.
+    """One family: its additions to the common decoder, and its form of the ``config.json``."""
 
-    Attributes:
-      model_type: The ``model_type`` of the ``config.json``, and the value of ``PolicyConfig.family``.
-      architecture: The class of transformers and vLLM.
-      block: A function that declares one block of the policy.
-      fixed: The keys of the file that have the same value in every model that the policy can compute.
-      defaults: The values that transformers uses if the file has none, by our field names. A missing ``head_dim`` that
-        is not among them is hidden_size / num_heads.
-      fields: The keys of the file for the fields that only this family has, by our field names.
-      aliases: Alternative keys in some files of this family, by the usual key.
-      check: A function that raises ValueError for a shape that the family does not allow.
-    """
-
-    model_type: str
-    architecture: str
-    block: Callable[[PolicyConfig, nnx.Rngs], Block]
-    fixed: Mapping[str, Any]
+    model_type: str  # the model_type of the config.json, and the value of PolicyConfig.family
+    architecture: str  # the class of transformers and vLLM
+    block: Callable[[PolicyConfig, nnx.Rngs], Block]  # a function that declares one block of the policy
+    fixed: Mapping[str, Any]  # the keys of the file with the same value in every model that the policy can compute
+    # The values that transformers uses if the file has none, by our field names. A missing head_dim without a default
+    # is hidden_size / num_heads.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    fields: Mapping[str, str] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[[PolicyConfig], None] = lambda config: None
+    fields: Mapping[str, str] = field(default_factory=dict)  # the keys of this family's own fields, by our field names
+    aliases: Mapping[str, str] = field(default_factory=dict)  # alternative keys in some files, by the usual key
+    free_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_heads
 
 
 _FIXED = {"hidden_act": "silu", "use_sliding_window": False}
 """The features that every family fixes, because no policy here computes anything else."""
-
-
-def _check_qwen2(c: PolicyConfig) -> None:
-    """Raises ValueError for a head width that vLLM's Qwen2 would ignore, because it does not read ``head_dim``."""
-    if c.head_dim * c.num_heads != c.hidden_size:
-        raise ValueError(f"head_dim of a qwen2 must be hidden_size / num_heads, got {c.head_dim}")
-
-
-# Qwen2 and Qwen2.5: query, key and value have a bias and no norm.
+# Qwen2 and Qwen2.5: query, key and value have a bias and no norm. vLLM's Qwen2 does not read head_dim.
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     block=lambda c, rngs: Block(c, rngs, Attention(c, rngs, bias=True), MLP(c, rngs)),
     fixed=_FIXED,
     defaults={"num_kv_heads": 32},
-    check=_check_qwen2,
+    free_head_dim=False,
 )
 # Dense Qwen3: grouped-query attention with a norm of each head's query and key, and a SwiGLU.
 QWEN3 = Family(
@@ -136,7 +118,8 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     if isinstance(values.get("eos_token_id"), list):
         values["eos_token_id"] = tuple(values["eos_token_id"])
     config = PolicyConfig(**values, family=family.model_type)
-    family.check(config)
+    if not family.free_head_dim and config.head_dim * config.num_heads != config.hidden_size:
+        raise ValueError(f"head_dim of a {config.family} must be hidden_size / num_heads, got {config.head_dim}")
     return config
 
 
@@ -195,12 +178,11 @@ def read_config(directory: str | Path) -> PolicyConfig:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"no model at {directory}: {path} does not exist")
-    try:
+    with naming(path):
         config = config_from_hf(parse_json(path.read_bytes()))
-        path = path.with_name("generation_config.json")
+    path = path.with_name("generation_config.json")
+    with naming(path):
         return _with_stops(config, parse_json(path.read_bytes())) if path.is_file() else config
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _with_stops(config: PolicyConfig, raw: Any) -> PolicyConfig:

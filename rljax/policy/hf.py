@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rljax.distributed.files import replacing
-from rljax.errors import parse_json
+from rljax.errors import naming, parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
 from rljax.policy.layers import HFTensor
@@ -35,31 +35,18 @@ SINGLE_NAME = "model.safetensors"
 _HEAD, _TABLE, _ROWS = "lm_head.weight", "model.embed_tokens.weight", 4096
 _DTYPES = ("F16", "BF16", "F32", "F64")
 _SIDE_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+    "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
 
 
 class Leaf(NamedTuple):
-    """One parameter of the pytree and its tensors in the files.
+    """One parameter of the pytree and its tensors in the files."""
 
-    Attributes:
-      path: The path in the pytree.
-      names: The names of the tensors, an array over the leading axes whose slices are separate tensors.
-      shape: The shape of one slice.
-      inputs: The layout of a tensor (``HFTensor.inputs``).
-    """
-
-    path: tuple[str, ...]
-    names: np.ndarray
-    shape: tuple[int, ...]
-    inputs: int | None
+    path: tuple[str, ...]  # the path in the pytree
+    names: np.ndarray  # the names of the tensors; slices over the leading axes of this shape are separate tensors
+    shape: tuple[int, ...]  # the shape of one slice
+    inputs: int | None  # the layout of a tensor (HFTensor.inputs)
 
     @property
     def stacked(self) -> int:
@@ -69,16 +56,31 @@ class Leaf(NamedTuple):
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of one tensor in the file."""
+        return tuple(part.stop for part in self.hf_slices([slice(0, size) for size in self.shape]))
+
+    def hf_slices(self, bounds: Sequence[slice]) -> tuple[slice, ...]:
+        """Returns the part of the tensor in the file that a part of a slice is.
+
+        Only the first of several axes that are one axis in the file may be split (head_dim never is).
+        """
         if self.inputs is None:
-            return self.shape
-        outputs = math.prod(self.shape[self.inputs :])
-        return (outputs, math.prod(self.shape[: self.inputs])) if self.inputs else (outputs,)
+            return tuple(bounds)
+        cuts = (slice(self.inputs, None), slice(self.inputs)) if self.inputs else (slice(None),)
+        widths = (math.prod(self.shape[cut][1:]) for cut in cuts)
+        firsts = (bounds[cut][0] for cut in cuts)
+        return tuple(slice(s.start * n, s.stop * n) for s, n in zip(firsts, widths, strict=True))
 
     def to_hf(self, part: np.ndarray) -> np.ndarray:
         """Converts a slice, or a rectangle of one, to the layout of the file."""
         if not self.inputs:
             return np.ascontiguousarray(part if self.inputs is None else part.reshape(-1))
         return np.ascontiguousarray(part.reshape(math.prod(part.shape[: self.inputs]), -1).T)
+
+    def read(self, source: Any, index: Sequence[slice]) -> np.ndarray:
+        """Reads a part of a slice from its opened tensor of a safetensors file."""
+        bounds = [slice(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
+        part = source[self.hf_slices(bounds)]
+        return part if self.inputs is None else part.T.reshape([bound.stop - bound.start for bound in bounds])
 
 
 def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], HFTensor]) -> Iterator[Leaf]:
@@ -97,55 +99,27 @@ def policy_leaves(config: PolicyConfig) -> Iterator[Leaf]:
     return leaves_of(abstract_params(config), stored_tensors(config))
 
 
-def merged_slice(bounds: Sequence[slice], shape: Sequence[int]) -> slice:
-    """Returns the slice of axes that are one axis in HF. Only the first of them may be split (head_dim never is)."""
-    width = math.prod(shape[1:])
-    return slice(bounds[0].start * width, bounds[0].stop * width)
-
-
-def _read(source: Any, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads the part ``index`` of one tensor's parameter from a slice of a safetensors file."""
-    shape, inputs = leaf.shape, leaf.inputs
-    bounds = [slice(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
-    if inputs is None:
-        return source[tuple(bounds)]
-    sizes = [bound.stop - bound.start for bound in bounds]
-    if inputs == 0:
-        return source[merged_slice(bounds, shape)].reshape(sizes)
-    part = source[merged_slice(bounds[inputs:], shape[inputs:]), merged_slice(bounds[:inputs], shape[:inputs])]
-    return part.T.reshape(sizes)
-
-
 def _read_leaf(sources: Mapping[str, Any], leaf: Leaf, dtype: Any, index: Any) -> np.ndarray:
     """Reads the part ``index`` of a parameter from the slices of the files, by name."""
     names = leaf.names[index[: leaf.stacked]]
-    parts = [_read(sources[name], leaf, index[leaf.stacked :]).astype(dtype) for name in np.ravel(names)]
+    parts = [leaf.read(sources[name], index[leaf.stacked :]).astype(dtype) for name in np.ravel(names)]
     return np.stack(parts).reshape(*np.shape(names), *parts[0].shape)
 
 
 def _open_sources(directory: Path) -> dict[str, Any]:
-    """Opens the tensors of a directory, by HF name. A tensor has ``get_shape()`` and is read when it is indexed.
-
-    Raises:
-      ValueError: A file is missing or cannot be read, or there are two sets of weights.
-    """
-    index_path = directory / INDEX_NAME
+    """Opens the tensors of a directory, by HF name. A tensor has ``get_shape()`` and is read when it is indexed."""
+    index_path, single = directory / INDEX_NAME, directory / SINGLE_NAME
     if index_path.is_file():
         files = _files_of_index(index_path)
-        if (directory / SINGLE_NAME).is_file() and files != [SINGLE_NAME]:
+        if single.is_file() and files != [SINGLE_NAME]:
             raise ValueError(
                 f"{directory} has {SINGLE_NAME}, and {INDEX_NAME} names other files: delete one of the two"
             )
-    elif (directory / SINGLE_NAME).is_file():
+    elif single.is_file():
         files = [SINGLE_NAME]
     else:
         raise ValueError(f"no weights in {directory}: neither {SINGLE_NAME} nor {INDEX_NAME} exists")
-    sources: dict[str, Any] = {}
-    for name in files:
-        if not (directory / name).is_file():
-            raise ValueError(f"{index_path} names {name}, which does not exist")
-        sources |= open_tensors(directory / name)
-    return sources
+    return {name: tensor for file in files for name, tensor in open_tensors(directory / file).items()}
 
 
 def open_tensors(file: Path) -> dict[str, Any]:
@@ -158,18 +132,19 @@ def open_tensors(file: Path) -> dict[str, Any]:
 
 
 def _files_of_index(path: Path) -> list[str]:
-    """Returns the files that an index names. Raises ValueError if it names none, or one outside its directory."""
-    try:
+    """Returns the files that an index names. Raises ValueError if it names none, or one that is not beside it."""
+    with naming(path):
         index = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path} has no weight_map")
     for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{path}: weight_map must name files beside it, got {file!r:.80}")
-    return sorted(set(weight_map.values()))
+    files = sorted(set(weight_map.values()))
+    if missing := [file for file in files if not path.with_name(file).is_file()]:
+        raise ValueError(f"{path} names {missing[0]}, which does not exist")
+    return files
 
 
 def load_params(
@@ -217,11 +192,11 @@ def read_leaves(
     directory: str | Path,
     shapes_from: str,
 ) -> Params:
-    """Reads the pytree of ``leaves``.
+    """Reads the pytree of ``leaves`` (``leaves_of``) in ``dtype`` from opened tensors, by name (``open_tensors``).
 
     Args:
-      sources: The opened tensors by name, from ``open_tensors``.
-      leaves: The parameters, from ``leaves_of``.
+      sources: The opened tensors.
+      leaves: The parameters.
       shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
       dtype: The dtype of the result.
       directory: The directory of the files, for error messages.
@@ -237,14 +212,11 @@ def read_leaves(
             if name not in sources:
                 raise ValueError(f"{directory}: tensor {name!r} is missing")
             shape, stored = tuple(sources[name].get_shape()), sources[name].get_dtype()
+            where = f"{directory}: tensor {name!r} has"
             if stored not in _DTYPES:
-                raise ValueError(
-                    f"{directory}: tensor {name!r} has dtype {stored}, expected one of {', '.join(_DTYPES)}"
-                )
+                raise ValueError(f"{where} dtype {stored}, expected one of {', '.join(_DTYPES)}")
             if shape != leaf.hf_shape:
-                raise ValueError(
-                    f"{directory}: tensor {name!r} has shape {shape}, expected {leaf.hf_shape} from {shapes_from}"
-                )
+                raise ValueError(f"{where} shape {shape}, expected {leaf.hf_shape} from {shapes_from}")
     for leaf in leaves:
         whole = leaf.names.shape + leaf.shape
         read = functools.partial(_read_leaf, sources, leaf, jnp.dtype(dtype))

@@ -17,69 +17,47 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", "*.jinja")  # The hub also has the same weights in other formats.
 
-# Model width, MLP width, layers and query heads from the config.json of each dense model. All have 8 key-value heads.
+# The model width, MLP width, layers, query heads and key-value heads in the config.json of each model.
 _QWEN3_SIZES = {
-    "0.6B": (1024, 3072, 28, 16),
-    "1.7B": (2048, 6144, 28, 16),
-    "4B": (2560, 9728, 36, 32),
-    "8B": (4096, 12288, 36, 32),
-    "14B": (5120, 17408, 40, 40),
-    "32B": (5120, 25600, 64, 64),
+    "0.6B": (1024, 3072, 28, 16, 8),
+    "1.7B": (2048, 6144, 28, 16, 8),
+    "4B": (2560, 9728, 36, 32, 8),
+    "8B": (4096, 12288, 36, 32, 8),
+    "14B": (5120, 17408, 40, 40, 8),
+    "32B": (5120, 25600, 64, 64, 8),
+    "30B-A3B": (2048, 6144, 48, 32, 4),
 }
-_TIED = ("0.6B", "1.7B", "4B")
+_DISTILLED_SIZES = (1536, 8960, 28, 12, 2)
+_MIXTURE = {"num_experts": 128, "experts_per_token": 8, "expert_size": 768, "normalize_gates": True}
 
 
-def _qwen3(suffix: str, **sizes: Any) -> PolicyConfig:
+def _qwen3(size: str, suffix: str) -> PolicyConfig:
+    more: dict[str, Any] = {"family": "qwen3_moe", **_MIXTURE} if size == "30B-A3B" else {}
     return PolicyConfig(
-        vocab_size=151_936,
+        151_936,
+        *_QWEN3_SIZES[size],
         head_dim=128,
         rope_theta=1e6,
+        tie_word_embeddings=size in ("0.6B", "1.7B", "4B"),
         max_position_embeddings=32_768 if suffix else 40_960,
         bos_token_id=151_643,
         eos_token_id=151_643 if suffix else 151_645,
-        **sizes,
-    )
-
-
-def _dense(size: str, suffix: str) -> PolicyConfig:
-    names = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
-    sizes = dict(zip(names, _QWEN3_SIZES[size], strict=True))
-    return _qwen3(suffix, **sizes, num_kv_heads=8, tie_word_embeddings=size in _TIED)
-
-
-def _mixture(suffix: str) -> PolicyConfig:
-    return _qwen3(
-        suffix,
-        family="qwen3_moe",
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_layers=48,
-        num_heads=32,
-        num_kv_heads=4,
-        num_experts=128,
-        experts_per_token=8,
-        expert_size=768,
-        normalize_gates=True,
+        **more,
     )
 
 
 KNOWN_SHAPES: dict[str, PolicyConfig] = {
-    **{f"Qwen/Qwen3-{size}{suffix}": _dense(size, suffix) for size in _QWEN3_SIZES for suffix in ("", "-Base")},
-    **{f"Qwen/Qwen3-30B-A3B{suffix}": _mixture(suffix) for suffix in ("", "-Base")},
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": PolicyConfig(
-        family="qwen2",
-        vocab_size=151_936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_layers=28,
-        num_heads=12,
-        num_kv_heads=2,
-        head_dim=128,
-        max_position_embeddings=131_072,
-        bos_token_id=151_643,
-        eos_token_id=151_643,
-    ),
+    f"Qwen/Qwen3-{size}{suffix}": _qwen3(size, suffix) for size in _QWEN3_SIZES for suffix in ("", "-Base")
 }
+KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"] = PolicyConfig(
+    151_936,
+    *_DISTILLED_SIZES,
+    head_dim=128,
+    family="qwen2",
+    max_position_embeddings=131_072,
+    bos_token_id=151_643,
+    eos_token_id=151_643,
+)
 
 
 def is_hub_id(name: str) -> bool:

@@ -22,7 +22,7 @@ from rljax.errors import check_at_least
 from rljax.policy.config import PolicyConfig
 from rljax.policy.layers import HFTensor
 from rljax.policy.model import Params, abstract_params, cast_params, logical_axes, param_shardings, stored_tensors
-from rljax.sharding import is_on_host, named_sharding, on_devices, on_host
+from rljax.sharding import is_on_host, on_devices, on_host, tree_shardings
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block that may have an adapter."""
@@ -75,19 +75,17 @@ OFF = LoraConfig()
 
 
 class _Target(NamedTuple):
-    """A parameter that has an adapter: a stack of linear layers [layers, *in, *out].
+    """A parameter that has an adapter: a stack of linear layers [layers, *in, *out]."""
 
-    Attributes:
-      shape: The shape of the parameter.
-      axes: The logical axes of the parameter.
-      inputs: The number of input axes.
-      module: The name of the layer in a checkpoint, with ``{}`` for the number of the block.
-    """
+    shape: tuple[int, ...]  # the shape of the parameter
+    axes: tuple[str, ...]  # the logical axes of the parameter
+    inputs: int  # the number of input axes
+    module: str  # the name of the layer in a checkpoint, with {} for the number of the block
 
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    inputs: int
-    module: str
+    @property
+    def letters(self) -> tuple[str, str]:
+        """The letters of the input and the output axes of one layer, for einsum."""
+        return "abc"[: self.inputs], "xyz"[: len(self.shape) - 1 - self.inputs]
 
 
 @functools.lru_cache(maxsize=32)
@@ -119,9 +117,26 @@ def find_targets(config: PolicyConfig, lora: LoraConfig) -> Mapping[Path, _Targe
     return targets
 
 
-def _split(target: _Target, items: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Splits a tuple with one item for each axis of the parameter into its items for input and for output axes."""
-    return items[1 : 1 + target.inputs], items[1 + target.inputs :]
+class _Adapter(NamedTuple):
+    """One matrix of an adapter: ``a`` [layers, *in, rank] or ``b`` [layers, rank, *out] of a target."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]  # the logical axes
+    stored: HFTensor  # the tensor in a file of PEFT's layout
+
+
+def _adapters(config: PolicyConfig, lora: LoraConfig) -> dict[Path, _Adapter]:
+    """Returns the description of each adapter, by its path: the path of its target, and "a" or "b"."""
+    adapters = {}
+    for path, (shape, axes, inputs, module) in find_targets(config, lora).items():
+        (layers, *ins), outs = shape[: 1 + inputs], shape[1 + inputs :]
+        (_, *in_axes), out_axes = axes[: 1 + inputs], axes[1 + inputs :]
+        # A rank is split over the devices if none of the other axes is the width.
+        of_a, of_b = ("rank" if "embed" in others else "split_rank" for others in (in_axes, out_axes))
+        a, b = (HFTensor(f"base_model.model.{module}.lora_{x}.weight", n) for x, n in (("A", inputs), ("B", 1)))
+        adapters[*path, "a"] = _Adapter((layers, *ins, lora.rank), ("layers", *in_axes, of_a), a)
+        adapters[*path, "b"] = _Adapter((layers, lora.rank, *outs), ("layers", of_b, *out_axes), b)
+    return adapters
 
 
 def abstract_adapters(config: PolicyConfig, lora: LoraConfig) -> Params:
@@ -132,46 +147,23 @@ def abstract_adapters(config: PolicyConfig, lora: LoraConfig) -> Params:
     Raises:
       ValueError: A target is not a linear layer of the policy's blocks, or belongs to its experts.
     """
-    leaves = {}
-    for path, target in find_targets(config, lora).items():
-        ins, outs = _split(target, target.shape)
-        leaves[*path, "a"] = jax.ShapeDtypeStruct((target.shape[0], *ins, lora.rank), jnp.float32)
-        leaves[*path, "b"] = jax.ShapeDtypeStruct((target.shape[0], lora.rank, *outs), jnp.float32)
-    return unflatten_dict(leaves)
+    adapters = _adapters(config, lora).items()
+    return unflatten_dict({path: jax.ShapeDtypeStruct(adapter.shape, jnp.float32) for path, adapter in adapters})
 
 
 def adapter_axes(config: PolicyConfig, lora: LoraConfig) -> Params:
     """Returns the pytree of adapters with a tuple of logical axis names at each leaf."""
-    axes = {}
-    for path, target in find_targets(config, lora).items():
-        ins, outs = _split(target, target.axes)
-        axes[*path, "a"] = ("layers", *ins, _rank_axis(ins))
-        axes[*path, "b"] = ("layers", _rank_axis(outs), *outs)
-    return unflatten_dict(axes)
-
-
-def _rank_axis(others: tuple[str, ...]) -> str:
-    """Returns the logical axis of a rank, which is split over the devices if none of the other axes is the width."""
-    return "rank" if "embed" in others else "split_rank"
+    return unflatten_dict({path: adapter.axes for path, adapter in _adapters(config, lora).items()})
 
 
 def adapter_shardings(config: PolicyConfig, lora: LoraConfig, mesh: Mesh) -> Params:
     """Returns the pytree of adapters with a NamedSharding at each leaf."""
-    return jax.tree.map(
-        lambda leaf, axes: named_sharding(mesh, axes, leaf.shape),
-        abstract_adapters(config, lora),
-        adapter_axes(config, lora),
-    )
+    return tree_shardings(mesh, adapter_axes(config, lora), abstract_adapters(config, lora))
 
 
 def stored_adapters(config: PolicyConfig, lora: LoraConfig) -> dict[Path, HFTensor]:
     """Returns the tensor of each adapter in a file of PEFT's layout, by its path in the pytree of adapters."""
-    tensors = {}
-    for path, target in find_targets(config, lora).items():
-        name = f"base_model.model.{target.module}"
-        tensors[*path, "a"] = HFTensor(f"{name}.lora_A.weight", target.inputs)
-        tensors[*path, "b"] = HFTensor(f"{name}.lora_B.weight", 1)
-    return tensors
+    return {path: adapter.stored for path, adapter in _adapters(config, lora).items()}
 
 
 def init_adapters(config: PolicyConfig, lora: LoraConfig, seed: int) -> Params:
@@ -202,11 +194,6 @@ def with_targets(weights: Params, targets: Params) -> Params:
     return unflatten_dict(flatten_dict(weights) | flatten_dict(targets))
 
 
-def _letters(target: _Target) -> tuple[str, str]:
-    """Returns the letters of the input and the output axes of one layer, for einsum."""
-    return "abc"[: target.inputs], "xyz"[: len(target.shape) - 1 - target.inputs]
-
-
 def merge_adapters(base: Params, adapters: Params, config: PolicyConfig, lora: LoraConfig, dtype: Any) -> Params:
     """Computes the targets' weights W + scale * A B, summed in float32 and rounded to ``dtype``, layer by layer.
 
@@ -214,16 +201,13 @@ def merge_adapters(base: Params, adapters: Params, config: PolicyConfig, lora: L
       base: The targets of the frozen policy (``targets_of``), of any float dtype.
       adapters: The adapters, float32.
       config: The shape of the policy.
-      lora: The configuration of the adapters.
-      dtype: The dtype of the result.
-
-    Returns:
-      The weights, a pytree with the structure of ``base``.
+      lora: The scale and targets of the adapters.
+      dtype: The dtype of the result, which has the structure of ``base``.
     """
     frozen, flat = flatten_dict(base), flatten_dict(adapters)
     merged = {}
     for path, target in find_targets(config, lora).items():
-        ins, outs = _letters(target)
+        ins, outs = target.letters
 
         def of_layer(layer: tuple[Array, Array, Array], spec: str = f"{ins}r,r{outs}->{ins}{outs}") -> Array:
             weight, a, b = layer
@@ -243,12 +227,12 @@ def adapter_gradients(adapters: Params, gradients: Params, config: PolicyConfig,
       adapters: The adapters, float32.
       gradients: The gradients of the weights from ``merge_adapters``, of any float dtype.
       config: The shape of the policy.
-      lora: The configuration of the adapters.
+      lora: The scale and targets of the adapters.
     """
     of_weights, flat = flatten_dict(gradients), flatten_dict(adapters)
     of_adapters = {}
     for path, target in find_targets(config, lora).items():
-        ins, outs = _letters(target)
+        ins, outs = target.letters
 
         def of_layer(layer: tuple[Array, Array, Array], ins: str = ins, outs: str = outs) -> tuple[Array, Array]:
             weight, a, b = layer[0].astype(jnp.float32) * lora.scale, *layer[1:]
@@ -275,14 +259,13 @@ class MergedPolicy:
 
         Args:
           config: The shape of the policy.
-          lora: The configuration of the adapters.
+          lora: The scale and targets of the adapters.
           mesh: The mesh of the trainer.
           base: The frozen policy in ``dtype``, on the mesh. It must be in the host's memory if adapters may be there.
           dtype: The dtype to which the weights are rounded.
           as_float32: Whether to return the rounded weights in float32, for an executable that takes masters.
         """
-        self.base = base
-        self._mesh, self._as_float32 = mesh, as_float32
+        self.base, self._mesh, self._as_float32 = base, mesh, as_float32
         self._targets = targets_of(base, config, lora)
         shardings = targets_of(param_shardings(config, mesh), config, lora)
         self._merge = jax.jit(

@@ -35,7 +35,7 @@ from rljax.policy.layers import (
     split_tokens,
 )
 from rljax.policy.linear import PRODUCT
-from rljax.sharding import constrain, named_sharding
+from rljax.sharding import constrain, tree_shardings
 
 Params = dict[str, Any]
 Remat = Literal["none", "dots", "blocks", "offload"]
@@ -58,14 +58,11 @@ AttentionFn = Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
 class ForwardStats(NamedTuple):
     """Measurements of a forward.
 
-    Attributes:
-      activation_max: The largest absolute value in the residual stream and in the MLPs' products. In float16 these
-        overflow first, at 65,504.
-      router: The record of the routing, with a leading layers axis, for a policy with experts; else None.
+    In float16 the residual stream and the MLPs' products overflow first, at 65,504.
     """
 
-    activation_max: Float[Array, ""]
-    router: RoutingRecord | None
+    activation_max: Float[Array, ""]  # the largest absolute value in the residual stream and in the MLPs' products
+    router: RoutingRecord | None  # the routing of a policy with experts, with a leading layers axis; else None
 
 
 class _Decoder(nnx.Module):
@@ -87,12 +84,12 @@ def _block(config: PolicyConfig, rngs: nnx.Rngs) -> nnx.Module:
 
 
 class _Declaration(NamedTuple):
-    """The content of a declaration. All fields but ``block`` have the structure of the pytree."""
+    """The content of a declaration."""
 
     block: Any  # the graphdef of one block
     abstract: Params
     logical: Params
-    stored: Params
+    stored: dict[Any, HFTensor]  # by path
 
 
 @functools.lru_cache(maxsize=32)
@@ -107,8 +104,7 @@ def _declaration(config: PolicyConfig) -> _Declaration:
         name, inputs = metadata["stored"]
         stored[path] = HFTensor("model.layers.{}." + name if in_block else name, inputs)
     block = nnx.eval_shape(lambda: _block(config, nnx.Rngs(0)))
-    trees = map(traverse_util.unflatten_dict, (logical, stored))
-    return _Declaration(nnx.split(block)[0], nnx.to_pure_dict(state), *trees)
+    return _Declaration(nnx.split(block)[0], nnx.to_pure_dict(state), traverse_util.unflatten_dict(logical), stored)
 
 
 def abstract_params(config: PolicyConfig) -> Params:
@@ -123,26 +119,21 @@ def logical_axes(config: PolicyConfig) -> Params:
 
 def stored_tensors(config: PolicyConfig) -> dict[tuple[str, ...], HFTensor]:
     """Returns the checkpoint tensor of each parameter, by path. In blocks, the first ``{}`` is the block's number."""
-    return traverse_util.flatten_dict(
-        _declaration(config).stored, is_leaf=lambda path, leaf: isinstance(leaf, HFTensor)
-    )
+    return _declaration(config).stored
 
 
 def gathered_axes(config: PolicyConfig) -> Params:
     """Returns the logical axes of weights that are gathered over the mesh axes that split the model width."""
-    paths = traverse_util.flatten_dict(logical_axes(config))
-    gathered = {
-        path: tuple(None if axis in ("embed", "expert_embed") else axis for axis in axes)
-        for path, axes in paths.items()
-    }
-    return traverse_util.unflatten_dict(gathered)
+
+    def gathered(axes: tuple[str, ...]) -> tuple[str | None, ...]:
+        return tuple(None if axis in ("embed", "expert_embed") else axis for axis in axes)
+
+    return jax.tree.map(gathered, logical_axes(config), is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def param_shardings(config: PolicyConfig, mesh: jax.sharding.Mesh) -> Params:
     """Returns the pytree with a NamedSharding at each leaf."""
-    return jax.tree.map(
-        lambda leaf, axes: named_sharding(mesh, axes, leaf.shape), abstract_params(config), logical_axes(config)
-    )
+    return tree_shardings(mesh, logical_axes(config), abstract_params(config))
 
 
 def init_params(config: PolicyConfig, seed: int) -> Params:

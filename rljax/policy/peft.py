@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
 from rljax.distributed.files import replacing
-from rljax.errors import parse_json
+from rljax.errors import naming, parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import leaves_of, open_tensors, read_leaves
 from rljax.policy.lora import LoraConfig, abstract_adapters, stored_adapters
@@ -39,32 +39,12 @@ _FIXED = {
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """The values of ``init_lora_weights`` that leave the base as it is. All others of PEFT subtract from it."""
 _SAME_FUNCTION = (
-    "auto_mapping",
-    "base_model_class",
-    "base_model_name_or_path",
-    "corda_config",
-    "ensure_weight_tying",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "init_lora_weights",
-    "layers_pattern",
-    "loftq_config",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_ga_config",
-    "megatron_config",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "r",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "task_type",
-    "unsloth_fixed",
+    "auto_mapping", "base_model_class", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "loftq_config",
+    "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
+    "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "unsloth_fixed",
     "velora_config",
-)
+)  # fmt: skip
 """The keys that do not change what is computed, or that are compared by themselves."""
 
 
@@ -77,7 +57,7 @@ def save_adapters(
       directory: The directory. It is created if it is missing.
       adapters: The adapters, a pytree with the structure of ``abstract_adapters``.
       config: The shape of the policy.
-      lora: The configuration of the adapters.
+      lora: The rank, alpha and targets of the adapters.
       base: The name or path of the base model, for the file.
     """
     out, flat = Path(directory), flatten_dict(adapters)
@@ -121,8 +101,7 @@ def load_adapters(
     _check_config(folder / CONFIG_NAME, lora)
     sources = open_tensors(folder / WEIGHTS_NAME)
     leaves = list(leaves_of(abstract_adapters(config, lora), stored_adapters(config, lora)))
-    known = {name for leaf in leaves for name in leaf.names}
-    unknown = sorted(set(sources) - known)
+    unknown = sorted(set(sources) - {name for leaf in leaves for name in leaf.names})
     if unknown:
         raise ValueError(f"{folder / WEIGHTS_NAME}: {unknown[0]!r:.120} belongs to no layer in lora.targets")
     shapes_from = "lora.rank and config.json"
@@ -131,10 +110,8 @@ def load_adapters(
 
 def _check_config(path: Path, lora: LoraConfig) -> None:
     """Raises ValueError unless the file describes an adapter with the kind, rank and alpha of ``lora``."""
-    try:
+    with naming(path):
         raw: Any = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: expected an object, got {type(raw).__name__}")
     for key, value in raw.items():

@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import Leaf, merged_slice, policy_leaves
+from rljax.policy.hf import policy_leaves
 from rljax.policy.model import Params
 from rljax.sharding import fetch
 from rljax.weights.format import Checksum, Region
@@ -36,23 +36,14 @@ def hf_parts(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[Part]
             bounds = [slice(*s.indices(n)) for s, n in zip(shard.index, cast.shape, strict=True)]
             names = leaf.names[tuple(bounds[: leaf.stacked])]
             content = np.asarray(shard.data)
-            region = _hf_region(leaf, bounds[leaf.stacked :])
+            *rows, columns = leaf.hf_slices(bounds[leaf.stacked :])
+            row = rows[0] if rows else slice(0, 1)
+            region = Region(
+                row.start, row.stop - row.start, columns.start, columns.stop - columns.start, leaf.hf_shape[-1]
+            )
             parts = content.reshape(-1, *content.shape[leaf.stacked :])
             for name, part in zip(np.ravel(names), parts, strict=True):
                 yield Part(str(name), leaf.hf_shape, region, leaf.to_hf(part))
-
-
-def _hf_region(leaf: Leaf, bounds: list[slice]) -> Region:
-    """Returns the region of the HF tensor that a part of a parameter covers."""
-    shape, inputs = leaf.shape, leaf.inputs
-    if inputs:
-        rows, columns = merged_slice(bounds[inputs:], shape[inputs:]), merged_slice(bounds[:inputs], shape[:inputs])
-        stride = math.prod(shape[:inputs])
-    elif inputs == 0 or len(shape) == 1:
-        rows, columns, stride = slice(0, 1), merged_slice(bounds, shape), math.prod(shape)
-    else:
-        rows, columns, stride = bounds[0], merged_slice(bounds[1:], shape[1:]), math.prod(shape[1:])
-    return Region(rows.start, rows.stop - rows.start, columns.start, columns.stop - columns.start, stride)
 
 
 def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, Checksum]:
@@ -79,10 +70,7 @@ def _leaf_sums(
 ) -> list[tuple[jax.Array, ...]]:
     """Computes for each tensor of each parameter whether all values are finite, and the sums of the checksum (int32).
 
-    Args:
-      leaves: The parameters.
-      layouts: The number of leading axes and ``HFTensor.inputs`` of each parameter.
-      dtype: The dtype of the published tensors.
+    ``layouts`` has the number of leading axes and the ``HFTensor.inputs`` of each parameter.
     """
 
     def sums(leaf: jax.Array, stacked: int, inputs: int | None) -> tuple[jax.Array, ...]:

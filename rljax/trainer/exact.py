@@ -34,7 +34,7 @@ from rljax.policy.model import (
     lm_head_table,
     param_shardings,
 )
-from rljax.policy.trained import find_trained
+from rljax.policy.trained import TrainedParams
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
@@ -264,7 +264,7 @@ class ExactUpdate:
           merged: A function that returns the weights that the adapters make, in float32; None without adapters.
         """
         dynamic, objective = precision.compute_dtype == "float16", exact.objective
-        trained = find_trained(config, lora)
+        trained = TrainedParams(config, lora)
         self._exact, self._reference, self._merged = exact, reference, merged
         self._temperature = exact.scalar(temperature)
         self._everywhere = replicated(exact.mesh)

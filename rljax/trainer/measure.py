@@ -110,10 +110,7 @@ def measure(
 def finalize_measured(measured: dict[str, Statistics], config: DiagnosisConfig | None) -> dict[str, jax.Array]:
     """Returns the metrics of a row, scalars by name, and under ``HISTOGRAM`` the counts of abs(log_ratio) [bins]."""
     forward = measured["forward"]
-    row = {
-        "policy/entropy": forward.mean("entropy", "tokens"),
-        "precision/activation_max": forward["activation_max"],
-    }
+    row = {"policy/entropy": forward.mean("entropy", "tokens"), "precision/activation_max": forward["activation_max"]}
     if "router" in measured:
         row |= {f"router/{name}": value for name, value in finalize_router(measured["router"]).items()}
     if config is None:

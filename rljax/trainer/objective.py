@@ -140,10 +140,7 @@ def loss_row(objective: Objective, statistics: Statistics, rescaling: Float[Arra
     """Returns the metrics of the loss for the row."""
     loss = statistics["policy"] + objective.loss.kl_coefficient * statistics["kl"]
     loss = loss + objective.loss.router_balance * statistics["balance"]
-    row = {
-        "policy/loss": loss * rescaling,
-        "policy/clip_fraction": statistics.mean("clipped", "loss_tokens"),
-    }
+    row = {"policy/loss": loss * rescaling, "policy/clip_fraction": statistics.mean("clipped", "loss_tokens")}
     if objective.loss.kl != "none":
         row["policy/reference_kl"] = statistics["kl"] * rescaling
     if objective.loss.router_balance:

@@ -15,7 +15,7 @@ from rljax.errors import check_finite
 from rljax.policy.config import PolicyConfig
 from rljax.policy.lora import OFF, LoraConfig
 from rljax.policy.model import Params
-from rljax.policy.trained import find_trained
+from rljax.policy.trained import TrainedParams
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import replicated
 
@@ -120,12 +120,7 @@ def _initial_state(params: Params, tx: optax.GradientTransformation, *, dynamic_
 
 
 def abstract_state(
-    config: PolicyConfig,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    dynamic_scale: bool,
-    lora: LoraConfig = OFF,
+    config: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh, *, dynamic_scale: bool, lora: LoraConfig = OFF
 ) -> TrainState:
     """Returns the shapes, dtypes and shardings of a state, into which a checkpoint is restored.
 
@@ -139,7 +134,7 @@ def abstract_state(
     Returns:
       A state with a ``jax.ShapeDtypeStruct`` at each leaf.
     """
-    trained = find_trained(config, lora)
+    trained = TrainedParams(config, lora)
     shapes = jax.eval_shape(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), trained.abstract())
     by_param = trained.shardings(mesh)
     everywhere = replicated(mesh)

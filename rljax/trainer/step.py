@@ -23,17 +23,10 @@ from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
 from rljax.policy.head import matmul_precision
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels, choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy
-from rljax.policy.model import (
-    Params,
-    abstract_params,
-    cast_params,
-    gathered_axes,
-    logical_axes,
-    param_shardings,
-)
+from rljax.policy.model import Params, abstract_params, cast_params, gathered_axes, logical_axes, param_shardings
 from rljax.policy.score import Scores, packed_logprobs
-from rljax.policy.trained import find_trained
-from rljax.sharding import constrain, named_sharding, replicated
+from rljax.policy.trained import TrainedParams
+from rljax.sharding import constrain, constrain_tree, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.micro_batches import abstract_batch, over_micro_batches, place_batch
 from rljax.trainer.objective import Objective
@@ -117,20 +110,6 @@ def make_score(
     return score
 
 
-def constrain_tree(params: Params, axes: Params) -> Params:
-    """Constrains each parameter to the sharding of its logical axes."""
-    return jax.tree.map(lambda leaf, names: constrain(leaf, *names), params, axes)
-
-
-def _abstract_weights(config: PolicyConfig, mesh: Mesh, dtype: Any) -> Params:
-    """Returns the shapes, dtypes and shardings of the weights that ``MergedPolicy`` returns."""
-    return jax.tree.map(
-        lambda leaf, sharding: leaf.update(dtype=dtype, sharding=sharding),
-        abstract_params(config),
-        param_shardings(config, mesh),
-    )
-
-
 class Programs(NamedTuple):
     """The jitted functions of a ``TrainStep``, and the shapes of their arguments.
 
@@ -170,7 +149,7 @@ def make_programs(
     dynamic = precision.compute_dtype == "float16"
     dtype = jnp.dtype(precision.compute_dtype)
     score = make_score(config, precision, temperature, choose_kernels(options, config, precision.compute_dtype, mesh))
-    trained, axes = find_trained(config, lora), logical_axes(config)
+    trained, axes = TrainedParams(config, lora), logical_axes(config)
     axes_of_copy = gathered_axes(config) if keep_gathered else axes
 
     def copy_weights(params: Params) -> Params:
@@ -192,13 +171,7 @@ def make_programs(
         state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
         def work(
-            batch: PackedBatch,
-            compute: Params,
-            needed: Any,
-            scale: Any,
-            provisional: Any,
-            mean_weight: Any,
-            noise: Any,
+            batch: PackedBatch, compute: Params, needed: Any, scale: Any, provisional: Any, mean_weight: Any, noise: Any
         ) -> tuple[Totals, jax.Array]:
             def score_part(part: Params, micro: PackedBatch) -> Scores:
                 return score(trained.with_targets(compute, part), micro)
@@ -248,7 +221,8 @@ def make_programs(
 
     abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic, lora=lora)
     everywhere, by_rows = replicated(mesh), named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
-    weights = [_abstract_weights(config, mesh, dtype)] if lora.rank else []
+    merged = [(abstract_params(config), param_shardings(config, mesh))] if lora.rank else []
+    weights = [jax.tree.map(lambda leaf, where: leaf.update(dtype=dtype, sharding=where), *trees) for trees in merged]
     by_state = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = jax.jit(
         train_step,
@@ -257,9 +231,7 @@ def make_programs(
         donate_argnums=(0,),
     )
     alone = jax.jit(
-        forward,
-        static_argnames=("num_sequences", "diagnosis", "with_routes"),
-        out_shardings=(everywhere, by_rows),
+        forward, static_argnames=("num_sequences", "diagnosis", "with_routes"), out_shardings=(everywhere, by_rows)
     )
     return Programs(step, alone, abstract, weights)
 
@@ -300,17 +272,7 @@ class TrainStep:
           merged: A function that returns the weights that the adapters make. ``lower`` does not need it.
         """
         self._programs = make_programs(
-            config,
-            tx,
-            mesh,
-            precision,
-            objective,
-            batch_shape,
-            temperature,
-            diagnosis,
-            keep_gathered,
-            options,
-            lora,
+            config, tx, mesh, precision, objective, batch_shape, temperature, diagnosis, keep_gathered, options, lora
         )
         self._mesh, self._merged, self._batch_shape = mesh, merged, batch_shape
         self._everywhere = replicated(mesh)
