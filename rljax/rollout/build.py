@@ -81,7 +81,7 @@ def check_engine(config: RolloutConfig) -> None:
         raise ValueError("rollout.max_staleness: colocated servers sleep while the trainer trains; give 0")
     if config.update != "wait":
         _check_in_flight(config)
-    for name, default in (("weight_quantization", "none"), ("kv_cache_dtype", "auto")):
+    for name, default in (("weight_quantization", "none"), ("kv_cache_dtype", "auto"), ("decode_tokens", 0)):
         if config.engine != "jax" and getattr(config, name) != default:
             raise ValueError(f"rollout.{name} works with rollout.engine = jax, not with {config.engine}")
     if config.weight_quantization != "none" and inject.quantize != "none":
@@ -170,6 +170,7 @@ def make_engine(
             mesh=mesh,
             lm_head_dtype=head,
             weight_quantization=config.weight_quantization,
+            decode_tokens=config.decode_tokens,
             kv_cache_dtype=config.kv_cache_dtype,
             with_routes=replayed,
         )

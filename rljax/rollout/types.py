@@ -194,6 +194,10 @@ class RolloutConfig:
     Only for the embedded engine."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """The dtype of the cached keys and values, with scale 1. auto: ``dtype``. Only for the embedded engine."""
+    decode_tokens: int = 0
+    """The most tokens of prompts and responses whose keys and values the embedded engine holds at once, on all devices
+    together. Responses that do not fit wait for the places of those that end. 0: as many as fit into the free memory of
+    the devices."""
     max_staleness: int = 0
     """The most policy versions from the one that samples a batch to the one that is trained on it. 0: a batch is
     sampled when its step begins. k: while one step trains, the next batches are sampled, up to k steps ahead."""
@@ -255,7 +259,7 @@ class RolloutConfig:
         check_positive(self, "temperature", "server_wait_s")
         if min(self.stop_token_ids, default=0) < 0:
             raise ValueError(f"stop_token_ids must be at least 0, got {list(self.stop_token_ids)}")
-        check_at_least(self, 0, "max_staleness", "dump_every", "transcript_every")
+        check_at_least(self, 0, "max_staleness", "decode_tokens", "dump_every", "transcript_every")
 
 
 @dataclass(frozen=True)

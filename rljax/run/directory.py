@@ -28,7 +28,7 @@ MAY_DIFFER = (
     *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
     *("rollout.offload_state", "rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
     *("publish.", "lora.adapter"),
-    *("rollout.dump_every", "rollout.transcript_every", "policy.attention", "policy.experts"),
+    *("rollout.dump_every", "rollout.transcript_every", "rollout.decode_tokens", "policy.attention", "policy.experts"),
 )
 
 # Further settings that a fork may change, because the state of a run keeps its meaning under them.

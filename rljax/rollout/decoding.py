@@ -1,0 +1,378 @@
+"""Continuous decoding of the policy: slots of a key-value cache that take the next prompt as soon as they are free.
+
+A *slot* is one row of the cache. All slots write their next key and value at one place, the ring's time, which goes
+round the cache. A row needs ``prompt + response`` places, which is the size of the ring, so that a slot never meets its
+own keys again. The mask of a slot tells its own places from those of the row that it held before.
+
+Each response depends on the seed, on its own number and on its prompt. It does not depend on the slot or on the other
+rows, except that products of another shape may round differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from rljax.policy.attention import attend
+from rljax.policy.config import PolicyConfig, route_dtype
+from rljax.policy.head import head_operands, matmul_precision
+from rljax.policy.model import ForwardStats, Params, embed_tokens, lm_head_table, run_blocks
+from rljax.rollout.quantization import to_cache
+from rljax.sharding import RULES, constrain
+
+Cache = tuple[Array, ...]  # keys and values, [layers, b, s, kv heads, head_dim]
+CACHE_AXES = ("layers", "rows", "tokens", "kv_heads", "head_dim")
+
+
+class Slots(NamedTuple):
+    """The rows that are being decoded.
+
+    Attributes:
+      time: The place of the ring at which the next keys and values are written.
+      row: The number of the response in each slot. It is the number of all responses where the slot is free.
+      step: The number of tokens that each slot has sampled.
+      length: The number of tokens of each slot's prompt.
+      hidden: The last hidden state of each slot.
+      valid: Whether a place holds a key of the slot's response or of its prompt.
+      cache: The keys and values.
+    """
+
+    time: Int[Array, ""]
+    row: Int[Array, " b"]
+    step: Int[Array, " b"]
+    length: Int[Array, " b"]
+    hidden: Float[Array, "b d"]
+    valid: Bool[Array, "b c"]
+    cache: Cache
+
+
+class Sampled(NamedTuple):
+    """What was sampled so far.
+
+    Attributes:
+      tokens: The tokens of each response, 0 after its end.
+      logprobs: The log-probabilities of the tokens, 0 after the end.
+      counts: The number of tokens of each response.
+      stopped: Whether a stop token ended the response.
+      prompt_routes: The experts of each prompt's tokens, padded on the left, or None for a dense policy.
+      routes: The experts of each response's tokens, or None for a dense policy.
+    """
+
+    tokens: Int[Array, "n r"]
+    logprobs: Float[Array, "n r"]
+    counts: Int[Array, " n"]
+    stopped: Bool[Array, " n"]
+    prompt_routes: Int[Array, "p s l k"] | None
+    routes: Int[Array, "n r l k"] | None
+
+
+def cache_token_bytes(config: PolicyConfig, mesh: Mesh, dtype: Any) -> float:
+    """Returns the bytes that one token of the cache takes, as a share of each device of ``mesh``.
+
+    The mesh splits rows, and heads where their number divides evenly.
+    """
+    ways = math.prod(mesh.shape[axis] for axis in RULES["rows"])
+    heads = mesh.shape["tp"] if config.num_kv_heads % mesh.shape["tp"] == 0 else 1
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize / (ways * heads)
+
+
+class Batch(NamedTuple):
+    """The sizes of a continuous batch.
+
+    Attributes:
+      slots: The number of responses that are decoded at once.
+      unit: The number of responses to one prompt that start together. It divides the responses to a prompt.
+      group: The number of units that start together once the first batch is full.
+    """
+
+    slots: int
+    unit: int
+    group: int
+
+
+def batch_sizes(rows: int, n: int, budget: int, ways: int) -> Batch:
+    """Returns the sizes of the batch that decodes ``rows`` responses, ``n`` to a prompt.
+
+    Args:
+      rows: The number of all responses.
+      n: The number of responses to each prompt.
+      budget: The number of responses whose cache fits into memory. A batch has one for each of ``ways`` at least.
+      ways: The number of parts into which the mesh splits rows.
+    """
+    if rows <= budget:
+        return Batch(rows, n, rows // n)
+    most = max(1, budget // 8)
+    unit = max(divisor for divisor in range(1, n + 1) if n % divisor == 0 and divisor <= most)
+    step = math.lcm(unit, ways)
+    slots = max(1, budget // step) * step
+    return Batch(rows, n, rows // n) if slots >= rows else Batch(slots, unit, max(1, slots // (8 * unit)))
+
+
+class Queue:
+    """The responses that no slot has taken yet, in their order.
+
+    Attributes:
+      left: The number of units that wait.
+    """
+
+    def __init__(self, prompts: np.ndarray, lengths: np.ndarray, n: int, batch: Batch):
+        """Begins with ``n`` responses to each of the ``prompts``, int32 [p, s], which have ``lengths``, int32 [p]."""
+        self._prompts, self._lengths, self._n, self._batch = prompts, lengths, n, batch
+        self._units = np.arange(len(prompts) * n, dtype=np.int32).reshape(-1, batch.unit)
+        self._group = batch.slots // batch.unit
+        self.left = len(self._units)
+
+    @property
+    def enough(self) -> int:
+        """The number of free slots at which the next units start; all slots where none waits."""
+        return min(self._group, self.left) * self._batch.unit if self.left else self._batch.slots
+
+    def admitted(self, free: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yields the arguments of ``admit`` for the groups of units that the ``free`` slots, int [f], can take."""
+        while self.left and len(free) >= self.enough:
+            first, group = len(self._units) - self.left, self._group
+            units = self._units[first : first + group]
+            into, free = np.split(free, [units.size])
+            rest = [(0, group - len(units)), (0, 0)]
+            rows = np.pad(units, rest)
+            into = np.pad(into.astype(np.int32).reshape(units.shape), rest, constant_values=self._batch.slots)
+            numbers = np.pad(units[:, 0] // self._n, rest[0], constant_values=len(self._prompts))
+            known = np.minimum(numbers, len(self._prompts) - 1)
+            self.left, self._group = self.left - len(units), self._batch.group
+            yield self._prompts[known], self._lengths[known], rows, into, numbers
+
+
+def attention_with_cache(
+    mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
+) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
+    """Returns an attention that writes keys and values into a layer's cache, and attends to what ``mask`` allows.
+
+    They are stored in the dtype of the cache, from place ``write_at`` on. The attention reads only what the cache
+    stores, of this call's own too.
+    """
+
+    def attention_fn(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
+        keys, values = (
+            jax.lax.dynamic_update_slice(old, to_cache(new, old.dtype)[None], (layer, 0, write_at, 0, 0))
+            for old, new in zip(cache, (k, v), strict=True)
+        )
+        k_all, v_all = (jax.lax.dynamic_index_in_dim(part, layer, 0, keepdims=False) for part in (keys, values))
+        return attend(q, k_all.astype(k.dtype), v_all.astype(v.dtype), mask), (keys, values)
+
+    return attention_fn
+
+
+def next_tokens(
+    params: Params,
+    hidden: Float[Array, "b d"],
+    keys: Array,
+    temperature: Array,
+    greedy: bool,
+    forced: Int[Array, " b"] | None,
+    lm_head_dtype: Any,
+) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
+    """Returns next tokens and their log-probabilities under the distribution sampled from (temperature 1 if greedy).
+
+    The last hidden states ``hidden`` give the logits. Where ``forced`` holds tokens, these are taken instead.
+    """
+    hidden, table = head_operands(hidden, lm_head_table(params), lm_head_dtype)
+    exactness = matmul_precision(table.dtype)
+    logits = jnp.einsum("bd,vd->bv", hidden, table, precision=exactness, preferred_element_type=jnp.float32)
+    # Not a pair of casts: XLA may drop those (xla_allow_excess_precision).
+    kept = jnp.finfo(hidden.dtype)
+    logits = jax.lax.reduce_precision(logits, kept.nexp, kept.nmant)
+    if greedy:
+        tokens = jnp.argmax(logits, axis=-1)
+    else:
+        logits = logits / temperature
+        tokens = jax.vmap(jax.random.categorical)(keys, logits) if forced is None else forced
+    logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
+    return tokens.astype(jnp.int32), logprobs
+
+
+def empty(
+    config: PolicyConfig,
+    dtype: Any,
+    cache_dtype: Any,
+    *,
+    prompts: int,
+    width: int,
+    n: int,
+    limit: int,
+    slots: int,
+    with_routes: bool,
+) -> tuple[Slots, Sampled]:
+    """Returns free slots and no samples.
+
+    Args:
+      config: The shape of the policy.
+      dtype: The dtype of the hidden states.
+      cache_dtype: The dtype of the cached keys and values.
+      prompts: The number of prompts.
+      width: The length that prompts are padded to.
+      n: The number of responses to each prompt.
+      limit: The longest response.
+      slots: The number of slots.
+      with_routes: Whether the experts of the tokens are kept.
+    """
+    rows, places = prompts * n, width + limit
+    shape = (config.num_layers, slots, places, config.num_kv_heads, config.head_dim)
+    cache = tuple(constrain(jnp.zeros(shape, cache_dtype), *CACHE_AXES) for _ in range(2))
+    hidden, valid = jnp.zeros((slots, config.hidden_size), dtype), jnp.zeros((slots, places), bool)
+    zeros = jnp.zeros((slots,), jnp.int32)
+    free = Slots(jnp.int32(width), zeros + rows, zeros, zeros, hidden, valid, cache)
+    experts = (config.num_layers, config.experts_per_token) if with_routes else None
+    routes = [
+        None if experts is None else jnp.zeros((*size, *experts), route_dtype(config.num_experts))
+        for size in ((prompts, width), (rows, limit))
+    ]
+    tokens, counts = jnp.zeros((rows, limit), jnp.int32), jnp.zeros((rows,), jnp.int32)
+    return free, Sampled(tokens, jnp.zeros((rows, limit), jnp.float32), counts, counts > 0, *routes)
+
+
+def admit(
+    params: Params,
+    config: PolicyConfig,
+    slots: Slots,
+    sampled: Sampled,
+    prompts: Int[Array, "g s"],
+    lengths: Int[Array, " g"],
+    rows: Int[Array, "g u"],
+    into: Int[Array, "g u"],
+    numbers: Int[Array, " g"],
+) -> tuple[Slots, Sampled]:
+    """Prefills prompts, and puts each into the slots of its responses.
+
+    Args:
+      params: The weights in the rollout dtype.
+      config: The shape of the policy.
+      slots: The slots, which are donated.
+      sampled: The samples, which are donated.
+      prompts: The token ids, padded on the left.
+      lengths: The number of tokens of each prompt.
+      rows: The numbers of the responses to each prompt that start now.
+      into: The slot of each of them; the number of all slots for a prompt that only fills the group.
+      numbers: The number of each prompt; the number of all prompts for one that only fills the group.
+    """
+    group, width = prompts.shape
+    places = slots.valid.shape[1]
+    index = jnp.arange(width)
+    valid = index[None, :] >= width - lengths[:, None]
+    positions = jnp.maximum(index[None, :] - (width - lengths[:, None]), 0)
+    shape = (config.num_layers, group, places, config.num_kv_heads, config.head_dim)
+    fresh = tuple(jnp.zeros(shape, part.dtype) for part in slots.cache)
+    causal = index[:, None] >= jnp.arange(places)[None, :]
+    mask = causal[None] & jnp.pad(valid, ((0, 0), (0, places - width)))[:, None, :]
+    embedded = embed_tokens(params, prompts)
+    hidden, fresh, stats = run_blocks(params, config, embedded, positions, attention_with_cache(mask, 0), fresh)
+    ring = (slots.time - width + index) % places
+
+    def put(number: Array, slots: Slots) -> Slots:
+        """Fills one slot for each prompt."""
+        at = into[:, number]
+        cache = tuple(
+            old.at[:, at[:, None], ring[None, :]].set(new[:, :, :width], mode="drop")
+            for old, new in zip(slots.cache, fresh, strict=True)
+        )
+        own = jnp.zeros((group, places), bool).at[:, ring].set(valid)
+        return slots._replace(
+            row=slots.row.at[at].set(rows[:, number], mode="drop"),
+            step=slots.step.at[at].set(0, mode="drop"),
+            length=slots.length.at[at].set(lengths, mode="drop"),
+            hidden=slots.hidden.at[at].set(hidden[:, -1], mode="drop"),
+            valid=slots.valid.at[at].set(own, mode="drop"),
+            cache=tuple(constrain(part, *CACHE_AXES) for part in cache),
+        )
+
+    slots = jax.lax.fori_loop(0, into.shape[1], put, slots)
+    if sampled.prompt_routes is not None:
+        routes = sampled.prompt_routes.at[numbers].set(_routes(stats, config), mode="drop")
+        sampled = sampled._replace(prompt_routes=routes)
+    return slots, sampled
+
+
+def decode(
+    params: Params,
+    config: PolicyConfig,
+    slots: Slots,
+    sampled: Sampled,
+    stops: Int[Array, " k"],
+    temperature: Float[Array, ""],
+    seed: Int[Array, ""],
+    forced: Int[Array, "n r"] | None,
+    enough: Int[Array, ""],
+    *,
+    greedy: bool,
+    lm_head_dtype: Any,
+) -> tuple[Slots, Sampled, Bool[Array, " b"]]:
+    """Samples one token for each slot after another until enough slots are free.
+
+    Args:
+      params: The weights in the rollout dtype.
+      config: The shape of the policy.
+      slots: The slots, which are donated.
+      sampled: The samples, which are donated.
+      stops: The tokens that end a response.
+      temperature: The sampling temperature.
+      seed: The seed of the sampling.
+      forced: The responses, whose tokens are then taken instead of sampling, or None.
+      enough: The number of free slots at which the loop ends.
+      greedy: Whether the likeliest token is taken.
+      lm_head_dtype: The dtype in which the LM head computes, or None for that of ``params``.
+
+    Returns:
+      The slots, the samples, and whether each slot is free.
+    """
+    total, limit = sampled.tokens.shape
+    places = jnp.arange(slots.valid.shape[1])
+
+    def key(row: Array, step: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), step)
+
+    def body(state: tuple[Slots, Sampled]) -> tuple[Slots, Sampled]:
+        slots, sampled = state
+        at = slots.row, slots.step  # A free slot's row is out of bounds, and what it samples is dropped.
+        given = None if forced is None else forced[jnp.minimum(slots.row, total - 1), slots.step]
+        token, logprob = next_tokens(
+            params, slots.hidden, jax.vmap(key)(*at), temperature, greedy, given, lm_head_dtype
+        )
+        stopped = jnp.any(token[:, None] == stops[None, :], axis=1)
+        valid = slots.valid | (places == slots.time)[None]
+        embedded = constrain(embed_tokens(params, token[:, None]), "rows", "tokens", "act_embed")
+        hidden, cache, stats = run_blocks(
+            params,
+            config,
+            embedded,
+            (slots.length + slots.step)[:, None],
+            attention_with_cache(valid[:, None], slots.time),
+            slots.cache,
+        )
+        sampled = sampled._replace(
+            tokens=sampled.tokens.at[at].set(token, mode="drop"),
+            logprobs=sampled.logprobs.at[at].set(logprob, mode="drop"),
+            counts=sampled.counts.at[slots.row].set(slots.step + 1, mode="drop"),
+            stopped=sampled.stopped.at[slots.row].set(stopped, mode="drop"),
+        )
+        if sampled.routes is not None:
+            routes = sampled.routes.at[at].set(_routes(stats, config)[:, 0], mode="drop")
+            sampled = sampled._replace(routes=routes)
+        step = slots.step + 1
+        row = jnp.where(stopped | (step >= limit), total, slots.row)
+        time = (slots.time + 1) % len(places)
+        return Slots(time, row, step, slots.length, hidden[:, 0], valid, cache), sampled
+
+    slots, sampled = jax.lax.while_loop(lambda state: jnp.sum(state[0].row == total) < enough, body, (slots, sampled))
+    return slots, sampled, slots.row == total
+
+
+def _routes(stats: ForwardStats, config: PolicyConfig) -> Any:
+    """Returns the experts that each token went to, [b, t, l, k]."""
+    assert stats.router is not None
+    return jnp.moveaxis(stats.router.choices, 0, 2).astype(route_dtype(config.num_experts))

@@ -1,0 +1,133 @@
+"""Continuous decoding: which responses share a batch, who gets a free place, and that the samples stay the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.policy.config import PolicyConfig, toy_config
+from rljax.policy.model import init_params
+from rljax.policy.score import make_scorer
+from rljax.rollout.decoding import Batch, Queue, batch_sizes, cache_token_bytes
+from rljax.rollout.embedded import JaxEngine, free_cache_tokens, make_functions
+from rljax.rollout.types import SamplingParams
+from rljax.sharding import MeshConfig, make_mesh
+
+CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.25)
+EXPERTS = PolicyConfig(
+    **{"vocab_size": 24, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4},
+    **{"num_kv_heads": 2, "head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.25},
+    **{"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_size": 16},
+)
+PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2], [9, 3, 1])]
+LIMIT, WIDTH = 12, 6
+
+
+def sample(decode_tokens, *, n=4, config=CONFIG, mesh=(1, 1), greedy=False, seed=0):
+    """The responses of an engine whose cache holds so many tokens, of LIMIT + WIDTH for each response."""
+    engine = JaxEngine(
+        config,
+        jnp.float32,
+        WIDTH,
+        mesh=make_mesh(MeshConfig(*mesh)),
+        with_routes=bool(config.num_experts),
+        decode_tokens=decode_tokens,
+    )
+    params = init_params(config, 0)
+    engine.publish(params, 7)
+    sampling = SamplingParams(LIMIT, 0.0 if greedy else 1.0, (0, 1))
+    return list(engine.generate(PROMPTS, n, sampling, seed=seed)), params
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "budget", "ways", "expected"),
+    [
+        (64, 16, 64, 1, Batch(64, 16, 4)),  # all at once
+        (64, 16, 40, 1, Batch(40, 4, 1)),  # an eighth of 40 holds 4 of 16
+        (1024, 16, 300, 1, Batch(288, 16, 2)),
+        (64, 16, 20, 8, Batch(16, 2, 1)),
+        (64, 16, 3, 1, Batch(3, 1, 1)),
+        (64, 6, 0, 4, Batch(4, 1, 1)),  # a response for each part of the mesh is the least
+        (6, 3, 5, 4, Batch(4, 1, 1)),
+        (3, 1, 2, 4, Batch(3, 1, 3)),  # fewer responses than parts
+    ],
+)
+def test_the_sizes_of_a_batch(rows, n, budget, ways, expected):
+    assert batch_sizes(rows, n, budget, ways) == expected
+
+
+def test_free_places_go_to_the_next_responses_in_order():
+    prompts, lengths = np.asarray([[0, 5], [6, 7]], np.int32), np.asarray([1, 2], np.int32)
+    queue = Queue(prompts, lengths, 3, Batch(4, 1, 2))
+    assert queue.enough == 4
+    ((_, of_units, rows, into, numbers),) = queue.admitted(np.arange(4))
+    assert rows.tolist() == [[0], [1], [2], [3]]
+    assert into.tolist() == [[0], [1], [2], [3]]
+    assert of_units.tolist() == [1, 1, 1, 2]
+    assert numbers.tolist() == [0, 0, 0, 1]
+    assert (queue.left, queue.enough) == (2, 2)
+    assert list(queue.admitted(np.asarray([2]))) == []
+    ((taken, _, rows, into, numbers),) = queue.admitted(np.asarray([1, 3]))
+    assert taken.tolist() == [[6, 7], [6, 7]]
+    assert (rows.tolist(), into.tolist(), numbers.tolist()) == ([[4], [5]], [[1], [3]], [1, 1])
+    assert (queue.left, queue.enough) == (0, 4)
+
+
+def test_a_last_group_is_filled_with_rows_that_go_nowhere():
+    prompts, lengths = np.zeros((5, 2), np.int32), np.ones(5, np.int32)
+    queue = Queue(prompts, lengths, 1, Batch(4, 1, 2))
+    next(queue.admitted(np.arange(4)))
+    ((_, _, rows, into, numbers),) = queue.admitted(np.asarray([2, 3]))
+    assert (rows.tolist(), into.tolist(), numbers.tolist()) == ([[4], [0]], [[2], [4]], [4, 5])
+
+
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("at_once", [1, 3, 7, 16])
+def test_the_samples_do_not_depend_on_the_budget(config, at_once):
+    """20 responses: in one batch, and in places that are taken again."""
+    together, _ = sample(0, config=config)
+    refilled, _ = sample(at_once * (LIMIT + WIDTH), config=config)
+    lengths = {response.length for response in together}
+    assert len(lengths) > 4
+    for a, b in zip(together, refilled, strict=True):
+        assert (a.prompt_index, a.sample_index, a.truncated) == (b.prompt_index, b.sample_index, b.truncated)
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
+        assert a.versions == b.versions
+        if config.num_experts:
+            np.testing.assert_array_equal(a.routes, b.routes)
+
+
+def test_greedy_samples_do_not_depend_on_the_budget():
+    together, refilled = sample(0, greedy=True, n=1)[0], sample(2 * (LIMIT + WIDTH), greedy=True, n=1)[0]
+    for a, b in zip(together, refilled, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+
+
+def test_refilled_places_compile_two_loops_at_most():
+    make_functions.cache_clear()
+    engine = JaxEngine(CONFIG, jnp.float32, WIDTH, mesh=make_mesh(MeshConfig(1, 1)), decode_tokens=3 * (LIMIT + WIDTH))
+    engine.publish(init_params(CONFIG, 0), 0)
+    for seed in range(3):
+        list(engine.generate(PROMPTS, 4, SamplingParams(LIMIT, 1.0, (0, 1)), seed=seed))
+    assert engine.compilations == 1
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("at_once", [4, 12])
+def test_a_sharded_cache_holds_the_places_of_its_parts(at_once):
+    refilled, params = sample(at_once * (LIMIT + WIDTH), mesh=(2, 2, 2))
+    full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in refilled]
+    for r, logprobs in zip(refilled, make_scorer(CONFIG, jnp.float32)(params, full), strict=True):
+        np.testing.assert_allclose(r.logprobs, logprobs[len(PROMPTS[r.prompt_index]) :], atol=2e-5, rtol=0)
+
+
+def test_a_token_of_the_cache_in_bytes():
+    """Qwen3-4B in bfloat16: 2 x 36 layers x 8 heads x 128 x 2 bytes."""
+    config = toy_config()
+    mesh = make_mesh(MeshConfig(1, 1))
+    layers, heads, size = config.num_layers, config.num_kv_heads, config.head_dim
+    assert cache_token_bytes(config, mesh, jnp.bfloat16) == 4 * layers * heads * size
+    tokens = free_cache_tokens(config, mesh, jnp.bfloat16)
+    assert tokens == pytest.approx(2 * free_cache_tokens(config, mesh, jnp.float32), rel=1e-6)
+    assert jax.process_count() == 1
