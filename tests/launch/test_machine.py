@@ -112,25 +112,50 @@ def test_a_missing_compiler_and_header_are_named(tmp_path):
     assert function("check_compiler", str(python), CC=str(tmp_path / "cc")) == (0, "")
 
 
-def planned(*words, **more):
-    script = [str(ROOT / "launch/single_node.sh"), str(ROOT / "configs/quickstart.yaml"), *words, "--dry-run"]
+def start(script, *words, **more):
+    """Starts a launch script with the quickstart's configuration, on this environment, from the checkout."""
     environment = os.environ | {"RLJAX_VENV": sys.prefix, "PYTHONPATH": str(ROOT)} | more
-    return subprocess.run(["bash", *script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = ["bash", str(ROOT / script), "configs/quickstart.yaml", "--dry-run", *words]
+    return subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def plan(script, *words, **more):
+    """The first lines of a dry run, up to the trainers' command; what follows is the plan of the run."""
+    lines = []
+    with start(script, *words, **more) as process:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("trainer"):
+                process.kill()
+                return lines
+        raise AssertionError(process.stderr.read())
 
 
 def test_one_machine_trains_with_one_process():
-    done = planned("--server-wait", "90", **SLURM_STEP)
-    assert done.returncode == 0, done.stderr
-    server, trainer = done.stdout.splitlines()[:2]
+    server, trainer = plan("launch/single_node.sh", "--server-wait", "90", **SLURM_STEP)[-2:]
     assert "--timeout 90 " in server
     assert "--run.processes 1 " in trainer
-    assert planned("--server-wait", "soon").stderr == "single_node: --server-wait: expected seconds, got 'soon'\n"
+
+
+def test_the_wait_for_servers_is_a_number_of_seconds():
+    said = start("launch/single_node.sh", "--server-wait", "soon").communicate(timeout=60)[1]
+    assert said == "single_node: --server-wait: expected seconds, got 'soon'\n"
+
+
+def test_a_slurm_job_writes_what_changed():
+    """Unless the configuration or the command line chooses another way than the default."""
+    served = ["--", "--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0"]
+    assert "quickstart.yaml --publish.store directory --rollout" in plan("launch/slurm.sbatch", *served)[-1]
+    pulled = plan("launch/slurm.sbatch", *served, "--publish.store", "http")[-1]
+    assert "--publish.store directory" not in pulled
 
 
 def test_one_machine_refuses_an_old_driver(gpu_machine):
-    done = planned(PATH=gpu_machine("535.183.01"))
-    assert done.returncode == 2
-    assert "needs 580 or newer" in done.stderr
+    process = start("launch/single_node.sh", PATH=gpu_machine("535.183.01"))
+    assert "needs 580 or newer" in process.communicate(timeout=60)[1]
+    assert process.returncode == 2
 
 
 @pytest.mark.parametrize("step", [SLURM_STEP, OPEN_MPI], ids=["slurm", "open-mpi"])
