@@ -266,10 +266,9 @@ def admit(
     index = jnp.arange(width)
     valid = index[None, :] >= width - lengths[:, None]
     positions = jnp.maximum(index[None, :] - (width - lengths[:, None]), 0)
-    shape = (config.num_layers, group, places, config.num_kv_heads, config.head_dim)
+    shape = (config.num_layers, group, width, config.num_kv_heads, config.head_dim)
     fresh = tuple(jnp.zeros(shape, part.dtype) for part in slots.cache)
-    causal = index[:, None] >= jnp.arange(places)[None, :]
-    mask = causal[None] & jnp.pad(valid, ((0, 0), (0, places - width)))[:, None, :]
+    mask = (index[:, None] >= index[None, :])[None] & valid[:, None, :]
     embedded = embed_tokens(params, prompts)
     hidden, fresh, stats = run_blocks(params, config, embedded, positions, attention_with_cache(mask, 0), fresh)
     ring = (slots.time - width + index) % places
@@ -278,7 +277,7 @@ def admit(
         """Fills one slot for each prompt."""
         at = into[:, number]
         cache = tuple(
-            old.at[:, at[:, None], ring[None, :]].set(new[:, :, :width], mode="drop")
+            old.at[:, at[:, None], ring[None, :]].set(new, mode="drop")
             for old, new in zip(slots.cache, fresh, strict=True)
         )
         own = jnp.zeros((group, places), bool).at[:, ring].set(valid)
