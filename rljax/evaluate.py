@@ -85,6 +85,10 @@ class Arguments:
     """The longest time to score one response (seconds)."""
     chat_template: bool | Literal["auto"] = "auto"
     """Whether prompts are put into the model's chat template. auto: if they are lists of messages."""
+    enable_thinking: bool | None = None
+    """The argument ``enable_thinking`` of the chat template, as in ``data.enable_thinking``."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Further arguments of the chat template, NAME=VALUE, as in ``data.chat_template_kwargs``."""
     seed: int = 0
     """Seed of the toy problems (``data.seed`` of the run) and of the sampling."""
     out: str | None = None
@@ -238,7 +242,8 @@ def main(argv: Sequence[str]) -> int:
     with caller_errors():
         policy = find_policy(arguments.path, step=arguments.step, best=arguments.best)
         tokenizer = load_tokenizer(policy.hf_path)
-        data = DataConfig(seed=arguments.seed, chat_template=arguments.chat_template)
+        shared = ("seed", "chat_template", "enable_thinking", "chat_template_kwargs")
+        data = DataConfig(**{name: getattr(arguments, name) for name in shared})
         ((name, problems),) = evaluation_datasets([arguments.dataset], data, tokenizer).items()
         prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
         toy = TOYS.get(arguments.dataset)

@@ -46,6 +46,7 @@ from rljax.run.acts import FollowerState, Restore, Step
 from rljax.run.build import (
     build,
     load_problems,
+    look_at_data,
     make_acts,
     make_checkpointer,
     make_run_engine,
@@ -220,6 +221,7 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
     stop = StopRequest(config.run.grace_s, processes)
     with caller_errors():
         problems = load_problems(config, tokenizer)
+        looked = look_at_data(config, problems)
         store = start_from_store(config, run_dir, stop)
         prepare_directory(config, run_dir)
         engine = make_run_engine(config, policy, mesh, stop, processes)
@@ -235,6 +237,8 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)
         stack.callback(recorder.close)
         write_config(config, run_dir)
+        if looked:
+            write_whole(run_dir / "data.txt", looked + "\n")
         with stop, uploading(store, config, owner, stop):
             last_row = next(reversed(recorded_rows(run_dir)), None)
             try:

@@ -4,8 +4,9 @@
     rljax export runs/lora runs/lora-adapter --adapter
 
 The directory holds config.json, safetensors in the wanted dtype, and the tokenizer of the model from which the run
-started. transformers and vLLM load it. A run with ``lora`` gives the merged weights; with ``--adapter`` the directory
-holds the adapters alone, in the layout of PEFT.
+started. transformers and vLLM load it. With ``rollout.stop_token_ids``, generation_config.json names those tokens, too.
+A run with ``lora`` gives the merged weights. With ``--adapter`` the directory holds the adapters alone, in the layout
+of PEFT.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Annotated, Literal
 import jax.numpy as jnp
 import tyro
 
+from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import ConfigError, caller_errors
 from rljax.evaluate import find_policy
 from rljax.policy.hf import save_params
@@ -61,6 +63,16 @@ def main(argv: Sequence[str]) -> int:
             print(f"wrote the adapters of step {policy.step} of {policy.run} to {arguments.out}")
             return 0
         params = policy.load(mesh)
-    save_params(arguments.out, params, policy.config, jnp.dtype(arguments.dtype), side_files_from=policy.hf_path)
+        # Without stop tokens of the run, the model's own file stays as it is.
+        named = policy.settings().rollout.stop_token_ids
+        stops = policy.stops(load_tokenizer(policy.hf_path).eos_token_id) if named else ()
+    save_params(
+        arguments.out,
+        params,
+        policy.config,
+        jnp.dtype(arguments.dtype),
+        side_files_from=policy.hf_path,
+        stop_token_ids=stops,
+    )
     print(f"wrote step {policy.step} of {policy.run} to {arguments.out} in {arguments.dtype}")
     return 0

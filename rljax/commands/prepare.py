@@ -2,13 +2,15 @@ r"""Makes a training file: reads problems, drops repeated and unsuitable ones, w
 
     rljax prepare dapo-math-17k.parquet runs/data/dapo.parquet --model MODEL --max-prompt-tokens 1024
     rljax prepare BytedTsinghua-SIA/AIME-2024 runs/data/aime-24.parquet
+    rljax prepare openai/gsm8k:main/train-00000-of-00001.parquet runs/data/gsm8k.parquet --form gsm8k
     rljax prepare runs/data/dapo.parquet runs/data/perfectible.parquet --model MODEL \
         --urls http://127.0.0.1:8000 --samples 16 --min-pass-rate 0.2 --max-pass-rate 0.8
 
-SOURCE is a Parquet file in verl's form, JSONL with prompt and answer, or the id of a data set on the Hugging Face hub
-(OWNER/NAME, or OWNER/NAME:FILE). A row without prompt or right answer is an error that names it. With --samples the
-pass rate of each problem is measured. The scores are kept beside OUT, so that the same command continues after an
-interruption.
+SOURCE is a Parquet, JSONL or JSON file, in verl's form, with prompt and answer, or in the form of a known data set. It
+may also be the id of a data set on the Hugging Face hub (OWNER/NAME, or OWNER/NAME:FILE). A row without a prompt is an
+error that names it; a row whose right answer is empty is dropped. A sample of the right answers is scored as responses,
+and a table shows the counts. With --samples the pass rate of each problem is measured. The scores are kept beside OUT,
+so that the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ import json
 import re
 import shlex
 import sys
-import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,16 +29,30 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from rljax.data.files import PASS_RATE, Problem, Row, parse_row, prompt_text, read_provenance, read_rows, write_rows
-from rljax.data.prompts import FILE_REWARD, render_prompt
+from rljax.data.files import (
+    PASS_RATE,
+    Problem,
+    Row,
+    Tally,
+    answered_rows,
+    prompt_text,
+    read_provenance,
+    read_rows,
+    write_rows,
+)
+from rljax.data.forms import FormName
+from rljax.data.prompts import FILE_REWARD, prompt_key, render_prompt, template_arguments
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import RolloutConfig, SamplingParams
+from rljax.run.data_check import check_answers, table
 from rljax.run.evaluation import SOLVED
 from rljax.run.options import parse_arguments
 from rljax.run.sampling import Sampler
+
+FILE_SUFFIXES = (".parquet", ".jsonl", ".json")
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 
@@ -47,11 +62,15 @@ class Arguments:
     """The arguments of the preparation.
 
     Attributes:
-      source: A Parquet file, a JSONL file, or a data set of the hub.
+      source: A Parquet, JSONL or JSON file, or a data set of the hub.
       out: The Parquet file to write.
+      form: The form of the source; None: the keys of a row tell it.
       model: A model, a run directory or a checkpoint. Its tokenizer counts, and its policy or a served copy is sampled.
       max_prompt_tokens: The longest prompt that is kept (tokens, the chat template included); None: any length.
       chat_template: The value of ``data.chat_template`` in the training run.
+      enable_thinking: The value of ``data.enable_thinking`` in the training run.
+      chat_template_kwargs: The value of ``data.chat_template_kwargs`` in the training run.
+      check_answers: The number of right answers that are scored as responses; 0: none.
       hold_out: The number of problems that go into ``...-held.parquet`` beside OUT instead, for evaluation.
       samples: The number of responses to each problem, from which its pass rate is measured; 0: no measurement.
       min_pass_rate: The lowest pass rate of a problem that is kept. A problem that is never solved is always dropped.
@@ -71,9 +90,13 @@ class Arguments:
 
     source: tyro.conf.Positional[str]
     out: tyro.conf.Positional[Path]
+    form: FormName | None = None
     model: str | None = None
     max_prompt_tokens: int | None = None
     chat_template: Literal["auto", "true", "false"] = "auto"
+    enable_thinking: bool | None = None
+    chat_template_kwargs: tuple[str, ...] = ()
+    check_answers: int = 1000
     hold_out: int = 0
     samples: int = 0
     min_pass_rate: float = 0.0
@@ -96,8 +119,10 @@ class Arguments:
             raise ConfigError(f"OUT must end in .parquet, got {self.out}")
         if self.model is None and (self.samples or self.max_prompt_tokens is not None):
             raise ConfigError("--model is needed: its tokenizer counts prompt tokens, its policy is sampled")
-        if min(self.hold_out, self.samples) < 0 or (self.max_prompt_tokens or 1) < 1:
-            raise ConfigError("--hold-out and --samples must not be negative, --max-prompt-tokens at least 1")
+        if min(self.hold_out, self.samples, self.check_answers) < 0 or (self.max_prompt_tokens or 1) < 1:
+            raise ConfigError(
+                "--hold-out, --samples and --check-answers must not be negative, --max-prompt-tokens at least 1"
+            )
         if not 0.0 <= self.min_pass_rate <= self.max_pass_rate <= 1.0:
             raise ConfigError(
                 f"pass rates must be 0 <= min <= max <= 1, got {self.min_pass_rate} and {self.max_pass_rate}"
@@ -113,6 +138,11 @@ class Arguments:
     def engine_name(self) -> Literal["jax", "vllm"]:
         """The engine: ``engine``, or vllm if there are ``urls``, else jax."""
         return self.engine or ("vllm" if self.urls else "jax")
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The arguments of the chat template by name."""
+        return template_arguments(self.enable_thinking, self.chat_template_kwargs)
 
     @property
     def template(self) -> bool | Literal["auto"]:
@@ -153,7 +183,7 @@ class Selection:
 def find_source(source: str) -> Path:
     """Returns the local file of a source; a file on the hub is downloaded. Raises ConfigError in one line."""
     match = _HUB_ID.fullmatch(source)
-    is_file_name = ":" not in source and source.endswith((".parquet", ".jsonl"))
+    is_file_name = ":" not in source and source.endswith(FILE_SUFFIXES)
     if Path(source).exists() or not match or is_file_name:
         return Path(source)
     from huggingface_hub import HfApi, hf_hub_download  # heavy, and used only here
@@ -162,7 +192,7 @@ def find_source(source: str) -> Path:
     try:
         if name is None:
             files = HfApi().list_repo_files(repository, repo_type="dataset")
-            found = [file for file in files if file.endswith((".parquet", ".jsonl"))]
+            found = [file for file in files if file.endswith(FILE_SUFFIXES)]
             if len(found) != 1:
                 raise ConfigError(
                     f"{repository} holds {len(found)} files of problems, name one as {repository}:FILE: {found}"
@@ -175,31 +205,32 @@ def find_source(source: str) -> Path:
         raise ConfigError(f"{source} is no file here and cannot be had from the Hugging Face hub: {error}") from error
 
 
-def read_distinct(path: Path) -> Selection:
-    """Reads the first row of each prompt. Prompts are compared in Unicode NFC, with runs of spaces as one space."""
+def read_distinct(path: Path, form: FormName | None, tally: Tally) -> Selection:
+    """Reads the first row of each prompt, and counts in ``tally``; ``prompt_key`` says which prompts are equal."""
     seen: dict[bytes, str] = {}
-    selection, count, contradicting = Selection([], []), 0, 0
-    for number, row in tqdm(read_rows(path), desc="reading", unit="row", mininterval=1.0):
-        problem = parse_row(row, f"{path}: row {number}")
-        count += 1
-        text = " ".join(unicodedata.normalize("NFC", prompt_text(problem["prompt"])).split())
-        key = hashlib.sha256(text.encode()).digest()
+    selection, contradicting = Selection([], []), 0
+    tally.repeats = 0
+    rows = tqdm(read_rows(path), desc="reading", unit="row", mininterval=1.0)
+    for row, problem in answered_rows(path, tally, form, rows):
+        key = prompt_key(prompt_text(problem["prompt"]))
         if key in seen:
             contradicting += seen[key] != problem["answer"]
+            tally.repeats += 1
             continue
         seen[key] = problem["answer"]
         selection.rows.append(row)
         selection.problems.append(problem)
-    if not count:
-        raise ConfigError(f"{path} holds no problems")
-    selection.note("repeats", count - len(seen), read=count, repeats_with_another_answer=contradicting)
+    if tally.unanswered:
+        selection.note("no answer", tally.unanswered)
+    selection.note("repeats", tally.repeats, read=tally.rows, repeats_with_another_answer=contradicting)
     return selection
 
 
-def drop_long(selection: Selection, tokenizer: Tokenizer, limit: int) -> None:
-    """Keeps prompts of at most ``limit`` tokens; the prompts are rendered already."""
+def drop_long(selection: Selection, tokenizer: Tokenizer, limit: int, tally: Tally) -> None:
+    """Keeps prompts of at most ``limit`` tokens, and counts the others; the prompts are rendered already."""
     lengths = [len(tokenizer.encode(p["prompt"])) for p in tqdm(selection.problems, desc="counting", unit="prompt")]
     kept = [length <= limit for length in lengths]
+    tally.too_long = kept.count(False)
     selection.keep("prompt length", kept, max_prompt_tokens=limit, longest=max(lengths))
 
 
@@ -245,6 +276,7 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
         limit = response_limit(arguments.max_response_tokens, policy.config, prompt_tokens)
     names = ("model", "samples", "temperature", "reward", "seed", "chat_template")
     settings = {name: getattr(arguments, name) for name in names} | {"max_response_tokens": limit}
+    settings["template_arguments"] = arguments.template_arguments or None
     scores = Scores(arguments.scores or arguments.out.with_name(arguments.out.name + ".scores.jsonl"), settings)
     keys = [problem_key(problem) for problem in problems]
     done = sum(key in scores.rewards for key in keys)
@@ -323,12 +355,16 @@ def main(argv: Sequence[str]) -> int:
     arguments.check()
     with caller_errors():
         source = find_source(arguments.source)
+        tally = Tally(source.name)
         tokenizer = None if arguments.model is None else load_tokenizer(find_policy(arguments.model).hf_path)
-        selection = read_distinct(source)
+        given = arguments.template_arguments
+        selection = read_distinct(source, arguments.form, tally)
         for problem in selection.problems:
-            problem["prompt"] = render_prompt(problem["prompt"], tokenizer, arguments.template)
+            problem["prompt"] = render_prompt(problem["prompt"], tokenizer, arguments.template, given)
     if tokenizer is not None and arguments.max_prompt_tokens is not None:
-        drop_long(selection, tokenizer, arguments.max_prompt_tokens)
+        drop_long(selection, tokenizer, arguments.max_prompt_tokens, tally)
+    tally.problems = selection.problems
+    looked = look_at(tally, arguments)
     if tokenizer is not None and arguments.samples:
         scores = score_problems(arguments, selection.problems, tokenizer)
         drop_unfit(selection, scores, arguments.min_pass_rate, arguments.max_pass_rate, arguments.samples)
@@ -338,16 +374,26 @@ def main(argv: Sequence[str]) -> int:
         "source_sha256": digest(source),
         "command": shlex.join(["rljax", "prepare", *argv]),
         "steps": selection.steps,
+        "looked": looked,
         "source_provenance": read_provenance(source) if source.suffix == ".parquet" else None,
     }
-    for path, rows in outputs(arguments.out, selection.rows, eval_rows):
-        write_rows(path, rows, like=source, provenance=provenance)
+    held = arguments.out.with_name(f"{arguments.out.stem}-held.parquet")
+    for path, rows in [(arguments.out, selection.rows)] + ([(held, eval_rows)] if eval_rows else []):
+        write_rows(path, rows, like=source, provenance=provenance, form=arguments.form)
         print(f"wrote {len(rows)} problems to {path}")
     return 0
 
 
-def outputs(out: Path, rows: list[Row], eval_rows: list[Row]) -> Iterator[tuple[Path, list[Row]]]:
-    """Yields each file to write with its rows."""
-    yield out, rows
-    if eval_rows:
-        yield out.with_name(f"{out.stem}-held.parquet"), eval_rows
+def look_at(tally: Tally, arguments: Arguments) -> list[str]:
+    """Checks the right answers, prints the table of counts, and returns its lines."""
+    with caller_errors():
+        (check,) = check_answers(
+            [tally.problems],
+            arguments.reward,
+            count=arguments.check_answers,
+            seed=arguments.seed,
+            workers=arguments.reward_workers,
+            timeout_s=arguments.reward_timeout_s,
+        )
+    print(text := table([(tally, check)], arguments.max_prompt_tokens))
+    return text.splitlines()

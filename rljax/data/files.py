@@ -1,20 +1,24 @@
 """Reads and writes files of problems: Parquet in the form that verl reads, or JSONL.
 
 A row has a ``prompt``, which is a text or a list of chat messages ``{"role", "content"}``. Its right answer is
-``reward_model.ground_truth`` or ``answer``. The reward also gets ``data_source`` and ``extra_info``. The metadata of a
-written file has a JSON object under ``rljax.problems`` with the source file and the filters.
+``reward_model.ground_truth`` or ``answer``. Published data sets have other keys (``rljax.data.forms``). The reward also
+gets ``data_source`` and ``extra_info``. The metadata of a written file has a JSON object under ``rljax.problems`` with
+the source file and the filters.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rljax.data.forms import FormName, NoAnswerError, find_keys, take
 from rljax.distributed.files import replacing
 from rljax.errors import parse_json
 
@@ -30,8 +34,31 @@ Row = dict[str, Any]
 Problem = dict[str, Any]
 
 
+@dataclass
+class Tally:
+    """The counts of one data set.
+
+    Attributes:
+      name: The name of the data set.
+      problems: The problems that are used.
+      rows: The number of rows read.
+      unanswered: The number of rows that are left out because their right answer is empty.
+      too_long: The number of problems that are left out because of their length; None: lengths were not counted.
+      repeats: The number of problems whose prompt another one has, too; None: they are counted in ``problems``.
+      unread: The keys that nothing reads, with the number of their rows.
+    """
+
+    name: str
+    problems: Sequence[Problem] = ()
+    rows: int = 0
+    unanswered: int = 0
+    too_long: int | None = None
+    repeats: int | None = None
+    unread: Counter[str] = field(default_factory=Counter)
+
+
 def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
-    """Yields (number, row) of a Parquet or JSONL file. Numbers count from 1; in JSONL they are line numbers.
+    """Yields (number, row) of a Parquet, JSONL or JSON file. Numbers count from 1; in JSONL they are line numbers.
 
     Raises:
       ValueError: The file does not exist or has another form, or a line is not a JSON object. The message is one line.
@@ -41,6 +68,8 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
         raise ValueError(f"no problems at {path}: there is no such file")
     if path.suffix == ".jsonl":
         yield from json_lines(path)
+    elif path.suffix == ".json":
+        yield from _json_array(path)
     elif path.suffix == ".parquet":
         number = 0
         with _open_parquet(path) as file:
@@ -53,27 +82,25 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
                 reason = " ".join(str(error).split())
                 raise ValueError(f"{path} cannot be read after row {number}: {reason}") from error
     else:
-        raise ValueError(f"{path}: problems are read from .parquet or .jsonl files")
+        raise ValueError(f"{path}: problems are read from .parquet, .jsonl or .json files")
 
 
-def parse_row(row: Mapping[str, Any], where: str) -> Problem:
+def parse_row(row: Mapping[str, Any], where: str, form: FormName | None = None) -> Problem:
     """Reads the problem of a row: ``prompt`` (text or messages), ``answer`` (text), ``data_source``, ``extra_info``.
 
     Args:
       row: The row, from ``read_rows``.
       where: The file and row number, for the error message.
+      form: The name of its form, a key of ``FORMS``; None: its keys tell the form.
 
     Raises:
-      ValueError: The prompt or the right answer is missing or has another form, or a text cannot be written as UTF-8.
+      NoAnswerError: The right answer is empty.
+      ValueError: Prompt or answer is missing or has another form, or a text cannot be written as UTF-8.
     """
-    prompt = _parse_prompt(row.get("prompt"), where)
-    nested = row.get("reward_model")
-    answer = nested.get("ground_truth") if isinstance(nested, Mapping) else None
-    answer = row.get("answer") if answer is None else answer
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
+    prompt, answer = take(row, form, where)
+    prompt = _parse_prompt(prompt, where)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"{where}: the right answer must be text or a number, got {type(answer).__name__}")
-    if answer is None or not str(answer).strip() or answer != answer:  # a table may have NaN for a missing value
-        raise ValueError(f"{where}: no right answer (reward_model.ground_truth, or answer)")
     problem = {"prompt": prompt, "answer": str(answer), "data_source": str(row.get("data_source") or "")}
     for key, value in problem.items():
         try:
@@ -84,16 +111,45 @@ def parse_row(row: Mapping[str, Any], where: str) -> Problem:
     return problem | {"extra_info": row.get("extra_info") or {}}
 
 
-def read_problems(path: str | Path) -> tuple[Problem, ...]:
+def read_problems(path: str | Path, form: FormName | None = None) -> tuple[Problem, ...]:
     """Reads and checks all problems of a file.
 
     Raises:
       ValueError: The file cannot be read, a row is not a problem, or the file has no problems.
     """
-    problems = tuple(parse_row(row, f"{path}: row {number}") for number, row in read_rows(path))
+    problems = tuple(parse_row(row, f"{path}: row {number}", form) for number, row in read_rows(path))
     if not problems:
         raise ValueError(f"{path} holds no problems")
     return problems
+
+
+def answered_rows(
+    path: str | Path, tally: Tally, form: FormName | None = None, rows: Iterable[tuple[int, Row]] | None = None
+) -> Iterator[tuple[Row, Problem]]:
+    """Yields each row of a file and its problem; rows whose right answer is empty are only counted.
+
+    Args:
+      path: The file.
+      tally: The counts, which grow.
+      form: The name of the form; None: the keys of a row tell it.
+      rows: The rows with their numbers; None: they are read from the file.
+
+    Raises:
+      ValueError: The file cannot be read, a row is not a problem, or no row has a right answer.
+    """
+    first: NoAnswerError | None = None
+    for number, row in read_rows(path) if rows is None else rows:
+        tally.rows += 1
+        try:
+            problem = parse_row(row, f"{path}: row {number}", form)
+        except NoAnswerError as error:
+            first = first or error
+            tally.unanswered += 1
+            continue
+        tally.unread.update(find_keys(tuple(row), form).unread)
+        yield row, problem
+    if tally.rows == tally.unanswered:
+        raise first or ValueError(f"{path} holds no problems")
 
 
 def prompt_text(prompt: str | list[dict[str, str]]) -> str:
@@ -101,24 +157,34 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
     return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
 
 
-def write_rows(path: str | Path, rows: Iterable[Row], *, like: str | Path, provenance: Mapping[str, Any]) -> None:
+def write_rows(
+    path: str | Path,
+    rows: Iterable[Row],
+    *,
+    like: str | Path,
+    provenance: Mapping[str, Any],
+    form: FormName | None = None,
+) -> None:
     """Writes rows as Parquet in verl's form; an interrupted write leaves no file.
 
     Args:
       path: The file to write; its directory is made.
       rows: The rows, from ``read_rows`` of the file ``like``; each may have an additional ``pass_rate``.
-      like: The file that the rows came from. The columns of a Parquet file keep their types. A JSONL row becomes
-        ``data_source``, ``prompt`` and ``reward_model.ground_truth``.
+      like: The file that the rows came from. The columns of a Parquet file with ``prompt`` keep their types. Other rows
+        become ``data_source``, ``prompt`` and ``reward_model.ground_truth``.
       provenance: The JSON values for the metadata.
+      form: The name of the form by which the rows were read; None: their keys told it.
     """
     path, rows = Path(path), list(rows)
+    schema = None
     if Path(like).suffix == ".parquet":
         with _open_parquet(Path(like)) as file:
             schema = file.schema_arrow
-    else:
-        chat = any(not isinstance(row["prompt"], str) for row in rows)
+    if schema is None or form is not None or "prompt" not in schema.names:
+        problems = [parse_row(row, "a row to write", form) for row in rows]
+        chat = any(not isinstance(problem["prompt"], str) for problem in problems)
         schema = _CANONICAL.set(1, pa.field("prompt", _CHAT)) if chat else _CANONICAL
-        rows = [_canonical_row(row, chat=chat) for row in rows]
+        rows = [row | _canonical(problem, chat=chat) for row, problem in zip(rows, problems, strict=True)]
     if rows and PASS_RATE in rows[0] and PASS_RATE not in schema.names:
         schema = schema.append(pa.field(PASS_RATE, pa.float32()))
     document = json.dumps({"version": FORMAT_VERSION, **provenance}).encode()
@@ -160,6 +226,16 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
             raise ValueError(f"{path} is not JSONL: it is not UTF-8 text") from error
 
 
+def _json_array(path: Path) -> Iterator[tuple[int, Row]]:
+    try:
+        rows = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path}: expected a list of JSON objects; name a file with one object a line .jsonl")
+    yield from enumerate(rows, 1)
+
+
 def _parse_line(line: str, where: str) -> Any:
     try:
         return parse_json(line)
@@ -169,8 +245,8 @@ def _parse_line(line: str, where: str) -> Any:
 
 def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:
     parsed: str | list[dict[str, str]]
-    if isinstance(prompt, str | None):
-        parsed = prompt or ""
+    if isinstance(prompt, str):
+        parsed = prompt
     elif isinstance(prompt, list) and all(_is_message(message) for message in prompt):
         parsed = [{"role": message["role"], "content": message["content"]} for message in prompt]
     else:
@@ -187,12 +263,11 @@ def _is_message(value: Any) -> bool:
     return False
 
 
-def _canonical_row(row: Row, *, chat: bool) -> Row:
-    problem = parse_row(row, "a row to write")
+def _canonical(problem: Problem, *, chat: bool) -> Row:
     prompt = problem["prompt"]
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return row | {
+    return {
         "data_source": problem["data_source"],
         "prompt": prompt,
         "reward_model": {"ground_truth": problem["answer"], "style": "rule"},

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
 from rljax.data import toy, toy_swaps
-from rljax.data.files import Problem, prompt_text, read_problems
+from rljax.data.files import Problem, Tally, answered_rows, prompt_text, read_problems
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import check_at_least
 
@@ -60,6 +64,15 @@ class DataConfig:
     chat_template: bool | Literal["auto"] = "auto"
     """auto: apply the tokenizer's chat template, if it has one, to prompts that are lists of messages. true: also to
     plain texts, each as one user message. false: use the bare text, as base models need."""
+    enable_thinking: bool | None = None
+    """The argument ``enable_thinking`` of the chat template, which turns the reasoning of Qwen3 and others on or off.
+    None: it is not given, so that the template's default holds."""
+    chat_template_kwargs: tuple[str, ...] = ()
+    """Further arguments of the chat template, each as ``NAME=VALUE``. VALUE is JSON, or else text:
+    ``reasoning_effort=low``."""
+    check_answers: int = 1000
+    """The number of right answers, chosen with ``seed``, that are scored as responses to their own problems before the
+    first step. 0: none."""
     fraction: float = 1.0
     """The fraction of the problems to train on, chosen with ``seed``. A smaller fraction is a subset of a larger
     one."""
@@ -72,6 +85,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "max_prompt_tokens")
+        check_at_least(self, 0, "check_answers")
+        arguments = template_arguments(self.enable_thinking, self.chat_template_kwargs)
+        if arguments and self.chat_template is False:
+            raise ValueError(f"chat_template = false applies no template, but {', '.join(arguments)} is given for it")
         if self.task == "file" and not self.path:
             raise ValueError("path is needed with task = file")
         if self.task != "file" and self.path:
@@ -89,17 +106,38 @@ class DataConfig:
         return self.reward or (TOYS[self.task].reward if self.task in TOYS else FILE_REWARD)
 
 
-def training_problems(config: DataConfig, tokenizer: Tokenizer | None = None) -> Sequence[Problem]:
+def template_arguments(enable_thinking: bool | None, more: Sequence[str]) -> dict[str, Any]:
+    """Returns the arguments of the chat template by name, from the settings of ``DataConfig``.
+
+    Raises:
+      ValueError: One is not ``NAME=VALUE``, or a name is given twice.
+    """
+    arguments: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    for word in more:
+        name, equals, value = word.partition("=")
+        if not (equals and name.isidentifier()) or name in arguments:
+            raise ValueError(f"chat_template_kwargs must be NAME=VALUE, each name once, got {word!r}")
+        try:
+            arguments[name] = json.loads(value)
+        except ValueError:
+            arguments[name] = value
+    return arguments
+
+
+def training_problems(
+    config: DataConfig, tokenizer: Tokenizer | None = None, tally: Tally | None = None
+) -> Sequence[Problem]:
     """Returns the training problems; each ``prompt`` is the text to tokenise.
 
     Args:
       config: The configuration of the data.
       tokenizer: The tokenizer whose chat template is applied; the toy tasks need none.
+      tally: The counts of the file, which grow. With them, rows without a right answer are left out.
 
     Raises:
       ValueError: The file cannot be read, or a row is not a problem; the message names the row.
     """
-    problems = _problems(TOYS.get(config.task), str(config.path), "train", config, tokenizer)
+    problems = _problems(TOYS.get(config.task), str(config.path), "train", config, tokenizer, tally)
     if config.fraction == 1.0:
         return problems
     order = np.random.default_rng(config.seed).permutation(len(problems))
@@ -132,40 +170,96 @@ def evaluation_datasets(
 
 
 def _problems(
-    task: ToyTask | None, path: str, split: str, config: DataConfig, tokenizer: Tokenizer | None
+    task: ToyTask | None,
+    path: str,
+    split: str,
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    tally: Tally | None = None,
 ) -> Sequence[Problem]:
     """Returns a split of the toy task, or all problems of the file with rendered prompts."""
     if task is not None:
         return task.problems(split, seed=config.seed)
+    arguments = template_arguments(config.enable_thinking, config.chat_template_kwargs)
+    read = read_problems(path) if tally is None else (problem for _, problem in answered_rows(path, tally))
     return [
-        problem | {"prompt": render_prompt(problem["prompt"], tokenizer, config.chat_template)}
-        for problem in read_problems(path)
+        problem | {"prompt": render_prompt(problem["prompt"], tokenizer, config.chat_template, arguments)}
+        for problem in read
     ]
 
 
-def render_prompt(prompt: str | list[dict[str, str]], tokenizer: Tokenizer | None, chat_template: ChatTemplate) -> str:
+def render_prompt(
+    prompt: str | list[dict[str, str]],
+    tokenizer: Tokenizer | None,
+    chat_template: ChatTemplate,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
     """Returns the text of a prompt to tokenise, rendered as ``DataConfig.chat_template`` describes.
 
+    Args:
+      prompt: A text, or the messages of a chat.
+      tokenizer: The tokenizer whose chat template is applied; None: none is.
+      chat_template: The value of ``DataConfig.chat_template``.
+      arguments: Further arguments of the template, from ``template_arguments``.
+
     Raises:
-      ValueError: ``chat_template`` is True, but the tokenizer has no chat template.
+      ValueError: ``chat_template`` is True, or there are arguments, but no template is applied.
     """
     is_chat = chat_template is True or (chat_template == "auto" and not isinstance(prompt, str))
     if is_chat and tokenizer is not None and tokenizer.has_chat_template:
-        return tokenizer.render_chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return tokenizer.render_chat(messages, **arguments)
+    missing = "the tokenizer has none" if tokenizer is None else tokenizer.missing_template
     if chat_template is True:
-        raise ValueError("chat_template = true, but the tokenizer has none; false gives the model the bare text")
+        raise ValueError(f"chat_template = true, but {missing}; false gives the model the bare text")
+    if is_chat and tokenizer is not None and tokenizer.other_templates:
+        raise ValueError(f"a prompt is a chat, but {missing}; chat_template = false gives the model the bare text")
+    if arguments:
+        reason = missing if is_chat else "a prompt is plain text; chat_template = true puts it into the template"
+        raise ValueError(f"{', '.join(arguments)} is given for the chat template, but {reason}")
     return prompt_text(prompt)
+
+
+def prompt_key(text: str) -> bytes:
+    """Returns a hash of a prompt that is equal for prompts equal in Unicode NFC, with runs of spaces as one space."""
+    return hashlib.sha256(" ".join(unicodedata.normalize("NFC", text).split()).encode()).digest()
+
+
+def distinct_prompts(problems: Sequence[Problem]) -> int:
+    """Returns the number of different prompts of problems with rendered prompts."""
+    return len({prompt_key(problem["prompt"]) for problem in problems})
 
 
 def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> None:
     """Raises ValueError, with counts, if a prompt has more than ``limit`` tokens; ``remedy`` ends the message."""
-    lengths = [len(tokenizer.encode(problem["prompt"])) for problem in problems]
+    if len(drop_long(problems, tokenizer, limit, remedy)) < len(problems):
+        raise _too_long(_lengths(problems, tokenizer), limit, remedy)
+
+
+def drop_long(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> Sequence[Problem]:
+    """Returns the problems whose prompts have at most ``limit`` tokens.
+
+    Raises:
+      ValueError: No problem is left. The message has the counts and ends with ``remedy``.
+    """
+    lengths = _lengths(problems, tokenizer)
+    if max(lengths) <= limit:
+        return problems
+    if min(lengths) > limit:
+        raise _too_long(lengths, limit, remedy)
+    return [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
+
+
+def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer) -> list[int]:
+    return [len(tokenizer.encode(problem["prompt"])) for problem in problems]
+
+
+def _too_long(lengths: Sequence[int], limit: int, remedy: str) -> ValueError:
     too_long = sum(length > limit for length in lengths)
-    if too_long:
-        raise ValueError(
-            f"data.max_prompt_tokens = {limit}, but a prompt has {max(lengths)} tokens, and {too_long} of "
-            f"{len(lengths)} are longer{remedy}"
-        )
+    return ValueError(
+        f"data.max_prompt_tokens = {limit}, but a prompt has {max(lengths)} tokens, and {too_long} of "
+        f"{len(lengths)} are longer{remedy}"
+    )
 
 
 class PromptStream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,10 +31,15 @@ class Tokenizer:
     Attributes:
       pad_token_id: The id that fills unused places; the end-of-sequence id if the tokenizer names no other.
       eos_token_id: The id that ends a response.
+      other_templates: The names of the chat templates, if there are several and none is the default.
     """
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, named: Mapping[str, str], chat_template: str | None = None
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        named: Mapping[str, str],
+        chat_template: str | None = None,
+        other_templates: Sequence[str] = (),
     ) -> None:
         """Prepares the tokenizer.
 
@@ -41,6 +47,7 @@ class Tokenizer:
           tokenizer: The tokenizer of the ``tokenizers`` library, which is changed.
           named: The special tokens by the names in chat templates (``eos_token``, ``pad_token``, ...).
           chat_template: The chat template, a jinja2 text.
+          other_templates: The names of further chat templates, none of which is the default.
         """
         if "eos_token" not in named:
             raise ValueError("the tokenizer names no eos_token")
@@ -48,6 +55,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer, self._named, self._chat_template = tokenizer, dict(named), chat_template
+        self.other_templates = tuple(other_templates)
         self.eos_token_id = _id(tokenizer, named["eos_token"])
         self.pad_token_id = _id(tokenizer, named.get("pad_token", named["eos_token"]))
 
@@ -76,19 +84,55 @@ class Tokenizer:
         """Whether there is a chat template, which ``render_chat`` needs."""
         return bool(self._chat_template)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    @property
+    def missing_template(self) -> str:
+        """The end of a sentence that says why there is no chat template."""
+        if self.other_templates:
+            named = ", ".join(self.other_templates)
+            return f"the tokenizer's list of chat templates has no entry default, only {named}"
+        return "the tokenizer has none"
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
         """Renders a chat with the tokenizer's template, up to the beginning of the model's answer.
 
-        Raises ValueError if the template refuses the messages.
+        Args:
+          messages: The messages of the chat.
+          **arguments: Further arguments of the template, such as ``enable_thinking``.
+
+        Raises:
+          ValueError: The template refuses the messages, or does not name an argument.
         """
+        unknown = [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", self._chat_template or "")]
+        if unknown:
+            raise ValueError(f"the chat template does not use {', '.join(unknown)}: leave it out, or correct its name")
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            template = compile_template(self._chat_template or "")
-            return template.render(messages=chat, tools=None, documents=None, add_generation_prompt=True, **self._named)
+            return self._rendered(chat, add_generation_prompt=True, **arguments)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses a prompt: {error}") from error
         except Exception as error:  # a template is a program that may raise anything
             raise ValueError(f"the chat template fails on a prompt ({type(error).__name__}): {error}") from error
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
+        template = compile_template(self._chat_template or "")
+        return template.render(messages=messages, tools=None, documents=None, **(arguments | self._named))
+
+    @functools.cached_property
+    def template_stop(self) -> int | None:
+        """The special token with which the chat template ends an answer, or None if it cannot be told."""
+        if not self.has_chat_template:
+            return None
+        answer = "the answer"
+        try:
+            text = self._rendered(
+                [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}],
+                add_generation_prompt=False,
+            )
+        except Exception:  # a template is a program that may raise anything
+            return None
+        _, found, ending = text.rpartition(answer)
+        special = {key for key, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        return next((token for token in self.encode(ending).tolist() if token in special), None) if found else None
 
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files into a Hugging Face directory."""
@@ -168,7 +212,7 @@ def _read(directory: Path) -> Tokenizer:
     if isinstance(more, Mapping):
         named |= {key: _content(token) for key, token in more.items()}
         more = []
-    made = Tokenizer(tokenizer, named, _read_chat_template(directory, config))
+    made = Tokenizer(tokenizer, named, *_read_chat_template(directory, config))
     _add_missing(tokenizer, [tokenizers.AddedToken(_content(token), special=True) for token in more])
     tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
     return made
@@ -183,14 +227,15 @@ def _convert(directory: Path) -> Tokenizer:
     return Tokenizer(theirs.backend_tokenizer, theirs.special_tokens_map, template)
 
 
-def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Reads the default template from its own file, or from the configuration, which may have several."""
+def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> tuple[str | None, Sequence[str]]:
+    """Returns the default chat template, and the names of all if the configuration lists several without a default."""
     file, template = directory / "chat_template.jinja", config.get("chat_template")
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8"), ()
     if isinstance(template, list):
-        return {one["name"]: one["template"] for one in template}.get("default")
-    return template
+        several = {one["name"]: one["template"] for one in template}
+        return several.get("default"), () if "default" in several else tuple(several)
+    return template, ()
 
 
 def _read_json(file: Path) -> dict[str, Any]:

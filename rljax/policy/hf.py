@@ -279,6 +279,7 @@ def save_params(
     dtype: Any = jnp.float32,
     *,
     side_files_from: str | Path | None = None,
+    stop_token_ids: Sequence[int] = (),
     max_shard_bytes: int = 4 * 2**30,
 ) -> None:
     """Writes an HF directory: config.json, and safetensors in one file or, above ``max_shard_bytes``, in several.
@@ -289,6 +290,7 @@ def save_params(
       config: The shape of the policy.
       dtype: The dtype of the tensors in the files.
       side_files_from: A directory whose tokenizer and generation files are copied. None: no such files.
+      stop_token_ids: The tokens that end a response, for generation_config.json. Empty: those of the copied file.
       max_shard_bytes: The size of the largest weight file.
     """
     out = Path(directory)
@@ -315,3 +317,7 @@ def save_params(
         for side in _SIDE_FILES:
             if (Path(side_files_from) / side).is_file():
                 shutil.copyfile(Path(side_files_from) / side, out / side)
+    if stop_token_ids:
+        generation = out / "generation_config.json"
+        settings = parse_json(generation.read_bytes()) if generation.is_file() else {}
+        generation.write_text(json.dumps(settings | {"eos_token_id": list(stop_token_ids)}, indent=2))

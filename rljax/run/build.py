@@ -11,7 +11,16 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from rljax.data.prompts import Problem, PromptStream, check_lengths, evaluation_datasets, training_problems
+from rljax.data.files import Tally
+from rljax.data.prompts import (
+    TOYS,
+    Problem,
+    PromptStream,
+    check_lengths,
+    drop_long,
+    evaluation_datasets,
+    training_problems,
+)
 from rljax.data.tokenizer import Tokenizer
 from rljax.distributed.acts import Act
 from rljax.distributed.processes import ALONE, Processes
@@ -24,6 +33,7 @@ from rljax.rollout.types import SERVED, SamplingParams
 from rljax.run.acts import FollowerState, PublishToServers, Save, SharedEngine, Step
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
+from rljax.run.data_check import check_answers, table
 from rljax.run.evaluation import Evaluation
 from rljax.run.fingerprint import json_checksum
 from rljax.run.guard import Guard, SkippedUpdates
@@ -48,34 +58,78 @@ class Problems:
       stream: The training problems in their order.
       fingerprint: The checksum of their prompts and answers, in the order of the data.
       evaluation: The problems to evaluate on by the name of their dataset.
+      tallies: The counts of each data set that was read from a file.
     """
 
     stream: PromptStream
     fingerprint: str
     evaluation: dict[str, Sequence[Problem]]
+    tallies: Sequence[Tally] = ()
 
 
 def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     """Reads the problems, and warns on stderr if there is no dataset to evaluate on.
 
+    Training problems without a right answer, or with a prompt that is too long, are left out and counted.
+
     Raises:
-      ValueError: The problems cannot be read, a prompt is too long, or there are fewer than a batch takes.
+      ValueError: The problems cannot be read, a prompt of an evaluation is too long, or fewer problems are left than a
+        batch takes.
     """
     data, limit = config.data, config.data.max_prompt_tokens
     command = f"rljax prepare {data.path} OUT.parquet --model {config.model.path} --max-prompt-tokens {limit}"
     remedy = f" in {data.path}; raise it, or: {command}" if data.path else ""
-    training = training_problems(data, tokenizer)
-    check_lengths(training, tokenizer, limit, remedy)
+    tally = Tally(Path(data.path or data.task).name)
+    read = training_problems(data, tokenizer, tally)
+    training = tally.problems = drop_long(read, tokenizer, limit, remedy)
+    tally.too_long = len(read) - len(training)
+    if len(training) < data.batch_size and (tally.too_long or tally.unanswered):
+        raise ValueError(
+            f"a batch takes {data.batch_size} problems, but only {len(training)} of {tally.rows} rows are left: "
+            f"{tally.unanswered} have no right answer, {tally.too_long} have more than {limit} tokens{remedy}"
+        )
     stream = PromptStream(training, data.batch_size, config.run.seed)
     fingerprint = json_checksum([[problem["prompt"], problem["answer"]] for problem in training])
+    tallies = [tally] if data.path else []
     if not config.eval.is_wanted:
-        return Problems(stream, fingerprint, {})
+        return Problems(stream, fingerprint, {}, tallies)
     datasets = evaluation_datasets(config.eval.datasets, data, tokenizer)
     for name, problems in datasets.items():
         check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
+        if name not in TOYS:
+            tallies.append(Tally(f"eval {name}", problems, len(problems), too_long=0))
     if not datasets:
         print("warning: nothing is evaluated: eval.datasets is empty", file=sys.stderr)
-    return Problems(stream, fingerprint, datasets)
+    return Problems(stream, fingerprint, datasets, tallies)
+
+
+def look_at_data(config: Config, problems: Problems) -> str:
+    """Checks the right answers of all files, prints the table of their counts on stderr, and returns it.
+
+    Raises:
+      ValueError: There is no such reward, or a shipped reward refuses every right answer that the run trains on.
+    """
+    if not problems.tallies:
+        return ""
+    data = config.data
+    found = check_answers(
+        [tally.problems for tally in problems.tallies],
+        data.reward_name,
+        count=data.check_answers,
+        seed=data.seed,
+        workers=data.reward_workers,
+        timeout_s=data.reward_timeout_s,
+    )
+    checks = list(zip(problems.tallies, found, strict=True))
+    text = table(checks, data.max_prompt_tokens)
+    print(text, file=sys.stderr)
+    first = found[0]
+    if data.path and first.checked and len(first.failed) == first.checked:
+        raise ValueError(
+            f"data.path = {data.path}: data.reward = {data.reward_name} refuses each of {first.checked} right answers "
+            "when it is given as the response; choose another reward, or data.check_answers = 0"
+        )
+    return text
 
 
 def make_run_engine(

@@ -24,7 +24,8 @@ OWNER = "owner.json"
 MAY_DIFFER = (
     *("run.processes", "run.process_id", "run.coordinator", "run.heartbeat_s", "run.stuck_s"),
     *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
-    *("eval.every", "eval.at_start", "checkpoint.", "model.path", "data.reward_workers", "rollout.urls"),
+    *("eval.every", "eval.at_start", "checkpoint.", "model.path", "data.reward_workers"),
+    *("data.check_answers", "rollout.urls"),
     *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
     *("rollout.offload_state", "rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
     *("publish.", "lora.adapter"),

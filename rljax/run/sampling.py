@@ -138,6 +138,8 @@ class Sampler:
             by_place[one.place] = one
         rollouts = arrange(by_place, len(problems), self._n)
         row: Row = {**self.rewards.pop_metrics(), **samples.metrics}
+        if self._tokenizer.template_stop is not None:
+            row["response_length/missed_stop_fraction"] = missed_stop_fraction(rollouts, self._tokenizer.template_stop)
         if self._counts_mixed:
             row["rollout/mixed_fraction"] = mixed_fraction(rollouts)
         return Sampled(rollouts, row)
@@ -306,6 +308,13 @@ def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
 def mixed_fraction(rollouts: Rollouts) -> float:
     """Returns the fraction of the responses that more than one policy version sampled."""
     return float(np.mean([len(response.versions) > 1 for response in rollouts.all()]))
+
+
+def missed_stop_fraction(rollouts: Rollouts, stop: int) -> float:
+    """Returns the fraction of the responses that hold the token ``stop`` but do not end with it."""
+    responses = rollouts.all()
+    inner = (one.token_ids if one.truncated else one.token_ids[:-1] for one in responses)
+    return float(np.mean([bool((tokens == stop).any()) for tokens in inner]))
 
 
 def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) -> list[TrainSequence]:

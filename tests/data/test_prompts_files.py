@@ -109,7 +109,7 @@ def test_rows_of_parquet_are_counted_from_one(tmp_path):
         ("bad.jsonl", "{", r"bad.jsonl:1: not JSON"),
         ("list.jsonl", "[1]", "list.jsonl:1: expected a JSON object, got list"),
         ("empty.jsonl", "\n", "empty.jsonl holds no problems"),
-        ("x.csv", "a,b", r"x.csv: problems are read from .parquet or .jsonl files"),
+        ("x.csv", "a,b", r"x.csv: problems are read from .parquet, .jsonl or .json files"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(name, content, message, tmp_path):

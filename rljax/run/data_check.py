@@ -1,0 +1,144 @@
+"""Looks at the problems before anything is done with them: counts, and each right answer scored against itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from rljax.data.files import Problem, Tally
+from rljax.data.prompts import distinct_prompts
+from rljax.rewards.pool import RewardPool
+from rljax.rewards.resolve import CHEAP, SHIPPED
+
+LONGEST_S = 30.0
+"""The longest time in which the right answers of one data set are scored (seconds)."""
+TOLERATED = 0.01
+"""The share of failing right answers above which the table is a warning. Clean sets of mathematics are below it."""
+
+_EXAMPLES = 3
+_TRIALS = 8
+# The ways to write an answer as a response. A reward of the user's own may read any of them.
+_WRITTEN = {"math": ("Answer: {}",), "addition": ("{}",), "swaps": ("{}",)}
+_ANY_WAY = ("{}", "\\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>", "#### {}")
+
+
+class AnswerCheck(NamedTuple):
+    """The right answers of a data set, scored as responses to their own problems.
+
+    Attributes:
+      checked: The number of right answers scored.
+      failed: The problems whose right answer gets no reward.
+      reason: The reason why the answers could not be checked; "" if they were, or need not be.
+    """
+
+    checked: int = 0
+    failed: Sequence[Problem] = ()
+    reason: str = ""
+
+
+def check_answers(
+    sets: Sequence[Sequence[Problem]],
+    reward: str,
+    *,
+    count: int,
+    seed: int,
+    workers: int | None,
+    timeout_s: float,
+) -> list[AnswerCheck]:
+    """Scores right answers as responses, in worker processes unless the reward is one of the toy tasks.
+
+    Args:
+      sets: The problems of each data set.
+      reward: The name of the reward.
+      count: The number of answers to score in each data set. They are chosen with ``seed``.
+      seed: The seed of the choice.
+      workers: The number of worker processes, as in ``DataConfig``. At least one is used.
+      timeout_s: The longest time for one answer (seconds).
+
+    Raises:
+      ValueError: There is no such reward.
+    """
+    if not count:
+        return [AnswerCheck() for _ in sets]
+    deadline = time.monotonic() + LONGEST_S
+    workers = 0 if reward in CHEAP else None if workers is None else max(1, workers)
+    with RewardPool(reward, workers, timeout_s) as pool:
+        return [_check(pool, problems, reward, count, seed, deadline) for problems in sets]
+
+
+def _check(
+    pool: RewardPool, problems: Sequence[Problem], reward: str, count: int, seed: int, deadline: float
+) -> AnswerCheck:
+    """Checks one data set: a few answers in every way of writing, and the rest in the best of them."""
+    order = np.random.default_rng(seed).permutation(len(problems))[:count]
+    chosen = [problems[int(i)] for i in order]
+    try:
+        ways = _WRITTEN.get(reward, _ANY_WAY)
+        trials = {way: _score(pool, chosen[:_TRIALS], way, deadline) for way in ways}
+        best = max(ways, key=lambda way: sum(value > 0.0 for value in trials[way]))
+        rewards = trials[best] + _score(pool, chosen[_TRIALS:], best, deadline)
+    except RuntimeError as error:  # no worker can be started
+        return AnswerCheck(reason=str(error))
+    raised = pool.pop_metrics()["reward/errors"]
+    if not rewards:
+        return AnswerCheck(reason=f"no answer was scored within {LONGEST_S:g} s")
+    failed = [problem for problem, value in zip(chosen, rewards, strict=False) if value <= 0.0]
+    if len(failed) == len(rewards) and reward not in SHIPPED:
+        errors = f"; it failed {raised} times" if raised else ""
+        return AnswerCheck(reason=f"{reward} gives no right answer alone a reward{errors}")
+    return AnswerCheck(len(rewards), failed)
+
+
+def _score(pool: RewardPool, problems: Sequence[Problem], way: str, deadline: float) -> list[float]:
+    """Returns the rewards of the first problems, all that are scored before the deadline."""
+    futures = [pool.submit(problem, way.format(problem["answer"]), False) for problem in problems]
+    rewards = []
+    for future in tqdm(futures, desc="checking answers", unit="answer", delay=2.0, leave=False):
+        if not wait([future], deadline - time.monotonic()).done:
+            break
+        rewards.append(future.result())
+    return rewards
+
+
+def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> str:
+    """Returns the counts of data sets as a short table, with three of the right answers that fail.
+
+    Args:
+      tallies: The counts of each data set, and the check of its answers.
+      limit: The longest prompt (tokens); None: lengths were not counted.
+    """
+    over = "over length" if limit is None else f"over {limit} tokens"
+    lines = [["data", "rows", "no answer", over, "repeated prompts", "answers that fail"]]
+    notes: list[str] = []
+    for tally, check in tallies:
+        repeats = len(tally.problems) - distinct_prompts(tally.problems) if tally.repeats is None else tally.repeats
+        too_long = "-" if tally.too_long is None else tally.too_long
+        fails = f"{len(check.failed)} of {check.checked}" if check.checked else "not checked"
+        lines.append([str(cell) for cell in (tally.name, tally.rows, tally.unanswered, too_long, repeats, fails)])
+        if check.reason:
+            notes.append(f"{tally.name}: the right answers could not be checked: {check.reason}")
+        notes += [
+            f"fails: {_short(problem['answer'], 40)} to {_short(problem['prompt'], 60)}"
+            for problem in check.failed[:_EXAMPLES]
+        ]
+        if tally.unread:
+            notes.append(f"keys not read: {', '.join(key for key, _ in tally.unread.most_common(12))}")
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = []
+    for first, *others in lines:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        rows.append("  ".join([first.ljust(widths[0]), *cells]))
+    if any(len(check.failed) > TOLERATED * check.checked for _, check in tallies):
+        rows.insert(0, "warning: right answers get no reward when they are given as the response")
+    return "\n".join([*rows, *notes])
+
+
+def _short(text: object, longest: int) -> str:
+    """Returns a text in quotes and in one line; its middle is left out where it is long."""
+    line = repr(" ".join(str(text).split()))
+    return line if len(line) <= longest else f"{line[: longest // 2]} ... {line[-longest // 2 :]}"
