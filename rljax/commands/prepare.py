@@ -2,7 +2,6 @@ r"""Makes a training file: reads problems, drops repeated and unsuitable ones, w
 
     rljax prepare dapo-math-17k.parquet runs/data/dapo.parquet --model MODEL --max-prompt-tokens 1024
     rljax prepare BytedTsinghua-SIA/AIME-2024 runs/data/aime-24.parquet
-    rljax prepare openai/gsm8k:main/train-00000-of-00001.parquet runs/data/gsm8k.parquet --form gsm8k
     rljax prepare runs/data/dapo.parquet runs/data/perfectible.parquet --model MODEL \
         --urls http://127.0.0.1:8000 --samples 16 --min-pass-rate 0.2 --max-pass-rate 0.8
 

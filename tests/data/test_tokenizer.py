@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from rljax.data.prompts import render_prompt, template_arguments
 from rljax.data.tokenizer import Tokenizer, compile_template, load_tokenizer
 from rljax.data.toy import build_tokenizer
 
@@ -201,6 +202,68 @@ def test_one_of_several_templates_is_the_default(tmp_path):
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
     write(tmp_path, byte_level_bpe(), eos_token="<|im_end|>", chat_template=several)
     assert load_tokenizer(tmp_path).render_chat([{"role": "user", "content": "yes"}]) == "yes"
+
+
+def test_several_templates_without_a_default_are_named(tmp_path):
+    several = [{"name": "tool_use", "template": "no"}, {"name": "rag", "template": "no"}]
+    write(tmp_path, byte_level_bpe(), eos_token="<|im_end|>", chat_template=several)
+    chat = load_tokenizer(tmp_path)
+    message = "the tokenizer's list of chat templates has no entry default, only tool_use, rag"
+    for prompt, mode in ((CHATS["a question"], "auto"), ("text", True)):
+        with pytest.raises(ValueError, match=message):
+            render_prompt(prompt, chat, mode)
+    assert render_prompt([{"role": "user", "content": "x"}], chat, False) == render_prompt("x", chat, "auto") == "x"
+
+
+def test_arguments_of_the_template_are_those_of_transformers(tmp_path):
+    ours, theirs = load_tokenizer(qwen(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    chat = CHATS["a question"]
+    for thinking in (True, False):
+        arguments = template_arguments(thinking, ())
+        expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments)
+        assert render_prompt(chat, ours, "auto", arguments) == expected
+    assert "<think>\n\n</think>" in render_prompt(chat, ours, "auto", {"enable_thinking": False})
+    assert "<think>" not in render_prompt(chat, ours, "auto", template_arguments(None, ()))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "mode", "message"),
+    [
+        (CHATS["a question"], "auto", "the chat template does not use effort: leave it out, or correct its name"),
+        ("text", "auto", "effort is given for the chat template, but a prompt is plain text; chat_template = true"),
+        ("text", False, "effort is given for the chat template, but a prompt is plain text"),
+    ],
+)
+def test_an_argument_that_nothing_uses_is_refused(prompt, mode, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        render_prompt(prompt, load_tokenizer(qwen(tmp_path)), mode, {"effort": "low"})
+
+
+def test_arguments_are_json_or_text():
+    words = ("effort=low", "builtin_tools=[1]", "date=null", "text=")
+    assert template_arguments(True, words) == {
+        **{"enable_thinking": True, "effort": "low", "builtin_tools": [1], "date": None, "text": ""},
+    }
+    for wrong in ("effort", "=1", "a b=1", "enable_thinking=false"):
+        with pytest.raises(ValueError, match="chat_template_kwargs must be NAME=VALUE, each name once"):
+            template_arguments(True, (wrong,))
+
+
+@pytest.mark.parametrize(
+    ("template", "stop"),
+    [
+        (TEMPLATE, "<|im_end|>"),
+        ("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}", "<|endoftext|>"),
+        ("{% for m in messages %}{{ m.content }}</think>{% endfor %}", None),
+        ("{{ raise_exception('no') }}", None),
+    ],
+)
+def test_the_token_that_ends_an_answer_is_found(template, stop, tmp_path):
+    qwen(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.template_stop == (None if stop is None else tokenizer.encode(stop)[0])
+    assert build_tokenizer().template_stop is None
 
 
 def test_what_is_saved_reads_back_here_and_in_transformers(tmp_path):

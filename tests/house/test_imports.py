@@ -51,7 +51,7 @@ DOORS = {
     "huggingface_hub": {"policy.hub", "commands.prepare"},
     "transformers": {"data.tokenizer", "compare.scorers"},
     "tensorboardX": {"record.writers", "commands.replay"},
-    "tqdm": {"record.writers", "evaluate", "commands.check", "commands.compare", "commands.prepare"},
+    "tqdm": {"record.writers", "run.data_check", "evaluate", "commands.check", "commands.compare", "commands.prepare"},
     "jinja2": {"data.tokenizer"},
     "tyro": {
         "run.options",

@@ -7,7 +7,14 @@ import pytest
 
 from rljax.rollout.types import Response, VersionSpan
 from rljax.run.config import Config
-from rljax.run.sampling import Rollouts, mixed_fraction, rollout_row, step_seed, training_sequences
+from rljax.run.sampling import (
+    Rollouts,
+    missed_stop_fraction,
+    mixed_fraction,
+    rollout_row,
+    step_seed,
+    training_sequences,
+)
 
 
 def response(i, j, tokens, truncated=False, versions=((3, 0, None),)):
@@ -41,6 +48,13 @@ def test_rollout_row_by_hand(rollouts):
 
 def test_one_of_four_responses_is_of_two_versions(rollouts):
     assert mixed_fraction(rollouts) == 0.25
+
+
+def test_a_stop_token_counts_where_sampling_went_on(rollouts):
+    assert missed_stop_fraction(rollouts, 1) == 0.0  # it ends three responses
+    assert missed_stop_fraction(rollouts, 2) == 0.25
+    assert missed_stop_fraction(rollouts, 8) == 0.25  # the last token of a response that the limit cut off
+    assert missed_stop_fraction(rollouts, 5) == 0.5
 
 
 def test_groups_without_signal_are_measured_but_carry_no_loss(rollouts):

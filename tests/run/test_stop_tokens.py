@@ -1,8 +1,12 @@
 """The tokens that a run stops at, besides those of the model's files."""
 
-import pytest
-from toy_runs import TOY_BASE, comparable, complete, tiny
+import json
+import shutil
 
+import pytest
+from toy_runs import TOY_BASE, comparable, complete, outcome, tiny
+
+from rljax.commands import export
 from rljax.evaluate import find_policy
 from rljax.rollout.types import RolloutConfig
 
@@ -17,6 +21,31 @@ def test_a_run_stops_at_the_tokens_that_it_names(tmp_path):
     assert (row["response_length/max"], row["eval/toy/response_length"]) == (1.0, 1.0)
     assert row["response_length/truncated_fraction"] == 0.0
     assert find_policy(tmp_path).stops(14) == (14, *range(14), 15)
+    out = tmp_path / "exported"
+    assert outcome(export.main, [tmp_path, out])[0] == 0
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [14, *range(14), 15]
+    assert find_policy(out).stops(14) == (14, *range(14), 15)
+
+
+@pytest.mark.parametrize(("stops", "fraction"), [((), True), (("--rollout.stop-token-ids", "15"), False)])
+def test_a_run_tells_of_the_templates_stop_token(stops, fraction, tmp_path):
+    """The toy's padding token ends an answer of this template; the toy policy samples it now and then at high heat."""
+    base = tmp_path / "base"
+    shutil.copytree(TOY_BASE, base)
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}_{% endfor %}")
+    hot = ("--rollout.temperature", "50", *stops)
+    status, output = complete(tiny(base, tmp_path / "run", 1, *hot))
+    assert status == 0, output
+    (row,) = comparable(tmp_path / "run")
+    assert (row["response_length/missed_stop_fraction"] > 0.0) is fraction
+
+
+def test_an_export_leaves_the_models_own_stop_tokens(tmp_path):
+    status, output = complete(tiny(TOY_BASE, tmp_path / "run", 1))
+    assert status == 0, output
+    assert not [key for key in comparable(tmp_path / "run")[0] if "stop" in key]
+    assert outcome(export.main, [tmp_path / "run", tmp_path / "out"])[0] == 0
+    assert (tmp_path / "out" / "generation_config.json").exists() is (TOY_BASE / "generation_config.json").exists()
 
 
 @pytest.mark.parametrize("word", ["16", "-1"])

@@ -1,0 +1,139 @@
+"""The look at a data set before a run: which right answers fail, what is counted, and what is never refused."""
+
+import json
+
+import pytest
+from toy_runs import TOY_BASE, complete, tiny
+
+from rljax.data.files import Tally
+from rljax.run.data_check import AnswerCheck, check_answers, table
+
+REWARDS = """
+import os, sys, time
+
+def needs_tests(problem, response, truncated):
+    return float(problem["tests"][0] == response)
+
+def sleeps(problem, response, truncated):
+    time.sleep(60)
+
+def tagged(problem, response, truncated):
+    return 1.0 if response == f"<answer>{problem['answer']}</answer>" else -1.0
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_mine.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def problems(*answers):
+    return [{"prompt": f"p{i}", "answer": answer, "extra_info": {}} for i, answer in enumerate(answers)]
+
+
+def check(*answers, reward, count=1000, workers=1, timeout_s=10.0):
+    sets = [problems(*answers)]
+    (found,) = check_answers(sets, reward, count=count, seed=0, workers=workers, timeout_s=timeout_s)
+    return found
+
+
+def test_answers_that_a_response_cannot_match_fail():
+    bad = ["It is 5.\n\nSo it is.", "Adding, the answer is $\\boxed{5}$."]
+    found = check("5", "\\frac{1}{2}", "(C)", "[1,2)", "yes", "1,080", *bad, reward="math")
+    assert (found.checked, found.reason) == (8, "")
+    assert sorted(problem["answer"] for problem in found.failed) == sorted(bad)
+
+
+def test_a_sample_is_drawn_by_the_seed():
+    answers = [str(i) for i in range(50)]
+    assert check(*answers, reward="addition", count=20) == AnswerCheck(20, [], "")
+    assert check(*answers, reward="addition", count=0) == AnswerCheck(0, (), "")
+
+
+def test_a_reward_of_ones_own_may_want_another_form(own):
+    assert check("word", "code", reward="rewards_of_mine:tagged", workers=0) == AnswerCheck(2, [], "")
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        ("needs_tests", "needs_tests gives no right answer alone a reward; it failed 10 times"),
+        ("sleeps", "sleeps gives no right answer alone a reward; it failed 10 times"),
+    ],
+)
+def test_a_reward_that_cannot_be_asked_is_said(own, reward, reason):
+    found = check("1", "2", reward=f"rewards_of_mine:{reward}", timeout_s=0.2)
+    assert found == AnswerCheck(reason=f"rewards_of_mine:{reason}")
+
+
+def test_the_time_of_the_check_is_bounded(own, monkeypatch):
+    monkeypatch.setattr("rljax.run.data_check.LONGEST_S", 1.0)
+    found = check("1", "2", reward="rewards_of_mine:sleeps")
+    assert found.reason == "no answer was scored within 1 s"
+
+
+def test_the_table_by_hand():
+    train = Tally(
+        "a.jsonl", [*problems("1", "2"), {"prompt": " p1\n", "answer": "3"}], rows=5, unanswered=1, too_long=1
+    )
+    train.unread.update({"ability": 5, "year": 4})
+    sums = Tally("eval sums", problems("1"), rows=1, too_long=0)
+    failed = problems("x" * 50, "2")
+    text = table([(train, AnswerCheck(3, failed)), (sums, AnswerCheck(reason="no module"))], 16)
+    assert text.splitlines() == [
+        "warning: right answers get no reward when they are given as the response",
+        "data       rows  no answer  over 16 tokens  repeated prompts  answers that fail",
+        "a.jsonl       5          1               1                 1             2 of 3",
+        "eval sums     1          0               0                 0        not checked",
+        "fails: 'xxxxxxxxxxxxxxxxxxx ... xxxxxxxxxxxxxxxxxxx' to 'p0'",
+        "fails: '2' to 'p1'",
+        "keys not read: ability, year",
+        "eval sums: the right answers could not be checked: no module",
+    ]
+    assert not table([(sums, AnswerCheck(100, failed[:1]))], 16).startswith("warning")
+
+
+def sums(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ("--data.task", "file", "--data.path", str(path), "--data.reward")
+
+
+GOOD = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
+
+
+def test_a_run_leaves_out_what_it_cannot_use_and_says_so(tmp_path):
+    rows = [*GOOD, {"prompt": "7+1=", "answer": ""}, {"prompt": "1234567+1=", "answer": "8"}, GOOD[0] | {"year": 1}]
+    words = tiny(TOY_BASE, tmp_path / "run", 1, *sums(tmp_path / "x.jsonl", rows), "addition")
+    status, output = complete(words)
+    assert status == 0, output
+    lines = [
+        "data     rows  no answer  over 8 tokens  repeated prompts  answers that fail",
+        "x.jsonl     9          1              1                 1             0 of 7",
+        "keys not read: year",
+    ]
+    assert "\n".join(lines) in output
+    assert (tmp_path / "run" / "data.txt").read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("rows", "reward", "message"),
+    [
+        ([GOOD[0], *({"prompt": "12345678+1=", "answer": "1"},) * 3], "addition", "only 1 of 4 rows are left: 0 have"),
+        ([row | {"answer": "a\nb"} for row in GOOD], "math", "data.reward = math refuses each of 6 right answers"),
+        ([row | {"answer": None} for row in GOOD], "math", "x.jsonl: row 1: no right answer"),
+    ],
+)
+def test_a_run_without_usable_problems_is_refused(rows, reward, message, tmp_path):
+    status, output = complete(tiny(TOY_BASE, tmp_path / "run", 1, *sums(tmp_path / "x.jsonl", rows), reward))
+    assert status == 2
+    assert message in output.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_ones_own_reward_is_never_refused(own, tmp_path):
+    data = sums(tmp_path / "x.jsonl", GOOD)
+    words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:needs_tests", "--data.reward-workers", "1")
+    status, output = complete(words)
+    assert status == 0, output
+    assert "x.jsonl: the right answers could not be checked: rewards_of_mine:needs_tests gives no" in output
