@@ -221,9 +221,9 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
     stop = StopRequest(config.run.grace_s, processes)
     with caller_errors():
         problems = load_problems(config, tokenizer)
-        looked = look_at_data(config, problems)
         store = start_from_store(config, run_dir, stop)
         prepare_directory(config, run_dir)
+        looked = look_at_data(config, problems)
         engine = make_run_engine(config, policy, mesh, stop, processes)
     with full_disk_errors(), contextlib.ExitStack() as stack:
         stack.callback(engine.close)

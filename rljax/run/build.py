@@ -33,7 +33,7 @@ from rljax.rollout.types import SERVED, SamplingParams
 from rljax.run.acts import FollowerState, PublishToServers, Save, SharedEngine, Step
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
-from rljax.run.data_check import check_answers, table
+from rljax.run.data_check import check_answers, short, table
 from rljax.run.evaluation import Evaluation
 from rljax.run.fingerprint import json_checksum
 from rljax.run.guard import Guard, SkippedUpdates
@@ -120,15 +120,15 @@ def look_at_data(config: Config, problems: Problems) -> str:
         workers=data.reward_workers,
         timeout_s=data.reward_timeout_s,
     )
-    checks = list(zip(problems.tallies, found, strict=True))
-    text = table(checks, data.max_prompt_tokens)
-    print(text, file=sys.stderr)
     first = found[0]
     if data.path and first.checked and len(first.failed) == first.checked:
         raise ValueError(
-            f"data.path = {data.path}: data.reward = {data.reward_name} refuses each of {first.checked} right answers "
-            "when it is given as the response; choose another reward, or data.check_answers = 0"
+            f"data.path = {data.path}: data.reward = {data.reward_name} refuses all {first.checked} right answers when "
+            f"they are given as the response, such as {short(first.failed[0]['answer'])}; choose another reward, "
+            "correct the answers, or set data.check_answers = 0"
         )
+    text = table(list(zip(problems.tallies, found, strict=True)), data.max_prompt_tokens)
+    print(text, file=sys.stderr)
     return text
 
 

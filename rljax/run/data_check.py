@@ -98,7 +98,7 @@ def _score(pool: RewardPool, problems: Sequence[Problem], way: str, deadline: fl
     """Returns the rewards of the first problems, all that are scored before the deadline."""
     futures = [pool.submit(problem, way.format(problem["answer"]), False) for problem in problems]
     rewards = []
-    for future in tqdm(futures, desc="checking answers", unit="answer", delay=2.0, leave=False):
+    for future in tqdm(futures, desc="checking answers", unit="answer", delay=2.0, leave=False, disable=None):
         if not wait([future], deadline - time.monotonic()).done:
             break
         rewards.append(future.result())
@@ -123,7 +123,7 @@ def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> st
         if check.reason:
             notes.append(f"{tally.name}: the right answers could not be checked: {check.reason}")
         notes += [
-            f"fails: {_short(problem['answer'], 40)} to {_short(problem['prompt'], 60)}"
+            f"fails: {short(problem['answer'])} to {short(problem['prompt'], 60)}"
             for problem in check.failed[:_EXAMPLES]
         ]
         if tally.unread:
@@ -138,7 +138,7 @@ def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> st
     return "\n".join([*rows, *notes])
 
 
-def _short(text: object, longest: int) -> str:
+def short(text: object, longest: int = 40) -> str:
     """Returns a text in quotes and in one line; its middle is left out where it is long."""
     line = repr(" ".join(str(text).split()))
     return line if len(line) <= longest else f"{line[: longest // 2]} ... {line[-longest // 2 :]}"

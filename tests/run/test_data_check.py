@@ -120,14 +120,19 @@ def test_a_run_leaves_out_what_it_cannot_use_and_says_so(tmp_path):
     ("rows", "reward", "message"),
     [
         ([GOOD[0], *({"prompt": "12345678+1=", "answer": "1"},) * 3], "addition", "only 1 of 4 rows are left: 0 have"),
-        ([row | {"answer": "a\nb"} for row in GOOD], "math", "data.reward = math refuses each of 6 right answers"),
+        (
+            [row | {"answer": "a\nb"} for row in GOOD],
+            "math",
+            "the response, such as 'a b'; choose another reward",
+        ),
         ([row | {"answer": None} for row in GOOD], "math", "x.jsonl: row 1: no right answer"),
     ],
 )
 def test_a_run_without_usable_problems_is_refused(rows, reward, message, tmp_path):
     status, output = complete(tiny(TOY_BASE, tmp_path / "run", 1, *sums(tmp_path / "x.jsonl", rows), reward))
     assert status == 2
-    assert message in output.splitlines()[-1]
+    (line,) = [line for line in output.splitlines() if not line.startswith("warning: nothing is evaluated")]
+    assert message in line
     assert not (tmp_path / "run").exists()
 
 
