@@ -15,12 +15,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from rljax.plan.count import Program, Work, by_dtype, count_program
+from rljax.plan.count import Work, by_dtype, count_program
 from rljax.plan.dry_run import beside_bytes, check_shapes, in_units, planned_bytes
 from rljax.plan.hlo import parse_module
 from rljax.plan.kernels import KernelUse, attention_flops, full_row, kernel_uses
-from rljax.plan.machines import Machine, node_of, topology_devices
-from rljax.plan.roofline import Times, crosses_nodes, times
+from rljax.plan.machines import Machine, topology_devices
+from rljax.plan.roofline import crosses_nodes, times
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import policy_shape
 from rljax.policy.kernels import compiled_for_hopper
@@ -35,33 +35,22 @@ from rljax.trainer.state import make_optimizer
 Report = dict[str, Any]
 # CUB's sort asks a GPU of this process how much memory it needs, so the program uses XLA's own sort.
 _OPTIONS: dict[str, dict[str, str | bool]] = {"cuda": {"xla_gpu_enable_cub_radix_sort": False}}
-PARTS = ("micro_batch", "forward", "step")
-"""The parts of a step that are counted separately; each is a field of ``Program``."""
+PARTS = ("micro_batch", "forward", "step")  # of a step, counted separately; each is a field of ``Program``
 MODEL_NOTE = (
     "a model, not a measurement: max(products, memory) + links at the card's published rates, nothing else overlapped"
 )
-KERNEL_NOTE = "inside custom calls, by formula, with rows full of the longest sequences"
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step compiled for a machine.
+    """A step compiled for a machine."""
 
-    Attributes:
-      config: The run's configuration, with ``mesh.fsdp: -1`` replaced by a number.
-      machine: The machine that the step is compiled for.
-      mesh: The mesh of the machine's devices.
-      seconds: The time that the compiler took, in seconds.
-      text: The text of the compiled program.
-      memory: The bytes on a device by kind, from ``memory_by_kind``.
-    """
-
-    config: Config
+    config: Config  # with ``mesh.fsdp: -1`` replaced by a number
     machine: Machine
-    mesh: Mesh
-    seconds: float
-    text: str
-    memory: dict[str, int]
+    mesh: Mesh  # of the machine's devices
+    seconds: float  # the time that the compiler took
+    text: str  # of the compiled program
+    memory: dict[str, int]  # the bytes on a device by kind, from ``memory_by_kind``
 
 
 def compile_step(config: Config, machine: Machine) -> CompiledStep:
@@ -78,8 +67,13 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=int(mesh.shape["fsdp"])))
     check_shapes(config, policy, mesh)
     step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
+    wanted: dict[OptionalLogprobs, bool] = {
+        "old_logprobs": has_separate_forward(config),
+        "reference_logprobs": config.loss.kl != "none",
+        "behaviour_logprobs": config.correction.part != "whole",
+    }
     with compiled_for_hopper() if machine.platform == "cuda" else contextlib.nullcontext():
-        lowered = step.lower(*_optional_arrays(config))
+        lowered = step.lower(*(name for name, is_wanted in wanted.items() if is_wanted))
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program would take no time
     start = time.perf_counter()
     try:
@@ -89,18 +83,6 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     seconds = time.perf_counter() - start
     memory = memory_by_kind(compiled.memory_analysis())
     return CompiledStep(config, machine, mesh, seconds, compiled.as_text() or "", memory)
-
-
-def _optional_arrays(config: Config) -> list[OptionalLogprobs]:
-    """Returns the names of the optional arrays in the step's batches."""
-    names: list[OptionalLogprobs] = []
-    if has_separate_forward(config):
-        names.append("old_logprobs")
-    if config.loss.kl != "none":
-        names.append("reference_logprobs")
-    if config.correction.part != "whole":
-        names.append("behaviour_logprobs")
-    return names
 
 
 def memory_by_kind(analysis: Any) -> dict[str, int]:
@@ -133,12 +115,13 @@ def report(compiled: CompiledStep) -> Report:
     policy = policy_shape(config.model.path)
     shape = batch_shape(config, responses_per_update(config))
     program = count_program(parse_module(compiled.text), mesh.size)
-    nodes = [node_of(machine, device) for device in mesh.devices.flat]
+    nodes = [device.process_index if machine.card.network_rate else 0 for device in mesh.devices.flat]
     segments = full_row(shape[2], config.max_sequence_tokens)
-    kernels = {part: kernel_uses(getattr(program, part), segments) for part in PARTS}
     planned = sum(part for _, part in planned_bytes(config, policy, mesh).values())
     beside = beside_bytes(config, policy, mesh)
     needed = needed_bytes(machine, compiled.memory) + beside
+    works = {part: getattr(program, part) for part in PARTS}
+    kernels = {part: kernel_uses(work, segments) for part, work in works.items()}
     return {
         "machine": machine.name,
         "card": machine.card.name,
@@ -155,64 +138,43 @@ def report(compiled: CompiledStep) -> Report:
             "device": machine.card.memory_bytes,
             "fits": needed <= machine.card.memory_bytes,
         },
-        "flops_per_micro_batch": by_dtype(program.micro_batch.flops),
-        "flops_per_forward": by_dtype(program.forward.flops),
-        "flops_per_step": by_dtype(program.step.flops),
+        **{f"flops_per_{part}": by_dtype(work.flops) for part, work in works.items()},
         "flops_per_micro_batch_in_other_branches": by_dtype(program.micro_batch.untaken_flops),
         "kernels": [
             {"per": part, **dataclasses.asdict(use)} for part, uses in kernels.items() for use in uses if use.dtype
         ],
-        "memory_bytes_per_micro_batch": program.micro_batch.memory_bytes,
-        "memory_bytes_per_forward": program.forward.memory_bytes,
-        "memory_bytes_per_step": program.step.memory_bytes,
+        **{f"memory_bytes_per_{part}": work.memory_bytes for part, work in works.items()},
         "open_loops": program.open_loops,
         "inner_open_loops": program.inner_open_loops,
-        "collectives": _collectives(program, nodes),
-        "roofline": _roofline(policy, compiled, program, kernels, nodes),
+        "collectives": [
+            {
+                **{"per": part, "kind": one.kind, "dtype": one.dtype, "count": one.count, "bytes": one.bytes},
+                **{"group_size": len(set(one.groups[0])), "across_nodes": crosses_nodes(one, nodes)},
+            }
+            for part, work in works.items()
+            for one in work.merged_collectives()
+        ],
+        "roofline": _roofline(policy, compiled, works, kernels, nodes),
     }
-
-
-def _collectives(program: Program, nodes: list[int]) -> list[Report]:
-    """Lists the collectives of each part of the step."""
-    return [
-        {
-            "per": part,
-            "kind": one.kind,
-            "dtype": one.dtype,
-            "count": one.count,
-            "bytes": one.bytes,
-            "group_size": len(set(one.groups[0])),
-            "across_nodes": crosses_nodes(one, nodes),
-        }
-        for part in PARTS
-        for one in getattr(program, part).merged_collectives()
-    ]
 
 
 def _roofline(
     policy: PolicyConfig,
     compiled: CompiledStep,
-    program: Program,
+    works: dict[str, Work],
     kernels: dict[str, list[KernelUse]],
     nodes: list[int],
 ) -> Report:
     config, card = compiled.config, compiled.machine.card
     micro, rows, tokens = batch_shape(config, responses_per_update(config))
-
-    def part_times(work: Work, uses: list[KernelUse]) -> Times:
-        flops: dict[str, int] = {}
-        for use in uses:
-            flops[use.dtype] = flops.get(use.dtype, 0) + (use.flops or 0)
-        return times(work, flops, card, nodes)
-
-    by_part = {part: part_times(getattr(program, part), kernels[part]) for part in PARTS}
+    by_part = {part: times(works[part], kernels[part], card, nodes) for part in PARTS}
     seconds = micro * by_part["micro_batch"].total + by_part["step"].total
     flops = model_flops(policy, rows, full_row(tokens, config.max_sequence_tokens), config.lora)
     dtype = config.precision.compute_dtype
     peak = card.product_rate(dtype, "highest" if dtype == "float32" else "default")
     return {
         "note": MODEL_NOTE,
-        **{f"{part}_s": {**_rounded(one), "total": round(one.total, 6)} for part, one in by_part.items()},
+        **{f"{part}_s": one.rounded() for part, one in by_part.items()},
         "seconds_of_a_full_step": round(seconds, 3),
         "tokens_per_second_and_device": round(micro * rows * tokens / seconds / compiled.mesh.size, 1),
         "model_flops_per_micro_batch": flops,
@@ -220,28 +182,18 @@ def _roofline(
     }
 
 
-def _rounded(seconds: Times) -> dict[str, float]:
-    return {name: round(value, 6) for name, value in dataclasses.asdict(seconds).items()}
-
-
-def active_parameters(policy: PolicyConfig) -> int:
-    """Counts the parameters that one token uses; of a mixture's experts only ``experts_per_token`` count."""
-    axes_of_leaves = jax.tree.leaves(logical_axes(policy), is_leaf=lambda node: isinstance(node, tuple))
-    count = 0
-    for leaf, axes in zip(jax.tree.leaves(abstract_params(policy)), axes_of_leaves, strict=True):
-        count += leaf.size * policy.experts_per_token // policy.num_experts if "experts" in axes else leaf.size
-    return count
-
-
 def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: LoraConfig = OFF) -> int:
     """Counts the operations that a micro-batch's gradient needs on all devices, without recomputation.
 
-    Each token needs six operations for each parameter that it uses; an untied embedding table does not multiply. A
-    frozen parameter without adapters needs four. Attention is causal inside each segment: each pair of a query and a
-    key needs 12 operations for each layer and each element of the query heads. ``segments`` are lengths in tokens.
+    Each token needs six operations for each parameter that it uses; an untied embedding table does not multiply, and of
+    a mixture's experts only ``experts_per_token`` do. A frozen parameter without adapters needs four. Attention is
+    causal inside each segment: each pair of a query and a key needs 12 operations for each layer and each element of
+    the query heads. ``segments`` are lengths in tokens.
     """
-    looked_up = 0 if policy.tie_word_embeddings else policy.vocab_size * policy.hidden_size
-    multiplying = active_parameters(policy) - looked_up
+    multiplying = 0 if policy.tie_word_embeddings else -policy.vocab_size * policy.hidden_size
+    axes_of_leaves = jax.tree.leaves(logical_axes(policy), is_leaf=lambda node: isinstance(node, tuple))
+    for leaf, axes in zip(jax.tree.leaves(abstract_params(policy)), axes_of_leaves, strict=True):
+        multiplying += leaf.size * policy.experts_per_token // policy.num_experts if "experts" in axes else leaf.size
     trained = multiplying
     if lora.rank:
         trained = sum(leaf.size for leaf in jax.tree.leaves(targets_of(abstract_params(policy), policy, lora)))
@@ -250,15 +202,15 @@ def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: Lora
     return rows * ((4 * multiplying + 2 * trained) * sum(segments) + attention)
 
 
-# --- the report as text -----------------------------------------------------------------------------------------------
-
-
 def describe(facts: Report) -> str:
     """Formats a report as lines of text."""
-    sizes, line = facts["bytes"], facts["roofline"]
+    sizes, line, batch = facts["bytes"], facts["roofline"], facts["batch"]
     mesh = " x ".join(f"{name} {size}" for name, size in facts["mesh"].items())
-    batch = facts["batch"]
     against = sizes["needed"] / sizes["planned"] - 1
+    flops, rest = (
+        ", ".join(f"{dtype} {count:.3e}" for dtype, count in facts[f"flops_per_{part}"].items()) or "none"
+        for part in ("micro_batch", "step")
+    )
     lines = [
         f"compiled for {facts['machine']} ({facts['card']}), mesh {mesh}, in {facts['compile_s']:.0f} s; a device:",
         f"  bytes        {in_units(sizes['argument'])} of arguments, {in_units(sizes['temporary'])} of temporaries, "
@@ -267,13 +219,22 @@ def describe(facts: Report) -> str:
         f"the plan says {in_units(sizes['planned'])}, the compiler {against:+.1%}",
         f"  micro-batch  {batch['rows']} rows of {batch['tokens']:,} tokens on all devices; "
         f"at most {batch['micro_batches']} a step",
-        *_flops_lines(facts),
-        *_collective_lines(facts["collectives"]),
-        f"  roofline     {line['note']}",
-        *(f"  {part:<12} {_times_line(line[f'{part}_s'])}" for part in PARTS),
-        f"  modelled     {line['tokens_per_second_and_device']:,.0f} tokens/s a device, "
-        f"model-FLOPs utilisation {line['model_flops_utilisation']:.1%}",
+        f"  products     {flops} FLOPs a micro-batch; {rest} once a step",
     ]
+    lines += [
+        f"  kernel       {one['target']} x {one['count']} a {one['per']}: {one['dtype']} {one['flops']:.3e} FLOPs "
+        "inside custom calls, by formula, with rows full of the longest sequences"
+        for one in facts["kernels"]
+    ]
+    lines += [*_collective_lines(facts["collectives"]), f"  roofline     {line['note']}"]
+    for part in PARTS:
+        ms = {name: f"{1000 * seconds:.1f} ms" for name, seconds in line[f"{part}_s"].items()}
+        parts = ", ".join(f"{name} {ms[name]}" for name in ("products", "memory", "links"))
+        lines.append(f"  {part:<12} {parts}: {ms['total']}")
+    lines.append(
+        f"  modelled     {line['tokens_per_second_and_device']:,.0f} tokens/s a device, "
+        f"model-FLOPs utilisation {line['model_flops_utilisation']:.1%}"
+    )
     if facts["open_loops"] > 2:
         lines.append(
             f"  warning      {facts['open_loops']} loops without a trip count; all but the largest count as one forward"
@@ -281,32 +242,15 @@ def describe(facts: Report) -> str:
     return "\n".join(lines)
 
 
-def _flops_lines(facts: Report) -> list[str]:
-    flops = ", ".join(f"{dtype} {count:.3e}" for dtype, count in facts["flops_per_micro_batch"].items()) or "none"
-    rest = ", ".join(f"{dtype} {count:.3e}" for dtype, count in facts["flops_per_step"].items()) or "none"
-    lines = [f"  products     {flops} FLOPs a micro-batch; {rest} once a step"]
-    lines += [
-        f"  kernel       {one['target']} x {one['count']} a {one['per']}: {one['dtype']} {one['flops']:.3e} FLOPs "
-        f"{KERNEL_NOTE}"
-        for one in facts["kernels"]
-    ]
-    return lines
-
-
 def _collective_lines(collectives: list[Report]) -> list[str]:
     """Returns a line for each collective that moves a MiB or more, and one line for all others."""
-    lines, others = [], [one for one in collectives if one["bytes"] < 2**20]
-    for one in collectives:
-        where = "across nodes" if one["across_nodes"] else "inside a node"
-        what = f"{one['kind']} of {one['dtype']} x {one['count']}"
-        if one not in others:
-            lines.append(f"  {one['per']:<12} {what}: {in_units(one['bytes'])}, groups of {one['group_size']} {where}")
+    large, others = ([one for one in collectives if (one["bytes"] < 2**20) is small] for small in (False, True))
+    lines = [
+        f"  {one['per']:<12} {one['kind']} of {one['dtype']} x {one['count']}: {in_units(one['bytes'])}, groups of "
+        f"{one['group_size']} {'across nodes' if one['across_nodes'] else 'inside a node'}"
+        for one in large
+    ]
     if others:
         count, size = (sum(one[key] for one in others) for key in ("count", "bytes"))
         lines.append(f"  and          {count} smaller collectives: {in_units(size)}")
     return lines
-
-
-def _times_line(seconds: dict[str, float]) -> str:
-    parts = ", ".join(f"{name} {1000 * seconds[name]:.1f} ms" for name in ("products", "memory", "links"))
-    return f"{parts}: {1000 * seconds['total']:.1f} ms"

@@ -12,105 +12,70 @@ the branch that moves most bytes. The alternative to an attention kernel is for 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from rljax.plan.hlo import Array, Computation, Instruction, Module, replica_groups, trip_count
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
+COLLECTIVES = {
+    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
     "reduce-scatter",
-)
-ATTENTION_KERNEL = re.compile(r'__cudnn\$fmha|"tpu_custom_call".*(splash|flash)')
-"""The pattern in the attributes of a custom call that computes attention."""
+}  # fmt: skip
+# In the attributes of a custom call that computes attention.
+_ATTENTION = re.compile(r'__cudnn\$fmha|"tpu_custom_call".*(splash|flash)')
 # These instructions move nothing themselves. The computations that they call are counted.
 _FREE = {
-    "add-dependency",
-    "after-all",
-    "bitcast",
-    "call",
-    "conditional",
-    "constant",
-    "get-tuple-element",
-    "opt-barrier",
-    "optimization-barrier",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "tuple",
-    "while",
-}
+    "add-dependency", "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "opt-barrier",
+    "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple", "while",
+}  # fmt: skip
 _SLICES = ("dynamic-slice", "gather", "slice")
 _VIEWS = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """The sum of the exchanges between devices of one kind, dtype and grouping.
+    """The sum of the exchanges between devices of one kind, dtype and grouping."""
 
-    Attributes:
-      kind: The opcode in HLO.
-      dtype: The dtype of the elements.
-      groups: The groups of partitions that exchange arrays.
-      count: The number of executions. An exchange of arrays of several dtypes counts once for each dtype.
-      bytes: The sum of the complete arrays' bytes on one device: outputs of an all-gather, inputs of the others.
-    """
-
-    kind: str
-    dtype: str
-    groups: tuple[tuple[int, ...], ...]
-    count: int
-    bytes: int
+    kind: str  # the opcode in HLO
+    dtype: str  # of the elements
+    groups: tuple[tuple[int, ...], ...]  # the partitions that exchange arrays
+    count: int  # of executions; an exchange of arrays of several dtypes counts once for each dtype
+    bytes: int  # the sum of the complete arrays on one device: outputs of an all-gather, inputs of the others
 
 
 @dataclass
 class Work:
-    """The work of one device.
-
-    Attributes:
-      flops: The floating-point operations of products by dtype and precision of the operands; a multiply-add is two.
-        The precision is ``default``, ``high`` or ``highest``. Two different dtypes are joined by ``x``.
-      untaken_flops: The same operations in the branches of conditionals that do not count.
-      memory_bytes: The bytes that every kernel reads from and writes to the device's memory, without any cache.
-      collectives: The exchanges between devices.
-      kernels: The custom calls with their number of executions. Their products are not in ``flops``.
-    """
+    """The work of one device."""
 
     flops: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """The floating-point operations of products by dtype and precision of the operands; a multiply-add is two. The
+    precision is ``default``, ``high`` or ``highest``. Two different dtypes are joined by ``x``."""
     untaken_flops: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """The same operations in the branches of conditionals that do not count."""
     memory_bytes: int = 0
+    """The bytes that every kernel reads from and writes to the device's memory, without any cache."""
     collectives: list[Collective] = field(default_factory=list)
     kernels: list[tuple[Computation, Instruction, int]] = field(default_factory=list)
-
-    @property
-    def calls_attention(self) -> bool:
-        """Whether any of ``kernels`` computes attention."""
-        return any(ATTENTION_KERNEL.search(call.attributes) for _, call, _ in self.kernels)
+    """The custom calls with their number of executions. Their products are not in ``flops``."""
 
     def add(self, other: Work) -> None:
         """Adds the work of another part of the program."""
-        self.flops.update(other.flops)
-        self.untaken_flops.update(other.untaken_flops)
-        self.memory_bytes += other.memory_bytes
-        self.collectives += other.collectives
-        self.kernels += other.kernels
+        for each in dataclasses.fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def merged_collectives(self) -> list[Collective]:
         """Merges the collectives of the same kind, dtype and grouping; the largest comes first."""
-        merged: dict[tuple[str, str, tuple[tuple[int, ...], ...]], Collective] = {}
+        sums: dict[Any, list[int]] = {}
         for one in self.collectives:
-            key = (one.kind, one.dtype, one.groups)
-            before = merged.get(key, dataclasses.replace(one, count=0, bytes=0))
-            merged[key] = dataclasses.replace(one, count=before.count + one.count, bytes=before.bytes + one.bytes)
-        return sorted(merged.values(), key=lambda one: -one.bytes)
+            counts = sums.setdefault((one.kind, one.dtype, one.groups), [0, 0])
+            counts[:] = counts[0] + one.count, counts[1] + one.bytes
+        merged = [Collective(*key, *counts) for key, counts in sums.items()]
+        return sorted(merged, key=lambda one: -one.bytes)
 
 
 def by_dtype(flops: Counter[tuple[str, str]]) -> dict[str, int]:
@@ -123,21 +88,13 @@ def by_dtype(flops: Counter[tuple[str, str]]) -> dict[str, int]:
 
 @dataclass
 class Program:
-    """The work of a training step by part. An open loop is one without a known trip count.
+    """The work of a training step by part. An open loop is one without a known trip count."""
 
-    Attributes:
-      micro_batch: The work for each micro-batch with loss: the outermost open loop that moves most bytes.
-      forward: The work for each micro-batch without loss: all other outermost open loops.
-      step: The work that is done once a step.
-      open_loops: The number of outermost open loops. A third one would count as part of the forward.
-      inner_open_loops: The number of open loops inside of these.
-    """
-
-    micro_batch: Work
-    forward: Work
-    step: Work
-    open_loops: int
-    inner_open_loops: int
+    micro_batch: Work  # for each micro-batch with loss: the outermost open loop that moves most bytes
+    forward: Work  # for each micro-batch without loss: all other outermost open loops
+    step: Work  # once a step
+    open_loops: int  # the number of outermost open loops; a third one would count as part of the forward
+    inner_open_loops: int  # the number of open loops inside of these
 
 
 def count_program(module: Module, devices: int) -> Program:
@@ -172,8 +129,7 @@ class _Counter:
             if one.opcode == "while":
                 work.add(self._loop(computation, one, times))
             elif one.opcode == "conditional":
-                branches = [self._called(one, name, times) for name in one.called]
-                _add_branches(work, branches)
+                _add_branches(work, [self._called(one, name, times) for name in one.called])
             elif kind in ("call", "async"):
                 work.add(self._called(one, next(iter(one.called)), times))
             elif not one.opcode.endswith(("-done", "-update")):
@@ -184,8 +140,7 @@ class _Counter:
         return self.scheduled(self._module.computations[one.called[attribute]], times)
 
     def _loop(self, computation: Computation, one: Instruction, times: int) -> Work:
-        trips = trip_count(self._module, computation, one)
-        if trips is not None:
+        if (trips := trip_count(self._module, computation, one)) is not None:
             return self._called(one, "body", times * trips)
         if self._is_inside:
             self.inner_open_loops += 1
@@ -197,11 +152,10 @@ class _Counter:
 
     def _collective(self, work: Work, computation: Computation, one: Instruction, times: int) -> None:
         groups = tuple(map(tuple, replica_groups(one, self._devices)))
-        arrays = [array for operand in computation.operand_arrays(one) for array in operand]
         kind = one.opcode.removesuffix("-start")
         ratio = len(groups[0]) if kind == "all-gather" else 1
         sizes: Counter[str] = Counter()
-        for array in arrays:
+        for array in itertools.chain(*computation.operand_arrays(one)):
             sizes[array.dtype] += array.bytes * ratio
         for dtype, size in sizes.items():
             work.collectives.append(Collective(kind, dtype, groups, times, size * times))
@@ -219,19 +173,21 @@ class _Counter:
             elif instruction.opcode == "custom-call":
                 work.kernels.append((inner, instruction, times))
 
+    def _fused(self, one: Instruction) -> Computation | None:
+        is_fusion = one.opcode.removesuffix("-start") == "fusion" and "calls" in one.called
+        return self._module.computations[one.called["calls"]] if is_fusion else None
+
     def _inside(self, computation: Computation, one: Instruction) -> Iterator[tuple[Computation, Instruction]]:
         """Yields a kernel's own instruction and the instructions of the computations fused into it."""
         yield computation, one
-        if one.opcode in ("fusion", "fusion-start") and "calls" in one.called:
-            fused = self._module.computations[one.called["calls"]]
+        if fused := self._fused(one):
             for instruction in fused.instructions.values():
                 yield from self._inside(fused, instruction)
 
     def _memory_bytes(self, computation: Computation, one: Instruction) -> int:
         """Counts the bytes that a kernel reads and writes: each operand once, or only the slice that it takes."""
-        if one.opcode in ("fusion", "fusion-start") and "calls" in one.called:
-            fused = self._module.computations[one.called["calls"]]
-            return sum(_read_by_fusion(fused)) + _written(fused)
+        if fused := self._fused(one):
+            return _read(fused) + _written(fused)
         operands = [_main_memory(arrays) for arrays in computation.operand_arrays(one)]
         kind = one.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
@@ -251,19 +207,22 @@ class _Counter:
 
 def _add_branches(work: Work, branches: list[Work]) -> None:
     """Adds the branch of a conditional that counts; the products of the others become untaken."""
-    *others, taken = sorted(branches, key=lambda branch: (branch.calls_attention, branch.memory_bytes))
+
+    def rank(branch: Work) -> tuple[bool, int]:
+        return any(_ATTENTION.search(call.attributes) for _, call, _ in branch.kernels), branch.memory_bytes
+
+    *others, taken = sorted(branches, key=rank)
     work.add(taken)
     for branch in others:
-        work.untaken_flops.update(branch.flops)
-        work.untaken_flops.update(branch.untaken_flops)
+        work.untaken_flops += branch.flops + branch.untaken_flops
 
 
 def _main_memory(arrays: tuple[Array, ...]) -> int:
     return sum(array.bytes for array in arrays if array.memory_space == 0)
 
 
-def _read_by_fusion(fused: Computation) -> Iterator[int]:
-    """Yields the bytes read of each parameter: the slices alone, where the fusion uses nothing else of it."""
+def _read(fused: Computation) -> int:
+    """Counts the bytes read of all parameters: the slices alone, where the fusion uses nothing else of one."""
     users: dict[str, list[Instruction]] = {name: [] for name in fused.instructions}
     for one in fused.instructions.values():
         for operand in one.operands:
@@ -274,38 +233,29 @@ def _read_by_fusion(fused: Computation) -> Iterator[int]:
         total = 0
         for user in users[name]:
             first = user.operands[0] == name
+            if first and user.opcode == "dynamic-update-slice":
+                continue  # written in place
             if first and user.opcode in _SLICES:
                 total += _main_memory(user.arrays)
-            elif first and user.opcode == "dynamic-update-slice":
-                total += 0  # written in place
             elif user.opcode in ("bitcast", "reshape") and not user.is_root:
                 total += read(user.name)
             else:
                 return whole
         return min(total, whole)
 
-    for name, one in fused.instructions.items():
-        if one.opcode == "parameter":
-            yield read(name)
+    return sum(read(name) for name, one in fused.instructions.items() if one.opcode == "parameter")
 
 
 def _written(fused: Computation) -> int:
     """Counts the bytes written by a fusion; of an array that is updated in place only the update counts."""
 
     def written(name: str) -> int:
-        one = fused.instructions[name]
-        source = one
-        while source.opcode in _VIEWS:
-            source = fused.instructions[source.operands[0]]
-        if source.opcode == "dynamic-update-slice":
-            return _main_memory(fused.instructions[source.operands[1]].arrays)
-        return _main_memory(one.arrays)
+        source = fused.source(name, _VIEWS)
+        updated = source.opcode == "dynamic-update-slice"
+        return _main_memory(fused.instructions[source.operands[1] if updated else name].arrays)
 
     root = fused.root
     return sum(map(written, root.operands)) if root.opcode == "tuple" else written(root.name)
-
-
-# --- floating-point operations of one product -------------------------------------------------------------------------
 
 
 def _is_gemm(one: Instruction) -> bool:
@@ -317,14 +267,9 @@ def _product(computation: Computation, one: Instruction) -> tuple[tuple[str, str
     left, right = (arrays[0] for arrays in computation.operand_arrays(one)[:2])
     dtypes = "x".join(sorted({left.dtype, right.dtype}))
     count = _convolution_flops(one, left, right) if one.opcode == "convolution" else _dot_flops(one, left)
-    return (dtypes, _precision(one)), count
-
-
-def _precision(one: Instruction) -> str:
-    text = (one.attribute("operand_precision") or "") + "".join(
-        re.findall(r'"operand_precision":\[([^\]]*)\]', one.attributes)
-    ).lower()
-    return "highest" if "highest" in text else "high" if "high" in text else "default"
+    text = "".join(re.findall(r'"operand_precision":\[([^\]]*)\]', one.attributes)).lower()
+    text += one.attribute("operand_precision") or ""
+    return (dtypes, "highest" if "highest" in text else "high" if "high" in text else "default"), count
 
 
 def _dot_flops(one: Instruction, left: Array) -> int:
@@ -346,21 +291,12 @@ def _convolution_flops(one: Instruction, left: Array, right: Array) -> int:
     inputs, kernel, outputs = labels.groups()
     spatial = sum(label.isdigit() for label in inputs)
     window = {key: value.split("x") for key, value in re.findall(r"(\w+)=([\w\-x]+)", one.attribute("window") or "")}
-
-    def setting(key: str, default: str) -> list[str]:
-        return window.get(key, [default] * spatial)
-
+    defaults = {"stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
     pairs = 1
     for i in range(spatial):
-        pairs *= _meetings(
-            left.dims[inputs.index(str(i))],
-            right.dims[kernel.index(str(i))],
-            one.arrays[0].dims[outputs.index(str(i))],
-            int(setting("stride", "1")[i]),
-            int(setting("pad", "0_0")[i].split("_")[0]),
-            int(setting("lhs_dilate", "1")[i]),
-            int(setting("rhs_dilate", "1")[i]),
-        )
+        sizes = (left.dims[inputs.index(str(i))], right.dims[kernel.index(str(i))])
+        settings = (int(window[key][i].split("_")[0] if key in window else defaults[key][0]) for key in defaults)
+        pairs *= _meetings(*sizes, one.arrays[0].dims[outputs.index(str(i))], *settings)
     batch_groups = int(one.attribute("batch_group_count") or 1)
     batch = left.dims[inputs.index("b")] // batch_groups
     return 2 * pairs * batch * right.dims[kernel.index("i")] * right.dims[kernel.index("o")]

@@ -17,15 +17,13 @@ from rljax.plan.memory import working_bytes
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
-from rljax.policy.lora import LoraConfig, abstract_adapters, find_targets, targets_of
+from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, has_separate_forward, max_version_lag
 from rljax.run.weights import is_offloaded
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
 from rljax.trainer.state import abstract_state, make_optimizer
-
-Lines = dict[str, str]
 
 
 def dry_run(config: Config) -> str:
@@ -38,11 +36,16 @@ def dry_run(config: Config) -> str:
     mesh = shape_mesh(config.mesh)
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
-    lines = describe_batch(config) | describe_model(config, policy, mesh) | describe_recipe(config)
-    lines |= describe_sampling(config, sizes)
+    lines = _batch(config) | _model(config, policy, mesh) | _recipe(config)
+    lines |= _sampling(config, sizes)
     width = max(map(len, lines))
     head = f"dry run of {config.run.dir}: no weights read, no server asked, no run directory made"
-    return "\n".join([head, *(f"{key:<{width}}  {text}" for key, text in lines.items()), *byte_table(sizes)])
+    in_all, per_device = map(sum, zip(*sizes.values(), strict=True))
+    rows = {name: map(in_units, pair) for name, pair in (sizes | {"sum": (in_all, per_device)}).items()}
+    table = [(name, *pair) for name, pair in ({"bytes": ("in all", "per device")} | rows).items()]
+    column = max(len(name) for name, *_ in table)
+    described = [f"{key:<{width}}  {text}" for key, text in lines.items()]
+    return "\n".join([head, *described, *(f"{name:<{column}}  {whole:>12}  {part:>12}" for name, whole, part in table)])
 
 
 def shape_mesh(config: MeshConfig) -> AbstractMesh:
@@ -67,7 +70,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
     if config.lora.rank:
         find_targets(policy, config.lora)
     ways = mesh.shape["replica"] * mesh.shape["fsdp"] * mesh.shape["expert"]
-    check_routes(config, policy)
+    _check_routes(config, policy)
     if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
@@ -78,7 +81,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
         config.packing.resolve_row_tokens(config.max_engine_tokens)
 
 
-def check_routes(config: Config, policy: PolicyConfig) -> None:
+def _check_routes(config: Config, policy: PolicyConfig) -> None:
     """Raises ValueError if ``rollout.router_replay`` does not fit the policy, the updates or the host's memory."""
     replay = config.rollout.router_replay
     if replay == "none":
@@ -106,11 +109,10 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
     dtype = jnp.dtype(config.precision.compute_dtype)
 
     def weights(axes: Params) -> Params:
-        return jax.tree.map(
-            lambda leaf, names: leaf.update(dtype=dtype, sharding=named_sharding(mesh, names, leaf.shape)),
-            abstract_params(policy),
-            axes,
-        )
+        def place(leaf: Any, names: Any) -> Any:
+            return leaf.update(dtype=dtype, sharding=named_sharding(mesh, names, leaf.shape))
+
+        return jax.tree.map(place, abstract_params(policy), axes)
 
     axes = gathered_axes(policy) if config.mesh.keep_gathered else logical_axes(policy)
     trees = {"moments": state.opt_state, "gradients": state.params}
@@ -157,22 +159,13 @@ def _bytes(tree: Any) -> tuple[int, int]:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves), part
 
 
-def byte_table(sizes: dict[str, tuple[int, int]]) -> list[str]:
-    """Formats the bytes as the lines of a table."""
-    in_all, per_device = map(sum, zip(*sizes.values(), strict=True))
-    every = sizes | {"sum": (in_all, per_device)}
-    rows = {"bytes": ("in all", "per device")} | {name: (in_units(a), in_units(b)) for name, (a, b) in every.items()}
-    width = max(map(len, rows))
-    return [f"{name:<{width}}  {all_bytes:>12}  {part:>12}" for name, (all_bytes, part) in rows.items()]
-
-
 def in_units(count: int) -> str:
     """Formats a number of bytes with a binary unit: 1536 is 1.50 KiB."""
     exponent = max(0, min(3, (count.bit_length() - 1) // 10))
     return f"{count} B" if exponent == 0 else f"{count / 1024**exponent:.2f} {'KMG'[exponent - 1]}iB"
 
 
-def describe_batch(config: Config) -> Lines:
+def _batch(config: Config) -> dict[str, str]:
     """Describes the samples of a step and how they are packed."""
     prompts, group, count = config.data.batch_size, config.rollout.group_size, config.num_sequences
     of_update, updates = count // config.loss.mini_batches, config.loss.mini_batches * config.loss.epochs
@@ -191,16 +184,20 @@ def describe_batch(config: Config) -> Lines:
     }
 
 
-def describe_model(config: Config, policy: PolicyConfig, mesh: Any) -> Lines:
+def _model(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, str]:
     """Describes the policy and the mesh."""
-    count = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(policy)))
+    lora, count = config.lora, sum(leaf.size for leaf in jax.tree.leaves(abstract_params(policy)))
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 or axis in ("fsdp", "tp")}
     shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     devices, here = math.prod(sizes.values()), jax.device_count()
     more = f"; only {here} here" if devices > here else ""
     where = "of the hub" if is_hub_id(config.model.path) else "here"
-    lora = config.lora
-    adapters = {"lora": describe_adapters(lora, policy)} if lora.rank else {}
+    adapters = {}
+    if lora.rank:
+        trained = sum(leaf.size for leaf in jax.tree.leaves(abstract_adapters(policy, lora)))
+        start = f", from {lora.adapter}" if lora.adapter else ""
+        form = f"rank {lora.rank}, alpha {lora.resolved_alpha:g}, on {', '.join(lora.targets)}"
+        adapters = {"lora": f"{trained:,} parameters are trained: {form}{start}"}
     return {
         "model": (
             f"{config.model.path} ({where}): {policy.num_layers} layers of width {policy.hidden_size:,}, "
@@ -212,7 +209,7 @@ def describe_model(config: Config, policy: PolicyConfig, mesh: Any) -> Lines:
     }
 
 
-def describe_sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> Lines:
+def _sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> dict[str, str]:
     """Describes the bytes on a device while servers sample there, from ``planned_bytes``; {} without such servers."""
     if not config.rollout.colocated:
         return {}
@@ -225,15 +222,7 @@ def describe_sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> Line
     return {"while servers sample": f"0 B of the trainer on each device; {waiting} wait in the host's memory"}
 
 
-def describe_adapters(lora: LoraConfig, policy: PolicyConfig) -> str:
-    """Describes the adapters that are trained."""
-    count = sum(leaf.size for leaf in jax.tree.leaves(abstract_adapters(policy, lora)))
-    start = f", from {lora.adapter}" if lora.adapter else ""
-    on = ", ".join(lora.targets)
-    return f"{count:,} parameters are trained: rank {lora.rank}, alpha {lora.resolved_alpha:g}, on {on}{start}"
-
-
-def describe_recipe(config: Config) -> Lines:
+def _recipe(config: Config) -> dict[str, str]:
     """Describes loss, correction, schedule, precision, engine and evaluation."""
     loss, correction, schedule = config.loss, config.correction.resolved(), config.schedule
     rate = f"{schedule.kind} from {config.optimizer.learning_rate:g}"

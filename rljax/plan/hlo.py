@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,34 +51,22 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-      name: The name, unique in the module, without ``%``.
-      arrays: The arrays that the instruction returns, in order; a tuple has several.
-      opcode: The opcode, such as ``fusion``.
-      operands: The names of the operands, which are instructions of the same computation.
-      attributes: The text after the operands.
-      literal: The text between the parentheses.
-      is_root: Whether this is the computation's result.
-    """
-
-    name: str
-    arrays: tuple[Array, ...]
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-    literal: str
-    is_root: bool
+    name: str  # unique in the module, without ``%``
+    arrays: tuple[Array, ...]  # the results, in order; a tuple has several
+    opcode: str  # such as ``fusion``
+    operands: tuple[str, ...]  # the names of instructions of the same computation
+    attributes: str  # the text after the operands
+    literal: str  # the text between the parentheses
+    is_root: bool  # whether this is the computation's result
 
     @property
     def called(self) -> dict[str, str]:
         """The names of the called computations by attribute; branches are ``branch_0``, ``branch_1``, ..."""
         branches = _BRANCHES.search(self.attributes)
-        names = branches.group(1).split(",") if branches else []
-        return dict(_CALLED.findall(self.attributes)) | {
-            f"branch_{i}": name.strip().lstrip("%") for i, name in enumerate(names)
-        }
+        names = re.findall(r"[\w.\-]+", branches.group(1)) if branches else []
+        return dict(_CALLED.findall(self.attributes)) | {f"branch_{i}": name for i, name in enumerate(names)}
 
     def attribute(self, name: str) -> str | None:
         """Returns TEXT of ``name=TEXT`` or ``name={TEXT}``; None without such an attribute."""
@@ -104,6 +92,13 @@ class Computation:
     def operand_arrays(self, instruction: Instruction) -> list[tuple[Array, ...]]:
         """Returns the arrays of each operand."""
         return [self.instructions[name].arrays for name in instruction.operands]
+
+    def source(self, name: str, through: Collection[str]) -> Instruction:
+        """Returns the instruction that computes a value, seen through instructions with the opcodes ``through``."""
+        one = self.instructions[name]
+        while one.opcode in through:
+            one = self.instructions[one.operands[0]]
+        return one
 
 
 @dataclass(frozen=True)
@@ -190,8 +185,6 @@ def parse_arrays(text: str) -> tuple[Array, ...]:
     )
 
 
-# --- trip counts of loops ---------------------------------------------------------------------------------------------
-
 _SAME_VALUE = ("bitcast", "convert", "copy", "copy-done", "copy-start")
 
 
@@ -207,42 +200,26 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     comparison = condition.root
     if comparison.opcode != "compare" or comparison.attribute("direction") != "LT":
         return None
-    counter, limit = (_source(condition, name) for name in comparison.operands)
+    counter, limit = (condition.source(name, _SAME_VALUE) for name in comparison.operands)
     index = counter.attribute("index")
     if counter.opcode != "get-tuple-element" or index is None:
         return None
-    start = _element(computation, computation.instructions[loop.operands[0]], int(index))
-    step = _element(body, body.root, int(index))
-    if step is None or step.opcode != "add":
+    initial, final = computation.instructions[loop.operands[0]], body.root
+    if initial.opcode != "tuple" or final.opcode != "tuple":
         return None
-    before, increment = (_source(body, name) for name in step.operands)
-    numbers = [_constant(one) for one in (start, limit, increment)]
-    if before.attribute("index") != index or None in numbers:
+    start = computation.source(initial.operands[int(index)], _SAME_VALUE)
+    step = body.source(final.operands[int(index)], _SAME_VALUE)
+    if step.opcode != "add":
         return None
-    first, last, each = (number for number in numbers if number is not None)
+    before, increment = (body.source(name, _SAME_VALUE) for name in step.operands)
+    constants = (start, limit, increment)
+    if before.attribute("index") != index or not all(
+        one.opcode == "constant" and re.fullmatch(r"-?\d+", one.literal) for one in constants
+    ):
+        return None
+    first, last, each = (int(one.literal) for one in constants)
     return max(0, math.ceil((last - first) / each))
 
-
-def _source(computation: Computation, name: str) -> Instruction:
-    """Returns the instruction that computes a value, without the copies of it."""
-    one = computation.instructions[name]
-    while one.opcode in _SAME_VALUE:
-        one = computation.instructions[one.operands[0]]
-    return one
-
-
-def _element(computation: Computation, values: Instruction, index: int) -> Instruction | None:
-    """Returns the instruction that computes an element of a tuple; None if the tuple is made elsewhere."""
-    return _source(computation, values.operands[index]) if values.opcode == "tuple" else None
-
-
-def _constant(one: Instruction | None) -> int | None:
-    """Returns the value of an integer constant; None for any other instruction."""
-    literal = one.literal if one is not None and one.opcode == "constant" else ""
-    return int(literal) if re.fullmatch(r"-?\d+", literal) else None
-
-
-# --- groups of devices ------------------------------------------------------------------------------------------------
 
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^()]*(?:\([\d,]*\))?)\))? ?\{([^}]*)\}")
 _IOTA = re.compile(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
@@ -271,7 +248,7 @@ def replica_groups(instruction: Instruction, devices: int) -> list[list[int]]:
 
 
 def _listed(text: str) -> list[list[int]]:
-    return [[int(one) for one in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", text)]
+    return [_sizes(group) for group in re.findall(r"\{([\d, ]+)\}", text)]
 
 
 def _sizes(text: str) -> list[int]:
@@ -292,15 +269,10 @@ def _of_mesh(axes: str, ids: str | None, wanted: str) -> list[list[int]]:
     count = math.prod(sizes.values())
     devices = np.arange(count) if ids is None else _iota(ids) if "[" in ids else np.array(_sizes(ids))
     dims: list[tuple[str, int, int]] = []  # axis, size of the earlier parts of the axis, size
-    chosen = [
-        (axis, int(before or 1), int(size or sizes[axis])) for axis, before, size in _AXIS.findall(wanted) if axis
-    ]
+    chosen = [(axis, int(before or 1), int(size or sizes[axis])) for axis, before, size in _AXIS.findall(wanted)]
     for axis, size in sizes.items():
-        cuts = {1, size}
-        for _, before, part in (one for one in chosen if one[0] == axis):
-            cuts |= {before, before * part}
-        ordered = sorted(cuts)
-        dims += [(axis, low, high // low) for low, high in itertools.pairwise(ordered)]
+        cuts = {1, size}.union(*({before, before * part} for name, before, part in chosen if name == axis))
+        dims += [(axis, low, high // low) for low, high in itertools.pairwise(sorted(cuts))]
     grid = devices.reshape([size for _, _, size in dims])
     last = [
         i

@@ -10,14 +10,15 @@ e outer products. These are 2 m d f operations, where m counts all rows that the
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rljax.plan.count import Work
-from rljax.plan.hlo import Array, Computation, Instruction
+from rljax.plan.hlo import Computation, Instruction
 
 # Patterns of a call's name or metadata, with the number of products for each pair; the first match counts.
 _PRODUCTS = (
@@ -33,24 +34,12 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 @dataclass(frozen=True)
 class KernelUse:
-    """The executions of a custom call.
+    """The executions of a custom call."""
 
-    Attributes:
-      target: The name of the call.
-      count: The number of executions.
-      dtype: The dtype of the operands; empty if the kernel is unknown.
-      flops: The floating-point operations by formula; None if the kernel is unknown.
-    """
-
-    target: str
+    target: str  # the name of the call
     count: int
-    dtype: str
-    flops: int | None
-
-    def plus(self, other: KernelUse) -> KernelUse:
-        """Adds the executions of the same target and dtype."""
-        flops = None if self.flops is None or other.flops is None else self.flops + other.flops
-        return KernelUse(self.target, self.count + other.count, self.dtype, flops)
+    dtype: str  # of the operands; empty if the kernel is unknown
+    flops: int | None  # the floating-point operations by formula; None if the kernel is unknown
 
 
 def causal_pairs(segments: Sequence[int]) -> int:
@@ -94,26 +83,28 @@ def full_row(row_tokens: int, longest: int) -> list[int]:
 def kernel_uses(work: Work, segments: Sequence[int]) -> list[KernelUse]:
     """Returns the custom calls of ``work``; calls of the same name and dtype are added up.
 
-    Args:
-      work: The work of one device.
-      segments: The lengths of the segments in every row, in tokens.
+    ``segments`` are the lengths of the segments in every row, in tokens.
     """
     uses: dict[tuple[str, str], KernelUse] = {}
     for computation, call, times in work.kernels:
         target = _TARGET.search(call.attributes)
-        query = _query(computation, call)
-        products = next((count for pattern, count in _PRODUCTS if pattern.search(call.attributes)), None)
-        if grouped := _grouped_flops(computation, call):
-            one = KernelUse(target.group(1) if target else "", times, *grouped)
-            one = replace(one, flops=one.flops * times if one.flops else None)
-        elif query is None or products is None:
-            one = KernelUse(target.group(1) if target else "", times, "", None)
-        else:
-            flops = 2 * products * causal_pairs(segments) * math.prod(query.dims) // sum(segments)
-            one = KernelUse(target.group(1) if target else "", times, query.dtype, flops * times)
-        before = uses.get((one.target, one.dtype))
-        uses[one.target, one.dtype] = one if before is None else before.plus(one)
+        name = target.group(1) if target else ""
+        dtype, flops = _grouped_flops(computation, call) or _attention_flops(computation, call, segments) or ("", None)
+        before = uses.get((name, dtype), KernelUse(name, 0, dtype, None if flops is None else 0))
+        total = None if flops is None or before.flops is None else before.flops + flops * times
+        uses[name, dtype] = KernelUse(name, before.count + times, dtype, total)
     return list(uses.values())
+
+
+def _attention_flops(computation: Computation, call: Instruction, segments: Sequence[int]) -> tuple[str, int] | None:
+    """Returns (dtype, operations) of one execution of an attention kernel; None for another call."""
+    products = next((count for pattern, count in _PRODUCTS if pattern.search(call.attributes)), None)
+    arrays = itertools.chain(*computation.operand_arrays(call))
+    # The query is the first operand with dimensions for rows or heads, tokens and a head's width.
+    query = next((array for array in arrays if "float" in array.dtype and len(array.dims) >= 3), None)
+    if query is None or products is None:
+        return None
+    return query.dtype, 2 * products * causal_pairs(segments) * math.prod(query.dims) // sum(segments)
 
 
 def _grouped_flops(computation: Computation, call: Instruction) -> tuple[str, int] | None:
@@ -127,9 +118,3 @@ def _grouped_flops(computation: Computation, call: Instruction) -> tuple[str, in
     if not stacks or not rows:
         return None
     return rows[0].dtype, 2 * rows[0].dims[0] * math.prod(stacks[0].dims[1:])
-
-
-def _query(computation: Computation, call: Instruction) -> Array | None:
-    """Returns the first operand with dimensions for rows or heads, tokens and a head's width."""
-    arrays = [array for operand in computation.operand_arrays(call) for array in operand]
-    return next((array for array in arrays if "float" in array.dtype and len(array.dims) >= 3), None)

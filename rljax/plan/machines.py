@@ -19,32 +19,22 @@ _NO_TPU_HOST = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-INSTALL = {
+INSTALL = {  # the advice of an error message, by platform
     "tpu": "pip install 'jax[tpu]'",
     "cuda": "pip install --no-deps nvidia-cudnn-cu12, and jax-cuda12-plugin and jax-cuda12-pjrt of jaxlib's version",
 }
-"""The advice of an error message, by platform."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """The memory and the rates of one device.
+    """The memory and the rates of one device."""
 
-    Attributes:
-      name: The maker's name of the card.
-      flops: The floating-point operations of products per second, by (dtype of the operands, precision).
-      memory_bytes: The size of the main memory, in bytes.
-      memory_rate: The bytes read or written per second.
-      link_rate: The bytes per second and direction to the other cards of the node, or over all links of a TPU.
-      network_rate: The bytes per second and direction to other nodes; None if all cards have the same links.
-    """
-
-    name: str
-    flops: dict[tuple[str, str], float]
-    memory_bytes: int
-    memory_rate: float
-    link_rate: float
-    network_rate: float | None = None
+    name: str  # the maker's name of the card
+    flops: dict[tuple[str, str], float]  # products' operations per second, by (dtype of the operands, precision)
+    memory_bytes: int  # the size of the main memory
+    memory_rate: float  # bytes read or written per second
+    link_rate: float  # bytes per second and direction to the other cards of the node, or over all links of a TPU
+    network_rate: float | None = None  # the same to other nodes; None if all cards have the same links
 
     def product_rate(self, dtype: str, precision: str) -> float:
         """Returns the floating-point operations per second of products of a dtype; of two dtypes the slower counts."""
@@ -55,21 +45,13 @@ class Card:
 
 @dataclass(frozen=True)
 class Machine:
-    """The cards that train together.
+    """The cards that train together."""
 
-    Attributes:
-      name: The name on the command line.
-      card: The card of every device.
-      platform: The platform, cuda or tpu.
-      topology: JAX's name of the arrangement.
-      nodes: The number of hosts of a GPU machine; a TPU's slice counts as one.
-    """
-
-    name: str
-    card: Card
-    platform: str
-    topology: str
-    nodes: int
+    name: str  # on the command line
+    card: Card  # of every device
+    platform: str  # cuda or tpu
+    topology: str  # JAX's name of the arrangement
+    nodes: int  # the number of hosts of a GPU machine; a TPU's slice counts as one
 
 
 _SIXTEEN_BIT = ("bfloat16", "float16")
@@ -186,8 +168,3 @@ def topology_devices(machine: Machine) -> list[Any]:
             f"--compile {machine.name}: JAX has no compiler for it here, or knows no such arrangement "
             f"({type(error).__name__}: {reason:.200}); {INSTALL[machine.platform]}"
         ) from error
-
-
-def node_of(machine: Machine, device: Any) -> int:
-    """Returns the index of the node that has a device."""
-    return 0 if machine.card.network_rate is None else int(device.process_index)

@@ -28,9 +28,8 @@ from rljax.run.config import Config
 from rljax.run.training import batch_shape, responses_per_update
 from rljax.sharding import named_sharding
 
+# Of a place of the batch: seven arrays of four bytes for policy and loss, two masks, two arrays of log-probabilities.
 _BATCH_BYTES = 38
-"""The bytes of a place of the batch: seven arrays of four bytes for policy and loss, two masks, and two arrays of
-log-probabilities."""
 _FLOAT32 = 4
 _HOPPER = SimpleNamespace(platform="gpu", device_kind="Hopper GPU", compute_capability=CAPABILITY)
 _LAYERS = 1009  # a size that no other dimension has; no array of it is allocated
@@ -43,8 +42,15 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     part = local_policy(policy, mesh)
     itemsize = jnp.dtype(config.precision.compute_dtype).itemsize
     attention = planned_attention(config, policy, mesh)
-    kept = kept_by_a_block(part, local_rows, tokens, config, attention, ways=_ways(mesh, "split_tokens", tokens))
-    gradients = _sharded_size(policy, mesh, TrainedParams(policy, config.lora)) * itemsize
+    ways = tokens // named_sharding(mesh, ("split_tokens",), (tokens,)).shard_shape((tokens,))[0]
+    kept = kept_by_a_block(part, local_rows, tokens, config, attention, ways=ways)
+    trained = TrainedParams(policy, config.lora)
+    sizes = jax.tree.map(
+        lambda leaf, axes: math.prod(named_sharding(mesh, axes, leaf.shape).shard_shape(leaf.shape)),
+        trained.targets(abstract_params(policy)),
+        trained.targets(logical_axes(policy)),
+    )
+    gradients = sum(jax.tree.leaves(sizes)) * itemsize
     places = local_rows * tokens
     block = gradients + block_bytes(part, places, itemsize)
     if policy.num_experts:
@@ -109,14 +115,12 @@ def kept_by_a_block(
     params = jax.tree.map(lambda leaf: leaf.update(dtype=dtype), abstract_params(part))
     ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
 
-    def pullback(params: Any, ids: Any) -> Any:
-        def hidden(params: Any) -> Any:
-            return hidden_states(params, part, ids, ids, ids, remat=remat, attention=attention)[0]
-
-        return jax.vjp(hidden, params)[1]
+    def hidden(params: Any, ids: Any) -> Any:
+        return hidden_states(params, part, ids, ids, ids, remat=remat, attention=attention)[0]
 
     with compiled_for_hopper():
-        kept = jax.tree.leaves(jax.eval_shape(pullback, params, ids))
+        pullback = jax.eval_shape(lambda params, ids: jax.vjp(lambda each: hidden(each, ids), params)[1], params, ids)
+        kept = jax.tree.leaves(pullback)
     # The scan stacks the arrays that a block keeps; its weights are among them.
 
     def parts(leaf: Any) -> int:
@@ -164,18 +168,3 @@ def head_bytes(policy: PolicyConfig, mesh: Any, places: int, itemsize: int) -> i
     chunk = shard // vocabulary_chunks(shard)
     logits = places * chunk * (2 * _FLOAT32 + itemsize)
     return logits + (places + chunk) * policy.hidden_size * (_FLOAT32 + 2 * itemsize)
-
-
-def _ways(mesh: Any, logical: str, size: int) -> int:
-    """Returns the number of parts into which the mesh splits an axis of ``size`` elements."""
-    return int(size // named_sharding(mesh, (logical,), (size,)).shard_shape((size,))[0])
-
-
-def _sharded_size(policy: PolicyConfig, mesh: Any, trained: TrainedParams) -> int:
-    """Counts the weights with a gradient that one device holds."""
-    sizes = jax.tree.map(
-        lambda leaf, axes: math.prod(named_sharding(mesh, axes, leaf.shape).shard_shape(leaf.shape)),
-        trained.targets(abstract_params(policy)),
-        trained.targets(logical_axes(policy)),
-    )
-    return sum(jax.tree.leaves(sizes))

@@ -7,44 +7,39 @@ devices overlap with nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rljax.plan.count import Collective, Work
+from rljax.plan.kernels import KernelUse
 from rljax.plan.machines import Card
 
 
 @dataclass(frozen=True)
 class Times:
-    """The modelled seconds on one device.
+    """The modelled seconds on one device."""
 
-    Attributes:
-      products: The seconds of all products, kernels included, at the rate of each dtype and precision.
-      memory: The seconds of the traffic to the device's memory.
-      links: The seconds of the collectives, one after another.
-    """
-
-    products: float
-    memory: float
-    links: float
+    products: float  # all products, kernels included, at the rate of each dtype and precision
+    memory: float  # the traffic to the device's memory
+    links: float  # the collectives, one after another
 
     @property
     def total(self) -> float:
         """The seconds max(products, memory) + links."""
         return max(self.products, self.memory) + self.links
 
+    def rounded(self) -> dict[str, float]:
+        """Returns the seconds and their total by name, to the microsecond."""
+        return {name: round(getattr(self, name), 6) for name in ("products", "memory", "links", "total")}
 
-def times(work: Work, kernel_flops: Mapping[str, int], card: Card, nodes: Sequence[int]) -> Times:
-    """Models the seconds that ``work`` takes at the card's published rates.
 
-    Args:
-      work: The work of one device.
-      kernel_flops: The floating-point operations inside kernels by dtype.
-      card: The card of every device.
-      nodes: The node of each partition.
+def times(work: Work, kernels: Iterable[KernelUse], card: Card, nodes: Sequence[int]) -> Times:
+    """Models the seconds that a device's work takes at the card's published rates.
+
+    ``kernels`` are the custom calls of the work, from ``kernel_uses``; ``nodes`` has the node of each partition.
     """
     products = sum(count / card.product_rate(*kind) for kind, count in work.flops.items())
-    products += sum(count / card.product_rate(dtype, "default") for dtype, count in kernel_flops.items())
+    products += sum(use.flops / card.product_rate(use.dtype, "default") for use in kernels if use.flops)
     links = sum(collective_seconds(one, card, nodes) for one in work.merged_collectives())
     return Times(products, work.memory_bytes / card.memory_rate, links)
 

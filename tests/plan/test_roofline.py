@@ -62,7 +62,7 @@ def test_what_crosses_nodes():
 def test_the_time_is_max_of_products_and_memory_plus_links():
     work = Work(memory_bytes=3 * 10**9, collectives=[exchange("all-gather", ROWS)])
     work.flops.update({("bfloat16", "default"): 10**12, ("float32", "default"): 10**12, ("float32", "highest"): 10**11})
-    found = times(work, {"bfloat16": 5 * 10**11}, CARD, TWO_NODES)
+    found = times(work, [KernelUse("k", 1, "bfloat16", 5 * 10**11)], CARD, TWO_NODES)
     assert (found.products, found.memory, found.links) == pytest.approx((1 + 2 + 1 + 0.5, 3.0, 0.75))
     assert found.total == pytest.approx(4.5 + 0.75)
 

@@ -1,7 +1,7 @@
-"""A small run with three sound checkpoints, and the command that goes on in a copy of it whose files were damaged.
+"""Sound inputs that malformed ones begin as: a tiny policy of each family, adapters, and a run with three checkpoints.
 
-Used by ``malformed_inputs.py`` and ``fuzz_inputs.py``. The state of the toy model is saved as the loop does
-it, but the steps between the checkpoints are made by hand: nothing is sampled and nothing is trained.
+The state of the run is saved as the loop does it, but the steps between the checkpoints are made by hand: nothing is
+sampled and nothing is trained.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import ConfigError, caller_errors
+from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
+from rljax.policy.hf import save_params
+from rljax.policy.lora import LoraConfig, init_adapters
+from rljax.policy.model import init_params
+from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME, save_adapters
 from rljax.run.build import build, load_problems, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
@@ -36,28 +40,50 @@ from rljax.run.stop import StopRequest
 from rljax.sharding import make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
+SHAPE: dict[str, Any] = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2}
+SHAPE |= {"num_kv_heads": 1, "head_dim": 8, "max_position_embeddings": 64}
+POLICIES = {
+    "qwen3": PolicyConfig(**SHAPE),
+    "qwen2": PolicyConfig(**SHAPE, family="qwen2"),
+    "qwen3_moe": PolicyConfig(**SHAPE, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=8),
+}
+LORA = LoraConfig(rank=2, targets=("q_proj", "o_proj"))
 RUN = "run"
 STEPS = (1, 2, 3)
-NO_CHECKSUMS = "has no checksums to check"
 WORDS = (
     *(str(ROOT / "configs" / "quickstart.yaml"), "--model.path", str(ROOT / "configs" / "toy-base"), "--run.dir", RUN),
     *("--run.steps", str(STEPS[-1]), "--data.batch-size", "2", "--rollout.group-size", "2", "--eval.every", "0"),
 )
 
 
-@dataclass(frozen=True)
-class SoundRun:
-    """What a run left.
+@functools.cache
+def sound_model(family: str) -> tuple[dict[str, Any], bytes]:
+    """Returns config.json and model.safetensors of a tiny policy."""
+    config = POLICIES[family]
+    with tempfile.TemporaryDirectory() as made:
+        save_params(made, init_params(config, 0), config)
+        return _read(Path(made), "config.json", "model.safetensors")
 
-    Attributes:
-      files: path in the run directory -> content.
-      arrays: step -> checksums of its device state.
-      hosts: step -> its host state.
-    """
 
-    files: dict[str, bytes]
-    arrays: dict[int, dict[str, str]]
-    hosts: dict[int, dict[str, Any]]
+@functools.cache
+def sound_adapters() -> tuple[dict[str, Any], bytes]:
+    """Returns adapter_config.json and adapter_model.safetensors."""
+    config = POLICIES["qwen3"]
+    with tempfile.TemporaryDirectory() as made:
+        save_adapters(made, init_adapters(config, LORA, 0), config, LORA, "model")
+        return _read(Path(made), CONFIG_NAME, WEIGHTS_NAME)
+
+
+def _read(folder: Path, config: str, weights: str) -> tuple[dict[str, Any], bytes]:
+    return json.loads((folder / config).read_text()), (folder / weights).read_bytes()
+
+
+class SoundRun(NamedTuple):
+    """What a run left."""
+
+    files: dict[str, bytes]  # path in the run directory -> content
+    arrays: dict[int, dict[str, str]]  # step -> checksums of its device state
+    hosts: dict[int, dict[str, Any]]  # step -> its host state
 
 
 @functools.cache
@@ -97,9 +123,9 @@ def go_on(words: Sequence[str]) -> int:
     """Goes on in the run directory ``words[0]`` as training does, up to the first step.
 
     Raises:
-      ConfigError: it is refused.
-      AssertionError: what is there now is not what was saved: other values, a file that is gone, a checkpoint that was
-        moved without a word or is passed over though it is whole.
+      ConfigError: The run is refused.
+      AssertionError: Other values were restored than saved, a file is gone, or a checkpoint was moved without a word or
+        passed over though it is whole.
     """
     run_dir, said = Path(words[0]), io.StringIO()
     make, mesh = _make()
@@ -115,12 +141,11 @@ def go_on(words: Sequence[str]) -> int:
             state, progress = starting_point(run, mesh)
             checkpointer.last_save_s()
             _check_restored(run, state, progress, said.getvalue())
-            _check_files(run_dir, before, progress.step, said.getvalue())
-            checkpointer.save(
-                progress.step + 1, state, run.state_dict(dataclasses.replace(progress, step=progress.step + 1))
-            )
+            _check_files(before, _files(run_dir), progress.step, said.getvalue())
+            following = dataclasses.replace(progress, step=progress.step + 1)
+            checkpointer.save(following.step, state, run.state_dict(following))
             checkpointer.wait()
-            assert progress.step + 1 in checkpointer.all_steps(), f"step {progress.step + 1} was not saved"
+            assert following.step in checkpointer.all_steps(), f"step {following.step} was not saved"
     except ConfigError:
         after = _files(run_dir)
         changed = [name for name in before if after.get(name) != before[name]]
@@ -136,25 +161,18 @@ def _check_restored(run: RunParts, state: Any, progress: Any, said: str) -> None
     sound, step = sound_run(), progress.step
     assert step in STEPS, f"begun anew at step {step}"
     assert array_checksums(state) == sound.arrays[step], f"other arrays than those of step {step}"
-    if NO_CHECKSUMS not in said:
+    if "has no checksums to check" not in said:
         assert run.state_dict(progress) == sound.hosts[step], f"another host state than that of step {step}"
 
 
-def _check_files(run_dir: Path, before: dict[str, str], step: int, said: str) -> None:
+def _check_files(before: dict[str, str], after: dict[str, str], step: int, said: str) -> None:
     """Nothing is gone, what was moved is named, and no whole checkpoint was passed over."""
-    after = _files(run_dir)
-    moved = set()
-    for name, content in before.items():
-        if after.get(name) != content:
-            folder = name.removeprefix("checkpoints/").split("/")[0]
-            aside = name.replace("checkpoints/", "damaged/", 1)
-            assert after.get(aside) == content, f"{name} is gone"
-            moved.add(folder)
-    for folder in moved:
+    for name in (name for name, content in before.items() if after.get(name) != content):
+        aside, folder = name.replace("checkpoints/", "damaged/", 1), name.removeprefix("checkpoints/").split("/")[0]
+        assert after.get(aside) == before[name], f"{name} is gone"
         line = next((line for line in said.splitlines() if f"checkpoint {folder} in " in line), "")
-        assert line.startswith("warning: "), f"moved without a word: {folder}"
-        assert " is damaged: " in line, line
-        assert line.endswith(f"damaged/{folder}"), line
+        named = line.startswith("warning: ") and " is damaged: " in line and line.endswith(f"damaged/{folder}")
+        assert named, f"moved without a word: {folder}: {line}"
     assert step >= max(_whole(before), default=0), f"step {step} restored, though {_whole(before)} are whole"
 
 

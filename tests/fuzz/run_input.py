@@ -1,0 +1,205 @@
+"""Runs a command on one input, in this process and in a folder of its own, and judges what it made of the input.
+
+An input is *refused* when the command ends with status 2 and one line on stderr, and *accepted* when the command does
+what it is for. Everything else is a failure: a traceback, another status, several lines, a line that is too long to
+read, more than the time limit, a file written outside the folders of the command, or a changed input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sound_inputs
+from malformed_inputs import Case, Special
+
+from rljax import train
+from rljax.commands import compare, plot, prepare, replay
+from rljax.errors import caller_errors, run_cli
+from rljax.evaluate import find_policy
+from rljax.policy.peft import load_adapters
+from rljax.sharding import MeshConfig, make_mesh
+
+LONGEST_LINE = 2500  # characters of an error
+# What Python says to a programmer: not what a user should read of an input.
+PYTHON_WORDS = re.compile(
+    r"not supported between|has no attribute|unhashable type|is not iterable|indices must be|unsupported operand|"
+    r"is not subscriptable|positional argument|keyword argument|expected Invalid|object is not|codec can't|"
+    r"recursion depth|has no len|must be real number|cannot be interpreted|cannot unpack|^error: :|Errno"
+)
+NOTICES = ("\r", "warning: ", "waiting for ")  # lines before the last one; \r: a progress bar
+INTERRUPTED = 130  # the status of run_cli after an interrupt
+
+
+def load(words: Sequence[str]) -> int:
+    """Reads shape and weights of a model directory, as the start of a run does."""
+    with caller_errors():
+        find_policy(words[0]).load(make_mesh(MeshConfig(1, 1)))
+    return 0
+
+
+def load_tiny_adapters(words: Sequence[str]) -> int:
+    """Reads a directory of adapters on a tiny policy, as the start of a run with ``lora.adapter`` does."""
+    with caller_errors():
+        load_adapters(words[0], sound_inputs.POLICIES["qwen3"], sound_inputs.LORA)
+    return 0
+
+
+class Command(NamedTuple):
+    """How a command is called and what it may do."""
+
+    main: Callable[[Sequence[str]], int]
+    writes: tuple[str, ...] = ()  # top folders of the case that it may write into
+    accepted: tuple[int, ...] = (0,)  # statuses that mean that it did what it is for
+    last_line: str | None = None  # part of the line that stops it on purpose after all its inputs were read
+
+
+COMMANDS = {
+    "dry run": Command(train.main),
+    "train": Command(train.main, ("held",), (), "run.resume = never; give another run.dir"),
+    "prepare": Command(prepare.main, ("out",)),
+    "load": Command(load),
+    "adapters": Command(load_tiny_adapters),
+    "compare": Command(compare.main, ("out",), (0, 1)),
+    "replay": Command(replay.main, ("out",)),
+    "plot": Command(plot.main, ("run",)),
+    "go on": Command(sound_inputs.go_on, ("run",)),
+}
+
+
+class Outcome(NamedTuple):
+    """Whether a command accepted its input or refused it, and what it said."""
+
+    accepted: bool
+    said: str
+
+
+class TooLongError(BaseException):
+    """The time limit is over; no handler of errors may catch it."""
+
+
+def stop(*_: Any) -> None:
+    """Handles the signal of the timer."""
+    raise TooLongError
+
+
+class Watch:
+    """Notes every file that Python opens for writing, makes, moves or removes outside a folder."""
+
+    EVENTS = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
+
+    def __init__(self) -> None:
+        self.folder: str | None = None
+        self.seen: list[str] = []
+        caches = [os.environ.get("JAX_COMPILATION_CACHE_DIR", ""), os.environ.get("MPLCONFIGDIR", "")]
+        self._free = ("/dev/", "/proc/", *(os.path.abspath(cache) for cache in caches if cache))
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, given: tuple[Any, ...]) -> None:
+        if self.folder is None or not (event == "open" or event in self.EVENTS):
+            return
+        if event == "open" and not (given[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+            return
+        for name in given[: 2 if event in ("os.rename", "os.link", "os.symlink") else 1]:
+            if isinstance(name, str | bytes | os.PathLike):
+                path = os.path.abspath(os.fsdecode(name))
+                if not path.startswith((self.folder, *self._free)) and "__pycache__" not in path:
+                    self.seen.append(f"{event} {path}")
+
+
+WATCH = Watch()
+
+
+def write_case(case: Case, folder: Path) -> None:
+    """Writes the files of a case."""
+    for name, content in case.files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is Special.DIRECTORY:
+            path.mkdir(exist_ok=True)
+        elif content is Special.UNREADABLE:
+            path.touch(0o000)
+        else:
+            path.symlink_to(path.name if content is Special.LOOP else "nothing-there")
+
+
+def contents(folder: Path, but: Sequence[str]) -> dict[str, str]:
+    """Returns what stands at each path, without the top folders of ``but``, whose own inputs are still listed."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if name.split("/")[0] in but and not name.endswith((".jsonl", ".yaml", ".parquet")):
+            continue
+        kind = "link" if path.is_symlink() else "folder" if path.is_dir() else ""
+        readable = not kind and os.access(path, os.R_OK)
+        found[name] = kind or (hashlib.sha1(path.read_bytes()).hexdigest() if readable else "unreadable")
+    return found
+
+
+def run_case(case: Case, folder: Path, limit_s: float) -> Outcome:
+    """Runs one case in a folder; raises AssertionError, or what the command raised, if it fails."""
+    folder.mkdir(exist_ok=True)
+    write_case(case, folder)
+    command = COMMANDS[case.command]
+    before = contents(folder, command.writes)
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(), "utf-8", how, write_through=True) for how in ("strict", "backslashreplace")
+    )
+    here = Path.cwd()
+    WATCH.seen.clear()
+    os.chdir(folder)
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        WATCH.folder = str(folder.resolve())
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = run_cli(command.main, list(case.words))
+    except SystemExit as end:
+        status = end.code or 0
+    except TooLongError as error:
+        raise AssertionError(f"more than {limit_s:g} s") from error
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a panic of a Rust library is no Exception
+        raise AssertionError(f"{type(error).__name__}: {error}") from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        WATCH.folder = None
+        os.chdir(here)
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    after = contents(folder, command.writes)
+    changed = [name for name in before if after.get(name) != before[name]]
+    assert not changed, f"an input changed: {changed}"
+    new = [name for name in after if name not in before and name.split("/")[0] not in command.writes]
+    assert not new, f"written outside {command.writes}: {new}"
+    assert not WATCH.seen, f"written outside the folder: {WATCH.seen[:5]}"
+    return judge(command, status, err.buffer.getvalue().decode("utf-8"))  # type: ignore[attr-defined]
+
+
+def judge(command: Command, status: object, said: str) -> Outcome:
+    """Returns the outcome of a command that ended by itself; raises AssertionError if it is a failure."""
+    trouble = f"status {status}: {said[:3000]}"
+    if status != 2:
+        assert status in command.accepted, trouble
+        assert "Traceback" not in said, trouble
+        return Outcome(True, said)
+    lines = [line for line in said.split("\n") if line.strip() and not line.startswith(NOTICES)]
+    assert len(lines) == 1, f"status 2 with {len(lines)} lines: {said[:3000]}"
+    (line,) = lines
+    assert line.startswith("error: "), trouble
+    assert len(line) <= LONGEST_LINE, f"a line of {len(line)} characters: {line[:300]}"
+    assert line.isprintable(), f"a line that does not print: {line!r}"
+    assert not PYTHON_WORDS.search(line), f"a line that only a programmer understands: {line}"
+    return Outcome(command.last_line is not None and command.last_line in line, line)
