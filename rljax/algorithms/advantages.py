@@ -12,8 +12,7 @@ from rljax.errors import check_at_least, check_choices, check_finite
 
 Estimator = Literal["rloo", "grpo", "grpo_no_std", "reinforce"]
 
-STD_EPSILON = 1e-6
-"""Added to a group's standard deviation, as verl does; TRL adds 1e-4."""
+STD_EPSILON = 1e-6  # added to a group's standard deviation, as verl does; TRL adds 1e-4
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,8 @@ def compute_advantages(
     if not np.isfinite(rewards).all():
         raise ValueError(f"rewards must be finite, got {int((~np.isfinite(rewards)).sum())} not finite")
     if config.overlong_buffer_tokens:
-        rewards = rewards + overlong_penalty(
-            lengths, max_response_tokens, config.overlong_buffer_tokens, config.overlong_factor
-        )
+        buffer = config.overlong_buffer_tokens
+        rewards = rewards + overlong_penalty(lengths, max_response_tokens, buffer, config.overlong_factor)
     if config.estimator == "rloo":
         return rloo(rewards)
     if config.estimator == "reinforce":
@@ -85,13 +83,9 @@ def rloo(rewards: Float[np.ndarray, "b g"]) -> Float[np.ndarray, "b g"]:
 
 
 def grpo(rewards: Float[np.ndarray, "b g"], *, divide_by_std: bool) -> Float[np.ndarray, "b g"]:
-    """Computes group-relative advantages (DeepSeekMath, arXiv 2402.03300).
+    """Computes group-relative advantages (DeepSeekMath, arXiv 2402.03300); without the division, Dr.GRPO (2503.20783).
 
-    The standard deviation is that of a sample (divisor g - 1), as in verl and TRL.
-
-    Args:
-      rewards: The rewards of g responses to each of b prompts.
-      divide_by_std: Whether to divide by the group's standard deviation. False: Dr.GRPO (arXiv 2503.20783).
+    The standard deviation of a group is that of a sample (divisor g - 1), as in verl and TRL.
 
     Raises:
       ValueError: A group has fewer than two responses.

@@ -72,8 +72,8 @@ def mean_over_sequence(
     return jnp.where(mask, sequences.spread(sequences.means(jnp.where(mask, values, 0))), 0)
 
 
-def _forward(values: Any, mask: Any, sequence_ids: Any, num_sequences: int) -> tuple[Any, Any]:
-    return mean_over_sequence(values, mask, sequence_ids, num_sequences), (mask, sequence_ids)
+def _forward(values: Any, *saved: Any) -> tuple[Any, Any]:
+    return mean_over_sequence(values, *saved), saved[:2]
 
 
 def _backward(num_sequences: int, saved: Any, cotangent: Any) -> tuple[Any, None, None]:

@@ -16,8 +16,8 @@ from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x
 LossKind = Literal["policy_gradient", "ppo_clip", "gspo", "cispo"]
 Estimate = Literal["k1", "k2", "k3"]
 
-LARGEST_LOG_RATIO = 1e8
-"""Bound of a token's log-ratio (nats) in the mean of its sequence. An infinite log-ratio would make the mean NaN."""
+# Bound of a token's log-ratio (nats) in the mean of its sequence. An infinite log-ratio would make the mean NaN.
+_LARGEST_LOG_RATIO = 1e8
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def policy_loss(
         return -advantages * logprobs, jnp.zeros(mask.shape, jnp.float32)
     log_ratio = logprobs - old_logprobs
     if config.kind == "gspo":
-        log_ratio = jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        log_ratio = jnp.clip(log_ratio, -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
         log_ratio = mean_over_sequence(log_ratio, mask, sequence_ids, num_sequences)
     ratio = jnp.exp(jnp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
     if config.kind == "cispo":
@@ -116,15 +116,10 @@ def policy_loss(
 def ppo_clip(
     ratio: Float[Array, "b t"], advantages: Float[Array, "b t"], clip_low: float, clip_high: float
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """Computes PPO's clipped surrogate (arXiv 1707.06347, equation 7) with separate bounds (DAPO's "clip-higher").
+    """Computes PPO's clipped surrogate (arXiv 1707.06347, equation 7) with bounds 1 - clip_low and 1 + clip_high.
 
-    With the sequence ratio at each token, this is GSPO (arXiv 2507.18071, equation 5).
-
-    Args:
-      ratio: The ratio of each token, exp(trainer_logprobs - old_logprobs).
-      advantages: The advantage of each token.
-      clip_low: The lower bound is 1 - clip_low.
-      clip_high: The upper bound is 1 + clip_high.
+    Separate bounds are DAPO's "clip-higher". With the sequence ratio at each token, this is GSPO (arXiv 2507.18071,
+    equation 5).
 
     Returns:
       The loss of each token (lower is better); and 1.0 where the clipped branch is the minimum, without gradient.
@@ -141,9 +136,7 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """Computes CISPO (MiniMax-M1, arXiv 2506.13585, equations 4-5): -clip(ratio) A log pi.
-
-    The ratio carries no gradient.
+    """Computes CISPO (MiniMax-M1, arXiv 2506.13585, equations 4-5): -clip(ratio) A log pi, no gradient by the ratio.
 
     Returns:
       The loss of each token; and 1.0 where the ratio was clipped, without gradient.
@@ -159,20 +152,17 @@ def kl_penalty(
     reference_logprobs: Float[Array, "b t"],
     mask: Bool[Array, "b t"] | None = None,
 ) -> Float[Array, "b t"]:
-    """Estimates KL(policy || reference) at each token that the policy sampled (J. Schulman, 2020).
+    """Estimates KL(policy || reference) (nats) at each token that the policy sampled (J. Schulman, 2020).
 
     With r = log policy - log reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r. k3 is never negative, and its
     exponent is at most 20. As a loss, only k2 has the gradient of the KL in expectation. The expected gradient of k1 is
     0, and that of k3 belongs to KL(reference || policy).
 
     Args:
-      kind: The estimator: "k1", "k2" or "k3".
+      kind: The estimator.
       logprobs: The log-probabilities of the policy (nats), differentiable.
       reference_logprobs: The log-probabilities of the frozen reference (nats).
       mask: The tokens that count. Elsewhere the result is 0, whatever the arrays hold. None: all tokens.
-
-    Returns:
-      The estimates (nats).
     """
     check_choice("kind", kind, Estimate)
     if mask is not None:

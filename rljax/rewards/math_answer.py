@@ -45,15 +45,12 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def math_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> float:
-    """Scores one response.
+    """Returns the reward of one response, 1.0 or 0.0.
 
     Args:
       problem: The problem with the right ``"answer"``, as LaTeX or plain text.
-      response: The decoded text, without special tokens; ``final_answer`` finds the answer in it.
+      response: The decoded text, without special tokens.
       truncated: Whether the length limit cut the response off; then it has no final answer.
-
-    Returns:
-      The reward, 1.0 or 0.0.
 
     Raises:
       ValueError: The problem has no right answer.
@@ -66,12 +63,7 @@ def math_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> f
 
 
 def same_answer(truth: str, stated: str) -> bool:
-    """Returns whether a stated answer is the right one.
-
-    Args:
-      truth: The right answer. It sets the form: an interval, a set, a word, a choice.
-      stated: The answer of a response, as ``final_answer`` finds it.
-    """
+    """Returns whether an answer, as ``final_answer`` finds it, is the right one, which sets the form."""
     if len(stated) > _LONGEST:
         return False
     truth = truth.rsplit("####", 1)[-1]  # GSM8K's answers end with it
@@ -135,13 +127,17 @@ def _same_quantity(right: str, answer: str) -> bool:
     """Whether two answers are equal; units, currency and percent signs are removed if the right one is a number."""
     right, answer = without_money(right), without_money(answer)
     if _RATIO.fullmatch(right) and _RATIO.fullmatch(answer):
-        return _same_ratio(right.split(":"), answer.split(":"))
+        parts, others = right.split(":"), answer.split(":")  # 3:4:5 is 6:8:10: each part by the first one
+        return len(parts) == len(others) and all(
+            _equal(rf"({part})\cdot({others[0]})", rf"({other})\cdot({parts[0]})")
+            for part, other in zip(parts[1:], others[1:], strict=True)
+        )
     right_digits, base = split_base(right)
     digits, stated_base = split_base(answer)
     if base or stated_base:
         return right_digits == digits and (base == stated_base or not base or not stated_base)
-    right_value, right_share = _without_percent(right)
-    value, share = _without_percent(answer)
+    right_value, value = (_PERCENT.sub("", text) for text in (right, answer))
+    right_share, share = right_value != right, value != answer
     number, unit = split_unit(right_value)
     if _NUMERIC.fullmatch(re.sub(r"\\[A-Za-z]+", "", number)):
         right_value, (value, stated_unit) = number, split_unit(value)
@@ -150,24 +146,10 @@ def _same_quantity(right: str, answer: str) -> bool:
     if right_share == share:
         return _equal(right_value, value)
     # A percent sign on only one side is a unit (50 for 50%) or a factor (0.5 for 50%).
-    factor = (_hundredth(right_value), value) if right_share else (right_value, _hundredth(value))
+    whole = rewrite_numbers(right_value if right_share else value)
+    hundredth = rf"\frac{{{whole}}}{{100}}"
+    factor = (hundredth, value) if right_share else (right_value, hundredth)
     return _equal(right_value, value) or _equal(*factor)
-
-
-def _same_ratio(right: list[str], answer: list[str]) -> bool:
-    """Compares ratios such as 3:4:5 and 6:8:10: each part by the first one."""
-    return len(right) == len(answer) and all(
-        _equal(rf"({right[i]})\cdot({answer[0]})", rf"({answer[i]})\cdot({right[0]})") for i in range(1, len(right))
-    )
-
-
-def _hundredth(text: str) -> str:
-    return rf"\frac{{{rewrite_numbers(text)}}}{{100}}"
-
-
-def _without_percent(text: str) -> tuple[str, bool]:
-    bare = _PERCENT.sub("", text)
-    return bare, bare != text
 
 
 def _equal(right: str, answer: str) -> bool:
@@ -184,20 +166,10 @@ def _equal(right: str, answer: str) -> bool:
         exact = same_value(expected[0], stated[0])
         if exact is not None:
             return exact
-    agrees = verify(
-        list(expected),
-        list(stated),
-        float_rounding=_decimals(expected[0]),
-        allow_set_relation_comp=True,
-        timeout_seconds=None,
-    )
-    return bool(agrees) or same_formula(expected[0], stated[0])
-
-
-def _decimals(expected: Any) -> int:
-    """Returns the decimals that must agree: those of six significant digits, and at least six."""
     try:
-        exponent = math.floor(math.log10(abs(float(expected))))
+        exponent = math.floor(math.log10(abs(float(expected[0]))))
     except (TypeError, ValueError, OverflowError):  # 0, infinite, or not a number
-        return _SIGNIFICANT_DIGITS
-    return _SIGNIFICANT_DIGITS - 1 - min(exponent, -1)
+        exponent = -1
+    decimals = _SIGNIFICANT_DIGITS - 1 - min(exponent, -1)  # at least six
+    lists, more = (list(expected), list(stated)), {"allow_set_relation_comp": True, "timeout_seconds": None}
+    return bool(verify(*lists, float_rounding=decimals, **more)) or same_formula(expected[0], stated[0])

@@ -11,6 +11,7 @@ _BRACES = {"{": "}"}  # group symbols in LaTeX; nothing is written for them
 _TOKEN = re.compile(r"\\\\|\\[{}]|\\[a-zA-Z]+|\\.|.", re.DOTALL)
 _SEPARATORS = {",", ";", r"\\"}
 _WORDS = re.compile(r"\s(?:and|or)\s")
+_PLUS_MINUS, _MINUS_PLUS = re.compile(r"\\pm(?![a-zA-Z])"), re.compile(r"\\mp(?![a-zA-Z])")
 _LABEL = re.compile(r"^([A-Za-z](?:_\{?\w+\}?|'|\([a-z]\))?)\s*=(?!=)\s*(?=\S)")
 _SYSTEM = re.compile(r"^\\begin\s*\{(cases|aligned|array|gathered)\}(?:\s*\{[lcr|]*\})?(.*)\\end\s*\{\1\}$", re.DOTALL)
 _DIGIT_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -18,19 +19,12 @@ _SPACED_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|\\[,;:! ]|~| )\d{3})
 
 
 class Form(NamedTuple):
-    """The outer form of an answer.
+    """The outer form of an answer."""
 
-    Attributes:
-      kind: "set", "tuple" (an interval, too), "list" for parts without brackets, or "one" for a single value.
-      brackets: The opening and the closing bracket of a tuple, such as ``"[)"``; empty for other kinds.
-      items: The parts as text. A single value has one. Parts with names stand in the order of the names.
-      names: The letter in front of each part, such as ``x`` of ``x = 1``, if every part has a letter of its own.
-    """
-
-    kind: str
-    brackets: str
-    items: tuple[str, ...]
-    names: tuple[str, ...] = ()
+    kind: str  # "set", "tuple" (an interval, too), "list" for parts without brackets, or "one" for a single value
+    brackets: str  # the opening and the closing bracket of a tuple, such as ``"[)"``; empty for other kinds
+    items: tuple[str, ...]  # the parts as text; parts with names stand in the order of the names
+    names: tuple[str, ...] = ()  # the letter in front of each part (x = 1), if every part has a letter of its own
 
 
 def form_of(text: str) -> Form:
@@ -54,12 +48,12 @@ def expanded(items: Sequence[str]) -> list[str]:
     """Returns the parts with each ``\\pm`` written out as two parts, the upper signs first."""
     written: list[str] = []
     for item in items:
-        if re.search(r"\\pm(?![a-zA-Z])", item) is None:
+        if _PLUS_MINUS.search(item) is None:
             written.append(item)
             continue
         for plus, minus in (("+", "-"), ("-", "+")):
-            signed = re.sub(r"\\pm(?![a-zA-Z])", plus, item)
-            written.append(re.sub(r"\\mp(?![a-zA-Z])", minus, signed).strip().removeprefix("+").strip())
+            signed = _MINUS_PLUS.sub(minus, _PLUS_MINUS.sub(plus, item))
+            written.append(signed.strip().removeprefix("+").strip())
     return written
 
 
@@ -90,22 +84,14 @@ def join_digit_groups(text: str) -> str:
 
 
 def matches(right: Sequence[str], stated: Sequence[str], *, in_order: bool, equal: Callable[[str, str], bool]) -> bool:
-    """Returns whether the parts agree one to one, by ``equal(right, stated)``.
-
-    Args:
-      right: The parts of the right answer.
-      stated: The parts of the stated answer.
-      in_order: Whether the order counts.
-      equal: A function that compares two parts.
-    """
+    """Returns whether the parts of two answers agree one to one, by ``equal(right, stated)``."""
     if len(right) != len(stated):
         return False
     if in_order:
         return all(map(equal, right, stated))
     left = list(stated)
     for part in right:
-        found = next((each for each in left if equal(part, each)), None)
-        if found is None:
+        if (found := next((each for each in left if equal(part, each)), None)) is None:
             return False
         left.remove(found)
     return True

@@ -42,10 +42,6 @@ def same_value(right: Any, stated: Any) -> bool | None:
     """Returns whether two exact numbers are equal; None unless both are finite numbers without letters.
 
     Rational numbers are compared exactly, however small they are. Others must agree to 50 significant digits.
-
-    Args:
-      right: The right value, a sympy object.
-      stated: The stated value, a sympy object.
     """
     right, stated = (_number(value) for value in (right, stated))
     if right is None or stated is None:
@@ -75,10 +71,6 @@ def same_formula(right: Any, stated: Any) -> bool:
     """Returns whether two formulas of the same letters agree at several points where the right one is real.
 
     This finds sqrt(1/n) = 1/sqrt(n), which sympy does not simplify because it fails for negative n.
-
-    Args:
-      right: The right formula, a sympy object.
-      stated: The stated formula, a sympy object.
     """
     if not (isinstance(right, sympy.Expr) and isinstance(stated, sympy.Expr)):
         return False
@@ -101,12 +93,7 @@ def same_formula(right: Any, stated: Any) -> bool:
 
 
 def same_solutions(right: str, stated: str) -> bool:
-    """Returns whether two texts describe the same set of real numbers, and one of them does so by inequalities.
-
-    Args:
-      right: The right answer, such as ``(-\\infty,-2]\\cup[2,\\infty)``.
-      stated: The stated answer, such as ``x \\le -2 or x \\ge 2``.
-    """
+    """Returns whether two texts describe the same set of real numbers, and one of them does so by inequalities."""
     if not (_RELATION.search(right) or _RELATION.search(stated)):
         return False
     one, other = _solutions(right), _solutions(stated)

@@ -8,10 +8,8 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-RewardFunction = Callable[[Any, str, bool], float]
-"""A function (problem, decoded response, truncated) -> reward."""
-Verdict = tuple[float, None] | tuple[None, str]
-"""A pair (reward, None), or (None, reason) without a reward."""
+RewardFunction = Callable[[Any, str, bool], float]  # (problem, decoded response, truncated) -> reward
+Verdict = tuple[float, None] | tuple[None, str]  # (reward, None), or (None, reason)
 
 SHIPPED: Mapping[str, str] = {
     "addition": "rljax.data.toy:addition_reward",
@@ -23,11 +21,9 @@ CHEAP = frozenset({"addition", "swaps"})
 
 
 def resolve_reward(path: str) -> RewardFunction:
-    """Returns the reward function of a name.
+    """Returns the reward of a name: a key of ``SHIPPED``, or ``package.module:function``.
 
-    Args:
-      path: The name: a key of ``SHIPPED``, or ``package.module:function`` with the signature
-        ``function(problem: dict, response: str, truncated: bool) -> float``.
+    Its signature is ``function(problem: dict, response: str, truncated: bool) -> float``.
 
     Raises:
       ValueError: The name has another form, there is no such module or function, or it does not accept these arguments.

@@ -34,12 +34,7 @@ _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*([CFK]?)$")
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    """Splits a unit or noun off the end of a number.
-
-    Returns:
-      The text before the unit, or the complete text without one, and the unit in one spelling: "" for a noun, None
-      without either.
-    """
+    """Returns the text before a unit or noun, and the unit in one spelling: "" for a noun, None without either."""
     if (match := _DEGREES.search(text)) is not None and match.start() > 0:
         return text[: match.start()], {"C": "c", "F": "f", "K": "k"}.get(match[1], "degree")
     match = _TAIL.search(text)
@@ -63,9 +58,7 @@ def units_agree(one: str | None, other: str | None) -> bool:
 def _spelling(tail: str, words: list[str], names: list[str | None]) -> str:
     """Returns one spelling of a unit: "square meters", "sq m" and "m^2" become ``m2``, "miles per hour" ``mi/h``."""
     power = _POWERS.get(words[0], "")
-    parts = [name for word, name in zip(words, names, strict=True) if word != "per"]
-    if power:
-        parts = parts[1:]
+    parts = [name for word, name in zip(words, names, strict=True) if word != "per"][bool(power) :]
     if not parts or None in parts:
         return ""
     raised = _POWER.search(tail)

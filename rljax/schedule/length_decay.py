@@ -86,9 +86,7 @@ class LengthTriggeredLR:
 
     Attributes:
       tracker: The ``SurgeTracker`` that watches the lengths.
-      learning_rate: The rate of the last observed update; ``init_value`` before the first.
       decay_period: The period in steps, or None before the surge was called.
-      surge_step: The 1-based step at which the surge was called, or None.
     """
 
     def __init__(

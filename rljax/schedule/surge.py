@@ -90,7 +90,6 @@ class SurgeTracker:
       config: The rules.
       step: The number of observed batches, unusable ones included.
       surge_step: The 1-based step at which the surge was called, or None.
-      crossing_step: The first step of the crossing that led to the call, or None before it. It is only recorded.
       ignored: The number of lengths so far that were not finite and positive.
       held_out: The number of batches so far above ``max_truncated``.
       smoothed: The median of the newest ``smooth`` lengths at the last usable step, or None during the warmup.
@@ -113,7 +112,7 @@ class SurgeTracker:
 
     @property
     def crossing_step(self) -> int | None:
-        """The first step of the crossing that led to the call, or None before the call."""
+        """The first step of the crossing that led to the call, or None before the call. It is only recorded."""
         return None if self.surge_step is None else self._crossing_since
 
     def update(self, length: Any, truncated_fraction: Any = None) -> bool:

@@ -221,7 +221,7 @@ def spoilt(
     choose, given = chooser(draw), written(files)
     chosen = draw(st.lists(st.sampled_from(spoil), min_size=1, max_size=most, unique=True))
     for path in sorted(chosen, reverse=True):  # files before their folder
-        how, document = choose(*["values"] * 5, *["bytes"] * 2, "gone", "special"), files.get(path)
+        how, document = choose(*["values"] * 12, *["bytes"] * 4, "gone", "special"), files.get(path)
         if how == "special" or document is None:
             given = without(given, path) | {path: choose(*Special, b"")}
         elif how == "gone":
@@ -245,11 +245,20 @@ SNIPPETS += ("[" * 3000, "run: " + "[" * 3000, "run: " + "{a: " * 500, "- " * 30
 KEYS = [".".join(map(str, path)) for path in paths_of(SETTINGS) if path]
 
 
+@st.composite
+def keyed(draw: st.DrawFn, settings: Any) -> Any:
+    """The settings with a weird value of any key, perhaps damaged further."""
+    *way, last = draw(st.sampled_from([path for path in paths_of(settings) if path]))
+    settings = copy.deepcopy(settings)
+    functools.reduce(lambda value, key: value[key], way, settings)[last] = draw(weird)
+    return draw(st.one_of(st.just(settings), mutated(settings)))
+
+
 def yaml_cases() -> Iterator[st.SearchStrategy[Case]]:
     """Yields damaged configuration files, up to ``--dry-run``."""
     kept = as_yaml({key: value for key, value in SETTINGS.items() if key != "run"}).decode()
     texts = st.sampled_from([text for each in SNIPPETS for text in (each, kept + each, f"{each}\n{kept}")])
-    for file in (*[Document(SETTINGS, as_yaml)] * 3, Document(kept, as_text, lambda _: texts)):
+    for file in (*[Document(SETTINGS, as_yaml, keyed)] * 3, Document(kept, as_text, lambda _: texts)):
         files = {"config.yaml": file, "base.yaml": as_yaml({"base": "config.yaml"})}
         yield spoilt("dry run", ("config.yaml", "--dry-run"), files, ["config.yaml"])
 
