@@ -156,7 +156,7 @@ NARROW = {pa.list_(pa.int64()): pa.list_(pa.int32()), pa.list_(pa.float64()): pa
 def as_parquet(table: Any) -> bytes:
     """Writes columns, and the note of a token dump; a column of no single type becomes text."""
     if not isinstance(table, dict) or not isinstance(table.get("columns"), dict):
-        return as_json(table)
+        return ascii(table).encode()
     columns = {}
     for name, values in table["columns"].items():
         values = values if isinstance(values, list | pa.Array) else [values] * 2
