@@ -137,7 +137,7 @@ def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
     for name in ("v1-1", "v2-1", "v2-2"):
         (root / name).mkdir(parents=True)
     writer.collect(old.items())
-    first = version("v1-1", sums_old, None, writer.write_dense(root / "v1-1"), none)
+    first = version("v1-1", sums_old, None, writer.write("dense", root / "v1-1"), none)
     write_version(root / "v1-1", first)
     pull(source, "v1-1", mirror)
 
@@ -146,10 +146,10 @@ def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
     has_delta = taken.delta_bytes is not None and taken.delta_bytes < taken.dense_bytes
     if has_delta:
         with measured("write_delta_s"):
-            delta = writer.write_delta(root / "v2-2")
+            delta = writer.write("delta", root / "v2-2")
         write_version(root / "v2-2", version("v2-2", sums_new, Base(first.name, first.digest), none, delta))
     with measured("write_dense_s"):
-        dense = writer.write_dense(root / "v2-1")
+        dense = writer.write("dense", root / "v2-1")
     write_version(root / "v2-1", version("v2-1", sums_new, None, dense, none))
     dense_bytes = sum(file.bytes for file in dense.files.values())
     with measured("plain_copy_s"):

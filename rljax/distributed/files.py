@@ -68,7 +68,7 @@ class OwnedDirectory:
         self.parent = Path(parent) if parent is not None else memory_directory()
         try:
             self.parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(self.parent, prefix)
+            remove_abandoned(self.parent, prefix, _OWNER)
             self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=self.parent))
             self._owner = claim(self.root / _OWNER)
         except OSError as error:
@@ -81,9 +81,16 @@ class OwnedDirectory:
         self._owner.release()
 
 
-def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Removes directories whose owner is provably dead; a directory without a record of its owner stays."""
+def remove_abandoned(parent: Path, prefix: str, owners: str) -> None:
+    """Removes directories in ``parent`` whose owners are provably dead; one without a record of an owner stays.
+
+    Args:
+      parent: The directory that contains them.
+      prefix: The beginning of their names.
+      owners: The pattern of the owners' records in each of them.
+    """
     for root in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # it belongs to another user, or was removed in the meantime
-            if provably_dead(root / _OWNER):
+            records = list(root.glob(owners))
+            if records and all(provably_dead(record) for record in records):
                 shutil.rmtree(root, ignore_errors=True)

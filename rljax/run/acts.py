@@ -27,8 +27,7 @@ from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
 from rljax.weights.format import Checksum
-from rljax.weights.outlets import PartFiles
-from rljax.weights.writer import PartsSummary, WrittenFiles, merge_summaries, merge_written
+from rljax.weights.writer import Kind, PartsSummary, PartWriter, WrittenFiles, merge_summaries, merge_written
 
 
 @dataclass
@@ -216,13 +215,13 @@ class PublishToServers(Act[FollowerState]):
 
     name = "publish"
 
-    def __init__(self, processes: Processes, functions: PolicyFunctions, parts: PartFiles | None) -> None:
+    def __init__(self, processes: Processes, functions: PolicyFunctions, parts: PartWriter | None) -> None:
         """Prepares the act.
 
         Args:
           processes: The processes of the run.
           functions: The functions that compute from the shards of this process.
-          parts: The files that this process writes; None where process 0 gathers and writes whole tensors.
+          parts: The writer of this process's files; None where process 0 gathers and writes whole tensors.
         """
         super().__init__(processes)
         self._functions, self._parts = functions, parts
@@ -255,13 +254,13 @@ class PublishToServers(Act[FollowerState]):
             results = self._collect(tensors)
         return merge_summaries(values_of(results, PartsSummary))
 
-    def write_dense(self, directory: Path) -> WrittenFiles:
-        """Writes the collected parts, each process its own. Raises OSError if one process cannot."""
-        return self._lead_write("dense", directory)
-
-    def write_delta(self, directory: Path) -> WrittenFiles:
-        """Writes the changes since the version before, each process its own. Raises OSError if one process cannot."""
-        return self._lead_write("delta", directory)
+    def write(self, kind: Kind, directory: Path) -> WrittenFiles:
+        """Writes the collected parts or their changes, each process its own. Raises OSError if one process cannot."""
+        with self.lead("write", {"kind": kind, "directory": str(directory)}):
+            results = self._write(kind, directory)
+        written = merge_written(values_of(results, WrittenFiles))
+        self._files.wait(directory, written)
+        return written
 
     def forget(self, directory: Path) -> None:
         """Forgets the version in ``directory``, which is not complete, unless the processes are not together."""
@@ -296,21 +295,14 @@ class PublishToServers(Act[FollowerState]):
                 self._files.keep_only(fields["names"])
 
     @property
-    def _files(self) -> PartFiles:
+    def _files(self) -> PartWriter:
         assert self._parts is not None
         return self._parts
 
     def _collect(self, params: Any) -> list[dict[str, Any]]:
         return gather_results(self.processes, lambda: self._files.collect(params))
 
-    def _lead_write(self, kind: str, directory: Path) -> WrittenFiles:
-        with self.lead("write", {"kind": kind, "directory": str(directory)}):
-            results = self._write(kind, directory)
-        written = merge_written(values_of(results, WrittenFiles))
-        self._files.wait(directory, written)
-        return written
-
-    def _write(self, kind: str, directory: Path) -> list[dict[str, Any]]:
+    def _write(self, kind: Kind, directory: Path) -> list[dict[str, Any]]:
         return gather_results(self.processes, functools.partial(self._files.write, kind, directory))
 
 

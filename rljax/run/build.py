@@ -46,7 +46,7 @@ from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
 from rljax.trainer.state import TrainState
 from rljax.weights.access import find_key_file
-from rljax.weights.outlets import PartFiles, make_parts
+from rljax.weights.outlets import make_part_writer
 from rljax.weights.writer import PartWriter
 
 
@@ -183,7 +183,7 @@ def make_save(config: Config, processes: Processes) -> Save:
 
 def make_publish(
     config: Config, policy: PolicyConfig, processes: Processes
-) -> tuple[PublishToServers, PartFiles | None]:
+) -> tuple[PublishToServers, PartWriter | None]:
     """Makes the publish of several processes to HTTP servers, and the files that this process writes for it.
 
     Raises:
@@ -194,20 +194,16 @@ def make_publish(
     return PublishToServers(processes, functions, parts), parts
 
 
-def make_own_parts(config: Config, functions: PolicyFunctions, processes: Processes) -> PartFiles | None:
-    """Makes the files to which this process of several writes its part of each version.
-
-    Returns:
-      The files. None: process 0 writes whole versions.
+def make_own_parts(config: Config, functions: PolicyFunctions, processes: Processes) -> PartWriter | None:
+    """Returns the writer of this process's part of each version; None where process 0 writes whole versions.
 
     Raises:
       ConfigError: The files cannot be kept, or cannot be served.
     """
     if config.publish.store == "shared":
         return None
-    writer = PartWriter(functions.parts, str(processes.index))
-    return make_parts(
-        writer,
+    return make_part_writer(
+        functions.parts,
         config.publish.store,
         config.rollout.transfer_dir,
         host=config.publish.host,

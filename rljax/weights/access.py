@@ -31,13 +31,9 @@ _UNAUTHORIZED = b'{"error": "this server wants a key: Authorization: Bearer KEY"
 
 
 def private_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Returns an address of this machine that a server of weights may bind to.
+    """Returns the address that ``host`` is: an IP address, or "localhost", that a server of weights may bind to.
 
-    Args:
-      host: An IP address, or "localhost".
-
-    Raises:
-      ValueError: ``host`` is no IP address, or machines outside a private network may reach it.
+    Raises ValueError if it is no IP address, or machines outside a private network may reach it.
     """
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
@@ -51,10 +47,10 @@ def private_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def own_address(host: str, leader: str) -> str:
-    """Returns the address of this machine that whoever reaches ``host`` can reach, too.
+    """Returns the address of this machine that whoever reaches ``host`` can reach, too. Nothing is sent to find it.
 
     It is ``host`` itself where this machine is the one that has ``host``. Otherwise it is the address of the interface
-    through which this machine reaches ``host``. Nothing is sent to find it.
+    through which this machine reaches ``host``.
 
     Args:
       host: A loopback or private address of the machine of process 0.
@@ -63,23 +59,22 @@ def own_address(host: str, leader: str) -> str:
     Raises:
       ValueError: There is no address that may be used; the message is one line.
     """
-    if private_address(host).is_loopback:
-        own, other = _route_to(leader)
-        if own != other:
-            raise ValueError(
-                f"publish.host = {host} is reached on the machine of process 0 alone, and this process runs on another "
-                f"({own}): give a private address of process 0's machine, with a key"
-            )
+    is_loopback = private_address(host).is_loopback
+    own, other = _route_to(leader if is_loopback else host)
+    if own == other:
         return host
-    own, other = _route_to(host)
-    if own != other:
-        try:
-            private_address(own)
-        except ValueError:
-            raise ValueError(
-                f"{own}, from which this machine reaches {host}, is no private address: give this process a "
-                "publish.host of its own on its command line"
-            ) from None
+    if is_loopback:
+        raise ValueError(
+            f"publish.host = {host} is reached on the machine of process 0 alone, and this process runs on another "
+            f"({own}): give a private address of process 0's machine, with a key"
+        )
+    try:
+        private_address(own)
+    except ValueError:
+        raise ValueError(
+            f"{own}, from which this machine reaches {host}, is no private address: give this process a "
+            "publish.host of its own on its command line"
+        ) from None
     return own
 
 
@@ -106,9 +101,7 @@ def find_key_file(path: str | os.PathLike[str] | None) -> Path | None:
 def read_api_key(path: Path) -> str:
     """Returns the key in ``path``: its text without white space at either end.
 
-    Raises:
-      ValueError: The file does not exist, others than its owner may read it, or it holds no key. The message never
-        quotes the file.
+    Raises ValueError, which never quotes the file, if others than its owner may read it, or it holds no key.
     """
     try:
         mode = path.stat().st_mode

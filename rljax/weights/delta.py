@@ -33,13 +33,13 @@ _KEPT_DIRECTORY = "last_delta"
 
 
 class Delta(NamedTuple):
-    """The changes of one part of a tensor.
+    """The changes of one part of a tensor, gaps and values compressed.
 
     Attributes:
       changed: The number of elements that changed.
       gap_type: The type of the gaps, "uint8" to "uint64". "": ``values`` has all elements of the part, not compressed.
-      gaps: The compressed gaps: for each changed element the number of unchanged elements since the one before.
-      values: The compressed new bits of the changed elements.
+      gaps: The number of unchanged elements before each changed element, since the one before.
+      values: The new bits of the changed elements.
     """
 
     changed: int
@@ -62,13 +62,7 @@ def encode(old: np.ndarray, new: np.ndarray) -> Delta:
 def decode(delta: Delta, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Returns the places of the changed elements in a part (int64, rising), and their new bits.
 
-    Args:
-      delta: The delta of the part.
-      size: The number of elements of the part.
-      dtype: The type of the bits, uint16 or uint32.
-
-    Raises:
-      ValueError: ``delta`` is not the delta of such a part.
+    The part has ``size`` elements, whose bits are uint16 or uint32. Raises ValueError if ``delta`` is of no such part.
     """
     if not delta.gap_type:
         if len(delta.values) != size * dtype.itemsize:
@@ -89,13 +83,8 @@ def decode(delta: Delta, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.nda
 def decode_piece(piece: Piece, file: Mapping[str, np.ndarray], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Returns the flat indices in the whole tensor of the elements that a piece changes (int64), and their new bits.
 
-    Args:
-      piece: The piece of a delta.
-      file: The bytes of each entry of the piece's file (``format.mapped``).
-      dtype: The type of the bits, uint16 or uint32.
-
-    Raises:
-      ValueError, KeyError: The file does not have what the piece says.
+    ``file`` has the bytes of each entry of the piece's file (``format.mapped``). Raises ValueError or KeyError if they
+    are not what the piece says.
     """
     gaps, values = (file[f"{piece.key}.{kind}"].tobytes() for kind in ("gaps", "values"))
     places, new = decode(Delta(piece.changed, piece.gap_type, gaps, values), piece.region.size, dtype)
@@ -125,22 +114,6 @@ def _decompressed(content: bytes, count: int, dtype: np.dtype) -> np.ndarray:
 # ---- the delta that a mirror keeps ----
 
 
-class Patch(NamedTuple):
-    """The changes of one tensor.
-
-    Attributes:
-      tensor: The Hugging Face name of the tensor.
-      shape: The shape of the whole tensor.
-      places: The flat indices of the changed elements, int64, each once.
-      bits: The new bits of these elements, uint16 or uint32.
-    """
-
-    tensor: str
-    shape: tuple[int, ...]
-    places: np.ndarray
-    bits: np.ndarray
-
-
 @dataclass(frozen=True)
 class KeptDelta:
     """A delta that a mirror has applied last. Its files change under the mirror's lock alone.
@@ -155,29 +128,25 @@ class KeptDelta:
     base_digest: str
     directory: Path
 
-    def patches(self) -> Iterator[Patch]:
-        """Yields a patch for each piece with a change; one is in memory at a time.
+    def patches(self) -> Iterator[tuple[str, tuple[int, ...], np.ndarray, np.ndarray]]:
+        """Yields the changes of each piece that has some; those of one piece are in memory at a time.
 
-        Raises:
-          ValueError, KeyError, OSError: The files are not what the version says.
+        They are the tensor's Hugging Face name and shape, the flat indices of the changed elements (int64, each once),
+        and their new bits (uint16 or uint32). Raises ValueError, KeyError or OSError if the files are not sound.
         """
         changed = [piece for piece in self.version.delta if piece.changed]
         files = {file: mapped(self.directory / file) for file in self.version.files_of(changed)}
         dtype = np.dtype("uint32" if self.version.dtype == "float32" else "uint16")
         for piece in changed:
             shape = self.version.tensors[piece.tensor].shape
-            yield Patch(piece.tensor, shape, *decode_piece(piece, files[piece.file], dtype))
+            yield piece.tensor, shape, *decode_piece(piece, files[piece.file], dtype)
 
 
 def keep(root: Path, version: Version, paths: Mapping[str, Path]) -> None:
     """Keeps a delta that was applied to the mirror in ``root``, in place of the one that was kept before.
 
     A delta that is too large is not kept, nor is one for which there is no room: servers load the whole mirror then.
-
-    Args:
-      root: The directory of the mirror.
-      version: The version with the delta.
-      paths: The paths of the delta's files by name.
+    ``paths`` has the paths of the delta's files by name.
     """
     forget(root)
     changed = sum(piece.changed for piece in version.delta)

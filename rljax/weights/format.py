@@ -44,8 +44,8 @@ class Checksum:
 
     Attributes:
       count: The number of elements.
-      first: The sum of every element's first mixed value, mod 2^32.
-      second: The sum of every element's second mixed value, mod 2^32.
+      first: The sum of the first mixed values, mod 2^32.
+      second: The sum of the second mixed values, mod 2^32.
       placed: The sum of the first mixed values, each times the weight of its place, mod 2^32. For a part whose places
         are not known, the places are counted from the part's beginning.
     """
@@ -65,21 +65,14 @@ class Checksum:
 class Region:
     """A rectangle of a tensor that is seen as a matrix: its first axis, and all other axes together.
 
-    A vector is a matrix of one row.
-
-    Attributes:
-      row: The first row.
-      rows: The number of rows.
-      column: The first column.
-      width: The number of columns.
-      stride: The number of columns of the whole tensor.
+    A vector is a matrix of one row. ``row`` and ``column`` are the first ones, ``rows`` and ``width`` their numbers.
     """
 
     row: int
     rows: int
     column: int
     width: int
-    stride: int
+    stride: int  # the number of columns of the whole tensor
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
@@ -106,12 +99,9 @@ class Region:
 
 
 class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of a tensor in a safetensors file.
+    """A part of the tensor with this Hugging Face name, in a safetensors file.
 
     Attributes:
-      tensor: The Hugging Face name of the tensor.
-      region: The place of the part in the tensor.
-      file: The name of the file.
       key: The name of the part's entry in the file. A delta has two entries: ``KEY.gaps`` and ``KEY.values``.
       changed: The number of changed elements; only in a delta.
       gap_type: The integer type of the gaps (``delta.Delta``); only in a delta.
@@ -133,17 +123,11 @@ class TensorRecord(msgspec.Struct, frozen=True):
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The record of a file.
-
-    Attributes:
-      bytes: The size of the file (bytes).
-      xxh3: The hexadecimal xxh3-64 of the file's content.
-      at: The URL of the server that has the file, as ``AT/VERSION/FILE``. "": the file is beside ``version.json``.
-    """
+    """The size and the place of a file, and the hexadecimal xxh3-64 of its content."""
 
     bytes: int
     xxh3: str
-    at: str = ""
+    at: str = ""  # the URL of the server that has AT/VERSION/FILE; "": the file is beside version.json
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -159,20 +143,15 @@ class Version(msgspec.Struct, frozen=True):
     Attributes:
       name: The name of the version's directory.
       tag: The name by which servers call the version.
-      dtype: The dtype of all tensors.
-      tensors: The record of each tensor by its Hugging Face name.
-      files: The record of each file by its name.
       dense: The pieces that make up the tensors; empty in a version that is a delta alone.
       delta: The pieces of the delta; empty in a version without one.
-      base: The version that the delta is against.
-      format: The number of the format: 1, or 2 where a file is not beside ``version.json``.
     """
 
     name: str
     tag: str
-    dtype: str
-    tensors: dict[str, TensorRecord]
-    files: dict[str, FileRecord]
+    dtype: str  # of all tensors
+    tensors: dict[str, TensorRecord]  # by Hugging Face name
+    files: dict[str, FileRecord]  # by name
     dense: tuple[Piece, ...] = ()
     delta: tuple[Piece, ...] = ()
     base: Base | None = None
@@ -241,12 +220,7 @@ def read_version(directory: Path, name: str | None = None) -> Version:
 def parse_version(content: bytes, name: str | None) -> Version:
     """Returns the version that the content of a ``version.json`` describes.
 
-    Args:
-      content: The content of the file.
-      name: The name that the version must have; None: it may have any name.
-
-    Raises:
-      ValueError: The content cannot be used, or describes another version.
+    Raises ValueError if it cannot be used, or describes another version than ``name``; None: the name may be any.
     """
     path = VERSION_FILE if name is None else f"{name}/{VERSION_FILE}"
     try:
@@ -265,9 +239,7 @@ def parse_version(content: bytes, name: str | None) -> Version:
 def create_file(path: Path, key: str, dtype: str, shape: Sequence[int], content: np.ndarray | None = None) -> None:
     """Writes a safetensors file of one tensor. Its ``content`` is its bits, or None for zeros, for which room is kept.
 
-    Raises:
-      OSError: The file cannot be written, or there is no room for it.
-      ValueError: ``content`` has another size.
+    Raises OSError, and ValueError if ``content`` has another size.
     """
     header, size = file_header({key: (dtype, shape)}), math.prod(shape) * _SIZES[_DTYPES[dtype]]
     with open(path, "wb") as file:
@@ -284,13 +256,8 @@ def create_file(path: Path, key: str, dtype: str, shape: Sequence[int], content:
 def mapped(path: Path, *, writable: bool = False) -> dict[str, np.ndarray]:
     """Returns the bits of each tensor of a file by its key, mapped into memory: vectors of uint8, uint16 or uint32.
 
-    Args:
-      path: The path of the safetensors file.
-      writable: Whether changes of the arrays change the file.
-
-    Raises:
-      OSError: The file cannot be read.
-      ValueError: The file is no safetensors file of such tensors.
+    With ``writable`` changes of the arrays change the file. Raises OSError if it cannot be read, and ValueError if its
+    header cannot be used.
     """
     with open(path, "r+b" if writable else "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -331,10 +298,7 @@ def xxh3_of(path: Path) -> str:
 def weights_hash(directory: str | os.PathLike[str]) -> str:
     """Returns ``sha256:...`` over names, dtypes, shapes and bytes of the safetensors in a directory.
 
-    Equal weights have the same hash, whatever files they are spread over.
-
-    Raises:
-      ValueError: The directory has no safetensors file.
+    Equal weights have the same hash, whatever files they are spread over. Raises ValueError if there is no such file.
     """
     tensors = [
         (name, f"{entry['dtype']} {entry['shape']}", content)

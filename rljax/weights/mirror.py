@@ -93,12 +93,8 @@ class Mirror:
     def fill(self, version: Version, paths: Mapping[str, Path]) -> None:
         """Takes a dense version in place of whatever the mirror holds.
 
-        Args:
-          version: The version, with dense pieces.
-          paths: The paths of its dense files by name, whose hashes were compared.
-
-        Raises:
-          DamagedError: A tensor is not what the version says; the mirror holds nothing then.
+        ``paths`` has the paths of its files by name; their hashes were compared. Raises DamagedError if a tensor is not
+        what the version says; the mirror holds nothing then.
         """
         self.clear()
         sources = {file: mapped(paths[file]) for file in version.files_of(version.dense)}
@@ -135,13 +131,8 @@ class Mirror:
     def apply(self, version: Version, paths: Mapping[str, Path], *, keep: bool = False) -> None:
         """Applies a delta to the version that the mirror holds, which must be the delta's base.
 
-        Args:
-          version: The version, with a delta.
-          paths: The paths of the delta's files by name, whose hashes were compared.
-          keep: Whether to keep the delta beside the mirror, for servers that hold its base (``delta.keep``).
-
-        Raises:
-          DamagedError: A tensor is not what the version says; the mirror holds nothing then.
+        Paths and errors are those of :meth:`fill`. With ``keep`` the delta is kept for servers that hold its base
+        (``delta.keep``).
         """
         before = self.version
         assert before is not None

@@ -12,10 +12,8 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -24,11 +22,10 @@ from rljax.errors import ConfigError
 from rljax.weights.access import KEY_FILE, own_address
 from rljax.weights.format import PREFIX, VERSION_FILE
 from rljax.weights.source import open_store
-from rljax.weights.writer import PartsSummary, PartWriter, WrittenFiles
+from rljax.weights.writer import Kind, MakeParts, PartWriter, WrittenFiles
 
 log = logging.getLogger(__name__)
 
-SEEN_AFTER_S = 30.0  # longest until a file of another process is seen, as on NFS
 _START_S = 60.0  # longest that the HTTP server may take to listen
 _LOG = "server.log"  # the HTTP server's messages, in the run's directory; it is not served
 
@@ -58,14 +55,9 @@ class StoreOutlet(Outlet):
     """A folder of an object store. A version's files are uploaded, its ``version.json`` last."""
 
     def __init__(self, root: Path, *, url: str) -> None:
-        """Opens the store.
+        """Opens the folder under ``url`` that has the name of ``root``, the run's directory.
 
-        Args:
-          root: The run's directory, whose name is the name of the folder.
-          url: The URL that the folder is made under, of any kind that fsspec knows.
-
-        Raises:
-          RuntimeError: Nothing is installed that knows such URLs.
+        Raises RuntimeError if nothing is installed that knows such URLs.
         """
         super().__init__(f"{url.rstrip('/')}/{root.name}")
         try:
@@ -75,11 +67,13 @@ class StoreOutlet(Outlet):
 
     def add(self, path: Path) -> None:
         """Uploads a file, or the files of a version."""
-        if path.is_file():
-            self._upload(path, path.name)
-            return
-        for file in sorted(path.iterdir(), key=lambda file: file.name == VERSION_FILE):
-            self._upload(file, f"{path.name}/{file.name}")
+        files = [path] if path.is_file() else sorted(path.iterdir(), key=lambda file: file.name == VERSION_FILE)
+        for file in files:
+            name = file.relative_to(path.parent)
+            try:
+                self._fs.put_file(str(file), f"{self._folder}/{name}")
+            except Exception as error:
+                raise OSError(f"{self.source}/{name} cannot be written: {error}") from error
 
     def remove(self, name: str) -> None:
         """Deletes the files of the version ``name``."""
@@ -89,12 +83,6 @@ class StoreOutlet(Outlet):
         """Deletes the run's folder."""
         self._delete(self._folder)
 
-    def _upload(self, path: Path, name: str) -> None:
-        try:
-            self._fs.put_file(str(path), f"{self._folder}/{name}")
-        except Exception as error:
-            raise OSError(f"{self.source}/{name} cannot be written: {error}") from error
-
     def _delete(self, path: str) -> None:
         if self._fs.exists(path):
             self._fs.rm(path, recursive=True)
@@ -103,24 +91,13 @@ class StoreOutlet(Outlet):
 class HttpOutlet(Outlet):
     """An HTTP server of the run's directory: a program of its own (``weights.server``), which ends with this process.
 
-    It is started again if a signal ends it.
-
-    Attributes:
-      source: The URL of the server.
-      process: The running program.
+    It is started again if a signal ends it. ``process`` is the running program, and ``source`` the URL of the server.
     """
 
     def __init__(self, root: Path, *, host: str, port: int, api_key_file: Path | None) -> None:
-        """Starts the server.
+        """Starts the server of ``root`` on an address and a port (0: a free one). Raises RuntimeError if it fails.
 
-        Args:
-          root: The run's directory.
-          host: The address that the server binds to.
-          port: The port that the server binds to; 0: a free one.
-          api_key_file: The file with the key that requests must bring; None: no key.
-
-        Raises:
-          RuntimeError: The server does not listen.
+        Requests must bring the key in ``api_key_file``, if any.
         """
         self._root, self._host, self._environment = root, host, dict(os.environ)
         self._environment.pop(KEY_FILE, None)
@@ -192,74 +169,20 @@ class HttpOutlet(Outlet):
         self.process.wait()
 
 
-# ---- the files of one process of several ----
+# ---- the writers of several processes ----
 
 
-class PartFiles:
-    """One process's files of each version, written into the version's directory on process 0.
+class HttpPartWriter(PartWriter):
+    """A writer of a process other than 0, which serves its files from a directory of its own."""
 
-    Process 0 uses this class for its own directory. The others use it, too, if all of them see that directory.
-    """
-
-    def __init__(self, writer: PartWriter) -> None:
-        """Takes the writer of this process's parts."""
-        self._writer = writer
-
-    def collect(self, params: Any) -> PartsSummary:
-        """Takes this process's parts of the next version, and makes the delta to them."""
-        return self._writer.collect(params)
-
-    def write(self, kind: str, version: Path) -> WrittenFiles:
-        """Writes this process's parts of a version.
-
-        Args:
-          kind: "dense" or "delta".
-          version: The version's directory on process 0.
-
-        Raises:
-          OSError: The files cannot be written, or not be handed over.
-        """
-        return self._writer.write_delta(version) if kind == "delta" else self._writer.write_dense(version)
-
-    def wait(self, version: Path, written: WrittenFiles) -> None:
-        """Waits until process 0 sees all files that are in the version's directory. Raises OSError if it does not."""
-        deadline = time.monotonic() + SEEN_AFTER_S
-        unseen = {name: record.bytes for name, record in written.files.items() if not record.at}
-        while unseen := {name: size for name, size in unseen.items() if not _has_size(version / name, size)}:
-            if time.monotonic() > deadline:
-                raise OSError(
-                    f"process 0 does not see {min(unseen)}, which another process wrote: rollout.transfer_dir "
-                    "must be a directory that all of them see"
-                )
-            time.sleep(0.05)
-
-    def forget(self, version: Path) -> None:
-        """Gives up a version; the next version is compared with nothing."""
-        self._writer.forget(version)
-
-    def keep_only(self, names: Collection[str]) -> None:
-        """Removes nothing: process 0 removes the directories of all versions but ``names``."""
-
-    def close(self) -> None:
-        """Releases everything at the end of the run; may be called twice."""
-
-
-class HttpPartFiles(PartFiles):
-    """Files that a process other than 0 keeps in a directory of its own, and serves from its own machine.
-
-    Attributes:
-      directory: The directory with the files.
-      outlet: The server of that directory.
-    """
-
-    def __init__(self, writer: PartWriter, directory: OwnedDirectory, outlet: HttpOutlet) -> None:
+    def __init__(self, parts: MakeParts, name: str, directory: OwnedDirectory, outlet: HttpOutlet) -> None:
         """Takes over a directory and the outlet that serves it."""
-        super().__init__(writer)
+        super().__init__(parts, name)
         self.directory, self.outlet = directory, outlet
 
-    def write(self, kind: str, version: Path) -> WrittenFiles:
+    def write(self, kind: Kind, directory: Path) -> WrittenFiles:
         """Writes the parts into this process's directory; their records say where they are served."""
-        own = self.directory.root / version.name
+        own = self.directory.root / directory.name
         own.mkdir(exist_ok=True)
         written = super().write(kind, own)
         self.outlet.add(own)
@@ -267,10 +190,10 @@ class HttpPartFiles(PartFiles):
         files = {name: msgspec.structs.replace(record, at=at) for name, record in written.files.items()}
         return WrittenFiles(written.pieces, files)
 
-    def forget(self, version: Path) -> None:
+    def forget(self, directory: Path) -> None:
         """Gives up a version, and removes what was written of it."""
-        super().forget(version)
-        shutil.rmtree(self.directory.root / version.name, ignore_errors=True)
+        super().forget(directory)
+        shutil.rmtree(self.directory.root / directory.name, ignore_errors=True)
 
     def keep_only(self, names: Collection[str]) -> None:
         """Removes the files of all versions but ``names``."""
@@ -284,28 +207,21 @@ class HttpPartFiles(PartFiles):
         self.directory.close()
 
 
-class StorePartFiles(PartFiles):
-    """Files that each process uploads into the folder of process 0's run. None of them stays on this machine."""
+class StorePartWriter(PartWriter):
+    """A writer that uploads its files into the folder of process 0's run. None of them stays on this machine."""
 
-    def __init__(self, writer: PartWriter, directory: OwnedDirectory | None, url: str) -> None:
-        """Takes what it needs.
-
-        Args:
-          writer: The writer of this process's parts.
-          directory: The directory that the files pass through, which is taken over. None: the version's own directory,
-            on process 0.
-          url: The URL of the object store.
-        """
-        super().__init__(writer)
+    def __init__(self, parts: MakeParts, name: str, directory: OwnedDirectory | None, url: str) -> None:
+        """Takes over the directory that files pass through on their way to ``url``; None: the version's own one."""
+        super().__init__(parts, name)
         self._directory, self._url = directory, url
 
-    def write(self, kind: str, version: Path) -> WrittenFiles:
+    def write(self, kind: Kind, directory: Path) -> WrittenFiles:
         """Writes the parts, uploads them, and removes them here."""
-        own = version if self._directory is None else self._directory.root / version.name
+        own = directory if self._directory is None else self._directory.root / directory.name
         own.mkdir(exist_ok=True)
         try:
             written = super().write(kind, own)
-            StoreOutlet(version.parent, url=self._url).add(own)
+            StoreOutlet(directory.parent, url=self._url).add(own)
         finally:
             for file in own.iterdir():
                 file.unlink()
@@ -313,7 +229,7 @@ class StorePartFiles(PartFiles):
                 own.rmdir()
         return written
 
-    def wait(self, version: Path, written: WrittenFiles) -> None:
+    def wait(self, directory: Path, written: WrittenFiles) -> None:
         """Returns at once: everybody can read a file that was uploaded."""
 
     def close(self) -> None:
@@ -322,8 +238,8 @@ class StorePartFiles(PartFiles):
             self._directory.close()
 
 
-def make_parts(
-    writer: PartWriter,
+def make_part_writer(
+    parts: MakeParts,
     store: str,
     parent: str | os.PathLike[str] | None,
     *,
@@ -332,11 +248,11 @@ def make_parts(
     api_key_file: Path | None,
     index: int,
     coordinator: str,
-) -> PartFiles:
-    """Makes the part files of one process of several.
+) -> PartWriter:
+    """Makes the writer of one process of several.
 
     Args:
-      writer: The writer of this process's parts.
+      parts: The maker of this process's parts.
       store: "directory", "http", or the URL of an object store (``PublishConfig.store``).
       parent: The directory in which this process may make its own; None: this machine's memory.
       host: The address that process 0 binds to.
@@ -348,28 +264,22 @@ def make_parts(
     Raises:
       ConfigError: The files cannot be kept, or not be served.
     """
+    name = str(index)
     if index == 0 or store == "directory":
-        return StorePartFiles(writer, None, store) if "://" in store else PartFiles(writer)
+        return StorePartWriter(parts, name, None, store) if "://" in store else PartWriter(parts, name)
     try:
         directory = OwnedDirectory(PREFIX, parent)
         try:
             if store != "http":
-                return StorePartFiles(writer, directory, store)
+                return StorePartWriter(parts, name, directory, store)
             own_host = own_address(host, coordinator.rpartition(":")[0].strip("[]"))
             own_port = port and port + index
             if own_port >= 65536:
                 raise ValueError(f"publish.port + {index} must be in 0..65535, got {own_port}")
             outlet = HttpOutlet(directory.root, host=own_host, port=own_port, api_key_file=api_key_file)
-            return HttpPartFiles(writer, directory, outlet)
+            return HttpPartWriter(parts, name, directory, outlet)
         except BaseException:
             directory.close()
             raise
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"process {index} cannot hand over its part of the weights: {error}") from error
-
-
-def _has_size(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except FileNotFoundError:
-        return False

@@ -35,10 +35,8 @@ class Pulled:
     Attributes:
       tag: The tag of the version that the mirror holds now.
       bytes: The number of bytes that were read from the source.
-      seconds: The time of the whole pull (seconds).
-      fetch_s: The part of that time for reading the files (seconds).
-      check_s: The part of that time for checksums (seconds): of the files, of the mirror before a delta, and of the
-        mirror at the end.
+      fetch_s: The part of ``seconds`` for reading the files.
+      check_s: The part of ``seconds`` for checksums: of the files, and of the mirror before a delta and at the end.
       deltas: The number of deltas that were applied.
       dense: Whether a dense version was taken.
       repaired: The damage that was found in the mirror before, or in a delta; "" if there was none.
@@ -55,13 +53,9 @@ class Pulled:
 
 
 def pull(source: Source, name: str, mirror: Mirror, *, keep_delta: bool = False) -> Pulled:
-    """Brings a mirror to a version.
+    """Brings a mirror to the version whose directory in the source is ``name``.
 
-    Args:
-      source: The place that has the version.
-      name: The name of the version's directory there.
-      mirror: The mirror.
-      keep_delta: Whether to keep a delta that alone brings the mirror to the version (``delta.keep``).
+    With ``keep_delta`` a delta that alone brings the mirror to the version is kept (``delta.keep``).
 
     Raises:
       SourceError: The source cannot be read.
@@ -107,35 +101,34 @@ def _bring(
 
 def _chain(source: Source, version: Version, held: Version | None) -> tuple[list[Version], bool]:
     """Returns the versions to take, oldest first, and whether the first is taken whole: the way of fewer bytes."""
-    chain, dense = [version], 0  # the first ``dense`` versions of the chain end with a dense one
+    chain: list[Version] = [version]
+    from_dense: list[Version] = []  # the versions of the chain since the newest dense one
     while True:
-        oldest = chain[-1]
-        base = oldest.base
-        if not dense and oldest.dense:
-            dense = len(chain)
+        oldest, base = chain[-1], chain[-1].base
+        if not from_dense and oldest.dense:
+            from_dense = chain[::-1]
         if held is not None and base is not None and base.digest == held.digest:
-            anchor = chain[max(0, dense - 1)]
-            from_anchor = anchor.num_bytes(anchor.dense) + _delta_bytes(chain[: dense - 1])
-            if not dense or _delta_bytes(chain) <= from_anchor:
-                return chain[::-1], False
-            return chain[:dense][::-1], True
-        if dense and (held is None or base is None or len(chain) == _LONGEST_CHAIN):
-            return chain[:dense][::-1], True
+            if from_dense and _bytes(from_dense, dense=True) < _bytes(chain, dense=False):
+                return from_dense, True
+            return chain[::-1], False
+        if from_dense and (held is None or base is None or len(chain) == _LONGEST_CHAIN):
+            return from_dense, True
         if base is None:
             raise DamagedError(f"there is no dense version from which {version.name} could be reached")
         try:
             before = _read(source, base.name)
         except SourceError:  # versions before an anchor are removed
-            if dense:
-                return chain[:dense][::-1], True
+            if from_dense:
+                return from_dense, True
             raise
         if before.digest != base.digest:
             raise DamagedError(f"{oldest.name} is against a {before.name} with other checksums than that has")
         chain.append(before)
 
 
-def _delta_bytes(versions: Sequence[Version]) -> int:
-    return sum(version.num_bytes(version.delta) for version in versions)
+def _bytes(versions: Sequence[Version], *, dense: bool) -> int:
+    """Returns the size of the versions' deltas; with ``dense`` the first of them is taken whole."""
+    return sum(each.num_bytes(each.dense if dense and each is versions[0] else each.delta) for each in versions)
 
 
 def _read(source: Source, name: str) -> Version:

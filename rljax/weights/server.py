@@ -30,21 +30,16 @@ from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, private_ad
 _NAME = re.compile(r"(v\d+-\d+/)?[\w-]+\.(json|safetensors|txt)")
 
 
-def make_app(root: Path) -> Starlette:
-    """Returns an application that serves the files of ``root`` and of the versions in it.
-
-    It asks for the key of the file that ``$RLJAX_API_KEY_FILE`` names, if any.
-    """
+def _make_app(root: Path) -> Starlette:
+    """Returns an application that serves the files of ``root`` and of the versions in it."""
 
     async def file(request: Request) -> Response:
         name = request.path_params["name"]
-        path = root / name
-        if not _NAME.fullmatch(name) or not path.is_file():
+        if not _NAME.fullmatch(name) or not (root / name).is_file():
             return PlainTextResponse("no such file\n", 404)
-        return FileResponse(path, media_type="application/octet-stream")
+        return FileResponse(root / name, media_type="application/octet-stream")
 
-    async def health(request: Request) -> Response:
-        del request
+    async def health(_: Request) -> Response:
         return PlainTextResponse("ok\n")
 
     locks = [Middleware(RequireKey)] if os.environ.get(KEY_FILE) else []
@@ -61,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     with caller_errors():
         if not private_address(wanted.host).is_loopback and find_key_file(None) is None:
             raise ConfigError(f"{wanted.host} is not loopback: others reach it, so {KEY_FILE} must name a key file")
-        app = make_app(wanted.directory)
+        app = _make_app(wanted.directory)
         family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
         listening = socket.create_server((wanted.host, wanted.port), family=family, backlog=128)
     threading.Thread(target=_end_with_the_caller, daemon=True).start()

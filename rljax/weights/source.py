@@ -35,15 +35,9 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """Returns a path on this machine with the file ``name``. Several threads may call it.
+        """Returns a path on this machine with the file ``name``, in ``folder`` where a copy is needed.
 
-        Args:
-          name: The name of the file.
-          record: The size and place of the file.
-          folder: The directory for a copy, where one is needed.
-
-        Raises:
-          SourceError: The file cannot be read, or has another size.
+        Several threads may call it. Raises SourceError if the file cannot be read, or has another size.
         """
 
     def close(self) -> None:  # noqa: B027 (most sources have no connection)
@@ -51,11 +45,9 @@ class Source(ABC):
 
 
 def open_source(url: str, patience_s: float = PATIENCE_S) -> Source:
-    """Opens a source.
+    """Opens the path of a directory, an ``http://`` URL, or any other URL that fsspec knows.
 
-    Args:
-      url: The path of a directory, an ``http://`` URL, or any other URL that fsspec knows.
-      patience_s: The longest time without a byte after which a read over HTTP is given up (seconds).
+    A read over HTTP is given up after ``patience_s`` seconds without a byte.
 
     Raises:
       SourceError: Nothing is installed that knows such URLs.
@@ -67,10 +59,7 @@ def open_source(url: str, patience_s: float = PATIENCE_S) -> Source:
 
 
 def open_store(url: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL, and the URL's path in it; nothing is asked of the store yet.
-
-    Raises whatever fsspec raises where nothing is installed that knows such URLs.
-    """
+    """Returns fsspec's file system for a URL, and the URL's path in it; nothing is asked of the store yet."""
     from fsspec.core import url_to_fs
 
     # Listings are not cached: another machine may have written since.
@@ -137,7 +126,7 @@ class HttpSource(Source):
         headers = {"Authorization": f"Bearer {read_api_key(key_file)}"} if key_file else {}
         limits, timeout = httpx.Limits(max_connections=PLACES * _STREAMS), httpx.Timeout(20.0)
         self._client = httpx.Client(headers=headers, limits=limits, timeout=timeout, trust_env=False)
-        self._gone: tuple[type[Exception], ...] = (httpx.TransportError,)
+        self._gone: type[Exception] = httpx.TransportError
 
     def read(self, name: str) -> bytes:
         """Downloads a small file."""
@@ -154,7 +143,12 @@ class HttpSource(Source):
 
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
         """Downloads a file into ``folder``, in ranges, from the server that its record names."""
-        path, url = folder / name.replace("/", "-"), f"{_check_private(record.at) or self._url}/{name}"
+        if record.at:
+            try:
+                private_address(urllib.parse.urlsplit(record.at).hostname or "")
+            except ValueError as error:
+                raise SourceError(f"files at {record.at:.80} are not read: {error}") from error
+        path, url = folder / name.replace("/", "-"), f"{record.at or self._url}/{name}"
         with _source_errors(path), open(path, "wb") as file:
             file.truncate(record.bytes)
             number = file.fileno()
@@ -176,52 +170,41 @@ class HttpSource(Source):
             nonlocal place
             headers = {"Range": f"bytes={place}-{end - 1}", "Accept-Encoding": "identity"}
             before = place
-            with self._client.stream("GET", url, headers=headers) as reply:
-                self._check(reply, url, 206)
-                try:
+            try:
+                with self._client.stream("GET", url, headers=headers) as reply:
+                    self._check(reply, url, 206)
                     for content in reply.iter_raw():
                         os.pwrite(number, content[: end - place], place)
                         place += min(len(content), end - place)
-                except self._gone:
-                    if place == before:
-                        raise
+                if place == before:
+                    raise self._gone("the connection was closed")
+            except self._gone:
+                if place == before:
+                    raise
             return place == end
 
-        self._patiently(url, get, lambda: place)
+        self._patiently(url, get)
 
     def _check(self, reply: Any, url: str, wanted: int) -> None:
         if reply.status_code >= 500:
-            raise self._gone[0](f"status {reply.status_code}")
+            raise self._gone(f"status {reply.status_code}")
         if reply.status_code != wanted:
             raise SourceError(f"{url} answered with status {reply.status_code} instead of {wanted}")
 
-    def _patiently(self, url: str, get: Callable[[], bool], progress: Callable[[], int] = lambda: 0) -> None:
-        """Calls ``get`` until it returns True. Without progress it calls less and less often, until patience ends."""
-        moved, place, pause = time.monotonic(), progress(), 0.1
+    def _patiently(self, url: str, get: Callable[[], bool]) -> None:
+        """Calls ``get`` until it returns True. If nothing came it raises: then it is called less and less often."""
+        moved, pause = time.monotonic(), 0.1
         while True:
             try:
                 if get():
                     return
-                reason = "the connection was closed"
+                moved, pause = time.monotonic(), 0.1
             except self._gone as error:
-                reason = str(error) or type(error).__name__
-            now = time.monotonic()
-            if progress() != place:
-                moved, place, pause = now, progress(), 0.1
-            elif now - moved > self._patience_s:
-                raise SourceError(f"{url} gave nothing for {self._patience_s:g} s: {reason}")
+                if time.monotonic() - moved > self._patience_s:
+                    reason = str(error) or type(error).__name__
+                    raise SourceError(f"{url} gave nothing for {self._patience_s:g} s: {reason}") from error
             time.sleep(pause)
             pause = min(5.0, 2 * pause)
-
-
-def _check_private(url: str) -> str:
-    """Returns ``url`` if the key may be sent there. Raises SourceError if its address is not loopback or private."""
-    if url:
-        try:
-            private_address(urllib.parse.urlsplit(url).hostname or "")
-        except ValueError as error:
-            raise SourceError(f"files at {url:.80} are not read: {error}") from error
-    return url
 
 
 @contextlib.contextmanager

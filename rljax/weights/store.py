@@ -30,8 +30,7 @@ class WeightVersion:
       dtype: The dtype of all tensors.
       num_bytes: The size of what a server reads to come here from the version before (bytes).
       changed_fraction: The share of the elements that differ from the version before; NaN for the first version.
-      source: The place that servers' machines pull the version from (``source.open_source``). "": the servers read
-        ``path`` themselves.
+      source: The ``Outlet.source`` of the place that has the version.
     """
 
     path: Path
@@ -48,7 +47,7 @@ class WeightDirectory(OwnedDirectory):
     Every version but the first is a delta, too, if the writer writes deltas.
 
     Attributes:
-      source: The place that servers' machines pull versions from. "": the servers read them in ``root`` themselves.
+      source: The ``Outlet.source`` of the place that has the versions.
       run_tag: The beginning of every version's tag.
     """
 
@@ -66,7 +65,7 @@ class WeightDirectory(OwnedDirectory):
           parent: The directory to make it in; None: this machine's memory.
           anchor_every: The number of versions from one dense version to the next, where deltas are written.
           make_outlet: A function from this directory to the place where versions are read.
-          writer: The writer of the tensors that :meth:`write` gets; None: this process writes whole tensors and deltas.
+          writer: The writer of the tensors that :meth:`write` gets; None: this process has all tensors.
 
         Raises:
           RuntimeError: The directory cannot be written, or not be served.
@@ -102,8 +101,7 @@ class WeightDirectory(OwnedDirectory):
         """Writes one version and offers it to the servers.
 
         Args:
-          tensors: The tensors in the form that the writer takes; by default (Hugging Face name, array) of each, all in
-            the rollout dtype.
+          tensors: The tensors in the form that the writer takes, by default (Hugging Face name, array) of each.
           policy_version: The number of these weights.
           sums: The checksum of each tensor by name.
 
@@ -168,9 +166,9 @@ class WeightDirectory(OwnedDirectory):
     def _write_files(self, summary: PartsSummary, directory: Path) -> tuple[WrittenFiles, WrittenFiles]:
         """Writes the collected parts whole, as a delta, or both. Returns what is dense, and what is a delta."""
         has_delta = summary.delta_bytes is not None and summary.delta_bytes < summary.dense_bytes
-        delta = self._writer.write_delta(directory) if has_delta else WrittenFiles()
+        delta = self._writer.write("delta", directory) if has_delta else WrittenFiles()
         is_dense = not has_delta or len(self._chain) - self._anchor() >= self._anchor_every
-        return self._writer.write_dense(directory) if is_dense else WrittenFiles(), delta
+        return self._writer.write("dense", directory) if is_dense else WrittenFiles(), delta
 
     def _anchor(self) -> int:
         """Returns the index in the chain of the newest anchor."""
@@ -189,18 +187,11 @@ def open_weight_directory(
 ) -> WeightDirectory:
     """Makes the directory of a run's versions, and opens the place where servers read them.
 
-    Args:
-      store: "shared", "directory", "http", or the URL of an object store (``PublishConfig.store``).
-      parent: The directory to make it in; None: this machine's memory.
-      anchor_every: The number of versions from one dense version to the next. With "shared" all versions are dense.
-      host: The address that "http" binds to.
-      port: The port that "http" binds to; 0: a free one.
-      api_key_file: The file with the key that whoever pulls over HTTP brings; None: no key.
-      writer: The writer of several processes that hold the tensors, where versions are pulled; None: this process has
-        all tensors.
+    The other arguments and the errors are those of ``WeightDirectory``, and with "http" those of ``HttpOutlet``.
 
-    Raises:
-      RuntimeError: The directory, or the place that serves it, cannot be used.
+    Args:
+      store: "shared", "directory", "http", or the URL of an object store (``PublishConfig.store``). With "shared" all
+        versions are dense, and ``writer`` is not used.
     """
     if store == "shared":
         return WeightDirectory(parent, make_outlet=lambda _: Outlet(""), writer=StreamWriter())

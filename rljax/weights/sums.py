@@ -31,13 +31,10 @@ _MOST_NAMES = 4  # of tensors in a message
 
 
 def mixed(bits: Any) -> tuple[Any, Any]:
-    """Returns the two values of each element that are summed.
+    """Returns the two values of each element that are summed, int32. Both maps are one-to-one, and 0 stays 0.
 
     Args:
       bits: The bit patterns of the elements: an int32 array of numpy, jax or torch, 16-bit patterns below 65,536.
-
-    Returns:
-      Two int32 arrays of the same shape. Both maps are one-to-one, and 0 stays 0.
     """
     first = _mix(bits, 0x7FEB352D, 0x846CA68B - 2**32)
     return first, _mix(first, 0x2C1B3C6D, 0x297A2D39)
@@ -91,9 +88,7 @@ def array_checksum(array: np.ndarray) -> Checksum:
 def region_checksum(bits: np.ndarray, region: Region) -> Checksum:
     """Returns the checksum of a part of a tensor. Those of parts that make up the tensor add up to the tensor's.
 
-    Args:
-      bits: The bits of the region's elements, row by row: a vector of uint16 or uint32.
-      region: The place of the part in the tensor.
+    ``bits`` are those of the region's elements, row by row: a vector of uint16 or uint32.
     """
     rows, width = (1, region.size) if region.width == region.stride else (region.rows, region.width)
     matrix = bits.reshape(rows, width)
@@ -110,13 +105,9 @@ def region_checksum(bits: np.ndarray, region: Region) -> Checksum:
 
 
 def changed_checksum(before: Checksum, old: np.ndarray, new: np.ndarray, places: np.ndarray) -> Checksum:
-    """Returns the checksum of a tensor in which some elements have changed.
+    """Returns the checksum of a tensor after some elements have changed.
 
-    Args:
-      before: The checksum before the change.
-      old: The bits of the changed elements before: a vector of uint16 or uint32.
-      new: The bits of the changed elements after, of the same type.
-      places: The flat indices of the changed elements, int64.
+    The bits of these elements, ``old`` and ``new``, are vectors of uint16 or uint32. Their flat indices are int64.
     """
     added, removed = (_RunningSums(min(places.size, _BLOCK)) for _ in range(2))
     for start in range(0, places.size, _BLOCK):
@@ -218,11 +209,8 @@ def differences(expected: Mapping[str, Checksum], workers: Sequence[Mapping[str,
     """Names each tensor whose bits differ, with how in brackets; the list is empty if a server holds ``expected``.
 
     A tensor may be whole on several workers, or in parts whose counts add up to the whole. A part may be on several
-    workers if every part is on equally many, as key-value heads are where there are more workers than heads.
-
-    Args:
-      expected: The trainer's tensors by name.
-      workers: The tensors of each worker by name; None for a tensor that was not loaded.
+    workers if every part is on equally many, as key-value heads are where there are more workers than heads. A worker
+    has None for a tensor that it did not load.
     """
     found = []
     for name in dict.fromkeys([*expected, *(name for worker in workers for name in worker)]):

@@ -9,15 +9,14 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rljax.distributed.files import memory_directory
-from rljax.distributed.ownership import claim, provably_dead
+from rljax.distributed.files import memory_directory, remove_abandoned
+from rljax.distributed.ownership import claim
 from rljax.weights.delta import KeptDelta, kept
 from rljax.weights.format import PROTOCOL, VERSION_FILE, Region, read_version
 from rljax.weights.mirror import Mirror
@@ -52,7 +51,7 @@ class WorkerWeights:
         Args:
           probe_path: The path of a file that the trainer wrote. With a ``source`` it is read there by its name.
           probe_text: The text that the file must have.
-          protocol: The protocol of the trainer.
+          protocol: The number of the trainer's protocol.
           source: The place that weights are pulled from. "": they are read in the probe's directory.
 
         Raises:
@@ -81,13 +80,11 @@ class WorkerWeights:
     def version(self, path: str, tag: str) -> Iterator[tuple[Path, list[str]]]:
         """Yields a version's directory and the names of its safetensors files, which do not change in the block.
 
-        Args:
-          path: The directory of the version. "": this machine's mirror, which was brought to the version before.
-          tag: The tag that the version must have.
+        With "" for ``path`` that is this machine's mirror, which was brought to the version before.
 
         Raises:
-          ValueError: The version has another tag, cannot be loaded from its files, or lies in no directory that a
-            trainer has shown.
+          ValueError: The version has another tag than ``tag``, cannot be loaded from its files, or lies in no directory
+            that a trainer has shown.
         """
         if not path:
             mirror = self.pulls.mirror
@@ -112,9 +109,7 @@ class WorkerWeights:
 class Pulls:
     """The pulls of one server process. Each is a program of its own, so that the server goes on without a delay.
 
-    Attributes:
-      source: The place that versions are pulled from.
-      mirror: The mirror of it that all server processes of this machine share.
+    ``mirror`` is the mirror of ``source`` that all server processes of this machine share.
     """
 
     def __init__(self, source: str, run_tag: str) -> None:
@@ -123,7 +118,7 @@ class Pulls:
         Raises OSError if the mirror cannot be written.
         """
         parent = Path(os.environ.get(MIRROR_DIR) or memory_directory())
-        _remove_abandoned(parent)
+        remove_abandoned(parent, _PREFIX, f"{_USERS}/*")
         self.source = source
         self.mirror = Mirror(parent / f"{_PREFIX}{hashlib.sha256(run_tag.encode()).hexdigest()[:16]}")
         users = self.mirror.root / _USERS
@@ -188,12 +183,3 @@ def _loadable_files(directory: Path, tag: str) -> list[str]:
     if not version.dense:
         raise ValueError(f"{directory} is a delta, and must be pulled")
     return version.files_of(version.dense)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Removes mirrors if each of their users is provably dead."""
-    for root in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            users = list((root / _USERS).iterdir())
-            if users and all(provably_dead(user) for user in users):
-                shutil.rmtree(root, ignore_errors=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -17,9 +18,13 @@ from rljax.weights.delta import Delta, encode
 from rljax.weights.format import FileRecord, Piece, Region, bytes_of, file_header
 from rljax.weights.sums import bits_of
 
+SEEN_AFTER_S = 30.0  # longest until a file of another process is seen, as on NFS
 _FILE_BYTES = 256 * 2**20  # of one dense file, unless one tensor is larger
 _THREADS = min(8, os.cpu_count() or 1)
 _SAMPLE = 65_536  # elements of a tensor that StreamWriter compares between versions
+
+
+Kind = Literal["dense", "delta"]
 
 
 class Part(NamedTuple):
@@ -29,7 +34,7 @@ class Part(NamedTuple):
       tensor: The Hugging Face name of the tensor.
       shape: The shape of the whole tensor.
       region: The place of the part in the tensor.
-      array: The part's values, in the dtype that servers load. Nobody changes the array any more.
+      array: The values in the dtype that servers load, which nobody changes any more.
     """
 
     tensor: str
@@ -38,24 +43,24 @@ class Part(NamedTuple):
     array: np.ndarray
 
 
+MakeParts = Callable[[Any], Iterable[Part]]
+"""A function from what is published to the parts of it that this process holds."""
+
+
 class PartsSummary(msgspec.Struct, frozen=True):
-    """The number and size of a version's parts.
+    """The sums over a version's parts.
 
     Attributes:
-      dtypes: The dtypes of the parts, each once.
-      elements: The number of elements of all parts.
-      dense_bytes: The size of all parts (bytes).
       changed: The number of elements that differ from the version before; None where there is no such version.
       delta_bytes: The size of the delta (bytes); None where there is no delta.
-      shapes: The shapes of the tensors by name.
     """
 
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # each once
     elements: int
     dense_bytes: int
     changed: float | None
     delta_bytes: int | None
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]  # of the whole tensors by name
 
 
 class WrittenFiles(msgspec.Struct, frozen=True):
@@ -69,39 +74,30 @@ class Writer(Protocol):
     """Writes the parts of a version that this process holds, or those of all processes."""
 
     def collect(self, tensors: Any, directory: Path) -> PartsSummary:
-        """Takes the parts of the next version, and compares them with the version before.
+        """Takes the parts of the next version, and compares them with the version before. Raises OSError.
 
-        Args:
-          tensors: The tensors, in the form that the writer was made for.
-          directory: The directory of the version, which exists.
-
-        Raises:
-          OSError: The parts cannot be written, where the writer does so already.
+        The tensors have the form that the writer was made for. A writer may write into ``directory`` already.
         """
 
-    def write_dense(self, directory: Path) -> WrittenFiles:
-        """Writes the collected parts whole. A delta is written before, or not at all. Raises OSError."""
-
-    def write_delta(self, directory: Path) -> WrittenFiles:
-        """Writes what changed since the version before. Raises OSError."""
+    def write(self, kind: Kind, directory: Path) -> WrittenFiles:
+        """Writes the collected parts whole, or before that what changed since the version before. Raises OSError."""
 
     def forget(self, directory: Path) -> None:
         """Gives up the version in ``directory``; the next version is compared with nothing."""
 
     def keep_only(self, names: Collection[str]) -> None:
         """Removes the files of all versions but ``names``, where the directory's owner does not."""
+        return
 
 
-class PartWriter:
-    """A Writer of one process. It keeps the parts of the newest version in memory; the next delta is against them."""
+class PartWriter(Writer):
+    """A Writer of one process. It keeps the parts of the newest version in memory; the next delta is against them.
 
-    def __init__(self, parts: Callable[[Any], Iterable[Part]], name: str = "0") -> None:
-        """Takes the source of the parts.
+    Of several processes each has one, which writes into the version's directory where all of them see it.
+    """
 
-        Args:
-          parts: A function from the argument of :meth:`collect` to this process's parts.
-          name: The beginning of the names of this process's files; each process of a run has another one.
-        """
+    def __init__(self, parts: MakeParts, name: str = "0") -> None:
+        """Takes the maker of the parts, and the beginning of the files' names, which differs between processes."""
         self._parts_of, self._name = parts, name
         self._parts: list[Part] = []
         self._deltas: list[Delta] | None = None
@@ -124,9 +120,35 @@ class PartWriter:
         delta_bytes = sum(len(delta.gaps) + len(delta.values) for delta in known)
         return _summary(self._parts, sum(delta.changed for delta in known), delta_bytes)
 
-    def write_dense(self, directory: Path) -> WrittenFiles:
-        """Writes the collected parts whole, several to a file; a delta cannot be written any more. Raises OSError."""
-        self._deltas = None
+    def write(self, kind: Kind, directory: Path) -> WrittenFiles:
+        """Writes the collected parts whole, several to a file, or the delta to them. Raises OSError."""
+        if kind == "dense":
+            self._deltas = None
+            return self._write_dense(directory)
+        deltas, self._deltas = self._deltas, None
+        assert deltas is not None
+        return self._write_delta(directory, deltas)
+
+    def wait(self, directory: Path, written: WrittenFiles) -> None:
+        """Waits until process 0 sees what all processes wrote into ``directory``. Raises OSError if it does not."""
+        deadline = time.monotonic() + SEEN_AFTER_S
+        unseen = {name: record.bytes for name, record in written.files.items() if not record.at}
+        while unseen := {name: size for name, size in unseen.items() if not _has_size(directory / name, size)}:
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"process 0 does not see {min(unseen)}, which another process wrote: rollout.transfer_dir "
+                    "must be a directory that all of them see"
+                )
+            time.sleep(0.05)
+
+    def forget(self, directory: Path) -> None:
+        """Forgets the parts of the version in ``directory``, so that the next version is compared with nothing."""
+        self._parts, self._deltas = [], None
+
+    def close(self) -> None:
+        """Releases everything at the end of the run; may be called twice."""
+
+    def _write_dense(self, directory: Path) -> WrittenFiles:
         groups: list[list[Part]] = []
         room = 0
         for part in self._parts:
@@ -142,28 +164,18 @@ class PartWriter:
         with ThreadPoolExecutor(_THREADS) as pool:
             return merge_written(list(pool.map(write, itertools.count(), groups)))
 
-    def write_delta(self, directory: Path) -> WrittenFiles:
-        """Writes the delta to the collected parts. Raises OSError."""
-        assert self._deltas is not None
+    def _write_delta(self, directory: Path, deltas: Sequence[Delta]) -> WrittenFiles:
         file, content, pieces = f"{self._name}-delta.safetensors", {}, []
-        for number, (part, delta) in enumerate(zip(self._parts, self._deltas, strict=True)):
+        for number, (part, delta) in enumerate(zip(self._parts, deltas, strict=True)):
             key = f"{number:06d}"
             pieces.append(Piece(part.tensor, part.region, file, key, delta.changed, delta.gap_type))
             if delta.changed:
                 content[f"{key}.gaps"] = np.frombuffer(delta.gaps, np.uint8)
                 content[f"{key}.values"] = np.frombuffer(delta.values, np.uint8)
-        self._deltas = None
         return WrittenFiles(tuple(pieces), {file: write_file(directory / file, content)})
 
-    def forget(self, directory: Path) -> None:
-        """Forgets the parts of the version in ``directory``, so that the next version is compared with nothing."""
-        self._parts, self._deltas = [], None
 
-    def keep_only(self, names: Collection[str]) -> None:
-        """Removes nothing: the owner of the directories removes them."""
-
-
-class StreamWriter:
+class StreamWriter(Writer):
     """A Writer of whole tensors that has one of them in memory at a time, and writes no deltas.
 
     It keeps a sample of each tensor, to count the changed elements: a tensor of more than 65,536 elements counts by
@@ -187,20 +199,14 @@ class StreamWriter:
         self._written = merge_written(written)
         return merge_summaries(summaries)
 
-    def write_dense(self, directory: Path) -> WrittenFiles:
-        """Returns what :meth:`collect` has written."""
+    def write(self, kind: Kind, directory: Path) -> WrittenFiles:
+        """Returns what :meth:`collect` has written: the version is dense."""
+        assert kind == "dense"
         return self._written
-
-    def write_delta(self, directory: Path) -> WrittenFiles:
-        """Raises NotImplementedError: no summary of :meth:`collect` has a delta."""
-        raise NotImplementedError(f"no delta can be written to {directory}")
 
     def forget(self, directory: Path) -> None:
         """Forgets the version in ``directory``, so that the next version is compared with nothing."""
         self._samples, self._written = {}, WrittenFiles()
-
-    def keep_only(self, names: Collection[str]) -> None:
-        """Removes nothing: the owner of the directories removes them."""
 
     def _changed_share(self, part: Part) -> float:
         """Returns the share of a tensor that differs from the version before, and keeps a sample for the next one."""
@@ -269,6 +275,13 @@ def _write_parts(directory: Path, file: str, parts: Sequence[Part]) -> WrittenFi
         pieces.append(Piece(part.tensor, part.region, file, key))
     content = {piece.key: part.array for piece, part in zip(pieces, parts, strict=True)}
     return WrittenFiles(tuple(pieces), {file: write_file(directory / file, content)})
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except FileNotFoundError:
+        return False
 
 
 def _delta(before: Mapping[tuple[str, Region], np.ndarray], part: Part) -> Delta | None:

@@ -26,10 +26,9 @@ from rljax.rollout.types import PublishConfig, RolloutConfig
 from rljax.run.acts import PublishToServers
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.access import find_key_file
-from rljax.weights.outlets import make_parts
+from rljax.weights.outlets import make_part_writer
 from rljax.weights.store import open_weight_directory
 from rljax.weights.sums import bits_of
-from rljax.weights.writer import PartWriter
 
 MODEL = Path(__file__).parents[2] / "configs/toy-base"
 
@@ -78,8 +77,8 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
         mesh = make_mesh(MeshConfig())
         params = load_params(MODEL, config, param_shardings(config, mesh))
         functions = policy_functions(config, "bfloat16")
-        parts = make_parts(
-            PartWriter(functions.parts, str(index)),
+        parts = make_part_writer(
+            functions.parts,
             store,
             rollout.transfer_dir,
             host=host,

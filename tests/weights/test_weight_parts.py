@@ -17,12 +17,12 @@ from toy_runs import ROOT
 from weight_training import Training, assert_holds, shards
 
 from rljax.errors import ConfigError, NotWrittenError
-from rljax.weights import outlets
 from rljax.weights import source as sources
+from rljax.weights import writer as writers
 from rljax.weights.access import KEY_FILE, find_key_file, own_address
 from rljax.weights.format import FileRecord
 from rljax.weights.mirror import DamagedError, Mirror
-from rljax.weights.outlets import PartFiles, make_parts
+from rljax.weights.outlets import make_part_writer
 from rljax.weights.pull import pull
 from rljax.weights.source import SourceError, open_source
 from rljax.weights.store import open_weight_directory
@@ -41,13 +41,7 @@ class InTurn:
         held = shards(dict(named), len(self.parts))
         return merge_summaries([each.collect(own) for each, own in zip(self.parts, held, strict=True)])
 
-    def write_dense(self, directory):
-        return self._write("dense", directory)
-
-    def write_delta(self, directory):
-        return self._write("delta", directory)
-
-    def _write(self, kind, directory):
+    def write(self, kind, directory):
         written = merge_written([each.write(kind, directory) for each in self.parts])
         self.parts[0].wait(directory, written)
         return written
@@ -63,10 +57,9 @@ class InTurn:
 
 def own_parts(store, parent, index, *, host="127.0.0.1", port=0, coordinator=HERE):
     """The parts of one process of several, each of which yields what it is given."""
-    writer = PartWriter(lambda own: own, str(index))
     key_file = find_key_file(None)
     options = {"host": host, "port": port, "api_key_file": key_file, "index": index, "coordinator": coordinator}
-    return make_parts(writer, store, parent, **options)
+    return make_part_writer(lambda own: own, store, parent, **options)
 
 
 class Pod:
@@ -298,7 +291,7 @@ def test_each_process_uploads_and_process_0_comes_last(pods, mirror, tmp_path):
 
 def test_files_of_other_processes_are_waited_for(tmp_path, monkeypatch):
     """As on a shared file system that shows them late; one that is not shared is named."""
-    parts = PartFiles(PartWriter(lambda own: own))
+    parts = PartWriter(lambda own: own)
     written = WrittenFiles((), {"0.safetensors": FileRecord(4, ""), "1.safetensors": FileRecord(8, "")})
     (tmp_path / "0.safetensors").write_bytes(b"1234")
     (tmp_path / "1.safetensors").write_bytes(b"1234")
@@ -307,7 +300,7 @@ def test_files_of_other_processes_are_waited_for(tmp_path, monkeypatch):
     parts.wait(tmp_path, written)
     assert (tmp_path / "1.safetensors").stat().st_size == 8
     (tmp_path / "1.safetensors").unlink()
-    monkeypatch.setattr(outlets, "SEEN_AFTER_S", 0.2)
+    monkeypatch.setattr(writers, "SEEN_AFTER_S", 0.2)
     with pytest.raises(OSError, match=r"does not see 1\.safetensors, .* wrote: rollout\.transfer_dir"):
         parts.wait(tmp_path, written)
 

@@ -347,7 +347,7 @@ def test_shards_written_by_several_processes_are_one_version(tmp_path, training,
         held_by = shards(training.tensors, count)
         taken = [writer.collect(parts) for writer, parts in zip(writers, held_by, strict=True)]
         assert sum(each.elements for each in taken) == sum(array.size for array in training.tensors.values())
-        written = merge_written([w.write_delta(directory) if number else w.write_dense(directory) for w in writers])
+        written = merge_written([writer.write("delta" if number else "dense", directory) for writer in writers])
         records = {name: TensorRecord(array.shape, array_checksum(array)) for name, array in training.tensors.items()}
         pieces = {"delta": written.pieces, "base": base} if number else {"dense": written.pieces}
         version = Version(directory.name, f"tag{number}", "bfloat16", records, written.files, **pieces)
