@@ -29,8 +29,7 @@ from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.distributed.acts import follow as follow_acts
 from rljax.distributed.files import write_whole
 from rljax.distributed.ownership import Ownership
-from rljax.distributed.processes import Processes
-from rljax.distributed.start import ProcessOptions, start_processes, unused_gpus
+from rljax.distributed.processes import Processes, ProcessOptions, start_processes, unused_gpus
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
 from rljax.plan.compile import compile_step, describe, report
 from rljax.plan.dry_run import check_shapes, dry_run

@@ -22,51 +22,29 @@ class Act(Generic[Local]):
 
     Process 0 leads: a method of a subclass announces the work with ``lead`` and does it. Every other process follows:
     it hears the announcement and does the same work on its own shards in ``follow``.
-
-    Attributes:
-      name: The name that announcements carry; each act of a run has another one.
-      processes: The processes of the run.
     """
 
     name: ClassVar[str]
-    processes: Processes
+    """The name that announcements carry; each act of a run has another one."""
 
     def __init__(self, processes: Processes) -> None:
-        """Stores the processes of the run."""
         self.processes = processes
 
     def lead(
         self, part: str = "", fields: Mapping[str, Any] | None = None, arrays: Mapping[str, np.ndarray] | None = None
     ) -> AbstractContextManager[None]:
-        """Announces a part of this act; process 0 does its side in the block. See ``Processes.together``.
-
-        Args:
-          part: The name of the part; "" where the act has only one.
-          fields: The settings of the work, JSON values by name.
-          arrays: The numpy arrays that the work needs, by name.
-        """
+        """Announces a part of this act, with the fields of ``Request``; process 0 does its side in the block."""
         return self.processes.together(Request(self.name, part, fields or {}, arrays or {}))
 
     def follow(self, request: Request, local: Local) -> None:
-        """Does the side of a process other than 0.
-
-        Args:
-          request: The announcement of process 0.
-          local: The objects of this process that acts read and replace.
-        """
+        """Does the side of a process other than 0; acts read and replace the objects in ``local``."""
         raise NotImplementedError
 
 
 def follow(processes: Processes, acts: Iterable[Act[Local]], local: Local) -> int:
-    """Does what process 0 announces, until it announces the end of the run.
+    """Does what process 0 announces, until it announces the end of the run. Returns the exit status of the run.
 
-    Args:
-      processes: The processes of the run; this one is not process 0.
-      acts: The acts that process 0 may announce.
-      local: The objects of this process that acts read and replace.
-
-    Returns:
-      The exit status of the run.
+    Process 0 announces some of ``acts``, which read and replace the objects in ``local``.
     """
     by_name = {act.name: act for act in acts}
     while (request := processes.listen()).act != STOP:
@@ -76,12 +54,9 @@ def follow(processes: Processes, acts: Iterable[Act[Local]], local: Local) -> in
 
 
 def gather_results(processes: Processes, work: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Does ``work`` in every process and gathers what it returned, or its OSError. All processes call it.
+    """Does ``work`` in every process and gathers what it returned, or its OSError, for ``values_of``.
 
-    An OSError in one process is not raised here, so that the processes stay at the same place.
-
-    Returns:
-      The results in the order of the processes, for ``values_of``.
+    All processes call it. An OSError in one of them is not raised here, so that they stay at the same place.
     """
     try:
         result: Any = {"value": msgspec.to_builtins(work())}
@@ -93,8 +68,7 @@ def gather_results(processes: Processes, work: Callable[[], Any]) -> list[dict[s
 def values_of(results: Sequence[Mapping[str, Any]], kind: type[Value]) -> list[Value]:
     """Returns the values that ``gather_results`` gathered, each as a ``kind``.
 
-    Raises:
-      OSError: The work failed in at least one process. The message has the error of each of them.
+    Raises OSError if the work failed in at least one process. The message has the error of each of them.
     """
     errors = [result["error"] for result in results if "error" in result]
     if errors:

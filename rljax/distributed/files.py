@@ -20,13 +20,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path beside ``path``, and renames it to ``path`` when the block ends without an error.
 
     A reader of ``path`` finds the old content or the new content, never a part of it. After an error, or if the process
-    is killed in the block, ``path`` is as it was before.
-
-    Args:
-      path: The file or directory that the block makes. A directory must not exist yet.
-
-    Raises:
-      OSError: The file cannot be written or renamed; the error names a file.
+    is killed in the block, ``path`` is as it was before. A directory must not exist yet. Raises OSError, which names a
+    file, if it cannot be written or renamed.
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
@@ -56,14 +51,9 @@ class OwnedDirectory:
     """
 
     def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None) -> None:
-        """Makes the directory, and removes those of the same prefix whose owner is provably dead.
+        """Makes a directory ``prefix*`` in ``parent``, and removes those whose owner is provably dead.
 
-        Args:
-          prefix: The beginning of the directory's name.
-          parent: The directory to make it in. None: ``memory_directory()``.
-
-        Raises:
-          RuntimeError: ``parent`` cannot be written.
+        With None for ``parent`` that is ``memory_directory()``. Raises RuntimeError if it cannot be written.
         """
         self.parent = Path(parent) if parent is not None else memory_directory()
         try:
@@ -82,12 +72,9 @@ class OwnedDirectory:
 
 
 def remove_abandoned(parent: Path, prefix: str, owners: str) -> None:
-    """Removes directories in ``parent`` whose owners are provably dead; one without a record of an owner stays.
+    """Removes directories ``prefix*`` in ``parent`` whose owners are provably dead.
 
-    Args:
-      parent: The directory that contains them.
-      prefix: The beginning of their names.
-      owners: The pattern of the owners' records in each of them.
+    ``owners`` is the pattern of the owners' records in each of them. A directory without such a record stays.
     """
     for root in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # it belongs to another user, or was removed in the meantime

@@ -36,53 +36,32 @@ _SILENT = 0.7  # The share of ``heartbeat_s`` after which a process counts as lo
 
 
 @dataclass
-class LastBeat:
-    """The last beat of another process, as process 0 read it.
+class _LastBeat:
+    """The last beat of another process, as process 0 read it. Times are on its monotonic clock, in seconds."""
 
-    Attributes:
-      content: The beat as the other process wrote it, JSON.
-      changed: The time when it last changed, on the monotonic clock of process 0, in seconds.
-      host: The machine that the process runs on.
-      place: The place where the process was.
-      moves: The number of times that its place had changed.
-      place_changed: The time when the place last changed, on the same clock, in seconds.
-    """
-
-    content: str
-    changed: float
+    content: str  # the beat as the other process wrote it, JSON
+    changed: float  # the time when the beat last changed
     host: str
     place: str
-    moves: int
-    place_changed: float
+    moves: int  # how often the place had changed
+    place_changed: float  # the time when the place last changed
 
 
 class Liveness:
-    """The threads of one process that write and watch signs of life, from ``start`` to ``stop``.
-
-    Attributes:
-      signal: The first signal that any process received, or None. Only process 0 knows it.
-    """
+    """The threads of one process that write and watch signs of life, from ``start`` to ``stop``."""
 
     def __init__(self, store: Any, index: int, count: int, *, heartbeat_s: float, stuck_s: float):
-        """Stores the settings; ``start`` starts the threads.
-
-        Args:
-          store: The client of ``jax.distributed``; None for a single process, which is only watched.
-          index: The number of this process, from 0.
-          count: The number of processes.
-          heartbeat_s: The longest time from the last sign of life of a process to the end of the others, in seconds.
-          stuck_s: The longest time that a process may stay in one place, in seconds; 0 for no limit.
-        """
+        """Takes what ``Processes`` takes. ``store`` is the client of ``jax.distributed``; None for a single process."""
         self._store, self._index, self._count = store, index, count
         self._heartbeat_s, self._stuck_s = heartbeat_s, stuck_s
         self._silent_s = _SILENT * heartbeat_s
         self._period_s = min(1.0, heartbeat_s / _PARTS)
         self._place, self._moves, self._number = "starting", 0, 0
-        self._beats: dict[int, LastBeat] = {}
+        self._beats: dict[int, _LastBeat] = {}
         self._answered = time.monotonic()
         self._leader_host = "an unknown machine"
         self._stopped = threading.Event()
-        self.signal: int | None = None
+        self.signal: int | None = None  # the first signal that any process received; only process 0 knows it
 
     def start(self) -> None:
         """Starts the threads."""
@@ -106,13 +85,9 @@ class Liveness:
             self._store.key_value_set(_SIGNAL, str(number), allow_overwrite=True)
 
     def end_all(self, status: int, line: str) -> None:
-        """Tells all other processes to end. In process 0 it returns when they have had time to read that.
+        """Tells all other processes to print a line and end. Process 0 gives them time to read that.
 
         The first call in any process counts. If the store is gone, the other processes end by themselves.
-
-        Args:
-          status: The exit status of the other processes.
-          line: The line that each of them prints.
         """
         with contextlib.suppress(Exception):
             self._store.key_value_set(_WORD, json.dumps({"status": status, "line": line, "by": self._index}))
@@ -123,11 +98,9 @@ class Liveness:
         """Returns the name of a process for messages, such as ``process 1 on HOST``."""
         if index == self._index:
             return f"process {index} on {socket.gethostname()}"
-        if self._index:
-            return f"process {index} on {self._leader_host}" if index == 0 else f"process {index}"
+        if self._index and index == 0:
+            return f"process 0 on {self._leader_host}"
         return f"process {index} on {self._beats[index].host}" if index in self._beats else f"process {index}"
-
-    # ---- the threads ----
 
     def _beat(self) -> None:
         """Writes beats and reads those of the others. It may wait for the store; ``_watch`` never does."""
@@ -157,7 +130,7 @@ class Liveness:
             fields = json.loads(beat)
             stayed = before is not None and before.moves == fields["moves"]
             since = before.place_changed if before is not None and stayed else now
-            self._beats[index] = LastBeat(beat, now, fields["host"], fields["place"], fields["moves"], since)
+            self._beats[index] = _LastBeat(beat, now, fields["host"], fields["place"], fields["moves"], since)
         if _SIGNAL in found and self.signal is None:
             self.signal = int(found[_SIGNAL])
         word = json.loads(found[_WORD]) if _WORD in found else None
@@ -173,9 +146,8 @@ class Liveness:
             now = time.monotonic()
             if self._moves != place:
                 place, since = self._moves, now
-            silent_s = now - self._answered
-            if self._store is not None and silent_s > self._silent_s and not self._stopped.is_set():
-                self._end(START_AGAIN_STATUS, self._lost(0, silent_s))
+            if self._store is not None and now - self._answered > self._silent_s and not self._stopped.is_set():
+                self._end(START_AGAIN_STATUS, self._lost(0, now - self._answered))
             if self._index:
                 continue
             for index, last in list(self._beats.items()):
@@ -192,7 +164,6 @@ class Liveness:
         )
 
     def _stuck(self, since: float, now: float) -> str:
-        """Returns the message that says where each process is, and for how long."""
         places = [(0, self._place, since), *((i, last.place, last.place_changed) for i, last in self._beats.items())]
         listed = ", ".join(f"{self.name(index)}: {place} for {now - began:.0f} s" for index, place, began in places)
         return f"nothing moved for run.stuck_s = {self._stuck_s:g} s: {listed}; this run ends"

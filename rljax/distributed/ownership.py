@@ -4,10 +4,6 @@ The owner's record is a small file with its host, its process id and the start t
 owner renews the file's modification time, which is its heartbeat. Kernel locks (flock) are not used, because on some
 shared file systems they hold on one machine only. On the owner's machine the process table shows whether the owner
 lives. On any other machine the heartbeat does.
-
-Example:
-  with claim(run_dir / "owner.json") as owner:
-      ...  # owner.is_current() is False once another process has taken the path over
 """
 
 from __future__ import annotations
@@ -37,23 +33,14 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 @dataclass(frozen=True)
 class Record:
-    """The record that an owner writes about itself.
-
-    Attributes:
-      host: The name of the machine.
-      machine: The identity of the machine's boot and of its process namespace; "" if unknown.
-      pid: The process id.
-      started: The start time of the process, in kernel ticks since boot; 0 if unknown.
-      token: A string that is unique to this claim.
-      since: The time of the claim, on the owner's clock.
-    """
+    """The record that an owner writes about itself."""
 
     host: str
-    machine: str
+    machine: str  # the identity of the machine's boot and of its process namespace; "" if unknown
     pid: int
-    started: int
-    token: str
-    since: str = "an unknown time"
+    started: int  # the start time of the process, in kernel ticks since boot; 0 if unknown
+    token: str  # a string that is unique to this claim
+    since: str = "an unknown time"  # the time of the claim, on the owner's clock
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -66,8 +53,7 @@ class Ownership:
     """A path that this process owns until :meth:`release`. :func:`claim` makes it; it is a context manager."""
 
     def __init__(self, path: Path, record: Record, heartbeat_s: float) -> None:
-        self.path, self.record = path, record
-        self._heartbeat_s = heartbeat_s
+        self.path, self.record, self._heartbeat_s = path, record, heartbeat_s
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="rljax-heartbeat", daemon=True)
         self._thread.start()
@@ -75,8 +61,7 @@ class Ownership:
     def is_current(self) -> bool:
         """Returns whether this process still owns the path. Another one takes it over if the heartbeat stops for long.
 
-        Raises:
-          OSError: The record cannot be read.
+        Raises OSError if the record cannot be read.
         """
         return read(self.path) == self.record
 
@@ -104,19 +89,12 @@ class Ownership:
 
 
 def claim(path: str | os.PathLike[str], *, stale_s: float = STALE_S, heartbeat_s: float = HEARTBEAT_S) -> Ownership:
-    """Makes this process the only owner of a path.
+    """Makes this process the only owner of a path: the file of its record, in a directory that exists.
 
     The record of an owner that is provably dead is taken over at once. If the owner is on another machine, this prints
-    a line and watches its heartbeat for up to ``stale_s``. It takes the record over if the heartbeat does not move. If
-    several processes claim a path at the same time, one succeeds.
-
-    Args:
-      path: The file of the record, in a directory that exists.
-      stale_s: The time without a heartbeat after which an owner counts as dead, in seconds.
-      heartbeat_s: The time between two beats of this owner, in seconds; well below ``stale_s`` of every other process.
-
-    Returns:
-      The ownership, whose heartbeat has begun.
+    a line and watches its heartbeat for up to ``stale_s`` seconds. It takes the record over if the heartbeat does not
+    move. If several processes claim a path at the same time, one succeeds. ``heartbeat_s``, between two beats of this
+    owner, is well below ``stale_s`` of every other process.
 
     Raises:
       OwnedError: Another owner lives. The message names it.
@@ -140,12 +118,9 @@ def claim(path: str | os.PathLike[str], *, stale_s: float = STALE_S, heartbeat_s
 
 
 def read(path: str | os.PathLike[str]) -> Record | None:
-    """Returns the record at ``path``, or None if there is none.
+    """Returns the record at ``path``, or None if there is none. Raises OSError if the file cannot be read.
 
     A record that cannot be parsed becomes one of an unknown machine.
-
-    Raises:
-      OSError: The file exists and cannot be read.
     """
     try:
         return _parse(Path(path).read_bytes())
@@ -158,14 +133,8 @@ def provably_dead(path: str | os.PathLike[str], *, silent_s: float = SILENT_S) -
 
     An owner on this machine is dead if its process is gone, or if its process id belongs to a process that started at
     another time. Any other owner is dead if its heartbeat has not moved for ``silent_s``, on the clock of the file
-    system that has the record.
-
-    Args:
-      path: The file of the record.
-      silent_s: The time without a heartbeat after which an owner on another machine is dead, in seconds.
-
-    Raises:
-      OSError: The record cannot be read, or no file can be made beside it to read the clock of the file system.
+    system that has the record (seconds). Raises OSError if the record cannot be read, or no file can be made beside it
+    to read that clock.
     """
     path = Path(path)
     record = read(path)
@@ -173,7 +142,7 @@ def provably_dead(path: str | os.PathLike[str], *, silent_s: float = SILENT_S) -
 
 
 def _is_dead(path: Path, record: Record, silent_s: float) -> bool:
-    """Returns whether the owner of ``record`` is dead. Another record may have replaced it at ``path`` meanwhile."""
+    """Returns whether the owner of ``record`` is dead. Another record may be at ``path`` by now."""
     if _is_here(record):
         return _started(record.pid) not in (record.started, 0)
     with tempfile.TemporaryFile(dir=path.parent) as fresh:
@@ -207,24 +176,15 @@ def _create(path: Path, record: Record) -> bool:
             os.link(whole, path)
         except OSError as error:
             if error.errno in _NO_LINKS:
-                return _create_without_links(path, content)
-            # NFS may lose the answer to a link that was made.
-            if whole.stat().st_nlink != 2:
-                if isinstance(error, FileExistsError):
-                    return False
+                with path.open("xb") as file:
+                    file.write(content)
+            elif whole.stat().st_nlink != 2:  # NFS may lose the answer to a link that was made.
                 raise
         return True
-    finally:
-        whole.unlink(missing_ok=True)
-
-
-def _create_without_links(path: Path, content: bytes) -> bool:
-    try:
-        with path.open("xb") as file:
-            file.write(content)
     except FileExistsError:
         return False
-    return True
+    finally:
+        whole.unlink(missing_ok=True)
 
 
 def _take_away(path: Path, record: Record) -> bool:
@@ -256,14 +216,8 @@ def _heartbeat(path: Path) -> float | None:
 def _parse(content: bytes) -> Record:
     try:
         fields: dict[str, Any] = json.loads(content)
-        return Record(
-            str(fields["host"]),
-            str(fields["machine"]),
-            int(fields["pid"]),
-            int(fields["started"]),
-            str(fields["token"]),
-            str(fields["since"]),
-        )
+        host, machine, token, since = (str(fields[name]) for name in ("host", "machine", "token", "since"))
+        return Record(host, machine, int(fields["pid"]), int(fields["started"]), token, since)
     except (ValueError, KeyError, TypeError):
         return _UNREADABLE
 
@@ -283,10 +237,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Returns the start time of process ``pid`` of this machine, in ticks since boot.
-
-    It is None if the process is gone or a zombie, and 0 if this user may not read it.
-    """
+    """Returns the start time of a process here, in ticks since boot; None if it is gone, 0 if it may not be read."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

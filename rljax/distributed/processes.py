@@ -1,4 +1,4 @@
-"""The processes of one run: which one leads, what they do together, and how they end.
+"""The processes of one run: how they start, which one leads, what they do together, and how they end.
 
 Process 0 runs the program. It announces each piece of work that takes the devices of all processes. The others wait for
 announcements and do the same work. If process 0 fails between two announcements, the others still wait for the next
@@ -8,6 +8,7 @@ one, so all processes together can save the newest state. Announcements go throu
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -17,6 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from rljax.distributed.liveness import WAITING, Liveness
-from rljax.distributed.messages import Request, pack_request, send_large, unpack_request
+from rljax.distributed.messages import SMALL_BYTES, Request, broadcast, pack_request, unpack_request
 from rljax.errors import ConfigError, StartAgainError, exit_status, print_end
 
 PACK, UPDATE, SAVE = "pack", "update", "save"
@@ -36,16 +39,13 @@ STOP = "stop"
 _REQUESTS = "rljax/act/"
 _KEPT = 8  # Announcements in the store. No process is further behind, because each step waits for all of them.
 _LISTEN_MS = 500  # One wait for an announcement lasts so long, and signals are handled between two waits.
+_INIT_S = 300
+_JAX_HEARTBEAT_FACTOR = 4  # The run's own heartbeat comes first, and its message says more.
 _COLLECTIVE_FAILED = re.compile("[A-Z_]+: .*(Gloo|NCCL|RCCL)")
 
 
 class Processes:
-    """The processes of a run, or its only process. A context manager: an error that leaves it ends all of them.
-
-    Attributes:
-      index: The number of this process, from 0.
-      count: The number of processes.
-    """
+    """The processes of a run, or its only process. A context manager: an error that leaves it ends all of them."""
 
     def __init__(self, index: int = 0, count: int = 1, *, heartbeat_s: float = 30.0, stuck_s: float = 0.0):
         """Prepares one process. If there are several, ``jax.distributed`` must be initialised.
@@ -57,12 +57,11 @@ class Processes:
           stuck_s: The longest time that a process may stay in one place, in seconds; 0 for no limit.
         """
         self.index, self.count = index, count
-        self._heartbeat_s, self._number, self._failed = heartbeat_s, 0, ""
-        self._store: Any = _store() if count > 1 else None
+        self._heartbeat_s, self._number, self._failed, self._has_ended = heartbeat_s, 0, "", False
+        self._store: Any = _state().client if count > 1 else None
         self._seconds = dict.fromkeys(TIMED, 0.0)
-        limits = {"heartbeat_s": heartbeat_s, "stuck_s": stuck_s}
-        is_watched = count > 1 or stuck_s > 0
-        self._liveness = Liveness(self._store, index, count, **limits) if is_watched else None
+        self._liveness = Liveness(self._store, index, count, heartbeat_s=heartbeat_s, stuck_s=stuck_s)
+        self._is_watched = count > 1 or stuck_s > 0
 
     @property
     def is_leader(self) -> bool:
@@ -72,7 +71,7 @@ class Processes:
     @property
     def coordinator(self) -> str:
         """The ``HOST:PORT`` at which this process reaches process 0; "" for a single process."""
-        return _coordinator() if self.count > 1 else ""
+        return str(_state().coordinator_address or "") if self.count > 1 else ""
 
     @property
     def are_together(self) -> bool:
@@ -81,23 +80,18 @@ class Processes:
 
     def at(self, place: str) -> None:
         """Notes that this process is now at ``place``, a phase of a step."""
-        if self._liveness is not None:
-            self._liveness.at(place)
+        self._liveness.at(place)
 
     def signal(self) -> int | None:
         """Returns the signal that another process received, or None. Only process 0 knows it."""
-        return self._liveness.signal if self._liveness is not None else None
-
-    # ---- both sides of an act ----
+        return self._liveness.signal
 
     @contextlib.contextmanager
     def together(self, request: Request) -> Iterator[None]:
         """Announces work to the other processes; process 0 does its side in the block.
 
-        An error in the block leaves the processes at different places, so they do nothing together after it.
-
-        Raises:
-          StartAgainError: Earlier work that the processes did together has failed.
+        An error in the block leaves the processes at different places, so they do nothing together after it: the next
+        call raises StartAgainError.
         """
         if self.count == 1:
             yield
@@ -106,13 +100,12 @@ class Processes:
             raise StartAgainError(f"the processes are at different places because {self._failed} failed")
         self._announce(request)
         try:
-            yield
+            with self.following():
+                yield
         except GeneratorExit:  # A stream whose caller stopped early was still computed to its end (acts.to_the_end).
             raise
-        except BaseException as error:
+        except BaseException:
             self._failed = request.place
-            if is_of_devices(error):
-                self._wait_for_heartbeat()
             raise
 
     def listen(self) -> Request:
@@ -127,13 +120,15 @@ class Processes:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     self._wait_for_heartbeat()
                     raise
+        if message.isdigit():
+            message = broadcast(b"", int(message))
         request = unpack_request(message)
         self.at(request.place)
         return request
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """A process other than 0 does announced work in the block. If a collective fails, the lost process is named."""
+        """A process does announced work in the block. If a collective fails, the lost process is named."""
         try:
             yield
         except Exception as error:
@@ -151,14 +146,10 @@ class Processes:
             self._seconds[name] += time.monotonic() - start
 
     def compare(self) -> dict[str, float]:
-        """Finds the slowest process at each timed kind of work since the last call. All processes call it.
+        """Returns ``perf/<name>_slowest_s`` and ``perf/<name>_slowest_process`` of each timed work since the last call.
 
-        All processes leave an update at the same time. Its slowest process is therefore the one that entered it last,
-        and its duration is the time from the first process to the last one.
-
-        Returns:
-          ``perf/<name>_slowest_s`` and ``perf/<name>_slowest_process`` for each of ``TIMED`` that was done; {} for a
-          single process.
+        All processes call it; a single one gets {}. All processes leave an update at the same time. Its slowest process
+        is therefore the one that entered it last, and its duration is the time from the first process to the last one.
         """
         if self.count == 1:
             return {}
@@ -184,16 +175,10 @@ class Processes:
         rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(self.count, -1)
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    # ---- the end ----
-
     @contextlib.contextmanager
     def reported_signals(self) -> Iterator[None]:
-        """In the block, a process other than 0 reports SIGTERM and SIGINT to process 0 and goes on; a second ends it.
-
-        A thread reads the signals from a pipe, because the main thread may wait in a collective.
-        """
-        liveness = self._liveness
-        assert liveness is not None
+        """In the block, a process other than 0 reports SIGTERM and SIGINT to process 0; a second one ends it."""
+        # A thread reads the signals from a pipe, because the main thread may wait in a collective.
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
 
@@ -201,7 +186,7 @@ class Processes:
             for reported, byte in enumerate(iter(lambda: os.read(reading, 1), b"")):
                 if reported:
                     os._exit(128 + byte[0])
-                liveness.report_signal(byte[0])
+                self._liveness.report_signal(byte[0])
 
         numbers = (signal.SIGINT, signal.SIGTERM)
         handlers = [signal.signal(number, lambda *_: None) for number in numbers]
@@ -217,30 +202,31 @@ class Processes:
 
     def end(self, status: int) -> None:
         """Ends the run: process 0 announces its exit status, and all processes call this and leave together."""
-        if self._liveness is None:
+        if self._has_ended:
             return
-        if self.count == 1:
-            self._liveness.stop()
-        else:
+        if self.count > 1:
             if self.is_leader:
                 self._announce(Request(STOP, fields={"status": status}))
             self.at("ending")
             multihost_utils.sync_global_devices("rljax end")
-            self._liveness.stop()
+        self._liveness.stop()
+        if self.count > 1:
             jax.distributed.shutdown()
-        self._liveness = None
+        self._has_ended = True
 
     def __enter__(self) -> Processes:
-        if self._liveness is not None:
+        if self._is_watched:
             self._liveness.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._liveness is None or error is None:
+        if self._has_ended or error is None:
             return
-        if self.count == 1:
-            self._liveness.stop()
-            return
+        if self.count > 1:
+            self._end_all(error)
+        self._liveness.stop()
+
+    def _end_all(self, error: BaseException) -> None:
         status = exit_status(error)
         line = " ".join(str(error).split())[:300]
         reason = line if isinstance(error, (ConfigError, StartAgainError)) else f"{type(error).__name__}: {line}"
@@ -249,17 +235,19 @@ class Processes:
         self._liveness.end_all(status, f"{self._liveness.name(self.index)} ended: {reason}")
         if not self.is_leader:
             os._exit(status)
-        self._liveness.stop()
         # The exit handler of jax.distributed waits for processes that are gone; the error is printed before this one.
         _leave_without_waiting(status)
 
     def _announce(self, request: Request) -> None:
         self._number += 1
         self.at(request.place)
-        self._store.key_value_set_bytes(f"{_REQUESTS}{self._number}", pack_request(request))
+        message = pack_request(request)
+        is_small = len(message) <= SMALL_BYTES
+        self._store.key_value_set_bytes(f"{_REQUESTS}{self._number}", message if is_small else b"%d" % len(message))
         if self._number > _KEPT:
             self._store.key_value_delete(f"{_REQUESTS}{self._number - _KEPT}")
-        send_large(request)
+        if not is_small:
+            broadcast(message, len(message))
 
     def _wait_for_heartbeat(self) -> None:
         """A collective fails at once where a process died; the heartbeat finds which one, and ends this process."""
@@ -286,21 +274,14 @@ def is_of_devices(error: BaseException) -> bool:
     return True
 
 
-def _store() -> Any:
-    from jax._src.distributed import global_state  # JAX has no public way to its key-value store.
+def _state() -> Any:
+    from jax._src.distributed import global_state  # JAX has no public way to its store and coordinator.
 
-    return global_state.client
-
-
-def _coordinator() -> str:
-    from jax._src.distributed import global_state  # JAX has no public way to the coordinator's address.
-
-    return str(global_state.coordinator_address or "")
+    return global_state
 
 
 def _leave_without_waiting(status: int) -> None:
     """Ends the process as soon as Python has printed the error that ended it."""
-    import atexit
 
     def leave() -> None:
         sys.stdout.flush()
@@ -308,3 +289,90 @@ def _leave_without_waiting(status: int) -> None:
         os._exit(status)
 
     atexit.register(leave)
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """The settings of ``RunConfig`` about processes. The times are those of ``Processes``."""
+
+    processes: int = 0  # the number of processes; 0 for what the cluster says
+    process_id: int = -1  # the number of this process, from 0; -1 for what the cluster says
+    coordinator: str = ""  # the HOST:PORT of process 0; "" for what the cluster says
+    heartbeat_s: float = 30.0
+    stuck_s: float = 3600.0
+
+
+def start_processes(options: ProcessOptions) -> Processes:
+    """Returns the processes of this run, after starting ``jax.distributed`` where there are several.
+
+    Call it before anything asks for devices.
+
+    Raises:
+      ConfigError: The options do not fit each other, or the environment has several processes that JAX does not find.
+      StartAgainError: The other processes did not connect in time.
+    """
+    is_set = (options.processes > 1, options.process_id >= 0, bool(options.coordinator))
+    limits: dict[str, Any] = {"heartbeat_s": options.heartbeat_s, "stuck_s": options.stuck_s}
+    alone = options.processes == 1 or (options.processes == 0 and _is_only_task())
+    if alone and not any(is_set):
+        return Processes(**limits)
+    if any(is_set) and not all(is_set):
+        raise ConfigError("run.processes (above 1), run.process_id and run.coordinator are given together, or none")
+    if all(is_set) and options.process_id >= options.processes:
+        raise ConfigError(f"run.process_id = {options.process_id} must be below run.processes = {options.processes}")
+    if all(is_set) and not options.coordinator.rpartition(":")[2].isdecimal():
+        raise ConfigError(f"run.coordinator must be HOST:PORT of process 0, got {options.coordinator!r}")
+    names = ("coordinator_address", "num_processes", "process_id")
+    given = (options.coordinator, options.processes, options.process_id)
+    where: dict[str, Any] = dict(zip(names, given, strict=True)) if all(is_set) else {}
+    # The preemption notifier of JAX would take SIGTERM until Python installs a handler.
+    jax.config.update("jax_enable_preemption_service", False)
+    heartbeat_s = int(_JAX_HEARTBEAT_FACTOR * options.heartbeat_s) + 10
+    try:
+        jax.distributed.initialize(**where, initialization_timeout=_INIT_S, heartbeat_timeout_seconds=heartbeat_s)
+    except ValueError as error:
+        if any(is_set) or "coordinator_address" not in str(error):
+            raise ConfigError(f"the processes of this run cannot be started: {error}") from error
+        if several := _several_by_environment():
+            line = f"{several}, but jax.distributed finds no cluster; run.processes = 1 trains alone"
+            raise ConfigError(line) from error
+        return Processes(**limits)
+    except jax.errors.JaxRuntimeError as error:
+        raise StartAgainError(f"the processes of this run did not find each other: {error}") from error
+    except RuntimeError:
+        if any(is_set):
+            raise
+        return Processes(**limits)  # The devices of this program are in use already.
+    return Processes(jax.process_index(), jax.process_count(), **limits)
+
+
+def _is_only_task() -> bool:
+    """Returns whether this is the only task of a step of Slurm or Open MPI, to which JAX would give one GPU."""
+    return any(os.environ.get(name) == "1" for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+
+
+def unused_gpus(used: int, devices: Path = Path("/dev")) -> str | None:
+    """Returns a line about the NVIDIA GPUs of this machine that no process of the run uses, or None where all are used.
+
+    This process uses ``used`` of them. The directory ``devices`` has a file ``nvidiaN`` for each.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = devices.glob("nvidia[0-9]*") if chosen is None else filter(None, chosen.split(","))
+    here = len(list(names))
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
+    if used * int(re.findall(r"\d+", tasks)[0]) >= here or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return None
+    return (
+        f"this process trains on {used} of the {here} GPUs of this machine; look at mesh, JAX_LOCAL_DEVICE_IDS, "
+        "run.processes (1: all GPUs here) and whether jax is installed with CUDA"
+    )
+
+
+def _several_by_environment() -> str:
+    """Returns the words of the environment that say there are several processes; "" where nothing says so."""
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        if os.environ.get(name, "1") not in ("", "0", "1"):
+            return f"{name} is {os.environ[name]}"
+    if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= os.environ.keys():
+        return "this is a pod of an Indexed Job (is the package kubernetes installed?)"
+    return ""

@@ -20,14 +20,9 @@ KEY_FILE = "RLJAX_API_KEY_FILE"
 """The environment variable that names the key file where no setting does."""
 
 Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+App = Callable[[Message, Any, Any], Awaitable[None]]
 
 _UNAUTHORIZED = b'{"error": "this server wants a key: Authorization: Bearer KEY"}'
-
-
-# ---- addresses ----
 
 
 def private_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -89,9 +84,6 @@ def _route_to(host: str) -> tuple[str, str]:
         raise ValueError(f"this machine knows no way to {host}: {error}") from error
 
 
-# ---- the key ----
-
-
 def find_key_file(path: str | os.PathLike[str] | None) -> Path | None:
     """Returns ``path``, else the file that ``$RLJAX_API_KEY_FILE`` names, else None: no key is used."""
     named = path or os.environ.get(KEY_FILE)
@@ -130,7 +122,7 @@ class RequireKey:
         self._app = app
         self._expected = _digest(b"Bearer " + read_api_key(Path(os.environ.get(KEY_FILE, ""))).encode())
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Handles one request, or the start and end of the server."""
         kind = scope["type"]
         if kind == "lifespan" or (kind == "http" and scope["path"] == "/health") or self._allows(scope):

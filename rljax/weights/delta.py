@@ -33,19 +33,12 @@ _KEPT_DIRECTORY = "last_delta"
 
 
 class Delta(NamedTuple):
-    """The changes of one part of a tensor, gaps and values compressed.
+    """The changes of one part of a tensor. Gaps and values are compressed."""
 
-    Attributes:
-      changed: The number of elements that changed.
-      gap_type: The type of the gaps, "uint8" to "uint64". "": ``values`` has all elements of the part, not compressed.
-      gaps: The number of unchanged elements before each changed element, since the one before.
-      values: The new bits of the changed elements.
-    """
-
-    changed: int
-    gap_type: str
-    gaps: bytes
-    values: bytes
+    changed: int  # the number of changed elements
+    gap_type: str  # "uint8" to "uint64"; "": ``values`` has the bits of all elements of the part, not compressed
+    gaps: bytes  # for each changed element the number of unchanged ones since the one before
+    values: bytes  # the new bits of the changed elements
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> Delta:
@@ -111,22 +104,13 @@ def _decompressed(content: bytes, count: int, dtype: np.dtype) -> np.ndarray:
     return np.ascontiguousarray(planes.reshape(dtype.itemsize, count).T).view(dtype).reshape(-1)
 
 
-# ---- the delta that a mirror keeps ----
-
-
 @dataclass(frozen=True)
 class KeptDelta:
-    """A delta that a mirror has applied last. Its files change under the mirror's lock alone.
+    """A delta that a mirror has applied last. Its files change under the mirror's lock alone."""
 
-    Attributes:
-      version: The version that the delta leads to.
-      base_digest: The digest of the version that the delta is against.
-      directory: The directory that has the delta's files.
-    """
-
-    version: Version
-    base_digest: str
-    directory: Path
+    version: Version  # the one that the delta leads to
+    base_digest: str  # of the version that the delta is against
+    directory: Path  # the delta's files
 
     def patches(self) -> Iterator[tuple[str, tuple[int, ...], np.ndarray, np.ndarray]]:
         """Yields the changes of each piece that has some; those of one piece are in memory at a time.

@@ -40,20 +40,15 @@ _HEADER_BYTES = 100 * 2**20  # no header is longer
 
 @dataclass(frozen=True)
 class Checksum:
-    """The checksum of a tensor, or of a part of it: three sums over the mixed bits of its elements (``weights.sums``).
+    """The checksum of a tensor, or of a part of it: three sums mod 2^32 over its elements (``weights.sums``).
 
-    Attributes:
-      count: The number of elements.
-      first: The sum of the first mixed values, mod 2^32.
-      second: The sum of the second mixed values, mod 2^32.
-      placed: The sum of the first mixed values, each times the weight of its place, mod 2^32. For a part whose places
-        are not known, the places are counted from the part's beginning.
+    For a part whose places are not known, the places are counted from the part's beginning.
     """
 
-    count: int
-    first: int
-    second: int
-    placed: int
+    count: int  # the number of elements
+    first: int  # the sum of the first mixed values
+    second: int  # the sum of the second mixed values
+    placed: int  # the sum of the first mixed values, each times the weight of its place
 
     @classmethod
     def from_sums(cls, count: int, first: int, second: int, placed: int) -> Checksum:
@@ -99,20 +94,14 @@ class Region:
 
 
 class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of the tensor with this Hugging Face name, in a safetensors file.
-
-    Attributes:
-      key: The name of the part's entry in the file. A delta has two entries: ``KEY.gaps`` and ``KEY.values``.
-      changed: The number of changed elements; only in a delta.
-      gap_type: The integer type of the gaps (``delta.Delta``); only in a delta.
-    """
+    """A part of the tensor with this Hugging Face name, in a safetensors file."""
 
     tensor: str
     region: Region
     file: str
-    key: str
-    changed: int = 0
-    gap_type: str = ""
+    key: str  # of the part's entry in the file; a delta has two entries: KEY.gaps and KEY.values
+    changed: int = 0  # as in ``delta.Delta``, and only in a delta
+    gap_type: str = ""  # the same
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
@@ -138,22 +127,15 @@ class Base(msgspec.Struct, frozen=True):
 
 
 class Version(msgspec.Struct, frozen=True):
-    """The content of ``version.json``.
+    """The content of ``version.json``."""
 
-    Attributes:
-      name: The name of the version's directory.
-      tag: The name by which servers call the version.
-      dense: The pieces that make up the tensors; empty in a version that is a delta alone.
-      delta: The pieces of the delta; empty in a version without one.
-    """
-
-    name: str
-    tag: str
+    name: str  # of the version's directory
+    tag: str  # the name by which servers call the version
     dtype: str  # of all tensors
     tensors: dict[str, TensorRecord]  # by Hugging Face name
     files: dict[str, FileRecord]  # by name
-    dense: tuple[Piece, ...] = ()
-    delta: tuple[Piece, ...] = ()
+    dense: tuple[Piece, ...] = ()  # all of the tensors; empty in a version that is a delta alone
+    delta: tuple[Piece, ...] = ()  # empty in a version without a delta
     base: Base | None = None
     format: int = FORMAT
 
@@ -231,9 +213,6 @@ def parse_version(content: bytes, name: str | None) -> Version:
     if name not in (None, version.name):
         raise ValueError(f"{path} is of the version {version.name!r:.80}")
     return version
-
-
-# ---- safetensors files ----
 
 
 def create_file(path: Path, key: str, dtype: str, shape: Sequence[int], content: np.ndarray | None = None) -> None:

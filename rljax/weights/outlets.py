@@ -38,7 +38,6 @@ class Outlet:
     """
 
     def __init__(self, source: str | Path) -> None:
-        """Takes the place."""
         self.source = str(source)
 
     def add(self, path: Path) -> None:
@@ -173,10 +172,9 @@ class HttpOutlet(Outlet):
 
 
 class HttpPartWriter(PartWriter):
-    """A writer of a process other than 0, which serves its files from a directory of its own."""
+    """A writer of a process other than 0, which serves its files from a directory that it takes over."""
 
     def __init__(self, parts: MakeParts, name: str, directory: OwnedDirectory, outlet: HttpOutlet) -> None:
-        """Takes over a directory and the outlet that serves it."""
         super().__init__(parts, name)
         self.directory, self.outlet = directory, outlet
 
@@ -257,7 +255,7 @@ def make_part_writer(
       parent: The directory in which this process may make its own; None: this machine's memory.
       host: The address that process 0 binds to.
       port: The port that process 0 binds to, and process i with i added; 0: free ones.
-      api_key_file: The file with the key that whoever pulls over HTTP brings; None: no key.
+      api_key_file: The file with the key that requests over HTTP must bring, if any.
       index: The index of this process.
       coordinator: The ``HOST:PORT`` by which this process reaches process 0.
 

@@ -30,26 +30,16 @@ _LONGEST_CHAIN = 1000
 
 @dataclass
 class Pulled:
-    """The work and the time of a pull.
+    """The work and the time of a pull."""
 
-    Attributes:
-      tag: The tag of the version that the mirror holds now.
-      bytes: The number of bytes that were read from the source.
-      fetch_s: The part of ``seconds`` for reading the files.
-      check_s: The part of ``seconds`` for checksums: of the files, and of the mirror before a delta and at the end.
-      deltas: The number of deltas that were applied.
-      dense: Whether a dense version was taken.
-      repaired: The damage that was found in the mirror before, or in a delta; "" if there was none.
-    """
-
-    tag: str = ""
-    bytes: int = 0
-    seconds: float = 0.0
-    fetch_s: float = 0.0
-    check_s: float = 0.0
-    deltas: int = 0
-    dense: bool = False
-    repaired: str = ""
+    tag: str = ""  # of the version that the mirror holds now
+    bytes: int = 0  # what was read from the source
+    seconds: float = 0.0  # all of the pull
+    fetch_s: float = 0.0  # the part for reading the files
+    check_s: float = 0.0  # the part for checksums: of the files, and of the mirror before a delta and at the end
+    deltas: int = 0  # the number of deltas that were applied
+    dense: bool = False  # whether a dense version was taken
+    repaired: str = ""  # the damage that was found in the mirror before, or in a delta
 
 
 def pull(source: Source, name: str, mirror: Mirror, *, keep_delta: bool = False) -> Pulled:

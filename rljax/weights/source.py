@@ -73,7 +73,6 @@ class DirectorySource(Source):
     """A directory that the trainer and this machine both see. Nothing is copied."""
 
     def __init__(self, root: Path) -> None:
-        """Takes the path; reads nothing yet."""
         self._root = root
 
     def read(self, name: str) -> bytes:

@@ -15,30 +15,21 @@ from rljax.distributed.files import OwnedDirectory
 from rljax.errors import NotWrittenError
 from rljax.weights.format import PREFIX, Base, Checksum, TensorRecord, Version, format_of, write_version
 from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
-from rljax.weights.writer import PartsSummary, PartWriter, StreamWriter, Writer, WrittenFiles, whole_parts
+from rljax.weights.writer import PartWriter, StreamWriter, Writer, WrittenFiles, whole_parts
 
 PROBE = "probe.txt"
 
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """One version on disk.
+    """One version on disk."""
 
-    Attributes:
-      path: The directory of the version.
-      tag: The name by which servers call the version.
-      dtype: The dtype of all tensors.
-      num_bytes: The size of what a server reads to come here from the version before (bytes).
-      changed_fraction: The share of the elements that differ from the version before; NaN for the first version.
-      source: The ``Outlet.source`` of the place that has the version.
-    """
-
-    path: Path
-    tag: str
-    dtype: str
-    num_bytes: int
-    changed_fraction: float
-    source: str = ""
+    path: Path  # the directory of the version
+    tag: str  # the name by which servers call the version
+    dtype: str  # of all tensors
+    num_bytes: int  # the size of what a server reads to come here from the version before
+    changed_fraction: float  # the share of elements that differ from the version before; NaN for the first version
+    source: str = ""  # the ``Outlet.source`` of the place that has the version
 
 
 class WeightDirectory(OwnedDirectory):
@@ -119,7 +110,12 @@ class WeightDirectory(OwnedDirectory):
                 raise ValueError(f"tensors must have one dtype, got {list(summary.dtypes) or 'no tensors'}")
             if unlike := sums.keys() ^ summary.shapes.keys():
                 raise ValueError(f"tensors without a checksum, or checksums without a tensor: {sorted(unlike)[:4]}")
-            dense, delta = self._write_files(summary, directory)
+            dense, delta = WrittenFiles(), WrittenFiles()
+            has_delta = summary.delta_bytes is not None and summary.delta_bytes < summary.dense_bytes
+            if has_delta:
+                delta = self._writer.write("delta", directory)
+            if not has_delta or len(self._chain) - self._anchor() >= self._anchor_every:
+                dense = self._writer.write("dense", directory)
             files = delta.files | dense.files
             version = Version(
                 directory.name,
@@ -162,13 +158,6 @@ class WeightDirectory(OwnedDirectory):
         """Closes the outlet and removes the directory; may be called twice."""
         self._outlet.close()
         super().close()
-
-    def _write_files(self, summary: PartsSummary, directory: Path) -> tuple[WrittenFiles, WrittenFiles]:
-        """Writes the collected parts whole, as a delta, or both. Returns what is dense, and what is a delta."""
-        has_delta = summary.delta_bytes is not None and summary.delta_bytes < summary.dense_bytes
-        delta = self._writer.write("delta", directory) if has_delta else WrittenFiles()
-        is_dense = not has_delta or len(self._chain) - self._anchor() >= self._anchor_every
-        return self._writer.write("dense", directory) if is_dense else WrittenFiles(), delta
 
     def _anchor(self) -> int:
         """Returns the index in the chain of the newest anchor."""

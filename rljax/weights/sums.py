@@ -27,9 +27,6 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # the trainer has a tie
 _MOST_NAMES = 4  # of tensors in a message
 
 
-# ---- the arithmetic ----
-
-
 def mixed(bits: Any) -> tuple[Any, Any]:
     """Returns the two values of each element that are summed, int32. Both maps are one-to-one, and 0 stays 0.
 
@@ -70,9 +67,6 @@ def _shifted_onto(x: Any, by: int, kept: int) -> Any:
     shifted &= kept
     shifted ^= x
     return shifted
-
-
-# ---- arrays on the host ----
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:
@@ -168,9 +162,6 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
     return first.view(np.uint32), second.view(np.uint32)
 
 
-# ---- torch tensors of a server's worker ----
-
-
 def tensor_checksum(tensor: Any) -> Checksum:
     """Returns the checksum of a torch tensor of 16-bit or 32-bit elements, on any device, in little extra memory."""
     import torch
@@ -200,9 +191,6 @@ def as_published(tensor: Any, dtype: Any) -> Any:
         return tensor
     narrow = tensor.to(dtype)
     return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
-
-
-# ---- the comparison of trainer and server ----
 
 
 def differences(expected: Mapping[str, Checksum], workers: Sequence[Mapping[str, Checksum | None]]) -> list[str]:

@@ -34,7 +34,6 @@ class WorkerWeights:
     """The versions that one worker may load."""
 
     def __init__(self) -> None:
-        """Begins with nothing that may be loaded."""
         self._roots: frozenset[Path] = frozenset()
         self._pulls: Pulls | None = None
 

@@ -28,19 +28,12 @@ Kind = Literal["dense", "delta"]
 
 
 class Part(NamedTuple):
-    """A part of a tensor, as a process holds it.
-
-    Attributes:
-      tensor: The Hugging Face name of the tensor.
-      shape: The shape of the whole tensor.
-      region: The place of the part in the tensor.
-      array: The values in the dtype that servers load, which nobody changes any more.
-    """
+    """A part of the tensor with this Hugging Face name, as a process holds it."""
 
     tensor: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     region: Region
-    array: np.ndarray
+    array: np.ndarray  # in the dtype that servers load; nobody changes it any more
 
 
 MakeParts = Callable[[Any], Iterable[Part]]
@@ -48,18 +41,13 @@ MakeParts = Callable[[Any], Iterable[Part]]
 
 
 class PartsSummary(msgspec.Struct, frozen=True):
-    """The sums over a version's parts.
-
-    Attributes:
-      changed: The number of elements that differ from the version before; None where there is no such version.
-      delta_bytes: The size of the delta (bytes); None where there is no delta.
-    """
+    """The sums over a version's parts."""
 
     dtypes: tuple[str, ...]  # each once
     elements: int
     dense_bytes: int
-    changed: float | None
-    delta_bytes: int | None
+    changed: float | None  # the elements that differ from the version before; None where there is no such version
+    delta_bytes: int | None  # None where there is no delta
     shapes: dict[str, tuple[int, ...]]  # of the whole tensors by name
 
 
@@ -108,9 +96,9 @@ class PartWriter(Writer):
         is_first, self._parts = not before, []
         deltas: list[Delta | None] = []
         with ThreadPoolExecutor(_THREADS) as pool:
-            for part, delta in _with_deltas(pool, self._parts_of(tensors), before):
+            for part, delta in _few_ahead(pool, self._parts_of(tensors), before):
                 self._parts.append(part)
-                deltas.append(delta)
+                deltas.append(delta.result())
                 before.pop((part.tensor, part.region), None)
         known = [delta for delta in deltas if delta is not None]
         has_delta = not is_first and not before and len(known) == len(deltas)
@@ -183,7 +171,6 @@ class StreamWriter(Writer):
     """
 
     def __init__(self) -> None:
-        """Begins without a version before."""
         self._samples: dict[str, np.ndarray] = {}
         self._written = WrittenFiles()
 
@@ -292,15 +279,13 @@ def _delta(before: Mapping[tuple[str, Region], np.ndarray], part: Part) -> Delta
     return encode(bits_of(old).reshape(-1), bits_of(part.array).reshape(-1))
 
 
-def _with_deltas(
+def _few_ahead(
     pool: ThreadPoolExecutor, parts: Iterable[Part], before: Mapping[tuple[str, Region], np.ndarray]
-) -> Iterator[tuple[Part, Delta | None]]:
+) -> Iterator[tuple[Part, Future[Delta | None]]]:
     """Yields each part with the delta to it, which other threads compute, few parts ahead."""
     waiting: list[tuple[Part, Future[Delta | None]]] = []
     for part in parts:
         waiting.append((part, pool.submit(_delta, before, part)))
         if len(waiting) > _THREADS:
-            first, future = waiting.pop(0)
-            yield first, future.result()
-    for first, future in waiting:
-        yield first, future.result()
+            yield waiting.pop(0)
+    yield from waiting

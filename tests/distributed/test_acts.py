@@ -10,8 +10,7 @@ import pytest
 
 from rljax.distributed.acts import Act, gather_results, to_the_end, values_of
 from rljax.distributed.messages import Request, pack_request, ragged, unpack_request, vectors_of
-from rljax.distributed.processes import Processes, is_of_devices
-from rljax.distributed.start import ProcessOptions, start_processes
+from rljax.distributed.processes import Processes, ProcessOptions, is_of_devices, start_processes
 from rljax.errors import ConfigError
 from rljax.run.acts import sequence_arrays, sequences_of
 from rljax.trainer.packing import TrainSequence
@@ -106,7 +105,7 @@ def test_one_process_does_everything_alone():
     ],
 )
 def test_processes_that_do_not_meet_do_not_train_alone(environment, message):
-    line = "from rljax.distributed.start import *; start_processes(ProcessOptions())"
+    line = "from rljax.distributed.processes import *; start_processes(ProcessOptions())"
     found = subprocess.run([sys.executable, "-c", line], env=os.environ | environment, capture_output=True, text=True)
     assert found.returncode == 1
     assert "ConfigError" in found.stderr

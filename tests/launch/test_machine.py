@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from toy_runs import ROOT
 
-from rljax.distributed.start import ProcessOptions, start_processes, unused_gpus
+from rljax.distributed.processes import ProcessOptions, start_processes, unused_gpus
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PARTS = {part.split(">")[0].split("[")[0] for part in EXTRAS["plugin"]}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.distributed.acts import Act, follow
-from rljax.distributed.start import ProcessOptions, start_processes
+from rljax.distributed.processes import ProcessOptions, start_processes
 from rljax.errors import NotWrittenError
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
