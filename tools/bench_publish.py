@@ -167,7 +167,7 @@ def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
     assert pulled.dense
     found["pull_dense_checks_s"] = pulled.check_s
     shutil.rmtree(root)
-    mirror.remove()
+    shutil.rmtree(mirror.root)
     return found | seconds
 
 

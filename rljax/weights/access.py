@@ -44,15 +44,9 @@ def private_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 def own_address(host: str, leader: str) -> str:
     """Returns the address of this machine that whoever reaches ``host`` can reach, too. Nothing is sent to find it.
 
-    It is ``host`` itself where this machine is the one that has ``host``. Otherwise it is the address of the interface
-    through which this machine reaches ``host``.
-
-    Args:
-      host: A loopback or private address of the machine of process 0.
-      leader: The address or name by which this machine reaches process 0.
-
-    Raises:
-      ValueError: There is no address that may be used; the message is one line.
+    ``host`` is a loopback or private address of the machine of process 0, which this machine reaches as ``leader``. The
+    result is ``host`` on that machine, and elsewhere the address of the interface through which ``host`` is reached.
+    Raises ValueError if there is no address that may be used.
     """
     is_loopback = private_address(host).is_loopback
     own, other = _route_to(leader if is_loopback else host)

@@ -3,23 +3,34 @@
 A mirror is a dense version in a directory, one file a tensor, which deltas change in place. A lock keeps readers out
 while it changes. Every bit is checked: before a delta is applied, each file must have the hash that it had when it
 was known to be right; after it, each tensor must have the checksum that the trainer gave it.
+
+The plugins load this module inside servers, where there is no jax. A worker loads versions from the mirror, or from
+directories that a trainer has shown.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
+import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from rljax.distributed.files import memory_directory, remove_abandoned
+from rljax.distributed.ownership import claim
 from rljax.weights import delta
 from rljax.weights.format import (
+    PROTOCOL,
     VERSION_FILE,
     Checksum,
     FileRecord,
@@ -32,9 +43,16 @@ from rljax.weights.format import (
     write_version,
     xxh3_of,
 )
+from rljax.weights.source import open_source
 from rljax.weights.sums import changed_checksum, named_few, region_checksum
 
 THREADS = min(8, os.cpu_count() or 1)
+MIRROR_DIR = "RLJAX_MIRROR_DIR"
+"""The environment variable that names a directory for mirrors; by default they are in memory."""
+
+_PREFIX = "rljax-mirror-"
+_USERS = "users"
+_PROBE_S = 10.0  # longest to wait for a source that does not answer
 
 
 class DamagedError(RuntimeError):
@@ -44,10 +62,8 @@ class DamagedError(RuntimeError):
 class Mirror:
     """A directory with one dense version. It is changed under ``locked()`` and read under ``locked(shared=True)``.
 
-    Attributes:
-      root: The directory.
-      check_s: The time that checksums of files and of whole tensors took so far (seconds). It leaves out the sums of
-        the elements that a delta changes, which are taken while the delta is applied.
+    ``check_s`` counts the seconds for checksums of files and of whole tensors. It leaves out the sums of the elements
+    that a delta changes, which are taken while the delta is applied.
     """
 
     def __init__(self, root: Path) -> None:
@@ -169,10 +185,6 @@ class Mirror:
         for path in self.root.glob("*.safetensors"):
             path.unlink()
 
-    def remove(self) -> None:
-        """Removes the directory."""
-        shutil.rmtree(self.root, ignore_errors=True)
-
     def _record(
         self, version: Version, files: Mapping[str, str], sums: Mapping[str, Checksum], before: Version | None
     ) -> None:
@@ -196,7 +208,6 @@ class Mirror:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Adds the time of the block to ``check_s``."""
         began = time.monotonic()
         try:
             yield
@@ -206,7 +217,6 @@ class Mirror:
 
 @contextlib.contextmanager
 def _damaged_if_unusable(version: Version) -> Iterator[None]:
-    """Raises DamagedError if the block finds content that is not what the version says."""
     try:
         yield
     except (KeyError, ValueError) as error:
@@ -224,3 +234,152 @@ def _refuse(names: list[str], how: str) -> None:
     if names:
         count = "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
         raise DamagedError(f"{count} {how}: {named_few(names)}")
+
+
+class WorkerWeights:
+    """The versions that one worker may load."""
+
+    def __init__(self) -> None:
+        self._roots: frozenset[Path] = frozenset()
+        self._pulls: Pulls | None = None
+
+    @property
+    def pulls(self) -> Pulls:
+        """The pulls from the source that the last trainer has shown. Raises ValueError if none was shown."""
+        if self._pulls is None:
+            raise ValueError("no trainer has shown from where weights are pulled")
+        return self._pulls
+
+    def show(self, probe_path: str, probe_text: str, protocol: int, source: str = "") -> None:
+        """Takes the place of a trainer's versions, after a proof that both sides see the same one.
+
+        The proof is a file with the text ``probe_text``. With a ``source``, where weights are pulled from, the file is
+        read there by its name; otherwise weights are read in its directory. Raises ValueError if the protocols differ,
+        or this process does not see the trainer's file.
+        """
+        if protocol != PROTOCOL:
+            raise ValueError(
+                f"rljax protocol: the trainer speaks {protocol}, this server {PROTOCOL}; install the same rljax on both"
+            )
+        probe = Path(probe_path)
+        if source:
+            with contextlib.closing(open_source(source, _PROBE_S)) as opened:
+                text = opened.read(probe.name).decode()
+            if text != probe_text:
+                raise ValueError(f"{source} is not where this trainer's weights are")
+            if self._pulls is None or self._pulls.source != source:
+                if self._pulls is not None:
+                    self._pulls.close()
+                self._pulls = Pulls(source, probe_text)
+            return
+        if not probe.is_file() or probe.read_text() != probe_text:
+            raise ValueError(f"this server does not see the trainer's file {probe}: one shared directory is needed")
+        self._roots |= {probe.resolve().parent}
+
+    @contextlib.contextmanager
+    def version(self, path: str, tag: str) -> Iterator[tuple[Path, list[str]]]:
+        """Yields a version's directory and the names of its safetensors files, which do not change in the block.
+
+        With "" for ``path`` that is this machine's mirror, which was brought to the version before.
+
+        Raises:
+          ValueError: The version has another tag than ``tag``, cannot be loaded from its files, or lies in no directory
+            that a trainer has shown.
+        """
+        if not path:
+            mirror = self.pulls.mirror
+            with mirror.locked(shared=True):
+                yield mirror.root, _loadable_files(mirror.root, tag)
+            return
+        directory = Path(path).resolve()
+        if directory.parent not in self._roots:
+            raise ValueError(f"{directory} lies in no directory that a trainer has shown at its handshake")
+        yield directory, _loadable_files(directory, tag)
+
+    def mirrored(self) -> tuple[str, delta.KeptDelta | None]:
+        """Returns the digest of the version in this machine's mirror, and the delta to it if it was kept.
+
+        It is called in the block of ``version("", tag)``, so that neither changes. Raises ValueError.
+        """
+        mirror = self.pulls.mirror
+        version = mirror.version
+        return ("", None) if version is None else (version.digest, delta.kept(mirror.root, version.name))
+
+
+class Pulls:
+    """The pulls of one server process. Each is a program of its own, so that the server goes on without a delay.
+
+    ``mirror`` is the mirror of ``source`` that all server processes of this machine share.
+    """
+
+    def __init__(self, source: str, run_tag: str) -> None:
+        """Joins the users of the mirror of the run ``run_tag``, and removes mirrors whose users are all dead.
+
+        Raises OSError if the mirror cannot be written.
+        """
+        parent = Path(os.environ.get(MIRROR_DIR) or memory_directory())
+        remove_abandoned(parent, _PREFIX, f"{_USERS}/*")
+        self.source = source
+        self.mirror = Mirror(parent / f"{_PREFIX}{hashlib.sha256(run_tag.encode()).hexdigest()[:16]}")
+        users = self.mirror.root / _USERS
+        users.mkdir(exist_ok=True)
+        self._user = claim(users / f"{os.getpid()}.json")
+        self._name = ""
+        self._running: subprocess.Popen[str] | None = None
+        self._result: dict[str, Any] = {}  # of the pull of ``_name``, once it has ended
+
+    def begin(self, name: str, *, keep_delta: bool = False) -> None:
+        """Starts to pull the version ``name`` (``pull.pull``), unless that pull runs already."""
+        if self._name != name or self._running is None:
+            self._stop()
+            words = [sys.executable, "-m", "rljax.weights.pull", self.source, name, str(self.mirror.root)]
+            words += ["--keep-delta"] * keep_delta
+            self._running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self._name, self._result = name, {}
+
+    def result(self, name: str) -> dict[str, Any] | None:
+        """Returns the fields of ``pull.Pulled`` and ``error`` ("" after success) of the pull of ``name``.
+
+        It is None while the pull runs, and may be asked for several times.
+        """
+        if self._name != name:
+            return {"error": f"{name} is not being pulled", "seconds": 0.0}
+        if self._running is not None:
+            if self._running.poll() is None:
+                return None
+            printed, messages = self._running.communicate()
+            status, self._running = self._running.returncode, None
+            failed = {"error": messages.strip()[-500:] or f"the pull ended with status {status}", "seconds": 0.0}
+            self._result = failed if status else {**json.loads(printed), "error": ""}
+        return self._result
+
+    def close(self) -> None:
+        """Ends a pull that runs, and leaves the mirror; the last user removes it. May be called twice."""
+        self._stop()
+        self._user.release()
+        with contextlib.suppress(FileNotFoundError):  # another user that left has removed it
+            if not any((self.mirror.root / _USERS).iterdir()):
+                shutil.rmtree(self.mirror.root, ignore_errors=True)
+
+    def _stop(self) -> None:
+        if self._running is not None:
+            self._running.kill()
+            self._running.communicate()
+            self._running = None
+
+
+def _loadable_files(directory: Path, tag: str) -> list[str]:
+    """Returns the files of a dense version that any safetensors reader can load: tensors whole, under their names."""
+    try:
+        version = read_version(directory)
+    except OSError as error:
+        raise ValueError(f"{directory / VERSION_FILE} cannot be read: {error.strerror}") from error
+    if version.tag != tag:
+        raise ValueError(f"{directory} holds {version.tag}, the update is for {tag}")
+    for piece in version.dense:
+        whole = piece.region == Region.whole(version.tensors[piece.tensor].shape)
+        if not whole or piece.key != piece.tensor or version.files[piece.file].at:
+            raise ValueError(f"{directory} does not have {piece.tensor} whole, under its name, in a file of its own")
+    if not version.dense:
+        raise ValueError(f"{directory} is a delta, and must be pulled")
+    return version.files_of(version.dense)

@@ -33,8 +33,7 @@ _LOG = "server.log"  # the HTTP server's messages, in the run's directory; it is
 class Outlet:
     """A place from which servers' machines read versions. In this class it is the run's directory, which they see.
 
-    Attributes:
-      source: The place, for ``source.open_source``. "": servers read the run's directory themselves.
+    ``source`` is for ``source.open_source``; "" where servers read the run's directory themselves.
     """
 
     def __init__(self, source: str | Path) -> None:
@@ -120,15 +119,11 @@ class HttpOutlet(Outlet):
 
     def _start(self, port: int) -> None:
         words = [sys.executable, "-m", "rljax.weights.server", str(self._root)]
-        log_file = self._root / _LOG
+        words += ["--host", self._host, "--port", str(port)]
+        pipe, log_file = subprocess.PIPE, self._root / _LOG
         with log_file.open("w") as messages:  # not a pipe, which would fill up: nobody reads it
             self.process = subprocess.Popen(
-                [*words, "--host", self._host, "--port", str(port)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=messages,
-                text=True,
-                env=self._environment,
+                words, stdin=pipe, stdout=pipe, stderr=messages, text=True, env=self._environment
             )
         assert self.process.stdout is not None
         answers, _, _ = select.select([self.process.stdout], [], [], _START_S)
@@ -247,20 +242,12 @@ def make_part_writer(
     index: int,
     coordinator: str,
 ) -> PartWriter:
-    """Makes the writer of one process of several.
+    """Makes the writer of process ``index`` of several, which reaches process 0 at ``coordinator`` (HOST:PORT).
 
-    Args:
-      parts: The maker of this process's parts.
-      store: "directory", "http", or the URL of an object store (``PublishConfig.store``).
-      parent: The directory in which this process may make its own; None: this machine's memory.
-      host: The address that process 0 binds to.
-      port: The port that process 0 binds to, and process i with i added; 0: free ones.
-      api_key_file: The file with the key that requests over HTTP must bring, if any.
-      index: The index of this process.
-      coordinator: The ``HOST:PORT`` by which this process reaches process 0.
-
-    Raises:
-      ConfigError: The files cannot be kept, or not be served.
+    It may make a directory of its own in ``parent``; None: in this machine's memory. With "http" it serves that at an
+    address that whoever reaches ``host`` of process 0 reaches, too, and at ``port`` + ``index``, or a free port for 0.
+    Otherwise ``store`` is "directory" or the URL of an object store (``PublishConfig.store``). Raises ConfigError if
+    the files cannot be kept, or not be served.
     """
     name = str(index)
     if index == 0 or store == "directory":

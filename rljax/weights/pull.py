@@ -117,7 +117,7 @@ def _chain(source: Source, version: Version, held: Version | None) -> tuple[list
 
 
 def _bytes(versions: Sequence[Version], *, dense: bool) -> int:
-    """Returns the size of the versions' deltas; with ``dense`` the first of them is taken whole."""
+    """Returns the size of the deltas of these versions; with ``dense`` the first one is taken whole."""
     return sum(each.num_bytes(each.dense if dense and each is versions[0] else each.delta) for each in versions)
 
 

@@ -47,11 +47,8 @@ class Source(ABC):
 def open_source(url: str, patience_s: float = PATIENCE_S) -> Source:
     """Opens the path of a directory, an ``http://`` URL, or any other URL that fsspec knows.
 
-    A read over HTTP is given up after ``patience_s`` seconds without a byte.
-
-    Raises:
-      SourceError: Nothing is installed that knows such URLs.
-      ValueError: The key file for HTTP cannot be used.
+    A read over HTTP is given up after ``patience_s`` seconds without a byte. Raises SourceError if nothing is installed
+    that knows such URLs, and ValueError if the key file for HTTP cannot be used.
     """
     if re.match(r"https?://", url):
         return HttpSource(url, patience_s)

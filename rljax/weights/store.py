@@ -35,11 +35,8 @@ class WeightVersion:
 class WeightDirectory(OwnedDirectory):
     """The directory with one run's versions: those since the newest anchor, which is dense.
 
-    Every version but the first is a delta, too, if the writer writes deltas.
-
-    Attributes:
-      source: The ``Outlet.source`` of the place that has the versions.
-      run_tag: The beginning of every version's tag.
+    Every version but the first is a delta, too, if the writer writes deltas. ``source`` is that of the outlet, and
+    ``run_tag`` the beginning of every version's tag.
     """
 
     def __init__(
@@ -50,21 +47,15 @@ class WeightDirectory(OwnedDirectory):
         make_outlet: Callable[[Path], Outlet] = Outlet,
         writer: Writer | None = None,
     ) -> None:
-        """Makes the directory and opens its outlet.
+        """Makes the directory in ``parent`` (None: this machine's memory), and its outlet with ``make_outlet``.
 
-        Args:
-          parent: The directory to make it in; None: this machine's memory.
-          anchor_every: The number of versions from one dense version to the next, where deltas are written.
-          make_outlet: A function from this directory to the place where versions are read.
-          writer: The writer of the tensors that :meth:`write` gets; None: this process has all tensors.
-
-        Raises:
-          RuntimeError: The directory cannot be written, or not be served.
+        The writer takes the tensors that :meth:`write` gets; None: this process has all of them. If it writes deltas,
+        every ``anchor_every``-th version is dense, too. Raises RuntimeError if the directory cannot be used.
         """
         super().__init__(PREFIX, parent)
         self.run_tag = self.root.name.removeprefix(PREFIX) + "."
         self._writer, self._anchor_every = writer or PartWriter(whole_parts), anchor_every
-        self._chain: list[Version] = []  # from the newest anchor on
+        self._chain: list[Version] = []  # from an anchor on, which is dense
         self._count = 0
         try:
             self._outlet = make_outlet(self.root)
@@ -91,10 +82,8 @@ class WeightDirectory(OwnedDirectory):
     def write(self, tensors: Any, policy_version: int, sums: Mapping[str, Checksum]) -> WeightVersion:
         """Writes one version and offers it to the servers.
 
-        Args:
-          tensors: The tensors in the form that the writer takes, by default (Hugging Face name, array) of each.
-          policy_version: The number of these weights.
-          sums: The checksum of each tensor by name.
+        The tensors have the form that the writer takes, by default (Hugging Face name, array) of each. ``sums`` has the
+        checksum of each by name.
 
         Raises:
           ValueError: There are no tensors, they have several dtypes, or they are not those of ``sums``.
@@ -160,7 +149,6 @@ class WeightDirectory(OwnedDirectory):
         super().close()
 
     def _anchor(self) -> int:
-        """Returns the index in the chain of the newest anchor."""
         return max(index for index, each in enumerate(self._chain) if each.dense)
 
 
@@ -176,11 +164,9 @@ def open_weight_directory(
 ) -> WeightDirectory:
     """Makes the directory of a run's versions, and opens the place where servers read them.
 
-    The other arguments and the errors are those of ``WeightDirectory``, and with "http" those of ``HttpOutlet``.
-
-    Args:
-      store: "shared", "directory", "http", or the URL of an object store (``PublishConfig.store``). With "shared" all
-        versions are dense, and ``writer`` is not used.
+    ``store`` is "shared", "directory", "http", or the URL of an object store (``PublishConfig.store``). With "shared"
+    all versions are dense, and ``writer`` is not used. The other arguments and the errors are those of
+    ``WeightDirectory``, and with "http" those of ``HttpOutlet``.
     """
     if store == "shared":
         return WeightDirectory(parent, make_outlet=lambda _: Outlet(""), writer=StreamWriter())

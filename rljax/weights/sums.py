@@ -30,8 +30,7 @@ _MOST_NAMES = 4  # of tensors in a message
 def mixed(bits: Any) -> tuple[Any, Any]:
     """Returns the two values of each element that are summed, int32. Both maps are one-to-one, and 0 stays 0.
 
-    Args:
-      bits: The bit patterns of the elements: an int32 array of numpy, jax or torch, 16-bit patterns below 65,536.
+    ``bits`` is an int32 array of numpy, jax or torch; the bit patterns of 16-bit elements are below 65,536.
     """
     first = _mix(bits, 0x7FEB352D, 0x846CA68B - 2**32)
     return first, _mix(first, 0x2C1B3C6D, 0x297A2D39)
@@ -40,9 +39,7 @@ def mixed(bits: Any) -> tuple[Any, Any]:
 def place_weights(places: Any) -> Any:
     """Returns the numbers that the first mixed values are multiplied by: odd int32 numbers of their places.
 
-    Args:
-      places: The flat index of each element in the whole tensor, row by row, mod 2^32: an int32 array of numpy, jax or
-        torch.
+    A place is the flat index in the whole tensor, row by row, mod 2^32: int32, in an array of numpy, jax or torch.
     """
     x = places * (_PLACE_FACTOR - 2**32)
     x = _shifted_onto(x, 15, 0x1FFFF)
@@ -59,10 +56,7 @@ def _mix(x: Any, multiplier: int, another: int) -> Any:
 
 
 def _shifted_onto(x: Any, by: int, kept: int) -> Any:
-    """Returns a new array: x ^ x >> by. The shift keeps the sign, so the bits that it brings in are masked off.
-
-    The new array is changed in place where it can be: new memory costs more than the sums.
-    """
+    """Returns a new array, x ^ x >> by, with the bits masked off that the shift brings in, as it keeps the sign."""
     shifted = x >> by
     shifted &= kept
     shifted ^= x

@@ -120,14 +120,15 @@ class PartWriter(Writer):
     def wait(self, directory: Path, written: WrittenFiles) -> None:
         """Waits until process 0 sees what all processes wrote into ``directory``. Raises OSError if it does not."""
         deadline = time.monotonic() + SEEN_AFTER_S
-        unseen = {name: record.bytes for name, record in written.files.items() if not record.at}
-        while unseen := {name: size for name, size in unseen.items() if not _has_size(directory / name, size)}:
-            if time.monotonic() > deadline:
-                raise OSError(
-                    f"process 0 does not see {min(unseen)}, which another process wrote: rollout.transfer_dir "
-                    "must be a directory that all of them see"
-                )
-            time.sleep(0.05)
+        for name in sorted(name for name, record in written.files.items() if not record.at):
+            path = directory / name
+            while not (path.is_file() and path.stat().st_size == written.files[name].bytes):
+                if time.monotonic() > deadline:
+                    raise OSError(
+                        f"process 0 does not see {name}, which another process wrote: rollout.transfer_dir must be a "
+                        "directory that all of them see"
+                    )
+                time.sleep(0.05)
 
     def forget(self, directory: Path) -> None:
         """Forgets the parts of the version in ``directory``, so that the next version is compared with nothing."""
@@ -262,13 +263,6 @@ def _write_parts(directory: Path, file: str, parts: Sequence[Part]) -> WrittenFi
         pieces.append(Piece(part.tensor, part.region, file, key))
     content = {piece.key: part.array for piece, part in zip(pieces, parts, strict=True)}
     return WrittenFiles(tuple(pieces), {file: write_file(directory / file, content)})
-
-
-def _has_size(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except FileNotFoundError:
-        return False
 
 
 def _delta(before: Mapping[tuple[str, Region], np.ndarray], part: Part) -> Delta | None:

@@ -12,13 +12,12 @@ from cutting_proxy import CuttingProxy
 
 from rljax.weights.access import KEY_FILE
 from rljax.weights.format import PROTOCOL, FileRecord
-from rljax.weights.mirror import Mirror
+from rljax.weights.mirror import Mirror, WorkerWeights
 from rljax.weights.outlets import HttpOutlet
 from rljax.weights.pull import pull
 from rljax.weights.source import HttpSource, SourceError, open_source
 from rljax.weights.store import open_weight_directory
 from rljax.weights.sums import array_checksum
-from rljax.weights.worker import WorkerWeights
 
 KEY = "a-key-of-more-than-sixteen-letters"
 

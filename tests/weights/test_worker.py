@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from rljax.weights.format import PROTOCOL, read_version, write_version
+from rljax.weights.mirror import MIRROR_DIR, Pulls, WorkerWeights
 from rljax.weights.store import WeightDirectory, open_weight_directory
 from rljax.weights.sums import array_checksum
-from rljax.weights.worker import MIRROR_DIR, Pulls, WorkerWeights
 
 TENSOR = np.arange(12, dtype=np.float32).reshape(3, 4)
 

@@ -32,8 +32,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from rljax.rollout.servers.shape import described_shape
 from rljax.weights.access import KEY_FILE, RequireKey
 from rljax.weights.format import PROTOCOL
+from rljax.weights.mirror import WorkerWeights
 from rljax.weights.sums import tensor_checksum
-from rljax.weights.worker import WorkerWeights
 
 ANSWER = "rljax"
 """The key of the answer, which is JSON, among the checksums in a reply of /weights_checker."""

@@ -35,7 +35,7 @@ from rljax.rollout.servers.shape import described_shape
 from rljax.rollout.servers.vllm.parameters import ParameterSums, PatchedWeights, stands_as_loaded, write_in_place
 from rljax.weights.delta import KeptDelta
 from rljax.weights.format import PROTOCOL, Checksum
-from rljax.weights.worker import WorkerWeights
+from rljax.weights.mirror import WorkerWeights
 
 log = logging.getLogger(__name__)
 
