@@ -14,17 +14,7 @@ from rljax.weights.mirror import DamagedError, Mirror
 URL = "s3://runs/team/weights"
 SLOW = {"store": URL, "heartbeat_s": 120.0}  # nothing is killed here, and a busy machine lets a process wait
 pytestmark = [pytest.mark.store, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-def server(monkeypatch):
-    from s3_server import S3Server
-
-    server = S3Server()
-    for name, value in server.settings.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.stop()
+pytest_plugins = ["s3_server"]
 
 
 def bucket():
@@ -39,7 +29,7 @@ def listed(folder):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_what_each_process_uploads_is_pulled_bit_for_bit(server, count, tmp_path):
+def test_what_each_process_uploads_is_pulled_bit_for_bit(s3, count, tmp_path):
     mirror = Mirror(tmp_path / "mirror")
     with Publishers(tmp_path / "run", count, **SLOW) as run:
         for number in range(5):
@@ -68,7 +58,7 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(server, count, tmp_path
     assert not list((tmp_path / "run").glob("process_*/*"))
 
 
-def test_a_damaged_object_is_refused_until_an_anchor_comes(server, tmp_path):
+def test_a_damaged_object_is_refused_until_an_anchor_comes(s3, tmp_path):
     mirror = Mirror(tmp_path / "mirror")
     with Publishers(tmp_path / "run", 2, **SLOW) as run:
         take(run.publish(), mirror)
@@ -85,7 +75,7 @@ def test_a_damaged_object_is_refused_until_an_anchor_comes(server, tmp_path):
         assert run.end() == [0, 0], run.said()
 
 
-def test_where_one_process_cannot_upload_no_version_appears(server, tmp_path):
+def test_where_one_process_cannot_upload_no_version_appears(s3, tmp_path):
     def inside(index):
         return ("env", "AWS_ENDPOINT_URL=http://127.0.0.1:9") if index == 1 else ()
 

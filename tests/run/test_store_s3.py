@@ -7,17 +7,7 @@ from toy_runs import comparable, complete, start, tiny, wait_for_rows
 
 STEPS = 6
 pytestmark = [pytest.mark.store, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-def server(monkeypatch):
-    from s3_server import S3Server
-
-    server = S3Server()
-    for name, value in server.settings.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.stop()
+pytest_plugins = ["s3_server"]
 
 
 def words(base, run_dir, steps, url):
@@ -30,7 +20,7 @@ def steps_in(url):
     return Store(url).steps()
 
 
-def test_a_run_whose_directory_is_gone_goes_on_from_the_store(server, toy_base, tmp_path):
+def test_a_run_whose_directory_is_gone_goes_on_from_the_store(s3, toy_base, tmp_path):
     status, said = complete(tiny(toy_base, tmp_path / "alone", STEPS))
     assert status == 0, said
     run_dir, url = tmp_path / "run", "s3://runs/team/first"
@@ -49,7 +39,7 @@ def test_a_run_whose_directory_is_gone_goes_on_from_the_store(server, toy_base, 
     assert not list(run_dir.glob("checkpoints.*"))
 
 
-def test_a_copy_that_is_damaged_in_the_store_is_passed_over(server, toy_base, tmp_path):
+def test_a_copy_that_is_damaged_in_the_store_is_passed_over(s3, toy_base, tmp_path):
     import fsspec
 
     status, said = complete(tiny(toy_base, tmp_path / "alone", STEPS))
@@ -73,12 +63,12 @@ def test_a_copy_that_is_damaged_in_the_store_is_passed_over(server, toy_base, tm
     assert comparable(run_dir) == comparable(tmp_path / "alone")
 
 
-def test_a_server_that_is_gone_costs_one_warning(server, toy_base, tmp_path):
+def test_a_server_that_is_gone_costs_one_warning(s3, toy_base, tmp_path):
     run_dir, url = tmp_path / "run", "s3://runs/gone"
     process = start(words(toy_base, run_dir, 60, url))
     try:
         wait_for_rows(process, run_dir, 3)
-        server.stop()
+        s3.stop()
         said, _ = process.communicate(timeout=600)
     finally:
         process.kill()
@@ -96,7 +86,7 @@ def test_a_server_that_is_gone_costs_one_warning(server, toy_base, tmp_path):
         ("s3://runs/x", {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "Unable to locate credentials"),
     ],
 )
-def test_a_store_that_cannot_be_used_ends_the_start(server, toy_base, tmp_path, monkeypatch, url, settings, why):
+def test_a_store_that_cannot_be_used_ends_the_start(s3, toy_base, tmp_path, monkeypatch, url, settings, why):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

@@ -7,6 +7,8 @@ import time
 import urllib.error
 import urllib.request
 
+import pytest
+
 BUCKET = "runs"
 START_S = 60
 
@@ -43,3 +45,13 @@ class S3Server:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(timeout=30)
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """A server that runs, which the environment names."""
+    server = S3Server()
+    for name, value in server.settings.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.stop()

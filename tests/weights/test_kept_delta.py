@@ -10,13 +10,7 @@ from weight_training import SHAPES, Training
 from rljax.weights import delta as deltas
 from rljax.weights.delta import kept
 from rljax.weights.format import VERSION_FILE, parse_version
-from rljax.weights.mirror import Mirror
 from rljax.weights.sums import bits_of
-
-
-@pytest.fixture
-def mirror(tmp_path):
-    return Mirror(tmp_path / "mirror")
 
 
 @pytest.fixture

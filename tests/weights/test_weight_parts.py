@@ -86,11 +86,6 @@ def pods(tmp_path):
         yield make
 
 
-@pytest.fixture
-def mirror(tmp_path):
-    return Mirror(tmp_path / "mirror")
-
-
 def described(version):
     return json.loads((version.path / "version.json").read_text())
 

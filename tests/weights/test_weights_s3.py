@@ -15,21 +15,11 @@ from rljax.weights.outlets import StoreOutlet
 
 URL = "s3://runs/team/weights"
 pytestmark = [pytest.mark.store, pytest.mark.timeout(300)]
+pytest_plugins = ["s3_server"]
 
 
 @pytest.fixture
-def server(monkeypatch):
-    from s3_server import S3Server
-
-    server = S3Server()
-    for name, value in server.settings.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def training(server, tmp_path):
+def training(s3, tmp_path):
     made = Training(tmp_path / "trainer", anchor_every=3, make_outlet=lambda root: StoreOutlet(root, url=URL))
     with contextlib.closing(made.files):
         yield made
@@ -114,7 +104,7 @@ def test_a_damaged_dense_object_is_refused(training, tmp_path):
     assert Mirror(tmp_path / "mirror").version is None
 
 
-def test_a_server_that_is_gone_is_named_in_one_line(training, server, tmp_path, monkeypatch):
+def test_a_server_that_is_gone_is_named_in_one_line(training, s3, tmp_path, monkeypatch):
     training.step()
     version = training.versions[-1]
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -125,7 +115,7 @@ def test_a_server_that_is_gone_is_named_in_one_line(training, server, tmp_path, 
     assert len(said.splitlines()) == 1
 
 
-def test_the_bucket_loses_the_versions_with_the_run(server, tmp_path):
+def test_the_bucket_loses_the_versions_with_the_run(s3, tmp_path):
     training = Training(tmp_path / "trainer", make_outlet=lambda root: StoreOutlet(root, url=URL))
     with contextlib.closing(training.files):
         training.step()

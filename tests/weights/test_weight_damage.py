@@ -1,0 +1,182 @@
+"""Damage to mirrors, to files and to versions: nothing that is damaged gets past a pull."""
+
+import contextlib
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from weight_training import assert_holds, held
+
+from rljax.errors import NotWrittenError
+from rljax.weights.format import parse_version, write_version, xxh3_of
+from rljax.weights.mirror import DamagedError
+from rljax.weights.pull import pull
+from rljax.weights.source import SourceError, open_source
+from rljax.weights.store import WeightDirectory
+from rljax.weights.sums import array_checksum, bits_of
+
+
+def flip(path, place=-1):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def damage_a_bit(mirror):
+    flip(next(mirror.root.glob("*.safetensors")))
+
+
+def damage_a_bit_and_its_record(mirror):
+    """A damage that the mirror's own checksums cannot show: the trainer's must."""
+    version = mirror.version
+    file, record = next(iter(version.files.items()))
+    flip(mirror.root / file)
+    record = msgspec.structs.replace(record, xxh3=xxh3_of(mirror.root / file))
+    write_version(mirror.root, msgspec.structs.replace(version, files=version.files | {file: record}))
+
+
+def lose_a_file(mirror):
+    next(mirror.root.glob("*.safetensors")).unlink()
+
+
+def break_off(mirror):
+    """As though killed while a delta was applied."""
+    (mirror.root / "version.json").unlink()
+
+
+def garble_the_record(mirror):
+    (mirror.root / "version.json").write_text('{"tag": 3')
+
+
+@pytest.mark.parametrize("damage", [damage_a_bit, lose_a_file, break_off, garble_the_record])
+def test_a_damaged_mirror_is_made_anew(training, mirror, damage):
+    training.step()
+    training.pull(mirror)
+    damage(mirror)
+    training.step()
+    done = training.pull(mirror)
+    assert done.dense
+    assert bool(done.repaired) == (damage in (damage_a_bit, lose_a_file))
+    assert_holds(mirror, training)
+
+
+def test_damage_unknown_to_the_mirror_is_in_what_servers_load(training, mirror):
+    """The workers' checksums are of what they hold, so that they differ from the trainer's."""
+    training.step()
+    training.pull(mirror)
+    damage_a_bit_and_its_record(mirror)
+    training.step(0.0)
+    training.pull(mirror)
+    _, tensors = held(mirror)
+    differing = [name for name in tensors if array_checksum(tensors[name]) != array_checksum(training.tensors[name])]
+    assert differing == ["embed"]
+
+
+def test_a_delta_against_another_base_is_refused(training, mirror):
+    """Of a mirror whose record says that it holds what it does not."""
+    training.step()
+    training.pull(mirror)
+    first = mirror.version
+    training.step()
+    training.pull(mirror)
+    lie = msgspec.structs.replace(mirror.version, name=first.name, tag=first.tag, tensors=first.tensors)
+    write_version(mirror.root, lie)
+    training.files.keep_only(training.versions[0])
+    bits_of(training.tensors["embed"]).reshape(-1)[::3] ^= 1
+    training.step()
+    done = training.pull(mirror, training.versions[-1])
+    assert "other than in" in done.repaired
+    assert done.dense
+    assert_holds(mirror, training)
+
+
+@pytest.mark.parametrize("what", ["a bit", "the end", "all"])
+def test_a_damaged_file_is_not_taken(training, mirror, what):
+    training.step()
+    training.pull(mirror)
+    version = training.step()
+    (delta,) = version.path.glob("*-delta.safetensors")
+    if what == "a bit":
+        flip(delta)
+    elif what == "the end":
+        delta.write_bytes(delta.read_bytes()[:-1])
+    else:
+        delta.unlink()
+    said = "has not the checksum that its version says" if what == "a bit" else "cannot be read"
+    with pytest.raises((DamagedError, SourceError), match=said):
+        training.pull(mirror)
+    training.files.keep_only(version)
+
+
+def test_a_tensor_that_is_not_what_the_trainer_says_is_named(tmp_path, mirror):
+    """As when the files are sound, and were made of other weights."""
+    tensors = {"a": np.ones((4, 4), np.float32), "b": np.ones(3, np.float32)}
+    sums = {"a": array_checksum(tensors["a"]), "b": array_checksum(np.zeros(3, np.float32))}
+    with contextlib.closing(WeightDirectory(tmp_path)) as files:
+        version = files.write(tensors.items(), 0, sums)
+        with pytest.raises(DamagedError, match=r"1 tensor is other than in \S+: b"):
+            pull(open_source(version.source), version.path.name, mirror)
+    assert mirror.version is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 3}, "format 3; this program reads 1 and 2"),
+        ({"format": 2}, "format 2, but the files are those of 1"),
+        ({"files": {"../x": {"bytes": 1, "xxh3": ""}}}, r"a file outside its directory: '\.\./x'"),
+        ({"dense": []}, "neither a dense version nor a delta"),
+        ({"tag": 3}, "Expected `str`, got `int`"),
+        ({"name": "v00000009-9"}, "is of the version 'v00000009-9'"),
+    ],
+)
+def test_a_version_file_that_cannot_be_used_is_refused(training, change, said):
+    version = training.step()
+    content = json.loads((version.path / "version.json").read_text()) | change
+    with pytest.raises(ValueError, match=said):
+        parse_version(json.dumps(content).encode(), version.path.name)
+
+
+def test_a_piece_that_is_missing_or_lies_outside_is_refused(training):
+    version = training.step()
+    content = json.loads((version.path / "version.json").read_text())
+    for change in ({"width": 47}, {"row": 1}, {"stride": 47}):
+        pieces = [dict(piece) for piece in content["dense"]]
+        pieces[0]["region"] = pieces[0]["region"] | change
+        with pytest.raises(ValueError, match=r"does not fit|are not the whole tensor"):
+            parse_version(json.dumps(content | {"dense": pieces}).encode(), version.path.name)
+
+
+def test_no_room_leaves_the_version_before(training, mirror, monkeypatch):
+    training.step()
+    training.pull(mirror)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rljax.weights.writer.write_file", full)
+        with pytest.raises(NotWrittenError, match="No space left on device"):
+            training.step()
+    assert [path.name for path in training.files.root.glob("v*")] == [training.versions[0].path.name]
+    assert training.step().num_bytes > 2 * sum(array.size for array in training.tensors.values())
+    assert training.pull(mirror).dense
+    assert_holds(mirror, training)
+
+
+def test_a_write_that_breaks_off_is_not_the_base_of_the_next(training, mirror):
+    """The tensors were taken, yet no version has them."""
+    training.step()
+    training.pull(mirror)
+
+    def broken():
+        for name, array in training.tensors.items():
+            yield name, bits_of(bits_of(array) ^ 1).view(array.dtype)
+        raise RuntimeError("a process was lost")
+
+    with pytest.raises(RuntimeError, match="a process was lost"):
+        training.files.write(broken(), 9, {})
+    training.step()
+    training.pull(mirror)
+    assert_holds(mirror, training)
