@@ -21,9 +21,9 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.cudnn import CAPABILITY
 from rljax.policy.experts import round_size
 from rljax.policy.head import vocabulary_chunks
-from rljax.policy.kernels import compiled_for_hopper
+from rljax.policy.kernels import Kernels, compiled_for_hopper
+from rljax.policy.lora import TrainedParams
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
-from rljax.policy.trained import TrainedParams
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, responses_per_update
 from rljax.sharding import named_sharding
@@ -116,7 +116,7 @@ def kept_by_a_block(
     ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
 
     def hidden(params: Any, ids: Any) -> Any:
-        return hidden_states(params, part, ids, ids, ids, remat=remat, attention=attention)[0]
+        return hidden_states(params, part, ids, ids, ids, remat=remat, kernels=Kernels(attention))[0]
 
     with compiled_for_hopper():
         pullback = jax.eval_shape(lambda params, ids: jax.vjp(lambda each: hidden(each, ids), params)[1], params, ids)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rljax.policy.config import AttentionName
+from rljax.policy.config import AttentionName, choose_kernel
 from rljax.policy.cudnn import CAPABILITY, cudnn_attention
-from rljax.policy.flash import block_attention
+from rljax.policy.flash import Keys, Queries, SegmentIds, block_attention
 from rljax.policy.splash import LANES, splash_attention
 
 ONE_PIECE = 1024
@@ -18,30 +19,13 @@ ONE_PIECE = 1024
 _MASKED = -1e30
 
 
-class PackedAttention(Protocol):
-    """Causal attention inside each segment of packed rows."""
+PackedAttention = Callable[[Queries, Keys, Keys, SegmentIds], Queries]
+"""Causal attention inside each segment of packed rows: a function of queries, keys, values and segment ids.
 
-    def __call__(
-        self,
-        q: Float[Array, "b t h k"],
-        k: Float[Array, "b t g k"],
-        v: Float[Array, "b t g k"],
-        segment_ids: Int[Array, "b t"],
-        /,
-    ) -> Float[Array, "b t h k"]:
-        """Computes the output of every query head, in the dtype of the inputs.
-
-        Query head i attends to key-value head i // (h / g). Scores are scaled by k ** -0.5. A token attends to itself
-        and the earlier tokens of its segment. The content of a segment changes no bit of another segment's output or
-        gradient. The output of a padding token is finite and meaningless.
-
-        Args:
-          q: The queries.
-          k: The keys.
-          v: The values.
-          segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
-        """
-        ...
+The output is in the dtype of the inputs. Query head i attends to key-value head i // (h / g). Scores are scaled by
+k ** -0.5. A token attends to itself and the earlier tokens of its segment. The content of a segment changes no bit of
+another segment's output or gradient. The output of a padding token is finite and meaningless.
+"""
 
 
 def segment_mask(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b t t"]:
@@ -69,40 +53,29 @@ def attend(
     return out.reshape(b, t, h, d).astype(q.dtype)
 
 
-def packed_attention(
-    q: Float[Array, "b t h k"],
-    k: Float[Array, "b t g k"],
-    v: Float[Array, "b t g k"],
-    segment_ids: Int[Array, "b t"],
-    /,
-) -> Float[Array, "b t h k"]:
+def packed_attention(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds) -> Queries:
     """Computes ``PackedAttention`` on any backend: up to ``ONE_PIECE`` tokens in one piece, longer rows in blocks."""
-    return (_one_piece if q.shape[1] <= ONE_PIECE else block_attention)(q, k, v, segment_ids)
+    return _or_one_piece(block_attention)(q, k, v, segment_ids)
 
 
-def _one_piece(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
-    return attend(q, k, v, segment_mask(segment_ids))
+def _or_one_piece(kernel: PackedAttention) -> PackedAttention:
+    """Returns the kernel for long rows. The scores of shorter rows are all in memory at once."""
 
-
-def _short_rows_in_one_piece(kernel: PackedAttention) -> PackedAttention:
-    def attention(q: Array, k: Array, v: Array, segment_ids: Array, /) -> Array:
-        return (_one_piece if q.shape[1] <= ONE_PIECE else kernel)(q, k, v, segment_ids)
+    def attention(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+        if q.shape[1] <= ONE_PIECE:
+            return attend(q, k, v, segment_mask(segment_ids))
+        return kernel(q, k, v, segment_ids)
 
     return attention
 
 
-def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> AttentionName:
+def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> str:
     """Returns the kernel that ``policy.attention`` means for rows of more than ``ONE_PIECE`` tokens; never "auto".
 
     The arguments and errors are the same as for ``choose_attention``.
     """
     refusals = {"cudnn": _why_not_cudnn(device, dtype, head_dim), "splash": _why_not_splash(device, dtype, head_dim)}
-    if name == "auto":
-        fitting: tuple[AttentionName, ...] = ("cudnn", "splash")
-        return next((one for one in fitting if not refusals[one]), "xla")
-    if refusal := refusals.get(name):
-        raise ValueError(f"policy.attention = {name} {refusal}; auto chooses one that fits")
-    return name
+    return choose_kernel("policy.attention", name, refusals)
 
 
 def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> PackedAttention:
@@ -120,7 +93,7 @@ def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int
     kernels: dict[str, PackedAttention] = {"cudnn": cudnn_attention, "splash": splash_attention}
     chosen = find_implementation(name, device, dtype, head_dim)
     kernel = kernels.get(chosen, packed_attention)
-    return _short_rows_in_one_piece(kernel) if name == "auto" and chosen in kernels else kernel
+    return _or_one_piece(kernel) if name == "auto" and chosen in kernels else kernel
 
 
 def _why_not_cudnn(device: Any, dtype: Any, head_dim: int) -> str | None:

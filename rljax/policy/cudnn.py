@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from rljax.policy.flash import block_attention, head_axes
+from rljax.policy.flash import Keys, Queries, SegmentIds, block_attention, head_axes
 from rljax.sharding import on_each_device
 
 TOKENS_PER_SEGMENT = 256
@@ -29,19 +29,12 @@ def max_segments(t: int) -> int:
     return max(FEWEST_SEGMENTS, t // TOKENS_PER_SEGMENT)
 
 
-def cudnn_attention(
-    q: Float[Array, "b t h k"], k: Float[Array, "b t g k"], v: Float[Array, "b t g k"], segment_ids: Int[Array, "b t"]
-) -> Float[Array, "b t h k"]:
+def cudnn_attention(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds) -> Queries:
     """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
 
-    A device with a row of more than ``max_segments`` segments computes ``block_attention`` instead. XLA's flag
-    ``xla_gpu_deterministic_ops`` decides whether the backward pass sums in the same order each time.
-
-    Args:
-      q: The queries, bfloat16 or float16.
-      k: The keys, in the same dtype.
-      v: The values, in the same dtype.
-      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
+    Queries, keys and values are bfloat16 or float16. A device with a row of more than ``max_segments`` segments
+    computes ``block_attention`` instead. XLA's flag ``xla_gpu_deterministic_ops`` decides whether the backward pass
+    sums in the same order each time.
     """
     heads = head_axes(k)
     run = on_each_device(_rows, (heads, heads, heads, ("rows", "tokens")), (heads,), rows=q.shape[0])
@@ -109,22 +102,10 @@ def segment_offsets(
 
 
 def _cudnn(q: Array, k: Array, v: Array, starts: Array, lengths: Array) -> Array:
-    wrapper = _wrapper()
-    out: Array = wrapper.dot_product_attention(
-        q,
-        k,
-        v,
-        q_seqlen=lengths,
-        kv_seqlen=lengths,
-        q_offsets=starts,
-        kv_offsets=starts,
-        scale=q.shape[-1] ** -0.5,
-        mask_type=wrapper.MaskType.PADDING_CAUSAL,
-    )
-    return out
-
-
-def _wrapper() -> Any:
     from jax._src.cudnn import fused_attention_stablehlo
 
-    return fused_attention_stablehlo
+    wrapper: Any = fused_attention_stablehlo
+    places = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": starts, "kv_offsets": starts}
+    causal = wrapper.MaskType.PADDING_CAUSAL
+    out: Array = wrapper.dot_product_attention(q, k, v, **places, scale=q.shape[-1] ** -0.5, mask_type=causal)
+    return out

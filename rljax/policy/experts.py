@@ -29,15 +29,13 @@ from rljax.policy.grouped import Grouped
 from rljax.policy.layers import Routing, RoutingRecord, param
 from rljax.sharding import axis_size, on_each_device, split_over
 
-_SLACK = 1.25
-"""Ratio of the room of a round to a device's share of the pairs, if experts are split."""
+_SLACK = 1.25  # ratio of the room of a round to a device's share of the pairs, if experts are split
 _MULTIPLE = 256  # The room of a round is a multiple of it.
-_INNER: tuple[tuple[str | None, ...], ...] = (
-    ("experts", None, "mlp"),
-    ("experts", None, "mlp"),
-    ("experts", "mlp", None),
-)
-"""The logical axes of gate, up and down in the computation of a device, which has the whole model width."""
+
+
+def _inner(width: str | None) -> tuple[tuple[str | None, ...], ...]:
+    """Returns the logical axes of gate, up and down. A device computes with the whole model width (None)."""
+    return ("experts", width, "mlp"), ("experts", width, "mlp"), ("experts", "mlp", width)
 
 
 class Experts(nnx.Module):
@@ -57,8 +55,7 @@ class Experts(nnx.Module):
         """Sends each token to its experts and adds up their outputs.
 
         Returns:
-          The output, with the shape and dtype of ``x``; the largest absolute values inside the experts, [b, 1, f]; and
-          the record of the routing.
+          The output in the dtype of ``x``, the largest absolute values inside the experts [b, 1, f], and the routing.
         """
         probabilities = jax.nn.softmax(router_logits(x, self.router[...]), axis=-1)
         gates, own = jax.lax.top_k(probabilities, self.k)
@@ -75,10 +72,7 @@ class Experts(nnx.Module):
 
 @jax.custom_vjp
 def router_logits(x: Float[Array, "b t d"], weight: Float[Array, "d e"]) -> Float[Array, "b t e"]:
-    """Computes float32 logits that are not rounded to the dtype of the operands.
-
-    The operands of the backward products have the dtype of ``x`` and ``weight``.
-    """
+    """Computes float32 logits. The operands of the backward products have the dtype of ``x`` and ``weight``."""
     return jnp.einsum("btd,de->bte", x, weight, preferred_element_type=jnp.float32)
 
 
@@ -145,11 +139,6 @@ class _SortedPairs(NamedTuple):
     ends: Int[Array, " e"]  # place after the last pair of each expert
     room: int  # number of pairs in a round
 
-    @property
-    def rounds(self) -> Int[Array, ""]:
-        """The number of rounds that hold this device's pairs."""
-        return -(-self.ends[-1] // self.room)
-
     def window(self, number: Int[Array, ""] | int) -> _Round:
         """Returns the pairs of one round."""
         first = jnp.int32(number * self.room)
@@ -180,7 +169,8 @@ class _SortedPairs(NamedTuple):
         """Folds ``body`` over the rounds. There is one round without a loop if all pairs fit."""
         if self.room == len(self.pair):
             return body(self.window(0), start)
-        return jax.lax.fori_loop(0, self.rounds, lambda number, so_far: body(self.window(number), so_far), start)
+        rounds = -(-self.ends[-1] // self.room)
+        return jax.lax.fori_loop(0, rounds, lambda number, so_far: body(self.window(number), so_far), start)
 
 
 def experts(
@@ -194,7 +184,6 @@ def experts(
 
     Args:
       grouped: The implementation of the grouped products.
-      x: The tokens.
       choices: The experts of each token.
       gates: The weight of each choice, float32.
       weights: The matrices gate, up and down of all experts, in the dtype of ``x``.
@@ -226,7 +215,7 @@ def _experts(grouped: Grouped, x: Array, choices: Array, gates: Array, weights: 
         return _given_back(mesh, out.astype(x.dtype), x.shape), jnp.broadcast_to(largest, (len(x), 1))
 
     rows = ("rows", None, None)
-    run = on_each_device(of_device, (rows, rows, rows, *_INNER), (rows, ("rows", "mlp")), rows=x.shape[0])
+    run = on_each_device(of_device, (rows, rows, rows, *_inner(None)), (rows, ("rows", "mlp")), rows=x.shape[0])
     out, largest = run(x, choices, gates, *weights)
     return out, largest
 
@@ -240,9 +229,7 @@ def _backward(grouped: Grouped, saved: Any, cotangents: tuple[Array, Array]) -> 
     x, choices, gates, weights = saved
     mesh = _axes(*x.shape[::2])
 
-    def of_device(
-        x: Array, choices: Array, gates: Array, gate: Array, up: Array, down: Array, d_out: Array
-    ) -> tuple[Array, ...]:
+    def of_device(x: Array, choices: Array, gates: Array, gate: Array, up: Array, down: Array, d_out: Array) -> Any:
         tokens, all_choices, all_gates, d_tokens = _gathered(mesh, x, choices, gates, d_out)
         order = _sort(mesh, all_choices, all_gates, len(gate))
         ones = jnp.ones_like(all_gates)
@@ -275,8 +262,8 @@ def _backward(grouped: Grouped, saved: Any, cotangents: tuple[Array, Array]) -> 
         )
 
     rows, width = ("rows", None, None), "expert_embed" if mesh.width else None
-    by_weights = (("experts", width, "mlp"), ("experts", width, "mlp"), ("experts", "mlp", width))
-    run = on_each_device(of_device, (rows, rows, rows, *_INNER, rows), (rows, rows, *by_weights), rows=x.shape[0])
+    axes = (rows, rows, rows, *_inner(None), rows)
+    run = on_each_device(of_device, axes, (rows, rows, *_inner(width)), rows=x.shape[0])
     d_x, d_gates, *d_weights = run(x, choices, gates, *weights, cotangents[0])
     return d_x, None, d_gates, tuple(d.astype(w.dtype) for d, w in zip(d_weights, weights, strict=True))
 

@@ -33,6 +33,11 @@ _MASKED = -1e30
 _LAST = np.iinfo(np.int32).max
 
 Triple = tuple[Array, Array, Array]
+Queries = Float[Array, "b t h k"]
+Keys = Float[Array, "b t g k"]
+"""The keys or the values. Query head i attends to key-value head i // (h / g)."""
+SegmentIds = Int[Array, "b t"]
+"""The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence."""
 
 
 class Blocks(NamedTuple):
@@ -73,25 +78,11 @@ def head_axes(k: Float[Array, "b t g k"]) -> tuple[str | None, ...]:
     return ("rows", "tokens", "act_heads" if k.shape[2] % axis_size("act_heads") == 0 else None, "head_dim")
 
 
-def block_attention(
-    q: Float[Array, "b t h k"],
-    k: Float[Array, "b t g k"],
-    v: Float[Array, "b t g k"],
-    segment_ids: Int[Array, "b t"],
-    *,
-    block: int | None = None,
-) -> Float[Array, "b t h k"]:
+def block_attention(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, *, block: int | None = None) -> Queries:
     """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
 
-    It needs memory for the inputs in float32 and for one pair of blocks, never for t * t scores. On the mesh of the
-    context each device computes its own rows and heads.
-
-    Args:
-      q: The queries. Query head i attends to key-value head i // (h / g).
-      k: The keys.
-      v: The values.
-      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
-      block: The block size in tokens. None: ``block_size``.
+    It needs memory for the inputs in float32 and for one pair of blocks of ``block`` tokens (None: ``block_size``),
+    never for t * t scores. On the mesh of the context each device computes its own rows and heads.
     """
     t = q.shape[1]
     block = block or block_size(t)
@@ -116,9 +107,7 @@ def _forward(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> tu
     return run(q, k, v, segment_ids)
 
 
-def _attention_fwd(
-    q: Array, k: Array, v: Array, segment_ids: Array, block: int
-) -> tuple[Array, tuple[Array, Array, Array, Array, Array, Array]]:
+def _attention_fwd(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> tuple[Array, tuple[Array, ...]]:
     out, lse = _forward(q, k, v, segment_ids, block)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return out, (q, k, v, segment_ids, out, lse)
@@ -164,12 +153,7 @@ def _row_forward(arrays: tuple[Array, ...], block: int) -> tuple[Array, Array]:
 
 
 def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
-    """Computes the gradients of q, k and v of a row.
-
-    Args:
-      arrays: The tuple (q, k, v, segment_ids, output, log-sum-exp, gradient of the output) of the row.
-      block: The block size in tokens.
-    """
+    """Computes the gradients of q, k and v from (q, k, v, segment_ids, output, log-sum-exp, d output) of a row."""
     q, k, v, segment_ids, out, lse, d_out = arrays
     row = _in_blocks(q, k, v, segment_ids, block)
     g, d = k.shape[1:]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rljax.policy.config import ExpertsName
+from rljax.policy.config import ExpertsName, choose_kernel
 
 _LEAST_ROWS, _MOST_ROWS = 8, 256  # of a block
 _MOSAIC_TILE = 128
@@ -27,18 +27,14 @@ _MOSAIC_TILES: dict[str, Any] = {
 
 
 class Grouped(NamedTuple):
-    """An implementation of the two grouped products.
+    """An implementation of the two grouped products. Both accumulate in float32."""
 
-    Attributes:
-      product: A function (rows [m, d], matrices [e, d, f], sizes [e]) -> [m, f], in the dtype of the rows, accumulated
-        in float32. The first ``sizes[0]`` rows are multiplied with the first matrix, and so on. With
-        ``transposed=True`` the matrices are [e, f, d]. Rows after all groups give 0.
-      outer: A function (rows [m, d], others [m, f], sizes [e]) -> [e, d, f], accumulated in float32: the sum over the
-        rows of each group of their outer products. The result is float32, except from kernels that round it to the
-        dtype of the rows.
-    """
-
+    # A function (rows [m, d], matrices [e, d, f], sizes [e]) -> [m, f], in the dtype of the rows. The first sizes[0]
+    # rows are multiplied with the first matrix, and so on. With transposed=True the matrices are [e, f, d]. Rows after
+    # all groups give 0.
     product: Callable[..., Float[Array, "m f"]]
+    # A function (rows [m, d], others [m, f], sizes [e]) -> [e, d, f]: the sum of the outer products of each group's
+    # rows. The result is float32, except from kernels that round it to the dtype of the rows.
     outer: Callable[..., Float[Array, "e d f"]]
 
 
@@ -157,12 +153,9 @@ def choose_experts(name: ExpertsName, device: Any, dtype: Any, widths: tuple[int
     Raises:
       ValueError: The implementation does not support the device or the sizes. The message begins with the key.
     """
-    refusals = {"mosaic": _why_not_mosaic(device, dtype, widths), "ragged": _why_not_ragged(device)}
-    if name == "auto":
-        return IMPLEMENTATIONS[next((one for one, refusal in refusals.items() if not refusal), "xla")]
-    if refusal := refusals.get(name):
-        raise ValueError(f"policy.experts = {name} {refusal}; auto chooses one that fits")
-    return IMPLEMENTATIONS[name]
+    not_ragged = None if device.platform == "tpu" else f"needs a TPU, got {device.device_kind}"
+    refusals = {"mosaic": _why_not_mosaic(device, dtype, widths), "ragged": not_ragged}
+    return IMPLEMENTATIONS[choose_kernel("policy.experts", name, refusals)]
 
 
 def _why_not_mosaic(device: Any, dtype: Any, widths: tuple[int, int]) -> str | None:
@@ -174,7 +167,3 @@ def _why_not_mosaic(device: Any, dtype: Any, widths: tuple[int, int]) -> str | N
     if any(width % _MOSAIC_TILE for width in widths):
         return f"needs widths that are multiples of {_MOSAIC_TILE} on each device, got {widths}"
     return None
-
-
-def _why_not_ragged(device: Any) -> str | None:
-    return None if device.platform == "tpu" else f"needs a TPU, got {device.device_kind}"

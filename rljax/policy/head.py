@@ -19,6 +19,7 @@ from rljax.sharding import axis_size, constrain
 # The vocabulary of Qwen is 151,936 = 16 x 9,496. A vocabulary of up to this size is one chunk.
 MAX_CHUNK = 9_496
 _Sums = tuple[Array, Array, Array, Array]
+_Static = tuple[float, int, int]  # temperature, number of chunks, number of vocabulary shards
 
 
 def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
@@ -60,13 +61,7 @@ def _logits(hidden: Array, table: Array, temperature: float) -> Float[Array, "n 
 
 
 def _split(table: Array, chunks: int, shards: int) -> tuple[Array, Array]:
-    """Splits the table into chunks of c = v / chunks rows, with an equal part of each shard.
-
-    The rows stay split over the mesh; ``_gathered`` gathers the rows of one chunk.
-
-    Returns:
-      The rows [chunks, c, d] and the vocabulary index of each row [chunks, c].
-    """
+    """Returns chunks of rows [chunks, c, d], each with an equal part of each shard, and their indices [chunks, c]."""
     v, d = table.shape
     rows = table.reshape(shards, chunks, v // (shards * chunks), d)
     index = jnp.arange(v).reshape(rows.shape[:3])
@@ -78,10 +73,9 @@ def _gathered(rows: Array) -> Array:
     return constrain(rows, "vocab", None)
 
 
-def _forward(
-    hidden: Array, table: Array, targets: Array, temperature: float, chunks: int, shards: int
-) -> tuple[Array, Array, Array]:
+def _forward(hidden: Array, table: Array, targets: Array, static: _Static) -> tuple[Array, Array, Array]:
     """Computes the log-probability of the target, the entropy and the log-sum-exp, float32 [n] each."""
+    temperature, chunks, shards = static
 
     def body(state: _Sums, chunk: tuple[Array, Array]) -> tuple[_Sums, None]:
         top, total, weighted, picked = state
@@ -92,9 +86,8 @@ def _forward(
         shifted = logits - new_top[:, None]
         weights = jnp.exp(shifted)
         # weighted is sum(exp(l - top) * (l - top)). Raising top by s changes it by -s * total.
-        weighted = jnp.where(total > 0, weighted + (top - new_top) * total, 0.0) * scale + jnp.sum(
-            weights * shifted, -1
-        )
+        before = jnp.where(total > 0, weighted + (top - new_top) * total, 0.0) * scale
+        weighted = before + jnp.sum(weights * shifted, -1)
         total = total * scale + weights.sum(axis=-1)
         picked += jnp.sum(jnp.where(targets[:, None] == index[None, :], logits, 0.0), axis=-1)
         return (new_top, total, weighted, picked), None
@@ -106,23 +99,18 @@ def _forward(
     return picked - top - log_total, log_total - weighted / total, top + log_total
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _token_logprobs(
-    hidden: Array, table: Array, targets: Array, temperature: float, chunks: int, shards: int
-) -> tuple[Array, Array]:
-    return _forward(hidden, table, targets, temperature, chunks, shards)[:2]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _token_logprobs(hidden: Array, table: Array, targets: Array, static: _Static) -> tuple[Array, Array]:
+    return _forward(hidden, table, targets, static)[:2]
 
 
-def _token_logprobs_fwd(
-    hidden: Array, table: Array, targets: Array, temperature: float, chunks: int, shards: int
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    logprobs, entropy, lse = _forward(hidden, table, targets, temperature, chunks, shards)
+def _token_logprobs_fwd(hidden: Array, table: Array, targets: Array, static: _Static) -> tuple[Any, tuple[Array, ...]]:
+    logprobs, entropy, lse = _forward(hidden, table, targets, static)
     return (logprobs, entropy), (hidden, table, targets, entropy, lse)
 
 
-def _token_logprobs_bwd(
-    temperature: float, chunks: int, shards: int, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
-) -> tuple[Array, Array, None]:
+def _token_logprobs_bwd(static: _Static, saved: tuple[Array, ...], cotangents: Any) -> tuple[Array, Array, None]:
+    temperature, chunks, shards = static
     hidden, table, targets, entropy, lse = saved
     d_logprob, d_entropy = cotangents
 
@@ -180,6 +168,5 @@ def token_logprobs(
     if table.shape[0] % shards:  # The table is not split.
         shards = 1
     chunks = vocabulary_chunks(table.shape[0] // shards, max_chunk)
-    static = (float(temperature), chunks, shards)
-    logprobs, entropy = _token_logprobs(flat, table, targets.reshape(-1), *static)
+    logprobs, entropy = _token_logprobs(flat, table, targets.reshape(-1), (float(temperature), chunks, shards))
     return logprobs.reshape(targets.shape), entropy.reshape(targets.shape)

@@ -154,7 +154,6 @@ def load_params(
 
     Args:
       directory: The HF directory. Its tensors may be F16, BF16, F32 or F64.
-      config: The shape of the policy, from ``read_config``.
       shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
       dtype: The dtype of the result.
 
@@ -196,7 +195,6 @@ def read_leaves(
 
     Args:
       sources: The opened tensors.
-      leaves: The parameters.
       shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
       dtype: The dtype of the result.
       directory: The directory of the files, for error messages.
@@ -286,8 +284,6 @@ def save_params(
 
     Args:
       directory: The directory. It is created if it is missing, and its weight files are replaced.
-      params: The pytree of parameters.
-      config: The shape of the policy.
       dtype: The dtype of the tensors in the files.
       side_files_from: A directory whose tokenizer and generation files are copied. None: no such files.
       stop_token_ids: The tokens that end a response, for generation_config.json. Empty: those of the copied file.

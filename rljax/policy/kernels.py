@@ -19,15 +19,10 @@ _MULTIPROCESSORS = 132  # of an H100 SXM
 
 
 class Kernels(NamedTuple):
-    """The implementations of a policy's forward. The defaults work on every backend.
+    """The implementations of a policy's forward. The defaults work on every backend."""
 
-    Attributes:
-      attention: The attention of packed rows.
-      grouped: The products of a mixture's experts.
-    """
-
-    attention: PackedAttention = packed_attention
-    grouped: Grouped = IN_BLOCKS
+    attention: PackedAttention = packed_attention  # the attention of packed rows
+    grouped: Grouped = IN_BLOCKS  # the products of a mixture's experts
 
 
 ON_ANY_BACKEND = Kernels()
@@ -75,16 +70,16 @@ def compiled_for_hopper() -> Iterator[None]:
     from jax._src.cudnn import fused_attention_stablehlo as attention
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as outer
 
-    answers: list[tuple[Any, dict[str, Any]]] = [
-        (attention, {"check_compute_capability": lambda asked: asked <= CAPABILITY}),
-        (attention, {"check_cudnn_version": lambda: CUDNN}),
-        (outer, {"jax": _JaxOfHopper()}),
+    answers: list[tuple[Any, str, Any]] = [
+        (attention, "check_compute_capability", lambda asked: asked <= CAPABILITY),
+        (attention, "check_cudnn_version", lambda: CUDNN),
+        (outer, "jax", _JaxOfHopper()),
     ]
-    originals = [(module, {name: getattr(module, name) for name in names}) for module, names in answers]
-    for module, answer in answers:
-        vars(module).update(answer)
+    originals = [(module, name, getattr(module, name)) for module, name, _ in answers]
     try:
+        for module, name, answer in answers:
+            setattr(module, name, answer)
         yield
     finally:
-        for module, original in originals:
-            vars(module).update(original)
+        for module, name, original in originals:
+            setattr(module, name, original)

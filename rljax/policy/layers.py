@@ -25,15 +25,14 @@ from rljax.sharding import axis_size, constrain
 class HFTensor(NamedTuple):
     """The tensor, or the tensors, of a Hugging Face checkpoint that hold a parameter.
 
-    Attributes:
-      name: The name of the tensor. In a block it lacks the prefix ``model.layers.{}.``. If the slices of a leading axis
-        of the parameter are separate tensors, ``{}`` stands for their index.
-      inputs: The number of axes, after those leading ones, that form the second axis of the tensor. A linear layer is
-        [in, out] here and [out, in] in the file, where heads and head_dim are one axis. 0: all axes are one axis in the
-        file. None: the layouts are the same.
+    A linear layer is [in, out] here and [out, in] in the file, where heads and head_dim are one axis.
     """
 
+    # The name of the tensor. In a block it lacks the prefix "model.layers.{}.". If the slices of a leading axis of the
+    # parameter are separate tensors, {} stands for their index.
     name: str
+    # The number of axes, after those leading ones, that form the second axis of the tensor. 0: all axes are one axis in
+    # the file. None: the layouts are the same.
     inputs: int | None = None
 
     @property
@@ -50,74 +49,41 @@ def param(
     name: str,
     inputs: int | None = None,
 ) -> nnx.Param[Array]:
-    """Declares a float32 parameter.
-
-    Args:
-      rngs: The random keys of the initial values.
-      shape: The shape of the parameter.
-      logical: The logical axis of each dimension.
-      init: The initializer.
-      name: The name of its tensor in a checkpoint (``HFTensor.name``).
-      inputs: The layout of that tensor (``HFTensor.inputs``).
-    """
+    """Declares a float32 parameter: shape, logical axis of each dimension, initializer, and fields of ``HFTensor``."""
     return nnx.Param(init(rngs.params(), shape, jnp.float32), logical=logical, stored=HFTensor(name, inputs))
 
 
 class Routing(NamedTuple):
-    """The input of a block's router and experts besides the tokens.
+    """The input of a block's router and experts besides the tokens."""
 
-    Attributes:
-      valid: The tokens that count. None: all.
-      choices: The experts that each token must go to, -1 where the router is free. None: it is free everywhere.
-      grouped: The implementation of the experts' products.
-    """
-
-    valid: Bool[Array, "b t"] | None = None
+    valid: Bool[Array, "b t"] | None = None  # the tokens that count; None for all
+    # The experts that each token must go to, -1 where the router is free. None: it is free everywhere.
     choices: Int[Array, "b t k"] | None = None
-    grouped: Grouped = IN_BLOCKS
+    grouped: Grouped = IN_BLOCKS  # the implementation of the experts' products
 
 
 class RoutingRecord(NamedTuple):
-    """The record of the routing in one block. Counts and sums are over the valid tokens of each row.
+    """The record of the routing in one block. Counts and sums are over the valid tokens of each row."""
 
-    Attributes:
-      choices: The experts that each token went to.
-      tokens: The number of valid tokens.
-      load: The number of tokens that went to each of the e experts.
-      probability: The sum of the router's probabilities of each expert, differentiable.
-      entropy: The sum of the entropies of the router's distributions (nats).
-      given: The number of choices that were prescribed.
-      differing: The number of prescribed choices that the router itself would not have made.
-    """
-
-    choices: Int[Array, "b t k"]
-    tokens: Int[Array, " b"]
-    load: Int[Array, "b e"]
-    probability: Float[Array, "b e"]
-    entropy: Float[Array, " b"]
-    given: Int[Array, " b"]
-    differing: Int[Array, " b"]
+    choices: Int[Array, "b t k"]  # the experts that each token went to
+    tokens: Int[Array, " b"]  # the number of valid tokens
+    load: Int[Array, "b e"]  # the number of tokens that went to each of the e experts
+    probability: Float[Array, "b e"]  # the sum of the router's probabilities of each expert, differentiable
+    entropy: Float[Array, " b"]  # the sum of the entropies of the router's distributions (nats)
+    given: Int[Array, " b"]  # the number of choices that were prescribed
+    differing: Int[Array, " b"]  # the number of prescribed choices that the router itself would not have made
 
 
 class BlockStats(NamedTuple):
-    """Measurements of a block's forward.
+    """Measurements of a block's forward, over each of s parts of the tokens of a row."""
 
-    Attributes:
-      inside: The largest absolute values inside the MLP, over each of s parts of the tokens of a row.
-      outside: The largest absolute values of the block's output, over the same parts.
-      router: The record of the routing in a block with experts, else None.
-    """
-
-    inside: Float[Array, "b s f"]
-    outside: Float[Array, "b s d"]
-    router: RoutingRecord | None
+    inside: Float[Array, "b s f"]  # the largest absolute values inside the MLP
+    outside: Float[Array, "b s d"]  # the largest absolute values of the block's output
+    router: RoutingRecord | None  # the record of the routing in a block with experts, else None
 
 
 def largest(x: Float[Array, "b t f"]) -> Float[Array, "b s f"]:
-    """Computes the largest absolute values over the tokens of each device.
-
-    A maximum over all tokens would be a collective in every block.
-    """
+    """Computes the largest absolute values over each device's tokens. Over all tokens they would need a collective."""
     rows, tokens, features = x.shape
     parts = math.gcd(tokens, axis_size("split_tokens"))
     each = jnp.abs(x).reshape(rows, parts, tokens // parts, features)
@@ -136,15 +102,9 @@ def all_tokens(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
 
 
 def rms_norm(x: Float[Array, "b *t d"], scale: Float[Array, "*b d"], eps: float) -> Float[Array, "b *t d"]:
-    """Applies root-mean-square normalisation over the last axis, in float32.
+    """Applies root-mean-square normalisation over the last axis, in float32. The result has the dtype of ``x``.
 
-    Args:
-      x: The activations.
-      scale: The scale, [d], or [b, d] with one for each row.
-      eps: The epsilon under the root.
-
-    Returns:
-      The normalised activations, with the shape and dtype of ``x``.
+    The scale is [d], or [b, d] with one for each row. ``eps`` is added under the root.
     """
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
@@ -228,12 +188,7 @@ class MLP(nnx.Module):
         self.down = param(rngs, (f, d), ("mlp", "embed"), normal, "mlp.down_proj.weight", 1)
 
     def __call__(self, x: Float[Array, "b t d"], routing: Routing | None) -> tuple[Array, Array, None]:
-        """Computes the SwiGLU of each token.
-
-        Returns:
-          The output, with the shape and dtype of ``x``; the largest absolute values inside, [b, s, f]; and None,
-          because there is no routing.
-        """
+        """Returns the output in the dtype of ``x``, the largest absolute values inside [b, s, f], and no routing."""
         del routing
         gate, up = linear(("btd,df->btf",) * 2, x, (self.gate[...], self.up[...]))
         product = jax.nn.silu(gate) * constrain(up, "rows", "tokens", "act_mlp")
@@ -251,11 +206,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], attention_fn: Callable[..., Any], routing: Routing | None
     ) -> tuple[Array, Any, BlockStats]:
-        """Computes the block for ``x`` [b, t, d]. Only an MLP with experts uses ``routing``.
-
-        Returns:
-          The output [b, t, d], the carry of ``attention_fn``, and the measurements of the forward.
-        """
+        """Returns the output for ``x`` [b, t, d], the carry of ``attention_fn``, and measurements of the forward."""
         mixed, carry = self.attention(all_tokens(self.attention_norm(x)), rotary, attention_fn)
         x = x + split_tokens(mixed)
         fed, inside, router = self.mlp(all_tokens(self.mlp_norm(x)), routing)

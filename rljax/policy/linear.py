@@ -51,7 +51,6 @@ def linear(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Seq
     Args:
       specs: The einsum specifications, such as ``"btd,df->btf"``. Every index of a weight is an index of ``x`` or of
         the result.
-      x: The activations.
       weights: The weights, in the dtype of ``x``.
       biases: The bias of each product [b, t, ...], or nothing. A bias is [...], or [b, ...] with one for each row. It
         is added before the product is rounded.

@@ -22,7 +22,7 @@ from rljax.errors import check_at_least
 from rljax.policy.config import PolicyConfig
 from rljax.policy.layers import HFTensor
 from rljax.policy.model import Params, abstract_params, cast_params, logical_axes, param_shardings, stored_tensors
-from rljax.sharding import is_on_host, on_devices, on_host, tree_shardings
+from rljax.sharding import constrain_tree, is_on_host, on_devices, on_host, tree_shardings
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block that may have an adapter."""
@@ -199,8 +199,6 @@ def merge_adapters(base: Params, adapters: Params, config: PolicyConfig, lora: L
 
     Args:
       base: The targets of the frozen policy (``targets_of``), of any float dtype.
-      adapters: The adapters, float32.
-      config: The shape of the policy.
       lora: The scale and targets of the adapters.
       dtype: The dtype of the result, which has the structure of ``base``.
     """
@@ -224,9 +222,7 @@ def adapter_gradients(adapters: Params, gradients: Params, config: PolicyConfig,
     dA = scale * dW B^T and dB = scale * A^T dW, layer by layer. The rounding of the weights counts as the identity.
 
     Args:
-      adapters: The adapters, float32.
       gradients: The gradients of the weights from ``merge_adapters``, of any float dtype.
-      config: The shape of the policy.
       lora: The scale and targets of the adapters.
     """
     of_weights, flat = flatten_dict(gradients), flatten_dict(adapters)
@@ -244,6 +240,50 @@ def adapter_gradients(adapters: Params, gradients: Params, config: PolicyConfig,
     return unflatten_dict(of_adapters)
 
 
+@dataclass(frozen=True)
+class TrainedParams:
+    """The parameters that the optimizer holds, and their relation to the weights that the forward pass reads.
+
+    If ``lora`` has a rank they are the adapters, and ``MergedPolicy`` computes the weights. Otherwise they are all
+    weights. The targets are the leaves of the policy's pytree that need a gradient.
+    """
+
+    config: PolicyConfig
+    lora: LoraConfig
+
+    def abstract(self) -> Params:
+        """Returns the pytree of trained parameters with a float32 ``jax.ShapeDtypeStruct`` at each leaf."""
+        return abstract_adapters(self.config, self.lora) if self.lora.rank else abstract_params(self.config)
+
+    def axes(self) -> Params:
+        """Returns the pytree of trained parameters with a tuple of logical axis names at each leaf."""
+        return adapter_axes(self.config, self.lora) if self.lora.rank else logical_axes(self.config)
+
+    def shardings(self, mesh: Mesh) -> Params:
+        """Returns the pytree of trained parameters with a NamedSharding at each leaf."""
+        return tree_shardings(mesh, self.axes(), self.abstract())
+
+    def targets(self, weights: Params) -> Params:
+        """Returns the targets of a policy's pytree, whose leaves may be arrays or anything else."""
+        return targets_of(weights, self.config, self.lora) if self.lora.rank else weights
+
+    def with_targets(self, weights: Params, targets: Params) -> Params:
+        """Returns a policy's pytree with its targets replaced."""
+        return with_targets(weights, targets) if self.lora.rank else targets
+
+    def residuals(self, params: Params) -> Any:
+        """Returns the values that ``gradients`` needs from the trained parameters."""
+        return params if self.lora.rank else ()
+
+    def gradients(self, residuals: Any, target_gradients: Params) -> Params:
+        """Computes the gradients of the trained parameters from the gradients of the targets."""
+        if not self.lora.rank:
+            return target_gradients
+        # The gradients are summed over the rows on the devices of the weights and in their dtype, as for all weights.
+        placed = constrain_tree(target_gradients, self.targets(logical_axes(self.config)))
+        return adapter_gradients(residuals, placed, self.config, self.lora)
+
+
 class MergedPolicy:
     """The policy of adapters on a frozen base. One executable merges them for trainer and engines.
 
@@ -258,9 +298,7 @@ class MergedPolicy:
         """Builds the executable, which is compiled at the first call.
 
         Args:
-          config: The shape of the policy.
           lora: The scale and targets of the adapters.
-          mesh: The mesh of the trainer.
           base: The frozen policy in ``dtype``, on the mesh. It must be in the host's memory if adapters may be there.
           dtype: The dtype to which the weights are rounded.
           as_float32: Whether to return the rounded weights in float32, for an executable that takes masters.

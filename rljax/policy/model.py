@@ -17,11 +17,10 @@ from flax import nnx, traverse_util
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from rljax.policy.attention import PackedAttention, packed_attention
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import FAMILIES
 from rljax.policy.flash import LSE_NAME, OUT_NAME
-from rljax.policy.grouped import IN_BLOCKS, Grouped
+from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
 from rljax.policy.layers import (
     BlockStats,
     HFTensor,
@@ -194,7 +193,6 @@ def run_blocks(
 
     Args:
       params: The pytree of parameters, in the compute dtype.
-      config: The shape of the policy.
       x: The embedded tokens.
       positions: The rotary position of each token inside its own segment.
       attention_fn: A function that computes the attention of one layer's heads. It takes and returns ``carry``.
@@ -253,23 +251,19 @@ def hidden_states(
     positions: Int[Array, "b t"],
     *,
     remat: Remat = "none",
-    attention: PackedAttention = packed_attention,
+    kernels: Kernels = ON_ANY_BACKEND,
     choices: Int[Array, "b t l k"] | None = None,
-    grouped: Grouped = IN_BLOCKS,
 ) -> tuple[Float[Array, "b t d"], ForwardStats]:
     """Computes the hidden states of packed rows, ready for the LM head. Attention stays inside each segment.
 
     Args:
       params: The pytree of parameters, in the compute dtype.
-      config: The shape of the policy.
-      tokens: The packed rows.
       segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
       positions: The position 0, 1, 2, ... of each token inside its segment.
       remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
-      attention: The implementation of the attention.
+      kernels: The implementations of attention and experts, from ``choose_kernels``.
       choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free
         everywhere.
-      grouped: The implementation of the experts' products.
 
     Returns:
       The hidden states in the compute dtype, and the measurements of the forward.
@@ -277,12 +271,12 @@ def hidden_states(
 
     def attention_fn(carry: Any, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         del layer
-        return attention(q, k, v, segment_ids), carry
+        return kernels.attention(q, k, v, segment_ids), carry
 
     x = embed_tokens(params, tokens)
     params = params | {"layers": _vectors_of_rows(params["layers"], tokens.shape[0])}
     routing = None
     if config.num_experts:
-        routing = Routing(segment_ids > 0, None if choices is None else jnp.moveaxis(choices, 2, 0), grouped)
+        routing = Routing(segment_ids > 0, None if choices is None else jnp.moveaxis(choices, 2, 0), kernels.grouped)
     hidden, _, stats = run_blocks(params, config, x, positions, attention_fn, routing=routing, remat=remat)
     return hidden, stats

@@ -56,7 +56,6 @@ def save_adapters(
     Args:
       directory: The directory. It is created if it is missing.
       adapters: The adapters, a pytree with the structure of ``abstract_adapters``.
-      config: The shape of the policy.
       lora: The rank, alpha and targets of the adapters.
       base: The name or path of the base model, for the file.
     """
@@ -87,7 +86,6 @@ def load_adapters(
 
     Args:
       directory: The directory with both files. Its tensors may be F16, BF16, F32 or F64.
-      config: The shape of the policy.
       lora: The rank, alpha and targets that the adapters must have.
       shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
 

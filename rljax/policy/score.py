@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rljax.policy.attention import PackedAttention, packed_attention
 from rljax.policy.config import PolicyConfig
-from rljax.policy.grouped import IN_BLOCKS, Grouped
 from rljax.policy.head import matmul_precision, token_logprobs
+from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
 from rljax.policy.model import ForwardStats, Params, Remat, cast_params, hidden_states, lm_head_table
 from rljax.sharding import fetch
 
@@ -37,40 +36,22 @@ def packed_logprobs(
     temperature: float = 1.0,
     lm_head_dtype: Any = None,
     remat: Remat = "none",
-    attention: PackedAttention = packed_attention,
-    grouped: Grouped = IN_BLOCKS,
+    kernels: Kernels = ON_ANY_BACKEND,
     choices: Int[Array, "b t l k"] | None = None,
 ) -> Scores:
     """Computes the log-probability of each token given the tokens before it in its segment, and the entropy there.
 
+    ``hidden_states`` describes the arguments that are not below.
+
     Args:
-      params: The pytree of parameters, in the compute dtype.
-      config: The shape of the policy.
-      tokens: The packed rows.
-      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
-      positions: The position 0, 1, 2, ... of each token inside its segment.
       temperature: The temperature of the scored distribution, positive.
       lm_head_dtype: The dtype of the operands of the LM head's products. None: the dtypes of hidden states and table.
-      remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
-      attention: The implementation of the attention, from ``choose_attention``.
-      grouped: The implementation of the experts' products, from ``choose_experts``.
-      choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free
-        everywhere.
 
     Returns:
       The scores. ``logprobs[b, t]`` belongs to ``tokens[b, t]``.
     """
-    hidden, stats = hidden_states(
-        params,
-        config,
-        tokens,
-        segment_ids,
-        positions,
-        remat=remat,
-        attention=attention,
-        grouped=grouped,
-        choices=choices,
-    )
+    rows = (tokens, segment_ids, positions)
+    hidden, stats = hidden_states(params, config, *rows, remat=remat, kernels=kernels, choices=choices)
     # The state at t-1 predicts token t. The last state of a row predicts nothing.
     logprobs, entropy = token_logprobs(
         hidden[:, :-1], lm_head_table(params), tokens[:, 1:], temperature=temperature, dtype=lm_head_dtype

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from rljax.policy.flash import OUT_NAME, head_axes, pad_rows, shared_blocks
+from rljax.policy.flash import OUT_NAME, Keys, Queries, SegmentIds, head_axes, pad_rows, shared_blocks
 from rljax.sharding import on_each_device
 
 LANES = 128
@@ -21,21 +21,11 @@ MAX_BLOCK = 512
 
 
 def splash_attention(
-    q: Float[Array, "b t h k"],
-    k: Float[Array, "b t g k"],
-    v: Float[Array, "b t g k"],
-    segment_ids: Int[Array, "b t"],
-    *,
-    block: int | None = None,
-    interpret: bool = False,
-) -> Float[Array, "b t h k"]:
+    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, *, block: int | None = None, interpret: bool = False
+) -> Queries:
     """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
 
     Args:
-      q: The queries.
-      k: The keys.
-      v: The values.
-      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
       block: The block size in tokens, a multiple of 128. None: 512, or less for a shorter row.
       interpret: Whether to run the operations of the kernel one by one, slowly, on any backend.
     """
@@ -66,9 +56,10 @@ def _kernel(t: int, num_heads: int, block: int, shared: Array, interpret: bool) 
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
 
+    sizes: Any = [block] * 8  # of queries and keys, in the forward and in both backward passes
     kernel = splash.make_splash_mha(
         MultiHeadMask([CausalMask((t, t))] * num_heads),
-        block_sizes=_block_sizes(block),
+        block_sizes=splash.BlockSizes(*sizes),
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=OUT_NAME,
@@ -82,11 +73,3 @@ def _kernel(t: int, num_heads: int, block: int, shared: Array, interpret: bool) 
 
     infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
     return splash.SplashAttentionKernel(*map(cut, infos), **kernel.kwargs)
-
-
-def _block_sizes(block: int) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import BlockSizes
-
-    forward = {"block_q": block, "block_kv": block, "block_kv_compute": block}
-    dkv = {"block_q_dkv": block, "block_kv_dkv": block, "block_kv_dkv_compute": block}
-    return BlockSizes(**forward, **dkv, block_q_dq=block, block_kv_dq=block)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from rljax.mismatch import Statistics
 from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.kernels import Kernels, choose_kernels
-from rljax.policy.lora import OFF, LoraConfig, MergedPolicy
+from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams
 from rljax.policy.model import (
     ForwardStats,
     Params,
@@ -34,7 +34,6 @@ from rljax.policy.model import (
     lm_head_table,
     param_shardings,
 )
-from rljax.policy.trained import TrainedParams
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
@@ -88,14 +87,13 @@ def full_scores(
 
     Args:
       compute: The parameters in the compute dtype.
-      config: The shape of the policy.
       micro: The micro-batch, with one sequence in a row.
       temperature: The temperature of the distribution that is scored, a positive float32 scalar.
       precision: The dtype of the LM head's products, and the choice of what the backward pass recomputes.
       kernels: The kernels of ``choose_kernels``.
     """
     rows = (micro.tokens, micro.segment_ids, micro.positions)
-    hidden, stats = hidden_states(compute, config, *rows, remat=precision.remat_policy, **kernels._asdict())
+    hidden, stats = hidden_states(compute, config, *rows, remat=precision.remat_policy, kernels=kernels)
     hidden, table = head_operands(hidden, lm_head_table(compute), precision.head_dtype)
     exactness = matmul_precision(table.dtype)
     logits = jnp.einsum("btd,vd->btv", hidden, table, precision=exactness, preferred_element_type=jnp.float32)
@@ -127,10 +125,6 @@ class ExactPass:
         """Prepares the executable, which is compiled at the first call. Another shape is an error, not a compilation.
 
         Args:
-          config: The shape of the policy.
-          mesh: The mesh of the trainer.
-          precision: The dtypes of the forward and backward.
-          objective: The loss of a step.
           rows: The number b of rows of a micro-batch, and of sequences that are sampled at the same time.
           row_tokens: The number t of tokens of a row: the longest prompt with its response.
           options: The choice of kernels, which ``choose_kernels`` refuses if the devices lack one.
@@ -253,12 +247,8 @@ class ExactUpdate:
         """Prepares the executables around the pass.
 
         Args:
-          exact: The pass that the engine samples with.
-          config: The shape of the policy.
           tx: The optimizer of ``make_optimizer``.
-          precision: The dtypes of the pass.
           temperature: The temperature of the rollouts.
-          diagnosis: The settings of the mismatch metrics.
           reference: The masters of the frozen policy of a KL penalty, on the devices. The same pass scores them.
           lora: The choice of adapters. If there are any, the state has the adapters.
           merged: A function that returns the weights that the adapters make, in float32; None without adapters.

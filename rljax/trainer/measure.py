@@ -75,7 +75,6 @@ def measure(
     Args:
       scores: The ``logprobs`` and ``entropy`` [b, t] and the ``stats`` of the trainer's forward.
       micro: The micro-batch [b, t].
-      num_sequences: The number of sequences of the batch.
       config: The settings of the mismatch metrics; None to measure the forward alone.
 
     Returns:

@@ -57,7 +57,6 @@ def over_micro_batches(
     """Adds up micro-batches of a batch [m, b, t].
 
     Args:
-      batch: The batch, on the devices.
       each: A function of a micro-batch [b, t]. It returns numbers to add up, and token values [b, t, ...] to keep.
       zero: A function that returns the total of no micro-batch, from the ``jax.ShapeDtypeStruct`` of the numbers.
       add: A function that adds the numbers of one micro-batch to a total.

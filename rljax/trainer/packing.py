@@ -140,12 +140,6 @@ def pack(
     ``rows.lay_out_rows`` chooses the place of each sequence. The result depends only on the sequences, not on the order
     in which responses arrived.
 
-    Args:
-      sequences: The sequences of a step.
-      row_tokens: The number of tokens of a row.
-      rows_per_micro_batch: The number of rows of a micro-batch.
-      micro_batches: The number of micro-batches.
-
     Raises:
       ValueError: The sequences do not fit, or only some of them have one of the optional log-probabilities.
     """
@@ -167,7 +161,6 @@ def fill(
     """Fills a batch with sequences at chosen places. All used micro-batches count as ones with loss.
 
     Args:
-      sequences: The sequences of the batch.
       rows: The indices of the sequences in each row, one after another, by (micro-batch, row). They must fit.
       shape: The shape (m, b, t) of the batch.
 

@@ -35,7 +35,6 @@ def on_each_replica(
       work: A function that returns totals, and token values [m, b, t, ...] of its rows.
       add_up: A function that adds up the totals of one copy with those of the others, by ``sum_over_replicas`` and
         ``merge_over_replicas``.
-      batch: The batch [m, b, t].
       *shared: The arrays that every copy gets whole.
 
     Returns:

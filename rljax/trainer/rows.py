@@ -44,8 +44,6 @@ def lay_out_rows(
     Args:
       lengths: The length of each sequence, prompt and response, in tokens.
       in_loss: Whether each sequence carries loss.
-      row_tokens: The number of tokens of a row.
-      rows_per_micro_batch: The number of rows of a micro-batch.
       micro_batches: The number of micro-batches. First fit needs at most ``packing.max_micro_batches``, in any order.
 
     Raises:
@@ -99,9 +97,7 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], row_tokens: int) -> 
     """Places each item in the first row that has room.
 
     Args:
-      lengths: The length of each item, in tokens.
       order: The order in which items are placed; longest first makes few rows.
-      row_tokens: The number of tokens of a row.
 
     Returns:
       The indices of the items of each row.
@@ -132,9 +128,7 @@ def fill_one_by_one(lengths: Sequence[int], order: Sequence[int], row_tokens: in
     row or more. Source: minimum bin slack, Gupta and Ho 1999.
 
     Args:
-      lengths: The length of each item, in tokens.
       order: The order in which items are tried.
-      row_tokens: The number of tokens of a row.
 
     Returns:
       The indices of the items of each row.

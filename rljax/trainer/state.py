@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 
 from rljax.errors import check_finite
 from rljax.policy.config import PolicyConfig
-from rljax.policy.lora import OFF, LoraConfig
+from rljax.policy.lora import OFF, LoraConfig, TrainedParams
 from rljax.policy.model import Params
-from rljax.policy.trained import TrainedParams
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import replicated
 
@@ -125,9 +124,7 @@ def abstract_state(
     """Returns the shapes, dtypes and shardings of a state, into which a checkpoint is restored.
 
     Args:
-      config: The shape of the policy.
       tx: The optimizer of ``make_optimizer``.
-      mesh: The mesh of the trainer.
       dynamic_scale: Whether the loss scale is dynamic.
       lora: The choice of adapters. If there are any, the state has the adapters.
 
@@ -160,9 +157,7 @@ def create_state(
 
     Args:
       params: The parameters to train. The state takes them over, so do not use them again.
-      config: The shape of the policy.
       tx: The optimizer of ``make_optimizer``.
-      mesh: The mesh of the trainer.
       dynamic_scale: Whether the loss scale is dynamic.
       lora: The choice of adapters. If there are any, ``params`` are the adapters.
     """

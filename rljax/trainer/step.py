@@ -21,11 +21,10 @@ from jax.sharding import Mesh
 from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
 from rljax.policy.head import matmul_precision
-from rljax.policy.kernels import ON_ANY_BACKEND, Kernels, choose_kernels
-from rljax.policy.lora import OFF, LoraConfig, MergedPolicy
+from rljax.policy.kernels import Kernels, choose_kernels
+from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams
 from rljax.policy.model import Params, abstract_params, cast_params, gathered_axes, logical_axes, param_shardings
 from rljax.policy.score import Scores, packed_logprobs
-from rljax.policy.trained import TrainedParams
 from rljax.sharding import constrain, constrain_tree, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.micro_batches import abstract_batch, over_micro_batches, place_batch
@@ -63,7 +62,6 @@ def micro_gradients(
     Args:
       compute: The parameters in the compute dtype, with respect to which the gradient is taken.
       micro: The micro-batch [b, t].
-      objective: The loss.
       score: A function of parameters and a micro-batch that returns ``Scores``.
       scale: The factor of the loss.
       provisional: The provisional denominator of the loss.
@@ -85,23 +83,18 @@ def micro_gradients(
     return grads, statistics, scores
 
 
-def make_score(
-    config: PolicyConfig, precision: PrecisionConfig, temperature: float, kernels: Kernels = ON_ANY_BACKEND
-) -> Any:
+def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: float, kernels: Kernels) -> Any:
     """Returns a function ``score(compute, micro) -> Scores``. Each device gets the scores of all tokens."""
 
     def score(compute: Params, micro: PackedBatch) -> Scores:
         scores = packed_logprobs(
             compute,
             config,
-            micro.tokens,
-            micro.segment_ids,
-            micro.positions,
+            *(micro.tokens, micro.segment_ids, micro.positions),
             temperature=temperature,
             lm_head_dtype=precision.head_dtype,
             remat=precision.remat_policy,
-            attention=kernels.attention,
-            grouped=kernels.grouped,
+            kernels=kernels,
             choices=replayed_choices(micro, config),
         )
         logprobs, entropy = (constrain(x, None, None) for x in (scores.logprobs, scores.entropy))
@@ -258,11 +251,7 @@ class TrainStep:
         """Prepares the step. It is compiled at the first call; a step with equal arguments is not compiled again.
 
         Args:
-          config: The shape of the policy.
           tx: The optimizer of ``make_optimizer``.
-          mesh: The mesh of ``make_mesh``.
-          precision: The dtypes of the forward and backward.
-          objective: The loss of a batch.
           batch_shape: The shape (micro-batches, rows, tokens) of every batch.
           temperature: The temperature of the rollouts. Log-probabilities are those of the sampled distribution.
           diagnosis: The settings of the mismatch metrics; None if the step does not measure the mismatch.
@@ -341,8 +330,6 @@ class TrainStep:
         Args:
           params: The parameters of the whole policy.
           batch: The batch. Its number of micro-batches may differ from the one of the steps.
-          num_sequences: The number of sequences of the batch.
-          diagnosis: The settings of the mismatch metrics.
           with_routes: Whether to return the routes that this forward chose.
 
         Returns:

@@ -105,12 +105,8 @@ def update_state(
     """Unscales and clips the gradients, and applies the update or skips it.
 
     Args:
-      state: The state before the update.
       totals: The totals of all micro-batches.
-      batch: The batch of the step.
       tx: The optimizer of ``make_optimizer``.
-      objective: The loss of the step.
-      controls: The scalar arguments of the step.
       dynamic: Whether the loss scale is dynamic.
 
     Returns:

@@ -90,7 +90,6 @@ def reference_logprobs(forward: Forward, params: Params, batch: PackedBatch) -> 
     Args:
       forward: The forward without a gradient.
       params: The parameters of the frozen policy.
-      batch: The batch [m, b, t].
 
     Returns:
       The log-probabilities, float32 [m, b, t]; 0 outside the responses.
@@ -115,7 +114,6 @@ class SingleUpdate:
         """Stores the parts.
 
         Args:
-          step: The compiled step.
           forward: The forward without a gradient, of batches that ``pack`` makes.
           pack: A function that packs sequences into a batch of the step's shape.
           reference: The log-probabilities of the reference policy of a KL penalty; None without a penalty.
@@ -164,7 +162,6 @@ class MultipleUpdates:
           pack: A function that packs all sequences of a step.
           pack_mini: A function that packs the sequences of a mini-batch.
           mini_batches: The number of mini-batches of an epoch.
-          epochs: The number of epochs.
           group_size: The number of responses to a prompt.
           reference: The log-probabilities of the reference policy of a KL penalty; None without a penalty.
           replays_own: Whether the updates route each token as the separate forward did (``rollout.router_replay: r2``).
