@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.errors import run_cli
+from rljax.policy.attention import splash_attention
 from rljax.policy.flash import block_attention
 from rljax.policy.head import matmul_precision
-from rljax.policy.splash import splash_attention
 
 NAMES = ("output", "dq", "dk", "dv")
 # Each case is a dtype and the factor of the output's gradient: small gradients may round to zero in float16.

@@ -36,8 +36,7 @@ from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import FAMILIES, QWEN3
 from rljax.policy.hf import save_params
-from rljax.policy.layers import MLP, Attention, Block, apply_rotary, param
-from rljax.policy.linear import linear
+from rljax.policy.layers import MLP, Attention, Block, apply_rotary, linear, param
 from rljax.policy.lora import LoraConfig
 from rljax.policy.model import Params, cast_params
 from rljax.policy.peft import save_adapters

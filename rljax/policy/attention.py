@@ -7,18 +7,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import AttentionName, choose_kernel
 from rljax.policy.cudnn import CAPABILITY, cudnn_attention
-from rljax.policy.flash import Keys, Queries, SegmentIds, block_attention
-from rljax.policy.splash import LANES, splash_attention
+from rljax.policy.flash import OUT_NAME, Keys, Queries, SegmentIds, block_attention, head_axes, pad_rows, shared_blocks
+from rljax.sharding import on_each_device
 
 ONE_PIECE = 1024
 """The longest row (tokens) whose scores are all in memory at once."""
 _MASKED = -1e30
-
-
+_LANES, _SPLASH_BLOCK = 128, 512
+"""The lanes of a TPU's vector register, and the largest block (tokens). The block and the width of a head must be
+multiples of the lanes."""
 PackedAttention = Callable[[Queries, Keys, Keys, SegmentIds], Queries]
 """Causal attention inside each segment of packed rows: a function of queries, keys, values and segment ids.
 
@@ -69,6 +71,64 @@ def _or_one_piece(kernel: PackedAttention) -> PackedAttention:
     return attention
 
 
+def splash_attention(
+    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, *, block: int | None = None, interpret: bool = False
+) -> Queries:
+    """Computes ``PackedAttention`` on a TPU by splash attention, the Pallas kernel of JAX, with segment ids.
+
+    The kernel skips the blocks above the diagonal. Pairs of blocks that share no segment are removed from its table at
+    run time. The kernel takes no scale, so queries are scaled first and rounded to their dtype.
+
+    Args:
+      block: The block size in tokens, a multiple of 128. None: 512, or less for a shorter row.
+      interpret: Whether to run the operations of the kernel one by one, slowly, on any backend.
+    """
+    t = q.shape[1]
+    block = block or min(_SPLASH_BLOCK, -(-t // _LANES) * _LANES)
+    arrays = pad_rows(block, q, k, v, segment_ids)
+    heads = head_axes(k)
+
+    def rows(*arrays: Array) -> tuple[Array]:
+        return (lax.map(lambda row: _splash_row(row, block, interpret), arrays),)
+
+    run = on_each_device(rows, (heads, heads, heads, ("rows", "tokens")), (heads,), rows=q.shape[0])
+    return run(*arrays)[0][:, :t]
+
+
+def _splash_row(arrays: tuple[Array, ...], block: int, interpret: bool) -> Float[Array, "t h k"]:
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
+
+    q, k, v, segment_ids = arrays
+    kernel = _splash_kernel(q.shape[0], q.shape[1], block, shared_blocks(segment_ids.reshape(-1, block)), interpret)
+    scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
+    out = kernel(*(jnp.swapaxes(x, 0, 1) for x in (scaled, k, v)), segment_ids=SegmentIds(segment_ids, segment_ids))
+    return jnp.swapaxes(out, 0, 1)
+
+
+def _splash_kernel(t: int, num_heads: int, block: int, shared: Array, interpret: bool) -> Any:
+    """Builds the kernel for a row of ``t`` tokens. Pairs of blocks that share no segment are marked as empty."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
+
+    sizes: Any = [block] * 8  # of queries and keys, in the forward and in both backward passes
+    kernel = splash.make_splash_mha(
+        MultiHeadMask([CausalMask((t, t))] * num_heads),
+        block_sizes=splash.BlockSizes(*sizes),
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=OUT_NAME,
+        interpret=interpret,
+    )
+    # A block on the diagonal is never empty, because a query without any key would divide by zero.
+    kept = shared | jnp.eye(t // block, dtype=bool)
+
+    def cut(info: Any) -> Any:
+        return info._replace(block_mask=jnp.where(kept[None], info.block_mask, 0))
+
+    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return splash.SplashAttentionKernel(*map(cut, infos), **kernel.kwargs)
+
+
 def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> str:
     """Returns the kernel that ``policy.attention`` means for rows of more than ``ONE_PIECE`` tokens; never "auto".
 
@@ -113,8 +173,8 @@ def _why_not_splash(device: Any, dtype: Any, head_dim: int) -> str | None:
         return f"needs a TPU, got {device.device_kind}"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"needs bfloat16, got {jnp.dtype(dtype)}"
-    if head_dim % LANES:
-        return f"needs a head width that is a multiple of {LANES}, got {head_dim}"
+    if head_dim % _LANES:
+        return f"needs a head width that is a multiple of {_LANES}, got {head_dim}"
     return None
 
 

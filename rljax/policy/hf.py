@@ -76,11 +76,15 @@ class Leaf(NamedTuple):
             return np.ascontiguousarray(part if self.inputs is None else part.reshape(-1))
         return np.ascontiguousarray(part.reshape(math.prod(part.shape[: self.inputs]), -1).T)
 
-    def read(self, source: Any, index: Sequence[slice]) -> np.ndarray:
-        """Reads a part of a slice from its opened tensor of a safetensors file."""
-        bounds = [slice(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
-        part = source[self.hf_slices(bounds)]
-        return part if self.inputs is None else part.T.reshape([bound.stop - bound.start for bound in bounds])
+    def read(self, sources: Mapping[str, Any], dtype: Any, index: Any) -> np.ndarray:
+        """Reads the part ``index`` of the parameter from the opened tensors of the files, by name."""
+        names = self.names[index[: self.stacked]]
+        bounds = [slice(*s.indices(n)) for s, n in zip(index[self.stacked :], self.shape, strict=True)]
+        sizes = [bound.stop - bound.start for bound in bounds]
+        parts = [sources[name][self.hf_slices(bounds)] for name in np.ravel(names)]
+        if self.inputs is not None:
+            parts = [part.T.reshape(sizes) for part in parts]
+        return np.stack([part.astype(dtype) for part in parts]).reshape(*np.shape(names), *sizes)
 
 
 def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], HFTensor]) -> Iterator[Leaf]:
@@ -97,13 +101,6 @@ def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], HFTensor]) -> I
 def policy_leaves(config: PolicyConfig) -> Iterator[Leaf]:
     """Yields the parameters of a policy, in the order of the files."""
     return leaves_of(abstract_params(config), stored_tensors(config))
-
-
-def _read_leaf(sources: Mapping[str, Any], leaf: Leaf, dtype: Any, index: Any) -> np.ndarray:
-    """Reads the part ``index`` of a parameter from the slices of the files, by name."""
-    names = leaf.names[index[: leaf.stacked]]
-    parts = [leaf.read(sources[name], index[leaf.stacked :]).astype(dtype) for name in np.ravel(names)]
-    return np.stack(parts).reshape(*np.shape(names), *parts[0].shape)
 
 
 def _open_sources(directory: Path) -> dict[str, Any]:
@@ -196,7 +193,6 @@ def read_leaves(
     Args:
       sources: The opened tensors.
       shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
-      dtype: The dtype of the result.
       directory: The directory of the files, for error messages.
       shapes_from: The origin of the expected shapes, for error messages.
 
@@ -217,7 +213,7 @@ def read_leaves(
                 raise ValueError(f"{where} shape {shape}, expected {leaf.hf_shape} from {shapes_from}")
     for leaf in leaves:
         whole = leaf.names.shape + leaf.shape
-        read = functools.partial(_read_leaf, sources, leaf, jnp.dtype(dtype))
+        read = functools.partial(leaf.read, sources, jnp.dtype(dtype))
         if shardings is None:
             params[leaf.path] = jnp.asarray(read((slice(None),) * len(whole)))
         else:

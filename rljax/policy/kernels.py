@@ -15,8 +15,6 @@ from rljax.policy.config import PolicyConfig, PolicyOptions
 from rljax.policy.cudnn import CAPABILITY, CUDNN
 from rljax.policy.grouped import IN_BLOCKS, Grouped, choose_experts
 
-_MULTIPROCESSORS = 132  # of an H100 SXM
-
 
 class Kernels(NamedTuple):
     """The implementations of a policy's forward. The defaults work on every backend."""
@@ -51,19 +49,9 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     return Kernels(attention, choose_experts(options.experts, device, dtype, (config.hidden_size, inner)))
 
 
-class _JaxOfHopper:
-    """The module ``jax`` as seen by a kernel that asks the first device for its number of multiprocessors."""
-
-    def devices(self) -> list[Any]:
-        return [SimpleNamespace(core_count=_MULTIPROCESSORS)]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(jax, name)
-
-
 @contextlib.contextmanager
 def compiled_for_hopper() -> Iterator[None]:
-    """Makes JAX trace programs for a Hopper GPU: its compute capability, cuDNN version and number of multiprocessors.
+    """Makes JAX trace programs for an H100 SXM: its compute capability, cuDNN version and 132 multiprocessors.
 
     JAX asks the GPU of the process for these. A process that compiles ahead of time has none, and JAX would refuse.
     """
@@ -73,7 +61,7 @@ def compiled_for_hopper() -> Iterator[None]:
     answers: list[tuple[Any, str, Any]] = [
         (attention, "check_compute_capability", lambda asked: asked <= CAPABILITY),
         (attention, "check_cudnn_version", lambda: CUDNN),
-        (outer, "jax", _JaxOfHopper()),
+        (outer, "jax", SimpleNamespace(**vars(jax) | {"devices": lambda: [SimpleNamespace(core_count=132)]})),
     ]
     originals = [(module, name, getattr(module, name)) for module, name, _ in answers]
     try:

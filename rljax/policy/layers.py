@@ -1,4 +1,4 @@
-"""The parts of a block: parameters with their description, norms, rotary embeddings, attention, SwiGLU.
+"""The parts of a block: parameters with their description, products, norms, rotary embeddings, attention, SwiGLU.
 
 Each parameter is described in one place, by ``param(rngs, shape, logical axes, initializer, name in the file)``.
 Abstract shapes, shardings, initial values and the layout of checkpoints all derive from this description.
@@ -6,20 +6,25 @@ Abstract shapes, shardings, initial values and the layout of checkpoints all der
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.grouped import IN_BLOCKS, Grouped
-from rljax.policy.linear import linear
 from rljax.sharding import axis_size, constrain
+
+PRODUCT = "product"
+"""The name of a product with weights for ``jax.checkpoint``."""
+Init = jax.nn.initializers.Initializer
 
 
 class HFTensor(NamedTuple):
@@ -42,12 +47,7 @@ class HFTensor(NamedTuple):
 
 
 def param(
-    rngs: nnx.Rngs,
-    shape: tuple[int, ...],
-    logical: tuple[str, ...],
-    init: jax.nn.initializers.Initializer,
-    name: str,
-    inputs: int | None = None,
+    rngs: nnx.Rngs, shape: tuple[int, ...], logical: tuple[str, ...], init: Init, name: str, inputs: int | None = None
 ) -> nnx.Param[Array]:
     """Declares a float32 parameter: shape, logical axis of each dimension, initializer, and fields of ``HFTensor``."""
     return nnx.Param(init(rngs.params(), shape, jnp.float32), logical=logical, stored=HFTensor(name, inputs))
@@ -99,6 +99,74 @@ def all_tokens(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
     """Gathers all tokens of a device's rows, for matrix products whose weights are split over ``tp``."""
     # The first constraint makes ``x`` travel in its own dtype, not in the wider dtype from which it is rounded.
     return constrain(split_tokens(x), "rows", "tokens", "act_embed")
+
+
+def _product(spec: str, a: Array, b: Array) -> Array:
+    """Computes the einsum, accumulated in float32. A part of a sum over devices is rounded to the dtype of ``a``."""
+    dtype = jnp.float32 if axis_size("heads") == 1 else a.dtype
+    return jnp.einsum(spec, a, b, preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Sequence[Array]) -> tuple[Array, ...]:
+    products = [_product(spec, x, weight) for spec, weight in zip(specs, weights, strict=True)]
+    if biases:
+        wide = [bias.astype(jnp.float32)[:, None] for bias in biases]  # [b, 1, ...]
+        products = [each.astype(jnp.float32) + bias for each, bias in zip(products, wide, strict=True)]
+    return tuple(product.astype(x.dtype) for product in products)
+
+
+def linear(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Sequence[Array] = ()) -> tuple[Array, ...]:
+    """Computes ``einsum(spec, x, weight)`` for each spec and weight, and adds the biases if there are any.
+
+    Compute all products of one ``x`` in one call: its cotangent is then summed over the mesh only once. Every product
+    of forward and backward accumulates in float32, and its operands have the dtype of ``x``. The transpose of a plain
+    einsum would widen the cotangent, and so the gathered weight, to float32. If the mesh splits heads or the width of
+    the MLP (``tp``), a product is a part of a sum over devices. It is first rounded to the dtype of ``x``, in which the
+    sum travels.
+
+    Args:
+      specs: The einsum specifications, such as ``"btd,df->btf"``. Every index of a weight is an index of ``x`` or of
+        the result.
+      weights: The weights, in the dtype of ``x``.
+      biases: The bias of each product [b, t, ...], or nothing. A bias is [...], or [b, ...] with one for each row. It
+        is added before the product is rounded.
+
+    Returns:
+      The products, in the dtype of ``x``. Their name for ``jax.checkpoint`` is ``PRODUCT``.
+    """
+    biases = tuple(_of_rows(bias, spec, x.shape[0]) for bias, spec in zip(biases, specs, strict=bool(biases)))
+    return tuple(checkpoint_name(product, PRODUCT) for product in _linear(specs, x, weights, biases))
+
+
+def _of_rows(bias: Array, spec: str, rows: int) -> Array:
+    """Broadcasts a bias to the rows. The transpose of the broadcast adds up the gradients of the rows."""
+    shared = bias.ndim == len(spec.partition("->")[2]) - 2
+    return jnp.broadcast_to(bias, (rows, *bias.shape)) if shared else bias
+
+
+def _linear_fwd(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Sequence[Array]) -> tuple[Any, Any]:
+    # The backward pass needs only the dtype of a bias.
+    return _linear(specs, x, weights, biases), (x, weights, [bias[:0] for bias in biases])
+
+
+def _linear_bwd(specs: Sequence[str], saved: Any, cotangents: tuple[Array, ...]) -> tuple[Array, Any, Any]:
+    x, weights, biases = saved
+    d_x, d_weights = [], []
+    for spec, weight, cotangent in zip(specs, weights, cotangents, strict=True):
+        inputs, out = spec.split("->")
+        of_x, of_weight = inputs.split(",")
+        d_x.append(_product(f"{out},{of_weight}->{of_x}", cotangent, weight))
+        # This is a sum over the batch, so across devices it travels in float32.
+        d_weight = jnp.einsum(f"{of_x},{out}->{of_weight}", x, cotangent, preferred_element_type=jnp.float32)
+        d_weights.append(d_weight.astype(weight.dtype))
+    d_biases = [
+        jnp.sum(c, 1, jnp.float32).astype(bias.dtype) for c, bias in zip(cotangents, biases, strict=bool(biases))
+    ]
+    return functools.reduce(jnp.add, d_x).astype(x.dtype), tuple(d_weights), tuple(d_biases)
+
+
+_linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 def rms_norm(x: Float[Array, "b *t d"], scale: Float[Array, "*b d"], eps: float) -> Float[Array, "b *t d"]:

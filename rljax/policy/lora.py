@@ -92,8 +92,7 @@ class _Target(NamedTuple):
 def find_targets(config: PolicyConfig, lora: LoraConfig) -> Mapping[Path, _Target]:
     """Finds the parameters that have an adapter, by their path in the pytree.
 
-    Raises:
-      ValueError: A target is not a linear layer of the policy's blocks, or belongs to its experts.
+    Raises ValueError if a target is not a linear layer of the policy's blocks, or belongs to its experts.
     """
     shapes, axes = flatten_dict(abstract_params(config)), flatten_dict(logical_axes(config))
     targets: dict[Path, _Target] = {}
@@ -111,8 +110,7 @@ def find_targets(config: PolicyConfig, lora: LoraConfig) -> Mapping[Path, _Targe
         assert stored.inputs
         targets[path] = _Target(shapes[path].shape, axes[path], stored.inputs, module)
         names.add(name)
-    missing = [name for name in lora.targets if name not in names]
-    if missing:
+    if missing := [name for name in lora.targets if name not in names]:
         raise ValueError(f"lora.targets: a {config.family} policy has no {missing[0]}")
     return targets
 
@@ -143,22 +141,10 @@ def abstract_adapters(config: PolicyConfig, lora: LoraConfig) -> Params:
     """Returns the pytree of adapters with a float32 ``jax.ShapeDtypeStruct`` at each leaf.
 
     A target [layers, *in, *out] of the policy has the leaves ``a`` [layers, *in, rank] and ``b`` [layers, rank, *out].
-
-    Raises:
-      ValueError: A target is not a linear layer of the policy's blocks, or belongs to its experts.
+    Raises ValueError as ``find_targets`` does.
     """
     adapters = _adapters(config, lora).items()
     return unflatten_dict({path: jax.ShapeDtypeStruct(adapter.shape, jnp.float32) for path, adapter in adapters})
-
-
-def adapter_axes(config: PolicyConfig, lora: LoraConfig) -> Params:
-    """Returns the pytree of adapters with a tuple of logical axis names at each leaf."""
-    return unflatten_dict({path: adapter.axes for path, adapter in _adapters(config, lora).items()})
-
-
-def adapter_shardings(config: PolicyConfig, lora: LoraConfig, mesh: Mesh) -> Params:
-    """Returns the pytree of adapters with a NamedSharding at each leaf."""
-    return tree_shardings(mesh, adapter_axes(config, lora), abstract_adapters(config, lora))
 
 
 def stored_adapters(config: PolicyConfig, lora: LoraConfig) -> dict[Path, HFTensor]:
@@ -197,10 +183,7 @@ def with_targets(weights: Params, targets: Params) -> Params:
 def merge_adapters(base: Params, adapters: Params, config: PolicyConfig, lora: LoraConfig, dtype: Any) -> Params:
     """Computes the targets' weights W + scale * A B, summed in float32 and rounded to ``dtype``, layer by layer.
 
-    Args:
-      base: The targets of the frozen policy (``targets_of``), of any float dtype.
-      lora: The scale and targets of the adapters.
-      dtype: The dtype of the result, which has the structure of ``base``.
+    The base W has the targets of the frozen policy (``targets_of``), of any float dtype; the adapters are float32.
     """
     frozen, flat = flatten_dict(base), flatten_dict(adapters)
     merged = {}
@@ -219,11 +202,8 @@ def merge_adapters(base: Params, adapters: Params, config: PolicyConfig, lora: L
 def adapter_gradients(adapters: Params, gradients: Params, config: PolicyConfig, lora: LoraConfig) -> Params:
     """Computes the gradients of the adapters, float32, from the gradients of the targets' weights.
 
-    dA = scale * dW B^T and dB = scale * A^T dW, layer by layer. The rounding of the weights counts as the identity.
-
-    Args:
-      gradients: The gradients of the weights from ``merge_adapters``, of any float dtype.
-      lora: The scale and targets of the adapters.
+    dA = scale * dW B^T and dB = scale * A^T dW, layer by layer. The rounding of the weights counts as the identity. The
+    gradients dW may have any float dtype.
     """
     of_weights, flat = flatten_dict(gradients), flatten_dict(adapters)
     of_adapters = {}
@@ -257,7 +237,9 @@ class TrainedParams:
 
     def axes(self) -> Params:
         """Returns the pytree of trained parameters with a tuple of logical axis names at each leaf."""
-        return adapter_axes(self.config, self.lora) if self.lora.rank else logical_axes(self.config)
+        if not self.lora.rank:
+            return logical_axes(self.config)
+        return unflatten_dict({path: adapter.axes for path, adapter in _adapters(self.config, self.lora).items()})
 
     def shardings(self, mesh: Mesh) -> Params:
         """Returns the pytree of trained parameters with a NamedSharding at each leaf."""

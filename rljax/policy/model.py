@@ -22,6 +22,7 @@ from rljax.policy.families import FAMILIES
 from rljax.policy.flash import LSE_NAME, OUT_NAME
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
 from rljax.policy.layers import (
+    PRODUCT,
     BlockStats,
     HFTensor,
     RMSNorm,
@@ -33,7 +34,6 @@ from rljax.policy.layers import (
     rotary_tables,
     split_tokens,
 )
-from rljax.policy.linear import PRODUCT
 from rljax.sharding import constrain, tree_shardings
 
 Params = dict[str, Any]

@@ -53,11 +53,8 @@ def save_adapters(
 ) -> None:
     """Writes a directory that ``peft.PeftModel.from_pretrained`` and vLLM can load. The tensors are float32.
 
-    Args:
-      directory: The directory. It is created if it is missing.
-      adapters: The adapters, a pytree with the structure of ``abstract_adapters``.
-      lora: The rank, alpha and targets of the adapters.
-      base: The name or path of the base model, for the file.
+    The directory is created if it is missing. ``adapters`` has the structure of ``abstract_adapters``. ``base`` is the
+    name or path of the base model, for the file.
     """
     out, flat = Path(directory), flatten_dict(adapters)
     out.mkdir(parents=True, exist_ok=True)

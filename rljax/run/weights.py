@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import load_params
-from rljax.policy.lora import MergedPolicy, adapter_shardings, init_adapters
+from rljax.policy.lora import MergedPolicy, TrainedParams, init_adapters
 from rljax.policy.model import Params, param_shardings
 from rljax.policy.peft import load_adapters
 from rljax.run.config import Config
@@ -60,7 +60,7 @@ def initial_params(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
     lora = config.lora
     if not lora.rank:
         return load_params(config.model.path, policy, param_shardings(policy, mesh))
-    shardings = adapter_shardings(policy, lora, mesh)
+    shardings = TrainedParams(policy, lora).shardings(mesh)
     if lora.adapter is not None:
         return load_adapters(lora.adapter, policy, lora, shardings)
     make: Any = jax.jit(functools.partial(init_adapters, policy, lora, config.run.seed), out_shardings=shardings)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.policy.linear import linear
+from rljax.policy.layers import linear
 
 SPECS = ("btd,dhk->bthk", "btd,dgk->btgk")
 B, T, D, H, G, K = 2, 24, 32, 4, 2, 8

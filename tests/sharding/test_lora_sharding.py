@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sharded_step import CONFIG, CORRECTION, COUNT, LOSS, batch, gradient_keeper, shape
 
-from rljax.policy.lora import LoraConfig, MergedPolicy, abstract_adapters, adapter_shardings
+from rljax.policy.lora import LoraConfig, MergedPolicy, TrainedParams, abstract_adapters
 from rljax.policy.model import cast_params, init_params, param_shardings
 from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh, on_devices, on_host
 from rljax.trainer.measure import DiagnosisConfig
@@ -94,7 +94,7 @@ def test_a_policy_in_host_memory_is_merged_to_the_same_bits(sizes):
     place = jax.jit(
         lambda: cast_params(init_params(CONFIG, 0), "bfloat16"), out_shardings=param_shardings(CONFIG, mesh)
     )
-    shardings = adapter_shardings(CONFIG, LORA, mesh)
+    shardings = TrainedParams(CONFIG, LORA).shardings(mesh)
     adapters = jax.tree.map(
         lambda leaf, where: jax.device_put(0.2 * rng.normal(size=leaf.shape).astype(np.float32), where),
         abstract_adapters(CONFIG, LORA),
