@@ -75,8 +75,7 @@ def measure(lengths: Sequence[int], row_tokens: int, rows: int) -> dict[str, flo
     longest_first = sorted(range(COUNT), key=lambda i: (-lengths[i], i))
     count = len(first_fit(lengths, longest_first, row_tokens))
     start = time.process_time()
-    shape = {"row_tokens": row_tokens, "rows_per_micro_batch": rows, "micro_batches": micro}
-    layout = lay_out_rows(lengths, [True] * COUNT, **shape)
+    layout = lay_out_rows(lengths, [True] * COUNT, (micro, rows, row_tokens))
     seconds = time.process_time() - start
     shares = {"row_share": total / (count * row_tokens), "share": total / (layout.used * rows * row_tokens)}
     return shares | {"processor_s": seconds}

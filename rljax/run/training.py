@@ -24,11 +24,18 @@ from rljax.sharding import on_host
 from rljax.trainer.behaviour import SplitUpdate, make_copy
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.objective import Objective
-from rljax.trainer.offload import OffloadedUpdate
 from rljax.trainer.packing import PackedBatch, max_micro_batches, pack
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
-from rljax.trainer.update import Forward, MultipleUpdates, Pack, SingleUpdate, Update, reference_logprobs
+from rljax.trainer.update import (
+    Forward,
+    MultipleUpdates,
+    OffloadedUpdate,
+    Pack,
+    SingleUpdate,
+    Update,
+    reference_logprobs,
+)
 
 
 class Trainer(NamedTuple):

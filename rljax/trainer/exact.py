@@ -40,38 +40,25 @@ from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch, TrainSequence, fill, pack, unpack
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import TrainState, abstract_state
-from rljax.trainer.step import micro_gradients
+from rljax.trainer.step import MicroSums, micro_gradients
 from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_controls, update_state, zero_totals
 from rljax.trainer.update import Updated, UpdateOptions, fetch_metrics
 
 
 class FullScores(NamedTuple):
-    """The scores of the rows of a micro-batch, float32.
+    """The scores of the rows of a micro-batch, float32."""
 
-    Attributes:
-      log_softmax: The log-probabilities of all tokens that may follow each place.
-      logprobs: The log-probability of each token; 0 at position 0 and on padding.
-      entropy: The entropy of each token's distribution, in nats; 0 at position 0 and on padding.
-      stats: The statistics of the forward.
-    """
-
-    log_softmax: Float[Array, "b t v"]
-    logprobs: Float[Array, "b t"]
-    entropy: Float[Array, "b t"]
+    log_softmax: Float[Array, "b t v"]  # the log-probabilities of all tokens that may follow each place
+    logprobs: Float[Array, "b t"]  # the log-probability of each token; 0 at position 0 and on padding
+    entropy: Float[Array, "b t"]  # the entropy of each token's distribution (nats); 0 at position 0 and on padding
     stats: ForwardStats
 
 
 class ExactOutput(NamedTuple):
-    """The result of one call of the executable.
+    """The result of one call of the executable."""
 
-    Attributes:
-      grads: The gradients of the scaled loss over the provisional denominator, in the compute dtype.
-      loss: The statistics of ``Objective.micro_loss``.
-      scores: The scores of the rows.
-    """
-
-    grads: Params
-    loss: Statistics
+    grads: Params  # the gradients of the scaled loss over the provisional denominator, in the compute dtype
+    loss: Statistics  # the statistics of Objective.micro_loss
     scores: FullScores
 
 
@@ -83,14 +70,9 @@ def full_scores(
     precision: PrecisionConfig,
     kernels: Kernels,
 ) -> FullScores:
-    """Scores a micro-batch [b, t]. The whole log-softmax is computed before any token is picked from it.
+    """Scores a micro-batch [b, t], which has one sequence in a row, at a positive float32 temperature.
 
-    Args:
-      compute: The parameters in the compute dtype.
-      micro: The micro-batch, with one sequence in a row.
-      temperature: The temperature of the distribution that is scored, a positive float32 scalar.
-      precision: The dtype of the LM head's products, and the choice of what the backward pass recomputes.
-      kernels: The kernels of ``choose_kernels``.
+    The whole log-softmax is computed before any token is picked from it.
     """
     rows = (micro.tokens, micro.segment_ids, micro.positions)
     hidden, stats = hidden_states(compute, config, *rows, remat=precision.remat_policy, kernels=kernels)
@@ -184,7 +166,7 @@ class ExactPass:
         Args:
           params: The float32 masters, or merged adapters in float32. The executable casts them.
           micro: The micro-batch that ``place`` returned.
-          scale: The factor of the loss; ``scalar`` makes it, and the next two arguments.
+          scale: The factor of the loss. ``scalar`` makes it, and the next two arguments.
           provisional: The denominator of the loss.
           temperature: The temperature of the distribution.
         """
@@ -264,21 +246,15 @@ class ExactUpdate:
         shardings: Any = (by_state.params, *[self._everywhere] * 4)
         totals = Totals(*shardings)
 
-        def measured(output: ExactOutput, micro: PackedBatch) -> dict[str, Statistics]:
-            return measure(output.scores, micro, objective.num_sequences, diagnosis)
-
-        def gradients(output: ExactOutput, needed: Any) -> Params:
-            return trained.gradients(needed, trained.targets(output.grads))
+        def sums(output: ExactOutput, needed: Any, micro: PackedBatch) -> MicroSums:
+            grads = trained.gradients(needed, trained.targets(output.grads))
+            return grads, output.loss, measure(output.scores, micro, objective.num_sequences, diagnosis)
 
         def start(output: ExactOutput, needed: Any, micro: PackedBatch) -> Totals:
-            return zero_totals(gradients(output, needed), output.loss, measured(output, micro))
+            return zero_totals(*sums(output, needed, micro))
 
-        def add(
-            totals: Totals, output: ExactOutput, needed: Any, micro: PackedBatch, measure_noise: jax.Array
-        ) -> Totals:
-            return add_micro_batch(
-                totals, gradients(output, needed), output.loss, measured(output, micro), measure_noise
-            )
+        def add(totals: Totals, output: ExactOutput, needed: Any, micro: PackedBatch, noise: jax.Array) -> Totals:
+            return add_micro_batch(totals, *sums(output, needed, micro), noise)
 
         def finish(
             state: TrainState, totals: Totals, batch: PackedBatch, controls: Controls

@@ -1,20 +1,23 @@
-"""A batch on the devices, and the loop over its micro-batches."""
+"""A batch on the devices, the loop over its micro-batches, and the work of each copy of the weights."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from rljax.mismatch import merge
 from rljax.sharding import constrain, put
 from rljax.trainer.packing import PackedBatch, fill
 
 POLICY_ARRAYS = ("tokens", "segment_ids", "positions", "routes")
 """The names of the arrays of a batch that the policy reads."""
+_AXIS = "replica"
 
 
 def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
@@ -108,3 +111,52 @@ def with_all_rows(micro: PackedBatch) -> PackedBatch:
         for part, x in zip(whole, arrays, strict=True)
     ]
     return jax.tree.unflatten(structure, gathered)._replace(**kept)
+
+
+def _replicas() -> int:
+    """Returns the number of copies of the weights on the mesh of ``jax.set_mesh``; 1 without a mesh."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else int(mesh.shape[_AXIS])
+
+
+def on_each_replica(
+    work: Callable[..., tuple[Any, Any]], add_up: Callable[[Any], Any], batch: PackedBatch, *shared: Any
+) -> tuple[Any, Any]:
+    """Calls ``work(batch, *shared)`` in each copy of the weights with its own rows, and adds up the totals at the end.
+
+    GSPMD alone would send the sum of gradients over rows between the nodes in every micro-batch. Here the mesh axis
+    ``replica`` is manual, and GSPMD partitions the work inside a copy.
+
+    Args:
+      work: A function that returns totals, and token values [m, b, t, ...] of its rows.
+      add_up: A function that adds up the totals of one copy with those of the others, by ``sum_over_replicas`` and
+        ``merge_over_replicas``.
+      *shared: The arrays that every copy gets whole.
+
+    Returns:
+      The totals of all copies, and the token values of all rows.
+    """
+    if _replicas() == 1:
+        return work(batch, *shared)
+
+    def of_one(batch: PackedBatch, *shared: Any) -> tuple[Any, Any]:
+        totals, values = work(batch, *shared)
+        return add_up(totals), values
+
+    by_rows, whole = PartitionSpec(None, _AXIS), PartitionSpec()
+    rows = jax.tree.map(lambda _: by_rows, batch)._replace(with_loss=whole, used=whole)
+    specs = (rows, *(jax.tree.map(lambda _: whole, tree) for tree in shared))
+    each = jax.shard_map(of_one, in_specs=specs, out_specs=(whole, by_rows), axis_names={_AXIS}, check_vma=False)
+    return each(batch, *shared)
+
+
+def sum_over_replicas(tree: Any) -> Any:
+    """Returns the sum of each array over the copies. It is called inside ``on_each_replica``."""
+    return jax.lax.psum(tree, _AXIS)
+
+
+def merge_over_replicas(statistics: Any) -> Any:
+    """Merges ``Statistics``, or a dictionary of them, over the copies. It is called inside ``on_each_replica``."""
+    gathered = jax.tree.map(lambda x: jax.lax.all_gather(jnp.asarray(x), _AXIS), statistics)
+    parts = [jax.tree.map(lambda x, i=i: x[i], gathered) for i in range(_replicas())]
+    return functools.reduce(merge, parts)

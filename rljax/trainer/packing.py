@@ -54,80 +54,47 @@ class PackingConfig:
 
 
 class TrainSequence(NamedTuple):
-    """One prompt with one response, ready for the loss; p prompt tokens, r response tokens.
+    """One prompt with one response, ready for the loss; p prompt tokens, r response tokens. Absent arrays are None."""
 
-    Attributes:
-      prompt: The token ids of the prompt, int32 [p].
-      response: The token ids of the response, int32 [r].
-      rollout_logprobs: The log-probabilities of the inference engine, float32 [r].
-      advantage: The advantage of the response.
-      in_loss: Whether the response is in the loss; False if all rewards of its group are equal.
-      staleness: The number of policy versions between the sampling of each token and this step, int32 [r]; None for 0.
-      old_logprobs: The log-probabilities of the trainer before the first update on this batch, float32 [r].
-      reference_logprobs: The log-probabilities of the frozen reference policy, float32 [r].
-      behaviour_logprobs: The log-probabilities of the policy that sampled a stale token, float32 [r]; NaN if unknown.
-      routes: The experts that each token but the last goes to, uint8 or uint16 [p + r - 1, l, k].
-    """
-
-    prompt: np.ndarray
-    response: np.ndarray
-    rollout_logprobs: np.ndarray
-    advantage: float
-    in_loss: bool
-    staleness: np.ndarray | None = None
-    old_logprobs: np.ndarray | None = None
-    reference_logprobs: np.ndarray | None = None
-    behaviour_logprobs: np.ndarray | None = None
-    routes: np.ndarray | None = None
+    prompt: np.ndarray  # int32 [p], the token ids of the prompt
+    response: np.ndarray  # int32 [r], the token ids of the response
+    rollout_logprobs: np.ndarray  # float32 [r], the log-probabilities of the inference engine
+    advantage: float  # the advantage of the response
+    in_loss: bool  # whether the response is in the loss; False if all rewards of its group are equal
+    staleness: np.ndarray | None = None  # int32 [r], the policy versions between sampling and this step; None for 0
+    old_logprobs: np.ndarray | None = None  # float32 [r], of the trainer before the first update on this batch
+    reference_logprobs: np.ndarray | None = None  # float32 [r], of the frozen reference policy
+    behaviour_logprobs: np.ndarray | None = None  # float32 [r], of a stale token's own policy; NaN if unknown
+    routes: np.ndarray | None = None  # uint8 or uint16 [p + r - 1, l, k], the experts of each token but the last
 
 
 class PackedBatch(NamedTuple):
     """Micro-batches of packed rows; m micro-batches, b rows, t tokens. A pytree of numpy or jax arrays.
 
     The micro-batches after the first ``used`` are padding and are never computed. The first ``with_loss`` take forward
-    and backward. The others carry no loss and take a forward alone.
-
-    Attributes:
-      tokens: The token ids, int32 [m, b, t].
-      segment_ids: The number of the sequence in its row, from 1, int32 [m, b, t]; 0 on padding.
-      positions: The position in the sequence, from 0, int32 [m, b, t].
-      sequence_ids: The index of the sequence in the batch, int32 [m, b, t]; 0 on padding.
-      response_mask: Whether the rollout engine sampled the token, bool [m, b, t].
-      loss_mask: Whether the token carries loss, bool [m, b, t].
-      rollout_logprobs: The engine's log-probability of each token, float32 [m, b, t]; 0 outside the responses.
-      advantages: The advantage of each token, float32 [m, b, t].
-      staleness: The number of policy versions between the sampling of the token and this step, int32 [m, b, t].
-      with_loss: The number of micro-batches, from the first, that have all tokens with loss, int32 [].
-      used: The number of micro-batches that have tokens, int32 [].
-      old_logprobs: The trainer's log-probabilities before the first update, float32 [m, b, t]; None if absent.
-      reference_logprobs: The reference policy's log-probabilities, float32 [m, b, t]; None if absent.
-      behaviour_logprobs: The log-probabilities of the policy that sampled a stale token, float32 [m, b, t]; NaN where
-        unknown, None if absent.
-      routes: 1 + the experts that each token goes to, uint8 or uint16 [m, b, t, l * k]; 0 for any, None if absent.
+    and backward. The others carry no loss and take a forward alone. Absent arrays are None.
     """
 
-    tokens: Any
-    segment_ids: Any
-    positions: Any
-    sequence_ids: Any
-    response_mask: Any
-    loss_mask: Any
-    rollout_logprobs: Any
-    advantages: Any
-    staleness: Any
-    with_loss: Any
-    used: Any
-    old_logprobs: Any = None
-    reference_logprobs: Any = None
-    behaviour_logprobs: Any = None
-    routes: Any = None
+    tokens: Any  # int32 [m, b, t], the token ids
+    segment_ids: Any  # int32 [m, b, t], the number of the sequence in its row, from 1; 0 on padding
+    positions: Any  # int32 [m, b, t], the position in the sequence, from 0
+    sequence_ids: Any  # int32 [m, b, t], the index of the sequence in the batch; 0 on padding
+    response_mask: Any  # bool [m, b, t], whether the rollout engine sampled the token
+    loss_mask: Any  # bool [m, b, t], whether the token carries loss
+    rollout_logprobs: Any  # float32 [m, b, t], the engine's log-probability of each token; 0 outside the responses
+    advantages: Any  # float32 [m, b, t], the advantage of each token
+    staleness: Any  # int32 [m, b, t], the number of policy versions between the sampling of the token and this step
+    with_loss: Any  # int32 [], the number of micro-batches, from the first, that have all tokens with loss
+    used: Any  # int32 [], the number of micro-batches that have tokens
+    old_logprobs: Any = None  # float32 [m, b, t], of the trainer before the first update
+    reference_logprobs: Any = None  # float32 [m, b, t], of the reference policy
+    behaviour_logprobs: Any = None  # float32 [m, b, t], of the policy that sampled a stale token; NaN where unknown
+    routes: Any = None  # uint8 or uint16 [m, b, t, l * k], 1 + the experts that each token goes to; 0 for any
 
 
 def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: int, rows_per_micro_batch: int) -> int:
-    """Returns a number of micro-batches that always suffices.
-
-    Every row but the last holds at least floor(``row_tokens`` / ``max_sequence_tokens``) sequences.
-    """
+    """Returns a number of micro-batches that always suffices."""
+    # Every row but the last holds at least row_tokens // max_sequence_tokens sequences.
     rows = -(-num_sequences // (row_tokens // max_sequence_tokens))
     return -(-rows // rows_per_micro_batch)
 
@@ -144,14 +111,9 @@ def pack(
       ValueError: The sequences do not fit, or only some of them have one of the optional log-probabilities.
     """
     lengths = [len(s.prompt) + len(s.response) for s in sequences]
-    layout = lay_out_rows(
-        lengths,
-        [s.in_loss for s in sequences],
-        row_tokens=row_tokens,
-        rows_per_micro_batch=rows_per_micro_batch,
-        micro_batches=micro_batches,
-    )
-    batch = fill(sequences, layout.rows, (micro_batches, rows_per_micro_batch, row_tokens))
+    shape = (micro_batches, rows_per_micro_batch, row_tokens)
+    layout = lay_out_rows(lengths, [s.in_loss for s in sequences], shape)
+    batch = fill(sequences, layout.rows, shape)
     return batch._replace(with_loss=np.asarray(layout.with_loss, np.int32))
 
 
@@ -173,7 +135,8 @@ def fill(
     arrays = {name: np.zeros(shape, np.int32) for name in ints} | {name: np.zeros(shape, np.float32) for name in floats}
     arrays |= {name: np.zeros(shape, np.bool_) for name in ("response_mask", "loss_mask")}
     if _have(sequences, "routes"):
-        arrays["routes"] = _no_routes(sequences[0].routes, shape)
+        like: Any = sequences[0].routes
+        arrays["routes"] = np.zeros((*shape, math.prod(like.shape[1:])), like.dtype)  # 0 for any expert
     for row, members in rows.items():
         place = {name: array[row] for name, array in arrays.items()}
         start = 0
@@ -199,11 +162,6 @@ def fill(
     return PackedBatch(**arrays, with_loss=used, used=used)
 
 
-def _no_routes(like: Any, shape: tuple[int, int, int]) -> np.ndarray:
-    """Returns routes [m, b, t, l * k] that allow any expert. Zeros take no memory until some are written."""
-    return np.zeros((*shape, math.prod(like.shape[1:])), like.dtype)
-
-
 def _have(sequences: Sequence[TrainSequence], name: str) -> bool:
     has = [getattr(s, name) is not None for s in sequences]
     if any(has) and not all(has):
@@ -211,22 +169,23 @@ def _have(sequences: Sequence[TrainSequence], name: str) -> bool:
     return any(has)
 
 
-def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-    """Returns one vector [r] for each sequence: the values of its response tokens in a packed batch [m, b, t]."""
-    mask = np.asarray(batch.response_mask)
+def _by_sequence(values: Any, mask: Any, batch: PackedBatch, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Splits the values of the tokens in ``mask`` [m, b, t] by sequence."""
     # A sequence lies in one row, so a stable sort keeps its tokens in order.
     order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
-    lengths = np.cumsum([len(s.response) for s in sequences])
-    return np.split(np.asarray(values)[mask][order], lengths[:-1])
+    return np.split(np.asarray(values)[mask][order], np.cumsum(lengths)[:-1])
+
+
+def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
+    """Returns one vector [r] for each sequence: the values of its response tokens in a packed batch [m, b, t]."""
+    return _by_sequence(values, np.asarray(batch.response_mask), batch, [len(s.response) for s in sequences])
 
 
 def unpack_routes(routes: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
     """Returns the routes of each sequence, [p + r - 1, 1, l * k], from the routes of a batch [m, b, t, l * k]."""
-    mask = np.asarray(batch.segment_ids) > 0
-    order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
-    lengths = np.cumsum([len(s.prompt) + len(s.response) for s in sequences])
-    by_sequence = np.split(np.asarray(routes)[mask][order], lengths[:-1])
-    return [each[:-1, None] - np.ones((), each.dtype) for each in by_sequence]
+    lengths = [len(s.prompt) + len(s.response) for s in sequences]
+    every = _by_sequence(routes, np.asarray(batch.segment_ids) > 0, batch, lengths)
+    return [each[:-1, None] - np.ones((), each.dtype) for each in every]
 
 
 def useful_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:

@@ -13,17 +13,11 @@ _SLACK = 64  # A row is full enough if less than 1/64 of it is free.
 
 
 class Layout(NamedTuple):
-    """The places of the sequences of a batch.
+    """The places of the sequences of a batch."""
 
-    Attributes:
-      rows: The indices of the sequences in each row, by (micro-batch, row of it).
-      with_loss: The number of micro-batches, from the first, that have all sequences in the loss.
-      used: The number of micro-batches that have sequences.
-    """
-
-    rows: dict[tuple[int, int], list[int]]
-    with_loss: int
-    used: int
+    rows: dict[tuple[int, int], list[int]]  # the indices of the sequences in each row, by (micro-batch, row of it)
+    with_loss: int  # the number of micro-batches, from the first, that have all sequences in the loss
+    used: int  # the number of micro-batches that have sequences
 
     @property
     def cost(self) -> float:
@@ -31,9 +25,7 @@ class Layout(NamedTuple):
         return self.with_loss + FORWARD_SHARE * (self.used - self.with_loss)
 
 
-def lay_out_rows(
-    lengths: Sequence[int], in_loss: Sequence[bool], *, row_tokens: int, rows_per_micro_batch: int, micro_batches: int
-) -> Layout:
+def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[int, int, int]) -> Layout:
     """Lays out sequences so that their micro-batches cost as little as possible.
 
     Sequences without loss fill the space that sequences in the loss leave free. They get micro-batches of their own,
@@ -44,11 +36,13 @@ def lay_out_rows(
     Args:
       lengths: The length of each sequence, prompt and response, in tokens.
       in_loss: Whether each sequence carries loss.
-      micro_batches: The number of micro-batches. First fit needs at most ``packing.max_micro_batches``, in any order.
+      shape: The number of micro-batches, of rows in each, and of tokens in a row. First fit needs at most
+        ``packing.max_micro_batches`` micro-batches, in any order.
 
     Raises:
       ValueError: A sequence is longer than a row, or the sequences need more rows than there are.
     """
+    micro_batches, rows_per_micro_batch, row_tokens = shape
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     loss_first = sorted(longest_first, key=lambda i: not in_loss[i])
     least = _least_cost(lengths, in_loss, row_tokens * rows_per_micro_batch)
@@ -94,10 +88,7 @@ def _least_cost(lengths: Sequence[int], in_loss: Sequence[bool], micro_batch_tok
 
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Places each item in the first row that has room.
-
-    Args:
-      order: The order in which items are placed; longest first makes few rows.
+    """Places each item in the first row of ``row_tokens`` that has room, in ``order``. Longest first makes few rows.
 
     Returns:
       The indices of the items of each row.
@@ -126,9 +117,6 @@ def fill_one_by_one(lengths: Sequence[int], order: Sequence[int], row_tokens: in
     The sums that later items can reach are the bits of an integer (subset sum by dynamic programming). Items are tried
     in order until a sum leaves less than 1/64 of the row free. First fit leaves larger gaps if sequences take half a
     row or more. Source: minimum bin slack, Gupta and Ho 1999.
-
-    Args:
-      order: The order in which items are tried.
 
     Returns:
       The indices of the items of each row.

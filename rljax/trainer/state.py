@@ -66,17 +66,11 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
 
 
 class LossScale(NamedTuple):
-    """The state of the loss scaler, which keeps small float16 gradients above zero and reacts to overflows.
+    """The state of the loss scaler, which keeps small float16 gradients above zero and reacts to overflows."""
 
-    Attributes:
-      scale: The factor of the loss. shape=(), dtype=float32.
-      good_steps: The number of finite steps since the scale last changed. shape=(), dtype=int32.
-      overflows: The number of steps whose gradients were not finite. shape=(), dtype=int32.
-    """
-
-    scale: jax.Array
-    good_steps: jax.Array
-    overflows: jax.Array
+    scale: jax.Array  # shape=(), dtype=float32: the factor of the loss
+    good_steps: jax.Array  # shape=(), dtype=int32: the number of finite steps since the scale last changed
+    overflows: jax.Array  # shape=(), dtype=int32: the number of steps whose gradients were not finite
 
 
 def initial_loss_scale(*, dynamic: bool) -> LossScale:
@@ -98,19 +92,13 @@ def adjust_loss_scale(state: LossScale, finite: jax.Array, *, dynamic: bool) -> 
 
 
 class TrainState(NamedTuple):
-    """The arrays on the devices that a step changes. They are donated to the step.
+    """The arrays on the devices that a step changes. They are donated to the step."""
 
-    Attributes:
-      params: The masters, float32, or the adapters if only these are trained.
-      opt_state: The state of the optimizer. Its moments are float32 and sharded like the parameters.
-      loss_scale: The state of the loss scaler.
-      skipped_updates: The number of updates so far that were not applied, because the batch had no loss or the
-        gradients were not finite. shape=(), dtype=int32.
-    """
-
-    params: Params
-    opt_state: Any
+    params: Params  # the masters, float32, or the adapters if only these are trained
+    opt_state: Any  # the state of the optimizer; its moments are float32 and sharded like the parameters
     loss_scale: LossScale
+    # shape=(), dtype=int32: the number of updates so far that were not applied, because the batch had no loss or the
+    # gradients were not finite.
     skipped_updates: jax.Array
 
 
@@ -123,13 +111,7 @@ def abstract_state(
 ) -> TrainState:
     """Returns the shapes, dtypes and shardings of a state, into which a checkpoint is restored.
 
-    Args:
-      tx: The optimizer of ``make_optimizer``.
-      dynamic_scale: Whether the loss scale is dynamic.
-      lora: The choice of adapters. If there are any, the state has the adapters.
-
-    Returns:
-      A state with a ``jax.ShapeDtypeStruct`` at each leaf.
+    If ``lora`` has a rank, the state has the adapters. Each leaf is a ``jax.ShapeDtypeStruct``.
     """
     trained = TrainedParams(config, lora)
     shapes = jax.eval_shape(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), trained.abstract())
@@ -139,9 +121,7 @@ def abstract_state(
         tx, lambda _, sharding: sharding, shapes.opt_state, by_param, transform_non_params=lambda _: everywhere
     )
     shardings = jax.tree.map(lambda _: everywhere, shapes)._replace(params=by_param, opt_state=opt_shardings)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
-    )
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)
 
 
 def create_state(
@@ -153,13 +133,9 @@ def create_state(
     dynamic_scale: bool,
     lora: LoraConfig = OFF,
 ) -> TrainState:
-    """Makes a new state, sharded over the mesh.
+    """Makes a new state, sharded over the mesh. It takes ``params`` over, so do not use them again.
 
-    Args:
-      params: The parameters to train. The state takes them over, so do not use them again.
-      tx: The optimizer of ``make_optimizer``.
-      dynamic_scale: Whether the loss scale is dynamic.
-      lora: The choice of adapters. If there are any, ``params`` are the adapters.
+    If ``lora`` has a rank, ``params`` are the adapters.
     """
     abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic_scale, lora=lora)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)

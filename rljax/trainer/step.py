@@ -27,11 +27,16 @@ from rljax.policy.model import Params, abstract_params, cast_params, gathered_ax
 from rljax.policy.score import Scores, packed_logprobs
 from rljax.sharding import constrain, constrain_tree, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
-from rljax.trainer.micro_batches import abstract_batch, over_micro_batches, place_batch
+from rljax.trainer.micro_batches import (
+    abstract_batch,
+    merge_over_replicas,
+    on_each_replica,
+    over_micro_batches,
+    place_batch,
+)
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch
 from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.replicas import merge_over_replicas, on_each_replica
 from rljax.trainer.router import balance_loss, replayed_choices, routes_of
 from rljax.trainer.state import TrainState, abstract_state
 from rljax.trainer.totals import (
@@ -57,11 +62,10 @@ def micro_gradients(
     provisional: jax.Array,
     mean_weight: jax.Array | float = 1.0,
 ) -> tuple[Params, Statistics, Scores]:
-    """Computes the forward and backward of one micro-batch.
+    """Computes the forward and backward of one micro-batch [b, t].
 
     Args:
       compute: The parameters in the compute dtype, with respect to which the gradient is taken.
-      micro: The micro-batch [b, t].
       score: A function of parameters and a micro-batch that returns ``Scores``.
       scale: The factor of the loss.
       provisional: The provisional denominator of the loss.
@@ -104,20 +108,12 @@ def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: fl
 
 
 class Programs(NamedTuple):
-    """The jitted functions of a ``TrainStep``, and the shapes of their arguments.
+    """The jitted functions of a ``TrainStep``, and the shapes of their arguments."""
 
-    Attributes:
-      step: A function of state, batch, controls and, with adapters, merged weights. It returns the new state, the row
-        and the log-probabilities.
-      forward: A function of parameters and batch. It returns the row and the token values.
-      abstract_state: The state, with a ``jax.ShapeDtypeStruct`` and a sharding at each leaf.
-      abstract_weights: The merged weights of adapters, in the same form; empty without adapters.
-    """
-
-    step: Any
-    forward: Any
-    abstract_state: TrainState
-    abstract_weights: list[Params]
+    step: Any  # a function (state, batch, controls, merged weights of adapters) -> (new state, row, log-probabilities)
+    forward: Any  # a function (parameters, batch) -> (row, token values)
+    abstract_state: TrainState  # the state, with a jax.ShapeDtypeStruct and a sharding at each leaf
+    abstract_weights: list[Params]  # the merged weights of adapters, in the same form; empty without adapters
 
 
 @functools.lru_cache(maxsize=8)
@@ -163,26 +159,24 @@ def make_programs(
     def train_step(
         state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        def work(
-            batch: PackedBatch, compute: Params, needed: Any, scale: Any, provisional: Any, mean_weight: Any, noise: Any
-        ) -> tuple[Totals, jax.Array]:
+        def work(batch: PackedBatch, compute: Params, needed: Any, noise: Any, *of_loss: Any) -> tuple[Totals, Any]:
             def score_part(part: Params, micro: PackedBatch) -> Scores:
                 return score(trained.with_targets(compute, part), micro)
 
             def each(micro: PackedBatch) -> tuple[MicroSums, jax.Array]:
-                grads, loss, scores = micro_gradients(
-                    trained.targets(compute), micro, objective, score_part, scale, provisional, mean_weight
-                )
+                targets = trained.targets(compute)
+                grads, loss, scores = micro_gradients(targets, micro, objective, score_part, *of_loss)
                 measured = measure(scores, micro, objective.num_sequences, diagnosis)
                 return (trained.gradients(needed, grads), loss, measured), scores.logprobs
 
             def add(totals: Totals, sums: MicroSums) -> Totals:
                 return constrained(add_micro_batch(totals, *sums, noise))
 
+            def zero(shapes: MicroSums) -> Totals:
+                return constrained(zero_totals(*shapes))
+
             with_loss, rest = (0, batch.with_loss), (batch.with_loss, batch.used)
-            totals, logprobs = over_micro_batches(
-                batch, each, lambda shapes: constrained(zero_totals(*shapes)), add, with_loss
-            )
+            totals, logprobs = over_micro_batches(batch, each, zero, add, with_loss)
             alone = forward_alone(compute, objective.num_sequences, diagnosis)
             measured, logprobs = over_micro_batches(batch, alone, lambda _: totals.measured, merge, rest, logprobs)
             return totals._replace(measured=measured), logprobs
@@ -192,11 +186,9 @@ def make_programs(
 
         with jax.default_matmul_precision(matmul_precision(dtype)):
             compute = copy_weights(state.params if weights is None else weights)
-            shared = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
-            needed = trained.residuals(state.params)
-            totals, logprobs = on_each_replica(
-                work, add_up_replicas, batch, compute, needed, *shared, controls.measure_noise
-            )
+            of_loss = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
+            shared = (compute, trained.residuals(state.params), controls.measure_noise, *of_loss)
+            totals, logprobs = on_each_replica(work, add_up_replicas, batch, *shared)
         state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
         return state, row | finalize_measured(totals.measured, diagnosis), logprobs
 

@@ -14,44 +14,28 @@ from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.model import Params
 from rljax.schedule import get_learning_rate, set_learning_rate
 from rljax.sharding import put
+from rljax.trainer.micro_batches import merge_over_replicas, sum_over_replicas
 from rljax.trainer.objective import Objective, loss_row
 from rljax.trainer.packing import PackedBatch
-from rljax.trainer.replicas import merge_over_replicas, sum_over_replicas
 from rljax.trainer.state import TrainState, adjust_loss_scale
 
 
 class Totals(NamedTuple):
-    """The sums over micro-batches.
+    """The sums over micro-batches."""
 
-    Attributes:
-      grads: The gradients of the scaled loss over the provisional denominator, float32.
-      square_norms: The sum of the squared norms of the micro-batches' gradients, a scalar; 0 if the noise is not
-        measured.
-      number: The number of micro-batches whose gradients were added up, int32 []. Each copy of the weights counts its
-        own.
-      loss: The statistics of ``Objective.micro_loss``.
-      measured: The statistics of ``measure``, by group.
-    """
-
-    grads: Params
-    square_norms: jax.Array
-    number: jax.Array
-    loss: Statistics
-    measured: dict[str, Statistics]
+    grads: Params  # the gradients of the scaled loss over the provisional denominator, float32
+    square_norms: jax.Array  # the sum of the squared norms of the micro-batches' gradients, []; 0 if not measured
+    number: jax.Array  # int32 [], the number of micro-batches; each copy of the weights counts its own
+    loss: Statistics  # the statistics of Objective.micro_loss
+    measured: dict[str, Statistics]  # the statistics of measure, by group
 
 
 class Controls(NamedTuple):
-    """The scalar arguments of a step, on every device.
+    """The scalar arguments of a step, on every device."""
 
-    Attributes:
-      learning_rate: The learning rate, float32 [].
-      apply_update: Whether to apply the update, bool [].
-      measure_noise: Whether to measure the gradient noise, bool [].
-    """
-
-    learning_rate: jax.Array
-    apply_update: jax.Array
-    measure_noise: jax.Array
+    learning_rate: jax.Array  # float32 []
+    apply_update: jax.Array  # bool []
+    measure_noise: jax.Array  # bool [], whether to measure the gradient noise
 
 
 def place_controls(learning_rate: float, apply_update: bool, measure_noise: bool, where: NamedSharding) -> Controls:
@@ -104,13 +88,8 @@ def update_state(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Unscales and clips the gradients, and applies the update or skips it.
 
-    Args:
-      totals: The totals of all micro-batches.
-      tx: The optimizer of ``make_optimizer``.
-      dynamic: Whether the loss scale is dynamic.
-
-    Returns:
-      The state after the update, and the metrics of the row without those of ``measure``.
+    ``dynamic`` says whether the loss scale is dynamic. The result is the state after the update, and the metrics of the
+    row without those of ``measure``.
     """
     rescaling = objective.rescaling(totals.loss, objective.provisional(batch))
     factor = rescaling / state.loss_scale.scale
@@ -151,10 +130,7 @@ def gradient_noise(square_norms: jax.Array, square_of_sum: jax.Array, count: jax
     Args:
       square_norms: The sum of norm(g_k)^2 over k, a float32 scalar.
       square_of_sum: The squared norm of G, a float32 scalar.
-      count: The number K of micro-batches, an int32 scalar.
-
-    Returns:
-      The variance, at least 0; NaN with fewer than two micro-batches.
+      count: The number K of micro-batches, an int32 scalar. The variance is NaN below 2.
     """
     k = count.astype(jnp.float32)
     variance = k / jnp.maximum(k - 1, 1) * jnp.maximum(square_norms - square_of_sum / jnp.maximum(k, 1), 0.0)

@@ -6,6 +6,7 @@ log-probabilities. The kind of update is chosen when the parts of a run are buil
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 
 from rljax.policy.model import Params
-from rljax.sharding import fetch, on_devices
+from rljax.sharding import fetch, on_devices, on_host
 from rljax.trainer.packing import PackedBatch, TrainSequence, unpack, unpack_routes
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
@@ -28,36 +29,22 @@ NOISE = "optimizer/grad_noise"
 
 
 class Updated(NamedTuple):
-    """The result of the updates of a rollout batch.
+    """The result of the updates of a rollout batch."""
 
-    Attributes:
-      state: The state after the updates.
-      row: The metrics of the step, by name.
-      histograms: The counts of each histogram, by name.
-      trainer_logprobs: A function that fetches the trainer's log-probabilities before the first update, float32 [r] for
-        each sequence.
-    """
-
-    state: TrainState
-    row: dict[str, float]
-    histograms: dict[str, np.ndarray]
+    state: TrainState  # the state after the updates
+    row: dict[str, float]  # the metrics of the step, by name
+    histograms: dict[str, np.ndarray]  # the counts of each histogram, by name
+    # A function that fetches the trainer's log-probabilities before the first update, float32 [r] for each sequence.
     trainer_logprobs: Callable[[], list[np.ndarray]]
 
 
 class UpdateOptions(NamedTuple):
-    """The choices of the loop for one rollout batch.
+    """The choices of the loop for one rollout batch."""
 
-    Attributes:
-      learning_rate: The learning rate of every update.
-      seed: The seed of the order of mini-batches.
-      noise: Whether to measure ``optimizer/grad_noise``.
-      free_routing: Whether to measure the mismatch without replayed routes, too.
-    """
-
-    learning_rate: float
-    seed: int
-    noise: bool
-    free_routing: bool = False
+    learning_rate: float  # the learning rate of every update
+    seed: int  # the seed of the order of mini-batches
+    noise: bool  # whether to measure "optimizer/grad_noise"
+    free_routing: bool = False  # whether to measure the mismatch without replayed routes, too
 
 
 class Update(Protocol):
@@ -70,13 +57,9 @@ class Update(Protocol):
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
-        """Makes the updates of one rollout batch.
+        """Makes the updates of one rollout batch with its ``sequences`` and the batch that ``pack`` returned for them.
 
-        Args:
-          state: The state before the updates. It is donated.
-          batch: The batch that ``pack`` returned for ``sequences``.
-          sequences: The responses of the step.
-          options: The choices for this rollout batch.
+        The state is donated.
         """
         ...
 
@@ -85,14 +68,7 @@ def reference_logprobs(forward: Forward, params: Params, batch: PackedBatch) -> 
     """Computes the log-probabilities of the response tokens under a frozen policy.
 
     The routes of the trained policy are not replayed. If ``params`` are in the host's memory, a copy is on the devices
-    until this returns.
-
-    Args:
-      forward: The forward without a gradient.
-      params: The parameters of the frozen policy.
-
-    Returns:
-      The log-probabilities, float32 [m, b, t]; 0 outside the responses.
+    until this returns. The result is float32 [m, b, t], and 0 outside the responses.
     """
     logprobs = fetch(forward(on_devices(params), batch._replace(routes=None))[1])
     return np.where(batch.response_mask, logprobs, np.float32(0.0))
@@ -101,8 +77,10 @@ def reference_logprobs(forward: Forward, params: Params, batch: PackedBatch) -> 
 FREE_ROUTING = ("log_ppl_abs_diff", "logprob_abs_diff_mean", "k3_kl")
 
 
-def free_routing_row(forward: Forward, params: Params, batch: PackedBatch) -> dict[str, float]:
-    """Measures the mismatch of a batch with the trainer's own routes, as ``mismatch_free_routing/<name>``."""
+def free_routing_row(forward: Forward, params: Params, batch: PackedBatch, options: UpdateOptions) -> dict[str, float]:
+    """Measures the mismatch with the trainer's own routes, ``mismatch_free_routing/<name>``, if the options say so."""
+    if not options.free_routing or batch.routes is None:
+        return {}
     measured = jax.device_get(forward(params, batch._replace(routes=None))[0])
     return {f"mismatch_free_routing/{name}": float(measured[f"mismatch/{name}"]) for name in FREE_ROUTING}
 
@@ -111,12 +89,9 @@ class SingleUpdate:
     """An ``Update`` that makes one update. The forward of its loss measures, and gives the old log-probabilities."""
 
     def __init__(self, step: TrainStep, forward: Forward, pack: Pack, reference: Reference | None = None):
-        """Stores the parts.
+        """Stores the parts: the compiled step, the forward without a gradient, and a packing function for both.
 
-        Args:
-          forward: The forward without a gradient, of batches that ``pack`` makes.
-          pack: A function that packs sequences into a batch of the step's shape.
-          reference: The log-probabilities of the reference policy of a KL penalty; None without a penalty.
+        ``reference`` computes the log-probabilities of the reference policy of a KL penalty; None without a penalty.
         """
         self.step, self._forward, self.pack, self._reference = step, forward, pack, reference
 
@@ -126,8 +101,7 @@ class SingleUpdate:
         """Makes one update of the whole batch."""
         if self._reference is not None:
             batch = batch._replace(reference_logprobs=self._reference(batch))
-        replayed = options.free_routing and batch.routes is not None
-        free = free_routing_row(self._forward, state.params, batch) if replayed else {}
+        free = free_routing_row(self._forward, state.params, batch, options)
         noise = options.noise and int(batch.with_loss) > 1
         has_loss = any(s.in_loss for s in sequences)
         state, metrics, logprobs = self.step(state, batch, options.learning_rate, has_loss, noise)
@@ -162,21 +136,20 @@ class MultipleUpdates:
           pack: A function that packs all sequences of a step.
           pack_mini: A function that packs the sequences of a mini-batch.
           mini_batches: The number of mini-batches of an epoch.
+          epochs: The number of epochs.
           group_size: The number of responses to a prompt.
           reference: The log-probabilities of the reference policy of a KL penalty; None without a penalty.
           replays_own: Whether the updates route each token as the separate forward did (``rollout.router_replay: r2``).
         """
-        self._replays_own = replays_own
         self.step, self._forward, self.pack, self.pack_mini = step, forward, pack, pack_mini
         self._mini_batches, self._epochs, self._group_size = mini_batches, epochs, group_size
-        self._reference = reference
+        self._reference, self._replays_own = reference, replays_own
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """Measures the whole batch with one forward, then makes one update for each mini-batch."""
-        replayed = options.free_routing and batch.routes is not None
-        free = free_routing_row(self._forward, state.params, batch) if replayed else {}
+        free = free_routing_row(self._forward, state.params, batch, options)
         measured, kept = self._forward(state.params, batch, with_routes=self._replays_own)
         logprobs, routes = kept if self._replays_own else (kept, None)
         old = unpack(fetch(logprobs), batch, sequences)
@@ -209,6 +182,35 @@ class MultipleUpdates:
             for order in orders
             for chosen in order
         ]
+
+
+class OffloadedUpdate:
+    """An ``Update`` whose state lies in the host's memory (``sharding.on_host``) before and after it.
+
+    Frozen weights, such as the base of adapters or a reference policy, may lie there too. Their readers copy them. If
+    an update fails, the state before it is whole, because the devices only had a copy.
+    """
+
+    def __init__(self, update: Update) -> None:
+        """Wraps an update that works on the devices."""
+        self._update = update
+
+    def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
+        """Packs the sequences as the wrapped update does."""
+        return self._update.pack(sequences)
+
+    def __call__(
+        self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
+    ) -> Updated:
+        """Copies the state to the devices, makes the updates, and copies the new state back; the row has both times."""
+        began = time.perf_counter()
+        here = jax.block_until_ready(on_devices(state))
+        reloaded = time.perf_counter()
+        updated = self._update(here, batch, sequences, options)
+        done = time.perf_counter()
+        state = on_host(updated.state)
+        took = {"time/reload_s": reloaded - began, "time/offload_s": time.perf_counter() - done}
+        return updated._replace(state=state, row=updated.row | took)
 
 
 def fetch_metrics(metrics: dict[str, jax.Array], *, noise: bool) -> tuple[dict[str, float], dict[str, np.ndarray]]:

@@ -14,12 +14,11 @@ from rljax.run.fingerprint import array_checksums
 from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh, on_devices, on_host
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.offload import OffloadedUpdate
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
-from rljax.trainer.update import SingleUpdate, UpdateOptions
+from rljax.trainer.update import OffloadedUpdate, SingleUpdate, UpdateOptions
 
 pytestmark = pytest.mark.mesh
 

@@ -58,7 +58,7 @@ LAYOUTS = {
 def test_every_sequence_has_one_place_in_the_micro_batches(lengths, row, rows, seed, share):
     in_loss = (np.random.default_rng(seed).random(len(lengths)) < share).tolist()
     most = max_micro_batches(len(lengths), 20, row, rows)
-    layout = lay_out_rows(lengths, in_loss, row_tokens=row, rows_per_micro_batch=rows, micro_batches=most)
+    layout = lay_out_rows(lengths, in_loss, (most, rows, row))
     assert sorted(i for members in layout.rows.values() for i in members) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in members) <= row for members in layout.rows.values())
     assert all(members for members in layout.rows.values())
@@ -75,7 +75,7 @@ def test_sequences_without_loss_fill_up_and_then_stand_alone():
     """Rows of 10, two to a micro-batch: loss 8 7 7 6 in four rows take 2 3 3 4; 9 9 9 are left for two forwards."""
     lengths = [8, 7, 7, 6, 2, 3, 3, 4, 9, 9, 9]
     in_loss = [True] * 4 + [False] * 7
-    layout = lay_out_rows(lengths, in_loss, row_tokens=10, rows_per_micro_batch=2, micro_batches=6)
+    layout = lay_out_rows(lengths, in_loss, (6, 2, 10))
     assert (layout.with_loss, layout.used, layout.cost) == (2, 4, pytest.approx(2 + 2 / 3))
     assert layout.rows == {
         (0, 0): [0, 4],
@@ -90,16 +90,16 @@ def test_sequences_without_loss_fill_up_and_then_stand_alone():
 
 def test_two_micro_batches_have_loss_for_the_noise():
     """Two rows with loss and four without, four to a micro-batch: one of forward alone would leave one with loss."""
-    layout = lay_out_rows([9] * 6, [True, True] + [False] * 4, row_tokens=10, rows_per_micro_batch=4, micro_batches=6)
+    layout = lay_out_rows([9] * 6, [True, True] + [False] * 4, (6, 4, 10))
     assert (layout.with_loss, layout.used) == (2, 2)
     assert {place: members for place, members in layout.rows.items() if members[0] < 2} == {(0, 0): [0], (1, 0): [1]}
 
 
 def test_a_batch_without_loss_takes_forwards_alone():
-    layout = lay_out_rows([9] * 6, [False] * 6, row_tokens=10, rows_per_micro_batch=4, micro_batches=2)
+    layout = lay_out_rows([9] * 6, [False] * 6, (2, 4, 10))
     assert (layout.with_loss, layout.used) == (0, 2)
 
 
 def test_more_rows_than_there_are_is_refused():
     with pytest.raises(ValueError, match="3 rows do not fit 1 micro-batches of 2"):
-        lay_out_rows([9] * 3, [True] * 3, row_tokens=10, rows_per_micro_batch=2, micro_batches=1)
+        lay_out_rows([9] * 3, [True] * 3, (1, 2, 10))
