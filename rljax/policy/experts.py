@@ -183,8 +183,6 @@ def experts(
     """Sums, over the choices of each token, the gate times down(silu(gate(x)) * up(x)) of the chosen expert.
 
     Args:
-      grouped: The implementation of the grouped products.
-      choices: The experts of each token.
       gates: The weight of each choice, float32.
       weights: The matrices gate, up and down of all experts, in the dtype of ``x``.
 

@@ -144,19 +144,15 @@ def token_logprobs(
     dtype: Any = None,
     max_chunk: int = MAX_CHUNK,
 ) -> tuple[Float[Array, "*b"], Float[Array, "*b"]]:
-    """Computes the log-probability of each target and the entropy of its distribution, both float32.
+    """Computes the log-probability of each target and the entropy of its distribution, both float32 (nats).
 
     Args:
       hidden: The states after the final norm.
       table: The rows of the LM head, one for each vocabulary entry.
-      targets: The tokens to score.
       temperature: The divisor of the logits, positive.
       dtype: The dtype of the operands of forward and backward products (``precision.lm_head_dtype``), cast by
         ``head_operands``. None: the dtypes of the inputs. Sums and logits are always float32.
       max_chunk: The largest number of vocabulary rows, on each vocabulary shard, whose logits are in memory at once.
-
-    Returns:
-      The log-probabilities and the entropies (nats).
 
     Raises:
       ValueError: The temperature is not positive.

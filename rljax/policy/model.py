@@ -193,7 +193,6 @@ def run_blocks(
 
     Args:
       params: The pytree of parameters, in the compute dtype.
-      x: The embedded tokens.
       positions: The rotary position of each token inside its own segment.
       attention_fn: A function that computes the attention of one layer's heads. It takes and returns ``carry``.
       carry: The state that is passed through the blocks, such as a cache.

@@ -50,10 +50,9 @@ class SplitUpdate:
         is_threshold: float = 2.0,
         for_correction: bool = False,
     ):
-        """Wraps another update.
+        """Wraps the update that trains.
 
         Args:
-          update: The update that trains.
           forward: A function that returns the log-probabilities of a batch under a policy that ``copy`` returned.
           pack_sample: A function that packs ``sample`` responses.
           copy: A function that copies the parameters of a state, so that an update does not change the copy.
@@ -73,31 +72,23 @@ class SplitUpdate:
         """Copies the policy, measures the older policies on the responses, and makes the updates."""
         self._kept.appendleft(self._copy(state.params))
         if self._for_correction:
+            chosen: Any = range(len(sequences))
             behaviour = self._behaviour_logprobs(sequences, batch)
             known = [np.full(len(s.response), np.nan, np.float32) for s in sequences]
             for versions, logprobs in behaviour.items():
                 for s, of_sequence, values in zip(sequences, known, logprobs, strict=True):
                     np.copyto(of_sequence, values, where=s.staleness == versions)
             sequences = [s._replace(behaviour_logprobs=values) for s, values in zip(sequences, known, strict=True)]
-            updated = self._update(state, self.pack(sequences), sequences, options)
-            return self._with_parts(updated, sequences, behaviour, np.arange(len(sequences)))
-        chosen = np.unique(np.linspace(0, len(sequences) - 1, min(self._sample, len(sequences))).round().astype(int))
-        behaviour = self._behaviour_logprobs([sequences[i] for i in chosen])
-        return self._with_parts(self._update(state, batch, sequences, options), sequences, behaviour, chosen)
-
-    def _with_parts(
-        self,
-        updated: Updated,
-        sequences: Sequence[TrainSequence],
-        behaviour: dict[int, list[np.ndarray]],
-        chosen: np.ndarray,
-    ) -> Updated:
-        """Adds the metrics of the two parts to the row; ``behaviour`` has the sequences with the indices ``chosen``."""
+            batch = self.pack(sequences)
+        else:
+            count = min(self._sample, len(sequences))
+            chosen = np.unique(np.linspace(0, len(sequences) - 1, count).round().astype(int))
+            behaviour = self._behaviour_logprobs([sequences[i] for i in chosen])
+        updated = self._update(state, batch, sequences, options)
         if not behaviour:
             return updated
         every = updated.trainer_logprobs()
-        sampled, trainer = [sequences[i] for i in chosen], [every[i] for i in chosen]
-        row = split_metrics(sampled, behaviour, trainer, self._threshold)
+        row = split_metrics([sequences[i] for i in chosen], behaviour, [every[i] for i in chosen], self._threshold)
         return updated._replace(row=updated.row | row, trainer_logprobs=lambda: every)
 
     def _behaviour_logprobs(
@@ -125,15 +116,14 @@ def split_metrics(
 ) -> dict[str, float]:
     """Computes the metrics ``mismatch_numerics/``, ``mismatch_drift/``, ``is_numerics/`` and ``is_drift/``.
 
+    They are over the tokens that the policies of ``behaviour`` or the newest policy sampled. The latter have no drift.
+
     Args:
-      sampled: The responses. Tokens that the newest policy sampled have no drift.
+      sampled: The responses.
       behaviour: The log-probabilities of each response, float32 [r], under each older policy. A key is the number of
         versions behind.
       trainer: The log-probabilities of each response, float32 [r], under the newest policy.
       is_threshold: The threshold C >= 1 of the ratios.
-
-    Returns:
-      The metrics over the tokens that the policies of ``behaviour`` or the newest policy sampled.
     """
     shape = len(sampled), max(len(s.response) for s in sampled)
     rollout, then, now = (np.zeros(shape) for _ in range(3))

@@ -37,7 +37,7 @@ from rljax.policy.model import (
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import PackedBatch, TrainSequence, fill, pack, unpack
+from rljax.trainer.packing import PackedBatch, TrainSequence, fill, unpack
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import TrainState, abstract_state
 from rljax.trainer.step import MicroSums, micro_gradients
@@ -114,19 +114,16 @@ class ExactPass:
         dtype = jnp.dtype(precision.compute_dtype)
         kernels = choose_kernels(options, config, precision.compute_dtype, mesh)
 
-        def run(
-            params: Params, micro: PackedBatch, scale: Array, provisional: Array, temperature: Array
-        ) -> ExactOutput:
+        def run(params: Params, micro: PackedBatch, scale: Array, provisional: Array, temperature: Array) -> Any:
             def score(compute: Params, micro: PackedBatch) -> FullScores:
                 return full_scores(compute, config, micro, temperature, precision, kernels)
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
-                compute = cast_params(params, dtype)
-                output: Any = micro_gradients(compute, micro, objective, score, scale, provisional)
+                output: Any = micro_gradients(cast_params(params, dtype), micro, objective, score, scale, provisional)
                 return ExactOutput(*output)
 
         self.rows, self.row_tokens, self.objective, self.mesh = rows, row_tokens, objective, mesh
-        nothing = pack([], row_tokens=row_tokens, rows_per_micro_batch=rows, micro_batches=1)
+        nothing = fill([], {}, (1, rows, row_tokens))
         if objective.loss.kl != "none":
             nothing = nothing._replace(reference_logprobs=nothing.rollout_logprobs)
         self._empty = micro_of(nothing, 0)
@@ -161,14 +158,10 @@ class ExactPass:
     def __call__(
         self, params: Params, micro: PackedBatch, scale: jax.Array, provisional: jax.Array, temperature: jax.Array
     ) -> ExactOutput:
-        """Runs the executable.
+        """Runs the executable on a micro-batch from ``place``, with three numbers from ``scalar``.
 
-        Args:
-          params: The float32 masters, or merged adapters in float32. The executable casts them.
-          micro: The micro-batch that ``place`` returned.
-          scale: The factor of the loss. ``scalar`` makes it, and the next two arguments.
-          provisional: The denominator of the loss.
-          temperature: The temperature of the distribution.
+        ``params`` are the float32 masters, or merged adapters in float32. The executable casts them. ``scale`` is the
+        factor of the loss, ``provisional`` its denominator.
         """
         with jax.set_mesh(self.mesh):
             return self._compiled(params, micro, scale, provisional, temperature)
@@ -226,7 +219,7 @@ class ExactUpdate:
         lora: LoraConfig = OFF,
         merged: MergedPolicy | None = None,
     ):
-        """Prepares the executables around the pass.
+        """Prepares the executables around the pass that the engine samples with.
 
         Args:
           tx: The optimizer of ``make_optimizer``.

@@ -13,19 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from rljax.errors import check_at_least
-from rljax.mismatch import Statistics, mismatch_statistics, read_tokens
-from rljax.mismatch.diagnosis import (
-    ENTROPY_EDGES,
-    POSITION_EDGES,
-    bucket_labels,
-    check_edges,
-    finalize_buckets,
-    finalize_sign_skew,
-    mismatch_by_entropy,
-    mismatch_by_position,
-    mismatch_by_staleness,
-    sign_skew,
-)
+from rljax.mismatch import Statistics, diagnosis, mismatch_statistics, read_tokens
 from rljax.mismatch.importance import finalize_importance, importance_statistics
 from rljax.mismatch.metrics import finalize_mismatch
 from rljax.trainer.packing import PackedBatch
@@ -39,9 +27,9 @@ HISTOGRAM = "mismatch/logprob_abs_diff"
 class DiagnosisConfig:
     """The settings of the mismatch metrics."""
 
-    position_edges: tuple[int, ...] = POSITION_EDGES
+    position_edges: tuple[int, ...] = diagnosis.POSITION_EDGES
     """Positions in the response (tokens, from 1) at which a new bucket of ``mismatch_position/`` begins."""
-    entropy_edges: tuple[float, ...] = ENTROPY_EDGES
+    entropy_edges: tuple[float, ...] = diagnosis.ENTROPY_EDGES
     """Entropies of the policy (nats) at which a new bucket of ``mismatch_entropy/`` begins."""
     staleness_buckets: int = 4
     """Number of buckets of ``mismatch_staleness/``: 0, 1, ... policy versions behind. The last one has no upper end."""
@@ -51,18 +39,16 @@ class DiagnosisConfig:
     """Number of steps at the start of a run that a rise of ``mismatch/log_ppl_abs_diff_sum`` is compared with."""
     grad_noise_every: int = 10
     """Steps between measurements of ``optimizer/grad_noise``. 0: never."""
-
     free_routing_every: int = 10
     """Steps between measurements of ``mismatch_free_routing/``, the mismatch without the routes that
     ``rollout.router_replay: r3`` replays. Each measurement takes one more forward. 0: never."""
-
     behaviour_responses: int = 64
     """Number of responses of a step whose mismatch is split into numerics and drift, if their rollouts are stale. This
     takes a forward under the policy that sampled them. 0: none, and no copies of older policies are kept."""
 
     def __post_init__(self) -> None:
         for name in ("position_edges", "entropy_edges"):
-            check_edges(name, getattr(self, name))
+            diagnosis.check_edges(name, getattr(self, name))
         check_at_least(self, 1, "staleness_buckets", "reference_steps", "is_threshold")
         check_at_least(self, 0, "grad_noise_every", "free_routing_every", "behaviour_responses")
 
@@ -70,39 +56,28 @@ class DiagnosisConfig:
 def measure(
     scores: Any, micro: PackedBatch, num_sequences: int, config: DiagnosisConfig | None
 ) -> dict[str, Statistics]:
-    """Computes the statistics of a micro-batch for each group of metrics.
+    """Computes the statistics of a micro-batch [b, t] of a batch of ``num_sequences``, by the name of their group.
 
-    Args:
-      scores: The ``logprobs`` and ``entropy`` [b, t] and the ``stats`` of the trainer's forward.
-      micro: The micro-batch [b, t].
-      config: The settings of the mismatch metrics; None to measure the forward alone.
-
-    Returns:
-      The statistics by the name of the group.
+    ``scores`` are the ``logprobs`` and ``entropy`` [b, t] and the ``stats`` of the trainer's forward. If ``config`` is
+    None, only the forward is measured.
     """
     entropy = jnp.sum(jnp.where(micro.response_mask, scores.entropy, 0.0))
     tokens = jnp.sum(micro.response_mask, dtype=jnp.int32)
-    forward = {
-        "forward": Statistics({"entropy": entropy, "tokens": tokens}, {"activation_max": scores.stats.activation_max})
-    }
+    largest = {"activation_max": scores.stats.activation_max}
+    forward = {"forward": Statistics({"entropy": entropy, "tokens": tokens}, largest)}
     if scores.stats.router is not None:
         forward["router"] = router_statistics(scores.stats.router, replayed=micro.routes is not None)
     if config is None:
         return forward
-    read = read_tokens(
-        scores.logprobs,
-        micro.rollout_logprobs,
-        micro.response_mask,
-        sequence_ids=micro.sequence_ids,
-        num_sequences=num_sequences,
-    )
+    where = {"sequence_ids": micro.sequence_ids, "num_sequences": num_sequences}
+    read = read_tokens(scores.logprobs, micro.rollout_logprobs, micro.response_mask, **where)
     return forward | {
         "mismatch": mismatch_statistics(read, scores.entropy),
         "is": importance_statistics(read, config.is_threshold),
-        "mismatch_position": mismatch_by_position(read, config.position_edges),
-        "mismatch_entropy": mismatch_by_entropy(read, scores.entropy, config.entropy_edges),
-        "mismatch_staleness": mismatch_by_staleness(read, micro.staleness, config.staleness_buckets),
-        "mismatch_sign": sign_skew(read, micro.advantages),
+        "mismatch_position": diagnosis.mismatch_by_position(read, config.position_edges),
+        "mismatch_entropy": diagnosis.mismatch_by_entropy(read, scores.entropy, config.entropy_edges),
+        "mismatch_staleness": diagnosis.mismatch_by_staleness(read, micro.staleness, config.staleness_buckets),
+        "mismatch_sign": diagnosis.sign_skew(read, micro.advantages),
     }
 
 
@@ -116,15 +91,15 @@ def finalize_measured(measured: dict[str, Statistics], config: DiagnosisConfig |
         return row
     staleness = [*map(str, range(config.staleness_buckets - 1)), f"ge_{config.staleness_buckets - 1}"]
     labels = {
-        "mismatch_position": bucket_labels(config.position_edges),
-        "mismatch_entropy": bucket_labels(config.entropy_edges),
+        "mismatch_position": diagnosis.bucket_labels(config.position_edges),
+        "mismatch_entropy": diagnosis.bucket_labels(config.entropy_edges),
         "mismatch_staleness": staleness,
     }
     groups = {
         "mismatch": finalize_mismatch(measured["mismatch"]),
         "is": finalize_importance(measured["is"]),
-        "mismatch_sign": finalize_sign_skew(measured["mismatch_sign"]),
-        **{group: finalize_buckets(measured[group], names) for group, names in labels.items()},
+        "mismatch_sign": diagnosis.finalize_sign_skew(measured["mismatch_sign"]),
+        **{group: diagnosis.finalize_buckets(measured[group], names) for group, names in labels.items()},
     }
     row |= {f"{group}/{name}": value for group, names in groups.items() for name, value in names.items()}
     return row | {HISTOGRAM: measured["mismatch"]["histogram"]}

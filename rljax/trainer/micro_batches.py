@@ -33,13 +33,9 @@ def batch_shardings(batch: PackedBatch, by_rows: NamedSharding, everywhere: Name
 def abstract_batch(
     shape: tuple[int, int, int], by_rows: NamedSharding, everywhere: NamedSharding, optional: Sequence[str] = ()
 ) -> PackedBatch:
-    """Returns a ``jax.ShapeDtypeStruct`` with a sharding for each array of a batch [m, b, t].
+    """Returns a ``jax.ShapeDtypeStruct`` with a sharding for each array of a batch of the ``shape`` (m, b, t).
 
-    Args:
-      shape: The shape (m, b, t).
-      by_rows: The sharding of arrays [m, b, t].
-      everywhere: The sharding of scalars.
-      optional: The names of the optional log-probabilities that the batch has.
+    ``optional`` names the optional log-probabilities that the batch has.
     """
     empty = fill([], {}, (0, 0, 0))._replace(**dict.fromkeys(optional, np.zeros(0, np.float32)))
     return jax.tree.map(
@@ -57,17 +53,14 @@ def over_micro_batches(
     span: tuple[Any, Any],
     before: Any = None,
 ) -> tuple[Any, Any]:
-    """Adds up micro-batches of a batch [m, b, t].
+    """Returns the total over micro-batches of a batch [m, b, t], and the token values [m, b, t, ...].
 
     Args:
       each: A function of a micro-batch [b, t]. It returns numbers to add up, and token values [b, t, ...] to keep.
       zero: A function that returns the total of no micro-batch, from the ``jax.ShapeDtypeStruct`` of the numbers.
       add: A function that adds the numbers of one micro-batch to a total.
       span: The first micro-batch, and the first one after the last.
-      before: The token values [m, b, t, ...] of the other micro-batches; None for zeros.
-
-    Returns:
-      The total, and the token values [m, b, t, ...]. Those of micro-batches that were not computed are ``before``.
+      before: The token values [m, b, t, ...] of the micro-batches outside ``span``; None for zeros.
     """
 
     def of_index(index: jax.Array | int) -> tuple[Any, Any]:
@@ -104,12 +97,13 @@ def with_all_rows(micro: PackedBatch) -> PackedBatch:
     """
     kept = {name: getattr(micro, name) for name in POLICY_ARRAYS}
     arrays, structure = jax.tree.flatten(micro._replace(**dict.fromkeys(POLICY_ARRAYS)))
-    bits = [x.astype(jnp.int32) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, jnp.int32) for x in arrays]
-    whole = constrain(jnp.stack(bits), None, None, None)
-    gathered = [
-        part.astype(x.dtype) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(part, x.dtype)
-        for part, x in zip(whole, arrays, strict=True)
-    ]
+
+    def convert(x: jax.Array, dtype: Any) -> jax.Array:
+        is_mask = jnp.bool_ in (x.dtype, dtype)
+        return x.astype(dtype) if is_mask else jax.lax.bitcast_convert_type(x, dtype)
+
+    whole = constrain(jnp.stack([convert(x, jnp.int32) for x in arrays]), None, None, None)
+    gathered = [convert(part, x.dtype) for part, x in zip(whole, arrays, strict=True)]
     return jax.tree.unflatten(structure, gathered)._replace(**kept)
 
 

@@ -28,19 +28,12 @@ from rljax.trainer.packing import PackedBatch
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a batch of ``num_sequences`` responses.
-
-    Attributes:
-      loss: The settings of the policy loss and the KL penalty.
-      correction: The settings of the correction of the mismatch between sampler and trainer.
-      num_sequences: The number of responses of a batch.
-      max_response_tokens: The divisor of a response's sum if ``loss.sequence_constant`` is 0.
-    """
+    """The loss of a batch of ``num_sequences`` responses."""
 
     loss: LossConfig
-    correction: CorrectionConfig
-    num_sequences: int
-    max_response_tokens: int
+    correction: CorrectionConfig  # of the mismatch between sampler and trainer
+    num_sequences: int  # the number of responses of a batch
+    max_response_tokens: int  # the divisor of a response's sum if loss.sequence_constant is 0
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -64,14 +57,11 @@ class Objective:
 
         Args:
           logprobs: The log-probabilities under the parameters that are trained.
-          micro: The micro-batch [b, t].
-          provisional: The provisional denominator, from ``provisional``.
-          mean_weight: The mean weight, from ``mean_weight``.
+          micro: The micro-batch.
+          provisional: The value of the method ``provisional``.
+          mean_weight: The value of the method ``mean_weight``.
           balance: The ``router.balance_loss`` of the micro-batch. Its weight is the micro-batch's share of the
             denominator.
-
-        Returns:
-          The share of the loss, a scalar, and the statistics.
         """
         where: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
         before = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
@@ -119,8 +109,7 @@ class Objective:
     def mean_weight(self, batch: PackedBatch) -> Float[Array, ""] | float:
         """Returns the mean weight that ``rescaling`` will divide by; 1 if no penalty has to be protected from it.
 
-        Args:
-          batch: The whole batch [m, b, t], with ``old_logprobs`` if ``needs_old_logprobs`` is True.
+        The batch [m, b, t] must have ``old_logprobs`` if ``needs_old_logprobs`` is True.
         """
         if not self.needs_old_logprobs:
             return 1.0

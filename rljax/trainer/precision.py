@@ -22,8 +22,7 @@ class PrecisionConfig:
     lm_head_dtype: Literal["compute", "float32"] = "compute"
     """Dtype in which the LM head multiplies. compute: ``compute_dtype`` in the trainer; an engine rounds its logits to
     ``rollout.dtype``. float32: trainer and engine first upcast hidden states and table, and an engine does not round
-    its
-    logits. A vLLM server then needs ``--head-dtype float32``."""
+    its logits. A vLLM server then needs ``--head-dtype float32``."""
     remat: bool | Remat = "none"
     """Activations of a block that the backward pass recomputes. none: nothing is recomputed, all activations are kept.
     dots: everything between its products with weights. blocks (or true): everything but the input of the block.

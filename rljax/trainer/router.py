@@ -13,14 +13,9 @@ from rljax.trainer.packing import PackedBatch
 
 
 def router_statistics(routed: RoutingRecord, *, replayed: bool) -> Statistics:
-    """Adds up the routing of a micro-batch over its valid tokens.
+    """Adds up the routing of a micro-batch over its valid tokens; ``load`` is one sum for each layer and expert.
 
-    Args:
-      routed: The routing of every layer, with leading axes [layers, b].
-      replayed: Whether the choices of the routers were replayed.
-
-    Returns:
-      The sums; ``load`` is one for each layer and expert.
+    ``routed`` has leading axes [layers, b]. ``replayed`` says whether the choices of the routers were replayed.
     """
     choices = routed.choices.shape[-1]
     sums: dict[str, Array] = {

@@ -272,12 +272,9 @@ class TrainStep:
         apply_update: bool,
         measure_noise: bool = False,
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        """Trains on one batch.
+        """Trains on one batch of the shape ``batch_shape``. The state is donated.
 
         Args:
-          state: The state before the update. It is donated.
-          batch: The batch, of the shape ``batch_shape``.
-          learning_rate: The learning rate of this update.
           apply_update: Whether to apply the update. If not, parameters and moments stay as they are, without weight
             decay. The same happens if gradients are not finite or every token was rejected. Each case is counted.
           measure_noise: Whether to measure ``optimizer/grad_noise``, which is NaN otherwise.
@@ -295,11 +292,8 @@ class TrainStep:
     def lower(self, *optional: OptionalLogprobs) -> jax.stages.Lowered:
         """Lowers the step for the devices of the mesh, which need not exist: shapes replace state and batch.
 
-        Args:
-          *optional: The names of the optional log-probabilities that the batches have.
-
-        Returns:
-          The lowered program. Its ``.compile()`` returns the executable that ``__call__`` runs.
+        Its ``.compile()`` returns the executable that ``__call__`` runs. ``optional`` names the optional
+        log-probabilities that the batches have.
         """
         batch = abstract_batch(self._batch_shape, self._by_rows, self._everywhere, optional)
         scalars = Controls(jnp.float32, jnp.bool_, jnp.bool_)
@@ -317,16 +311,13 @@ class TrainStep:
         diagnosis: DiagnosisConfig,
         with_routes: bool = False,
     ) -> tuple[dict[str, jax.Array], Any]:
-        """Measures the mismatch of a batch without a gradient.
+        """Measures the mismatch of a batch under the whole policy's parameters, without a gradient.
 
-        Args:
-          params: The parameters of the whole policy.
-          batch: The batch. Its number of micro-batches may differ from the one of the steps.
-          with_routes: Whether to return the routes that this forward chose.
+        The batch may have another number of micro-batches than the steps.
 
         Returns:
           The metrics of the row, and the log-probabilities [m, b, t]. With routes, a pair of the log-probabilities and
-          the ``PackedBatch.routes`` replaces the log-probabilities.
+          the ``PackedBatch.routes`` that this forward chose replaces the log-probabilities.
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):

@@ -1,8 +1,4 @@
-"""The updates of a rollout batch: one fused step, or several mini-batches and epochs.
-
-The loop gives an ``Update`` the sequences and a rate. It gets the new state, the row and the trainer's
-log-probabilities. The kind of update is chosen when the parts of a run are built.
-"""
+"""The updates of a rollout batch: one fused step, or several mini-batches and epochs, chosen when a run is built."""
 
 from __future__ import annotations
 
@@ -135,8 +131,6 @@ class MultipleUpdates:
           forward: The forward without a gradient, of batches that ``pack`` makes.
           pack: A function that packs all sequences of a step.
           pack_mini: A function that packs the sequences of a mini-batch.
-          mini_batches: The number of mini-batches of an epoch.
-          epochs: The number of epochs.
           group_size: The number of responses to a prompt.
           reference: The log-probabilities of the reference policy of a KL penalty; None without a penalty.
           replays_own: Whether the updates route each token as the separate forward did (``rollout.router_replay: r2``).
