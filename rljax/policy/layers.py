@@ -111,7 +111,7 @@ def _product(spec: str, a: Array, b: Array) -> Array:
 def _linear(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Sequence[Array]) -> tuple[Array, ...]:
     products = [_product(spec, x, weight) for spec, weight in zip(specs, weights, strict=True)]
     if biases:
-        wide = [bias.astype(jnp.float32)[:, None] for bias in biases]  # [b, 1, ...]
+        wide = (bias.astype(jnp.float32)[:, None] for bias in biases)  # [b, 1, ...]
         products = [each.astype(jnp.float32) + bias for each, bias in zip(products, wide, strict=True)]
     return tuple(product.astype(x.dtype) for product in products)
 
