@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from rljax.distributed.files import replacing
 from rljax.record.rows import Row, is_accuracy
 
 COLUMNS = (
@@ -38,9 +39,8 @@ def write_table(path: Path, runs: Runs) -> None:
         kind, to = (pyarrow.int32(), int) if name in INTEGERS else (pyarrow.float32(), np.float32)
         values = [row.get(name) for _, _, row in lines]
         columns[name] = pyarrow.array([None if value is None else to(value) for value in values], kind)
-    partial = path.with_name(path.name + ".partial")
-    pyarrow.parquet.write_table(pyarrow.table(columns), partial, compression="zstd")
-    partial.rename(path)
+    with replacing(path) as partial:
+        pyarrow.parquet.write_table(pyarrow.table(columns), partial, compression="zstd")
 
 
 def read_table(path: Path) -> dict[tuple[str, int], list[Row]]:

@@ -3,6 +3,7 @@
 #
 #   bash launch/check_accelerator.sh [--tpu] [options of rljax check]
 #   bash launch/check_accelerator.sh --models 0.6B 1.7B 4B
+#   bash launch/check_accelerator.sh --json result.json   another name than accelerator_NAME.json in this directory
 #   bash launch/check_accelerator.sh --tiny          tries the program itself, on a CPU too
 #
 # Makes an environment first, with jax for CUDA where nvidia-smi finds a GPU; with --tpu one of its own, with jax for

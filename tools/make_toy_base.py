@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from rljax.data import toy, toy_swaps
 from rljax.data.toy import ToyBaseConfig
+from rljax.distributed.files import replacing
 from rljax.errors import run_cli
 from rljax.policy.config import PolicyConfig, toy_config
 from rljax.policy.hf import save_params
@@ -100,14 +101,12 @@ def main(argv: Sequence[str]) -> int:
     params = fit(arguments.config, arguments.task)
     module = TASKS[arguments.task]
     policy = toy_config(len(module.ALPHABET))
-    # Renamed at the end: an interrupted run leaves no directory that looks like a model.
-    partial = out.with_name(out.name + ".partial")
-    save_params(partial, params, policy)
-    module.build_tokenizer().save(partial)
-    (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": policy.eos_token_id}))
-    if out.exists():
-        shutil.rmtree(out)
-    partial.rename(out)
+    with replacing(out) as partial:  # an interrupted run leaves no directory that looks like a model
+        save_params(partial, params, policy)
+        module.build_tokenizer().save(partial)
+        (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": policy.eos_token_id}))
+        if out.exists():
+            shutil.rmtree(out)
     print(f"wrote {out}")
     return 0
 

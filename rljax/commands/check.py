@@ -2,7 +2,8 @@
 
     rljax check                              # Qwen3-0.6B's shapes
     rljax check --models 0.6B 1.7B 4B
-    rljax check --tiny --output tiny.json    # tries the program itself, on a CPU too
+    rljax check --json result.json
+    rljax check --tiny                       # tries the program itself, on a CPU too
 
 Attention and the head are compared with float32. Nothing of a packed sequence may reach another sequence. A training
 step is compiled and timed, and its memory is compared with the plan. Weights and tokens are random; nothing is
@@ -11,21 +12,24 @@ downloaded. A part that fails is recorded with its error, and the others still r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
+import itertools
 import json
+import multiprocessing
 import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +43,7 @@ from rljax.errors import ConfigError
 from rljax.plan.dry_run import in_units
 from rljax.policy.attention import choose_attention, find_implementation
 from rljax.policy.config import AttentionName, PolicyConfig
+from rljax.policy.head import MAX_CHUNK
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.run.options import parse_arguments
 
@@ -58,6 +63,7 @@ TINY = PolicyConfig(
 DEVICE = "device"
 _MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _TRACE = 4000  # characters of a failed part's traceback, or of a lost process's last words
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,9 @@ class Arguments:
     """Steps that are timed, after two that are not."""
     remat: Literal["auto", "none", "dots", "blocks", "offload"] = "auto"
     """The value of precision.remat. auto: the first of none, dots and blocks whose plan fits the memory."""
-    output: Path | None = None
-    """JSON file for the result. None: accelerator_NAME.json in this directory, where NAME is the kind of device; no
-    file with --tiny."""
+    json: Path | None = None
+    """The JSON file to write. None: accelerator_NAME.json in this directory, where NAME is the kind of device; no file
+    with --tiny. The last line says where the file is."""
     only: tuple[str, ...] = ()
     """Names of parts, or beginnings of them, such as attention or "step 0.6B". Empty: all."""
     tiny: bool = False
@@ -91,29 +97,24 @@ class Arguments:
 
 def make_parts(arguments: Arguments) -> Parts:
     """Returns the functions to run, by the names of their parts, in the order of the report; the device comes first."""
-    tiny = arguments.tiny
+    tiny, remat = arguments.tiny, None if arguments.remat == "auto" else arguments.remat
     policies = {"tiny": TINY} if tiny else {size: KNOWN_SHAPES[f"Qwen/Qwen3-{size}"] for size in arguments.models}
     smallest = next(iter(policies.values()), TINY)
     size = training.TINY if tiny else training.StepSize()
     repeats = 2 if tiny else 7
     implementations: tuple[AttentionName, ...] = ("auto", "xla")
+    part = functools.partial
     parts: Parts = {DEVICE: describe_device}
     for dtype in arguments.dtypes:
-        for tokens in (1152,) if tiny else (2048, 9216):
-            for name in implementations:
-                given = (name, tokens, dtype, smallest)
-                words = f"{name} {tokens} {dtype}"
-                parts[f"attention {words}"] = functools.partial(on_attention, kernels.check_attention, *given, repeats)
-                parts[f"leak {words}"] = functools.partial(on_attention, kernels.check_leak, *given)
-        chunk = (128,) if tiny else ()
-        parts[f"head {dtype}"] = functools.partial(
-            kernels.check_head, 64 if tiny else 2048, dtype, smallest, repeats, *chunk
-        )
-    remat = None if arguments.remat == "auto" else arguments.remat
-    for model, policy in policies.items():
-        for dtype in arguments.dtypes:
-            words = f"step {model} {dtype}"
-            parts[words] = functools.partial(training.check_step, model, policy, dtype, arguments.steps, size, remat)
+        for tokens, name in itertools.product((1152,) if tiny else (2048, 9216), implementations):
+            given, words = (name, tokens, dtype, smallest), f"{name} {tokens} {dtype}"
+            parts[f"attention {words}"] = part(on_attention, kernels.check_attention, *given, repeats)
+            parts[f"leak {words}"] = part(on_attention, kernels.check_leak, *given)
+        rows, chunk = (64, 128) if tiny else (2048, MAX_CHUNK)
+        parts[f"head {dtype}"] = part(kernels.check_head, rows, dtype, smallest, repeats, chunk)
+    for (model, policy), dtype in itertools.product(policies.items(), arguments.dtypes):
+        run = part(training.check_step, model, policy, dtype, arguments.steps, size, remat)
+        parts[f"step {model} {dtype}"] = run
     return parts
 
 
@@ -146,7 +147,7 @@ def describe_device() -> Found:
         "memory_bytes": training.device_memory(),
         "compute_capability": getattr(device, "compute_capability", None),
         "runtime": device.client.platform_version,
-        "driver": nvidia_driver() if device.platform == "gpu" else None,
+        "driver": said(*_NVIDIA_SMI) if device.platform == "gpu" else None,
         "packages": {name: version(name) for name in ("rljax", "jax", "jaxlib", "libtpu", "nvidia-cudnn-cu12")},
         "python": platform.python_version(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -154,25 +155,18 @@ def describe_device() -> Found:
     }
 
 
-def nvidia_driver() -> str | None:
-    """Returns the name, driver and memory of each GPU, as nvidia-smi prints them."""
-    return said("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
-
-
 def said(*words: str) -> str | None:
     """Returns the standard output of a program, or None where it is not installed or fails."""
-    if shutil.which(words[0]) is None:
-        return None
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return None
 
 
 def version(name: str) -> str | None:
     """Returns the version of an installed package, or None."""
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
@@ -189,84 +183,62 @@ def run_part(part: Callable[[], Found]) -> Found:
     return found | {"seconds": round(time.perf_counter() - start, 2)}
 
 
-def run_here(parts: Parts, arguments: Arguments, found: dict[str, Found], write: Callable[[], None]) -> None:
-    """Runs the parts in this process, and calls ``write`` after each."""
-    for name, part in tqdm(parts.items(), unit="part", file=sys.stderr):
-        found[name] = run_part(part)
-        if name == DEVICE:
-            check_platform(found[name], arguments)
-        write()
+def run_parts(parts: Parts, arguments: Arguments) -> dict[str, Found]:
+    """Runs the parts, each group in a process of its own if that is wanted, and returns what they find.
 
-
-def check_platform(device: Found, arguments: Arguments) -> None:
-    """Raises ConfigError on a CPU without --tiny, because the check would take hours there."""
-    if device.get("platform") == "cpu" and not arguments.tiny:
-        raise ConfigError("JAX finds no accelerator here; --tiny tries the program on a CPU")
-
-
-def run_apart(parts: Parts, arguments: Arguments, argv: Sequence[str], found: dict[str, Found]) -> None:
-    """Runs each group of parts in a process of its own, and gathers their results."""
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(parts), unit="part", file=sys.stderr) as bar:
-
-        def take_over(done: dict[str, Found]) -> None:
-            found.update((name, one) for name, one in done.items() if name not in found)
-            bar.update(len(found) - bar.n)
-
-        for place, one in enumerate(dict.fromkeys(map(group, parts))):
-            members = [name for name in parts if group(name) == one]
+    Raises ConfigError on a CPU without --tiny, because the check would take hours there.
+    """
+    found: dict[str, Found] = {}
+    with tqdm(total=len(parts), unit="part", file=sys.stderr) as bar:
+        for one in dict.fromkeys(map(group, parts)):
             bar.set_postfix_str(one)
-            output = Path(folder) / f"{place}.json"
-            words = [*argv, "--no-separate", "--output", str(output), "--only", *members]
-            lost = run_process(words, output, arguments.limit_s, take_over)
-            take_over({name: {"error": lost} for name in members})
-            if one == DEVICE:
-                check_platform(found[DEVICE], arguments)
+            members = {name: part for name, part in parts.items() if group(name) == one}
+            here = ((name, run_part(part)) for name, part in members.items())
+            for name, result in run_apart(members, arguments.limit_s) if arguments.separate else here:
+                found[name] = result
+                bar.update(1)
+            if one == DEVICE and found[DEVICE].get("platform") == "cpu" and not arguments.tiny:
+                raise ConfigError("JAX finds no accelerator here; --tiny tries the program on a CPU")
+    return {name: found[name] for name in parts}
 
 
-def run_process(
-    words: Sequence[str], output: Path, limit_s: float, progress: Callable[[dict[str, Found]], None]
-) -> str:
-    """Runs this program with other words and watches the file that it writes; returns a reason for parts it lost."""
-    environment = {_MEMORY_SHARE: "0.92", "TF_CPP_MIN_LOG_LEVEL": "1"} | os.environ
-    log, end = output.with_suffix(".log"), time.monotonic() + limit_s
-    with log.open("wb") as sink:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "rljax.cli", "check", *words],
-            env=environment,
-            stdout=sink,
-            stderr=sink,
-            stdin=subprocess.DEVNULL,
-        )
+def run_apart(parts: Parts, limit_s: float) -> Iterator[tuple[str, Found]]:
+    """Runs parts in one process and yields what each finds. Parts that the process loses have its last words."""
+    os.environ.setdefault(_MEMORY_SHARE, "0.92")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    context = multiprocessing.get_context("spawn")
+    results, sender = context.Pipe(duplex=False)
+    left, end = dict(parts), time.monotonic() + limit_s
+    reason = f"not done within {limit_s:.0f} s"
+    with tempfile.NamedTemporaryFile() as log:
+        child = context.Process(target=send_findings, args=(parts, sender, log.name))
+        child.start()
+        sender.close()
         try:
-            while child.poll() is None and time.monotonic() < end:
-                time.sleep(0.3)
-                progress(read_parts(output))
+            while left and results.poll(max(0.0, end - time.monotonic())):
+                name, found = results.recv()
+                del left[name]
+                yield name, found
+        except EOFError:
+            child.join()
+            reason = f"the process ended with status {child.exitcode}"
         finally:
-            late = child.poll() is None
             child.kill()
-            child.wait()
-    progress(read_parts(output))
-    reason = f"not done within {limit_s:.0f} s" if late else f"the process ended with status {child.returncode}"
-    return f"{reason}: {log.read_text(errors='replace')[-_TRACE:]}"
+            child.join()
+        words = log.read().decode(errors="replace")[-_TRACE:]
+    yield from ((name, {"error": f"{reason}: {words}"}) for name in left)
 
 
-def read_parts(output: Path) -> dict[str, Found]:
-    """Returns the parts in a file, or none where the file does not exist yet."""
-    return json.loads(output.read_text())["parts"] if output.exists() else {}
-
-
-def write_json(path: Path, document: Found) -> None:
-    """Writes a document as JSON in one rename, because another process may read the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(document, indent=1) + "\n")
+def send_findings(parts: Parts, sender: Connection, log: str) -> None:
+    """Runs parts in this process, whose output goes to the file ``log``, and sends what each finds."""
+    sink = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    for name, part in parts.items():
+        sender.send((name, run_part(part)))
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
-
-
-def failed(found: Found) -> bool:
-    """Returns whether a part ended with an error or found a problem."""
-    return bool(found.get("error") or found.get("problems"))
 
 
 def line(name: str, found: Found) -> str:
@@ -330,34 +302,24 @@ def main(argv: Sequence[str]) -> int:
     """Checks, prints a table, writes the file; returns the exit status."""
     arguments = parse_arguments(Arguments, argv, prog="rljax check", description=__doc__ or "")
     parts = make_parts(arguments)
-    parts = {name: part for name, part in parts.items() if name == DEVICE or wanted(name, arguments.only)}
-    found: dict[str, Found] = {}
-    document = {"command": shlex.join(["rljax", "check", *argv]), "parts": found}
-
-    def write() -> None:
-        if arguments.output:
-            write_json(arguments.output, document)
-
-    if arguments.separate:
-        run_apart(parts, arguments, argv, found)
-    else:
-        run_here(parts, arguments, found, write)
-    document["failed"] = [name for name, one in found.items() if failed(one)]
-    output = arguments.output
-    if output is None and not arguments.tiny:
-        output = Path(f"accelerator_{slug(found[DEVICE].get('kind', 'unknown'))}.json")
-    if output is not None:
-        write_json(output, document)
+    found = run_parts({name: part for name, part in parts.items() if wanted(name, arguments.only)}, arguments)
+    failed = [name for name, one in found.items() if one.get("error") or one.get("problems")]
     width = max(map(len, found))
     print("\n".join(f"{name:<{width}}  {line(name, one)}" for name, one in found.items()))
-    if output is not None:
-        print(f"written to {output}; send it to the developers of rljax")
-    return 1 if document["failed"] else 0
+    path = arguments.json
+    if path is None and not arguments.tiny:
+        path = Path(f"accelerator_{slug(found[DEVICE].get('kind', 'unknown'))}.json")
+    if path is not None:
+        document = {"command": shlex.join(["rljax", "check", *argv]), "parts": found, "failed": failed}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(document, indent=1) + "\n")
+        print(f"written to {path}; send it to the developers of rljax")
+    return 1 if failed else 0
 
 
 def wanted(name: str, only: Sequence[str]) -> bool:
-    """Returns whether --only names a part."""
-    return not only or any(name.startswith(beginning) for beginning in only)
+    """Returns whether --only names a part; the device is always wanted."""
+    return not only or name == DEVICE or any(name.startswith(beginning) for beginning in only)
 
 
 def slug(kind: str) -> str:

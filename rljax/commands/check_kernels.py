@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.plan.kernels import attention_flops
-from rljax.policy.attention import PackedAttention
+from rljax.policy.attention import PackedAttention, attend, segment_mask
 from rljax.policy.config import PolicyConfig
-from rljax.policy.head import MAX_CHUNK, token_logprobs
+from rljax.policy.head import token_logprobs
 
 Found = dict[str, Any]
 RESULTS = ("output", "dq", "dk", "dv")
@@ -30,10 +30,7 @@ MOST_UNITS = 2.0
 MOST_LOGPROB_ERROR = 1e-3
 _CALLS = 4
 # Without Triton's products: under the first option XLA chooses none of their tilings.
-_FIXED_SUMS: dict[str, bool | str] = {
-    "xla_gpu_exclude_nondeterministic_ops": True,
-    "xla_gpu_enable_triton_gemm": False,
-}
+_FIXED_SUMS: Found = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 
 
 def median_ms(run: Callable[[], Any], repeats: int) -> float:
@@ -66,8 +63,7 @@ def packed_row(tokens: int) -> tuple[np.ndarray, list[int]]:
 
 def random_heads(policy: PolicyConfig, segments: np.ndarray, dtype: str) -> list[jax.Array]:
     """Returns normal q, k, v and a cotangent of the output, which is 0 on padding as a loss makes it."""
-    rng = np.random.default_rng(0)
-    h, g = policy.num_heads, policy.num_kv_heads
+    rng, h, g = np.random.default_rng(0), policy.num_heads, policy.num_kv_heads
     arrays = [rng.standard_normal((*segments.shape, n, policy.head_dim), np.float32) for n in (h, g, g, h)]
     arrays[3] *= (segments > 0)[:, :, None, None]
     return [jnp.asarray(x, dtype) for x in arrays]
@@ -83,30 +79,20 @@ def gradients(attention: PackedAttention) -> Callable[..., tuple[jax.Array, ...]
     return run
 
 
+def dense_attention(q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
+    """Computes packed attention from all scores at once."""
+    return attend(q, k, v, segment_mask(segments))
+
+
 @jax.jit
 def reference(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Array, ...]:
     """Computes the results of ``gradients`` in float32 at the highest precision, with all scores of one kv head."""
-    b, t, h, d = q.shape
-    g = k.shape[2]
-    same = segments[:, :, None] == segments[:, None, :]
-    mask = (same & jnp.tri(t, dtype=bool)[None])[:, None]
-    inside = (segments > 0)[:, :, None, None]
-
-    def attend(q: Any, k: Any, v: Any) -> jax.Array:
-        scores = jnp.where(mask, jnp.einsum("btwk,bsk->bwts", q, k) * d**-0.5, -1e30)
-        return jnp.where(inside, jnp.einsum("bwts,bsk->btwk", jax.nn.softmax(scores, axis=-1), v), 0)
-
-    def of_kv_head(arrays: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        q, k, v, d_out = arrays
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(d_out)
-
-    q, k, v, d_out = (x.astype(jnp.float32) for x in (q, k, v, d_out))
-    by_group = [jnp.moveaxis(x.reshape(b, t, g, h // g, d), 2, 0) for x in (q, d_out)]
+    b, t, _, d = q.shape
+    wide = (x.astype(jnp.float32).reshape(b, t, k.shape[2], -1, d) for x in (q, k, v, d_out))
+    by_head = [jnp.moveaxis(x, 2, 0) for x in wide]
     with jax.default_matmul_precision("highest"):
-        out, dq, dk, dv = jax.lax.map(of_kv_head, (by_group[0], *(jnp.moveaxis(x, 2, 0) for x in (k, v)), by_group[1]))
-    of_heads = (jnp.moveaxis(x, 0, 2).reshape(b, t, h, d) for x in (out, dq))
-    return *of_heads, *(jnp.moveaxis(x, 0, 2) for x in (dk, dv))
+        results = jax.lax.map(lambda arrays: gradients(dense_attention)(*arrays, segments), by_head)
+    return tuple(jnp.moveaxis(x, 0, 2).reshape(b, t, -1, d) for x in results)
 
 
 def check_attention(attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig, repeats: int) -> Found:
@@ -145,12 +131,9 @@ def _unequal(x: jax.Array, y: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def compile_with_fixed_sums(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
-    """Compiles a program so that a GPU adds in the same order each time.
+    """Compiles a program so that a GPU adds in the same order each time; returns it, and whether the order is fixed.
 
     Otherwise cuDNN's backward pass adds in any order. Where XLA refuses, the program is compiled as in a step.
-
-    Returns:
-      The program, and whether the order of its sums is fixed.
     """
     if jax.default_backend() != "gpu":
         return lowered.compile(), True
@@ -214,7 +197,7 @@ def _head_gradients(head: Callable[..., Any]) -> Any:
     return run
 
 
-def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_chunk: int = MAX_CHUNK) -> Found:
+def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_chunk: int) -> Found:
     """Measures the head in chunks and from naive logits: errors against float32, times and temporaries (bytes)."""
     rng = np.random.default_rng(0)
     d, v = policy.hidden_size, policy.vocab_size
@@ -222,39 +205,31 @@ def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_
     table = jnp.asarray(rng.standard_normal((v, d), np.float32) * (2 * d**-0.5), dtype)
     targets = jnp.asarray(rng.integers(0, v, tokens), jnp.int32)
     cotangents = tuple(jnp.asarray(rng.standard_normal(tokens, np.float32)) for _ in range(2))
-    given = (hidden, table, targets, cotangents)
     with jax.default_matmul_precision("highest"):
         wide = (hidden.astype(jnp.float32), table.astype(jnp.float32), targets, cotangents)
         expected = jax.device_get(jax.jit(_head_gradients(naive_logprobs))(*wide))
     del wide
     found: Found = {"tokens": tokens, "dtype": dtype, "hidden_size": d, "vocabulary": v, "problems": []}
-
-    def in_chunks(hidden: Any, table: Any, targets: Any) -> Any:
-        return token_logprobs(hidden, table, targets, max_chunk=max_chunk)
-
-    for name, head in {"chunks": in_chunks, "naive": naive_logprobs}.items():
-        compiled = jax.jit(_head_gradients(head)).lower(*given).compile()
-        got = compiled(*given)
+    in_chunks: Callable[..., Any] = functools.partial(token_logprobs, max_chunk=max_chunk)
+    for name, head in (("chunks", in_chunks), ("naive", naive_logprobs)):
+        run = jax.jit(_head_gradients(head)).lower(hidden, table, targets, cotangents).compile()
+        got = run(hidden, table, targets, cotangents)
         logprobs, entropy = (float(jnp.max(jnp.abs(x - y))) for x, y in zip(got[:2], expected[:2], strict=True))
         of_hidden, of_table = (float(relative_error(x, y)) for x, y in zip(got[2:], expected[2:], strict=True))
         del got
+        analysis = memory_analysis(run)
         found[name] = {
             "largest_logprob_error": logprobs,
             "largest_entropy_error": entropy,
             "relative_error_of_d_hidden": of_hidden,
             "relative_error_of_d_table": of_table,
-            "forward_and_backward_ms": median_ms(functools.partial(compiled, *given), repeats),
-            "temporary_bytes": _temporaries(compiled),
+            "forward_and_backward_ms": median_ms(functools.partial(run, hidden, table, targets, cotangents), repeats),
+            "temporary_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
         }
-    of_chunks, most = found["chunks"], MOST_UNITS * _UNIT[dtype]
-    for key, limit in (
-        ("largest_logprob_error", MOST_LOGPROB_ERROR),
-        ("largest_entropy_error", MOST_LOGPROB_ERROR),
-        ("relative_error_of_d_hidden", most),
-        ("relative_error_of_d_table", most),
-    ):
-        if not of_chunks[key] <= limit:
-            found["problems"].append(f"{key.replace('_', ' ')} is {of_chunks[key]:.2g}")
+    for key, error in found["chunks"].items():
+        limit = MOST_LOGPROB_ERROR if key.startswith("largest") else MOST_UNITS * _UNIT[dtype]
+        if "error" in key and not error <= limit:
+            found["problems"].append(f"{key.replace('_', ' ')} is {error:.2g}")
     return found
 
 
@@ -264,8 +239,3 @@ def memory_analysis(compiled: jax.stages.Compiled) -> Any:
         return compiled.memory_analysis()
     except jax.errors.JaxRuntimeError:
         return None
-
-
-def _temporaries(compiled: jax.stages.Compiled) -> int | None:
-    analysis = memory_analysis(compiled)
-    return None if analysis is None else int(analysis.temp_size_in_bytes)

@@ -72,15 +72,9 @@ def random_sequences(size: StepSize, count: int, vocab_size: int) -> list[TrainS
     for index in range(count):
         prompt = int(rng.integers(size.max_prompt_tokens // 16, size.max_prompt_tokens + 1))
         response = int(rng.integers(size.max_response_tokens // 16, size.max_response_tokens // 2 + 1))
-        sequences.append(
-            TrainSequence(
-                prompt=rng.integers(0, vocab_size, prompt, dtype=np.int32),
-                response=rng.integers(0, vocab_size, response, dtype=np.int32),
-                rollout_logprobs=np.full(response, -math.log(vocab_size), np.float32),
-                advantage=1.0 if index % 2 else -1.0,
-                in_loss=True,
-            )
-        )
+        before, after = (rng.integers(0, vocab_size, length, dtype=np.int32) for length in (prompt, response))
+        logprobs = np.full(response, -math.log(vocab_size), np.float32)
+        sequences.append(TrainSequence(before, after, logprobs, 1.0 if index % 2 else -1.0, in_loss=True))
     return sequences
 
 
@@ -115,15 +109,9 @@ def choose_remat(size: StepSize, dtype: Dtype, policy: PolicyConfig, mesh: Mesh,
 
 
 def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: StepSize, remat: Remat | None) -> Found:
-    """Compiles and times a step; compares its plan with the compiler's bytes and the device's.
+    """Compiles and times a step of the model ``name``; compares its plan with the compiler's bytes and the device's.
 
-    Args:
-      name: The name of the model, for the report.
-      policy: The shape of the model.
-      dtype: The value of ``precision.compute_dtype``.
-      steps: The number of steps that are timed.
-      size: The sizes of the rows.
-      remat: The value of ``precision.remat``; None: the first that fits by the plan.
+    The first ``steps`` after the warm-up are timed. ``remat`` None is the first that fits by the plan.
     """
     mesh, limit = make_mesh(Config().mesh), device_memory()
     config = choose_remat(size, dtype, policy, mesh, limit)
@@ -204,8 +192,5 @@ def speeds(
     if card is None:
         return found | {"model_flops_utilisation": None, "why_no_utilisation": f"the peak rate of {kind} is not known"}
     peak = card.product_rate(dtype, "default")
-    return found | {
-        "card": card.name,
-        "peak_flops_per_second": peak,
-        "model_flops_utilisation": flops / (median * devices * peak),
-    }
+    utilisation = flops / (median * devices * peak)
+    return found | {"card": card.name, "peak_flops_per_second": peak, "model_flops_utilisation": utilisation}

@@ -93,11 +93,7 @@ class Arguments:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Returns the arguments, with those that --toy stands for.
-
-    Raises:
-      ConfigError: A word is no argument.
-    """
+    """Returns the arguments, with those that --toy stands for."""
     given = parse_arguments(Arguments, argv, prog="rljax compare", description=__doc__ or "")
     if not given.toy:
         return given
@@ -123,26 +119,20 @@ def jobs(dump: TokenDump, columns: dict[str, str], options: Arguments) -> list[J
     first = [(column, spec, options.batch_size) for spec, column in columns.items() if spec != sampler]
     if not options.second_run:
         return first
-    twice = columns | ({sampler: sampler} if sampler else {})
-    other = options.batch_size // 2 or 2
-    return first + [
-        (column + SECOND_RUN, spec, other) for spec, column in twice.items() if split_spec(spec)[0] != "dump"
-    ]
+    twice = [(spec, name) for spec, name in columns.items() if not spec.startswith("dump:")]
+    twice += [(sampler, sampler)] if sampler and sampler not in columns else []
+    return first + [(name + SECOND_RUN, spec, options.batch_size // 2 or 2) for spec, name in twice]
 
 
 def scored(dump: TokenDump, todo: Sequence[Job], options: Arguments) -> Iterator[TokenDump]:
     """Computes one column after the other, and yields the dump after each."""
+    temperature = options.temperature
     with tqdm(total=len(todo) * len(dump.sequence_ids), desc="scoring", unit="seq", disable=not todo) as bar:
-        for column, spec, batch_size in todo:
+        for column, spec, size in todo:
             bar.set_postfix_str(column)
             with caller_errors():
                 vectors, source = score_column(
-                    spec,
-                    dump,
-                    options.model,
-                    temperature=options.temperature,
-                    batch_size=batch_size,
-                    progress=bar.update,
+                    spec, dump, options.model, temperature=temperature, batch_size=size, progress=bar.update
                 )
             dump = dump.with_column(column, vectors, source)
             yield dump
@@ -158,14 +148,7 @@ def sequences(options: Arguments) -> TokenDump:
     dump = read_tokens(options.tokens) if options.tokens is not None else toy_prompts(options.toy_prompts or 0, model)
     if options.sample is None:
         return dump
-    config = SampleConfig(
-        responses=options.responses,
-        max_response_tokens=options.max_response_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        batch_size=options.batch_size,
-        second_run=options.second_run,
-    )
+    config = SampleConfig(**{name.name: getattr(options, name.name) for name in dataclasses.fields(SampleConfig)})
     with tqdm(desc="sampling", unit="seq") as bar:
         return sample_responses(dump, model, options.sample, config, progress=bar.update)
 
@@ -213,20 +196,18 @@ def plot_growth(axes: Axes, comparison: Comparison) -> None:
     With more than ``MOST_NAMED`` pairs, a pair that passes has the colour of the coarser of its two dtypes, and the
     legend names only the pairs that fail.
     """
-    many = len(comparison.pairs) > MOST_NAMED
     shades = colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs)))
     named: set[str] = set()
     for pair, shade in zip(comparison.pairs, shades, strict=True):
         gaps = [max(bucket[METRIC], 1e-9) for bucket in pair.growth.values()]
-        passed = pair.verdict.status == "pass"
-        label = f"{pair.trainer} / {pair.rollout}: {pair.verdict.status}"
-        if many and passed:
-            dtypes = {comparison.columns[name].dtype for name in (pair.trainer, pair.rollout)}
-            dtype = next((name for name in COARSENESS if name in dtypes), "")
-            label, shade = f"coarser dtype: {dtype or 'unknown'}", COARSENESS.get(dtype, "0.5")
-        axes.plot(
-            list(pair.growth), gaps, "o-" if passed else "x--", color=shade, label=label if label not in named else None
-        )
+        label, form = f"{pair.trainer} / {pair.rollout}: {pair.verdict.status}", "x--"
+        if pair.verdict.status == "pass":
+            form = "o-"
+            if len(comparison.pairs) > MOST_NAMED:
+                dtypes = {comparison.columns[name].dtype for name in (pair.trainer, pair.rollout)}
+                dtype = next((name for name in COARSENESS if name in dtypes), "")
+                label, shade = f"coarser dtype: {dtype or 'unknown'}", COARSENESS.get(dtype, "0.5")
+        axes.plot(list(pair.growth), gaps, form, color=shade, label=None if label in named else label)
         named.add(label)
     axes.set(yscale="log", xlabel="position in the response (tokens)", ylabel=f"{METRIC} (nats)")
     axes.grid(alpha=0.3)
@@ -269,7 +250,7 @@ def main(argv: Sequence[str]) -> int:
         dump = sequences(options)
         write_dump(options.out / "tokens.parquet", dump)
         check_logprobs(dump, set(dump.logprobs).intersection(options.columns or dump.logprobs))
-    given = options.columns if options.columns is not None else sorted(dump.logprobs)
+    given = sorted(dump.logprobs) if options.columns is None else options.columns
     roles = named_roles(options, {*dump.logprobs, *columns.values()})
     try:
         for more in scored(dump, jobs(dump, columns, options), options):

@@ -30,10 +30,9 @@ from rljax.run.yaml_file import dotted, shown
 PROG = "rljax config"
 SHOW = "--show"
 KEY = re.compile(r"[\w.]+(?<!\.yaml)")
-WIDTH = 100
-"""Characters of a line of an explanation."""
+WIDTH = 100  # characters of a line of an explanation
 CHECKS = {
-    "check_at_least": "is at least {least}",
+    "check_at_least": "is at least {}",
     "check_positive": "is above 0",
     "check_finite": "is finite and not negative",
 }
@@ -89,8 +88,7 @@ def section_lines(key: str) -> list[str]:
     """Returns the lines that list the keys of a section, with the first sentence about each."""
     kind, name = section_of(key)
     section = get_type_hints(kind)[name]
-    texts = field_texts(Config, Config())
-    lines = []
+    texts, lines = field_texts(Config, Config()), []
     for field in dataclasses.fields(section):
         first = texts.get((section, field.name), "").partition(". ")[0].rstrip(".")
         lines.append(textwrap.shorten(f"{key}.{field.name}: {first}", WIDTH, placeholder=" ..."))
@@ -98,23 +96,15 @@ def section_lines(key: str) -> list[str]:
 
 
 def explanation(key: str, default: Any, value: Any, source: str) -> list[str]:
-    """Returns the lines that explain a key.
-
-    Args:
-      key: The dotted key.
-      default: The value that it has without a file and options.
-      value: The value in the configuration at hand.
-      source: The place at which that value was written.
-    """
+    """Returns the lines that explain a dotted key: its default, its value, and the place at which that was written."""
     kind, name = section_of(key)
     declared = inspect.get_annotations(kind)[name]
     rows = [("type", declared if isinstance(declared, str) else declared.__name__), ("default", shown(default))]
-    rows.append(("value", f"{shown(value)} ({source})"))
-    rows += [("refused", text) for text in refusals(key)]
-    lines = [key, *textwrap.wrap(field_texts(Config, Config()).get((kind, name), ""), WIDTH - 2)]
+    rows += [("value", f"{shown(value)} ({source})"), *(("refused", text) for text in refusals(key))]
+    lines = textwrap.wrap(field_texts(Config, Config()).get((kind, name), ""), WIDTH - 2)
     for head, text in rows:
         lines += textwrap.wrap(f"{head:<9}{text}", WIDTH - 2, subsequent_indent=" " * 9)
-    return [lines[0], *(f"  {line}" for line in lines[1:])]
+    return [key, *(f"  {line}" for line in lines)]
 
 
 def refusals(key: str) -> list[str]:
@@ -139,8 +129,7 @@ def _checks(tree: ast.AST, name: str) -> Iterator[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CHECKS:
             constants = [one.value for one in node.args if isinstance(one, ast.Constant)]
             if name in constants:
-                least = ast.unparse(node.args[1]) if len(node.args) > 1 else ""
-                yield CHECKS[node.func.id].format(least=least)
+                yield CHECKS[node.func.id].format(ast.unparse(node.args[1]))
 
 
 def _raised(tree: ast.AST) -> Iterator[str]:

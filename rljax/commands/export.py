@@ -30,21 +30,18 @@ from rljax.sharding import MeshConfig, make_mesh
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of the export.
-
-    Attributes:
-      run: The run directory, or one of its checkpoints.
-      out: The Hugging Face directory to write.
-      step: The step of the checkpoint; None: the newest.
-      dtype: The dtype of the weights in the file.
-      adapter: Whether to write the adapters alone, in float32.
-    """
+    """The arguments of the export."""
 
     run: Annotated[Path, tyro.conf.Positional]
+    """The run directory, or one of its checkpoints."""
     out: Annotated[Path, tyro.conf.Positional]
+    """The Hugging Face directory to write."""
     step: int | None = None
+    """The step of the checkpoint; None: the newest."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The dtype of the weights in the file."""
     adapter: bool = False
+    """Write the adapters alone, in float32."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -42,7 +42,6 @@ from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 # The formats of a number in the bytes of a tensor, by the number of its dtype.
 TENSOR_FORMATS = {1: "<f", 2: "<d", 3: "<i", 4: "<B", 5: "<h", 6: "<b", 9: "<q", 17: "<H", 19: "<e", 22: "<I", 23: "<Q"}
 BFLOAT16 = 14
-TENSOR_FIELDS = ("float_val", "double_val", "int_val", "int64_val")
 SWEEP: dict[str, tuple[float, ...]] = {
     "ratio": (2.0, 2.5, 3.0, 3.5, 4.0),
     "window": (60, 80, 100, 150, 200),
@@ -51,21 +50,18 @@ SWEEP: dict[str, tuple[float, ...]] = {
 
 
 class Replay(NamedTuple):
-    """The result of a replay: lengths and learning rates of steps 1, 2, ..., and the controller after the last step."""
+    """The result of a replay."""
 
-    lengths: list[float]
-    rates: list[float]
-    controller: LengthTriggeredLR
+    lengths: list[float]  # of steps 1, 2, ...
+    rates: list[float]  # the learning rates of the same steps
+    controller: LengthTriggeredLR  # after the last step
 
 
 def read_log(path: Path, column: str | None, truncated_column: str | None) -> tuple[Rows, str, str | None]:
-    """Reads a log and chooses its columns.
+    """Reads a log; returns its rows, its length column, and the column with the share of truncated responses or None.
 
     In a directory, the first kind of log that has a length is read: metrics.jsonl, TensorBoard, metrics.jsonl in a
     folder, trainer_state.json, other text files. Several folders are one log if each starts after the one before it.
-
-    Returns:
-      The rows, the length column, and the column with the share of truncated responses or None.
     """
     reason: ConfigError | None = None
     for kind in find_logs(path) if path.is_dir() else iter([[[path]]]):
@@ -123,10 +119,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def events_of(path: Path) -> Iterator[event_pb2.Event]:
-    """Yields the events of an event file.
-
-    A record in the file consists of its length, a checksum, the event and a second checksum.
-    """
+    """Yields the events of an event file, in which a record is a length, a checksum, the event and a checksum."""
     data, start = path.read_bytes(), 0
     while start + 12 <= len(data):
         (size,) = struct.unpack_from("<Q", data, start)
@@ -149,8 +142,7 @@ def tensorboard_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yields each scalar of an event file, with its step, as one row."""
     for event in events_of(path):
         for value in event.summary.value:
-            number = scalar_of(value)
-            if number is not None:
+            if (number := scalar_of(value)) is not None:
                 yield {"step": event.step, value.tag: number}
 
 
@@ -161,9 +153,9 @@ def scalar_of(value: Any) -> float | None:
     tensor = value.tensor
     if not value.HasField("tensor") or any(dim.size != 1 for dim in tensor.tensor_shape.dim):
         return None
-    for field_name in TENSOR_FIELDS:
-        for number in getattr(tensor, field_name):
-            return number
+    numbers = [*tensor.float_val, *tensor.double_val, *tensor.int_val, *tensor.int64_val]
+    if numbers:
+        return numbers[0]
     content = tensor.tensor_content or b"".join(struct.pack("<H", bits & 0xFFFF) for bits in tensor.half_val)
     form = TENSOR_FORMATS.get(tensor.dtype)
     if tensor.dtype == BFLOAT16:
@@ -199,7 +191,7 @@ def step_note(step_column: str | None, columns: Sequence[str]) -> str:
 
 def report(result: Replay, column: str, truncated_column: str | None, note: str) -> list[str]:
     """Returns the printed report: the columns, the unused steps, the surge, and every change of the rate."""
-    tracker = result.controller.tracker
+    tracker, rates = result.controller.tracker, result.rates
     also = (f", truncated fraction {truncated_column!r}" if truncated_column else "") + note
     lines = [f"{len(result.lengths)} steps of {column!r}{also}"]
     if tracker.ignored:
@@ -209,8 +201,8 @@ def report(result: Replay, column: str, truncated_column: str | None, note: str)
     if tracker.held_out:
         lines.append(f"{tracker.held_out} of them have a truncated fraction above max_truncated: not used")
     lines.append(verdict(result))
-    for step, rate in enumerate(result.rates, 1):
-        if step == 1 or rate != result.rates[step - 2]:
+    for step, (before, rate) in enumerate(zip([None, *rates], rates, strict=False), 1):
+        if rate != before:
             lines.append(f"  from step {step:>5}: learning rate {rate:.6g}")
     return lines
 
@@ -220,13 +212,11 @@ def sweep(lengths: list[float], truncated: list[float], config: SurgeConfig, rat
     lines = []
     for rule, values in SWEEP.items():
         for value in sorted({*values, getattr(config, rule)}):
-            mark = "*" if value == getattr(config, rule) else " "
             try:
-                changed = dataclasses.replace(config, **{rule: value})
+                said = verdict(replay(lengths, truncated, dataclasses.replace(config, **{rule: value}), rate))
             except ValueError as error:
-                lines.append(f"{mark} {rule} {value:g}: {error}")
-                continue
-            lines.append(f"{mark} {rule} {value:g}: {verdict(replay(lengths, truncated, changed, rate))}")
+                said = str(error)
+            lines.append(f"{'*' if value == getattr(config, rule) else ' '} {rule} {value:g}: {said}")
     return lines
 
 
@@ -276,19 +266,14 @@ class Arguments:
 def main(argv: Sequence[str]) -> int:
     """Replays a log, prints the report and plots it; returns the exit status."""
     given = parse_arguments(Arguments, argv, prog="rljax replay", description=__doc__ or "")
-    rate = {
-        "init_value": given.learning_rate,
-        "multiplier": given.multiplier,
-        "decay_factor": given.decay_factor,
-        "floor_ratio": given.floor_ratio,
-    }
+    rate = {name: getattr(given, name) for name in ("multiplier", "decay_factor", "floor_ratio")}
+    rate["init_value"] = given.learning_rate
     with caller_errors():
         rows, column, truncated_column = read_log(given.log, given.column, given.truncated_column)
         step_column = choose_step_column(rows, column)
         lengths, truncated = series(rows, column, truncated_column, step_column)
         result = replay(lengths, truncated, given.surge, rate)
-    note = step_note(step_column, columns_of(rows))
-    print("\n".join(report(result, column, truncated_column, note)))
+    print("\n".join(report(result, column, truncated_column, step_note(step_column, columns_of(rows)))))
     if given.sweep:
         print("\n".join(sweep(lengths, truncated, given.surge, rate)))
     with caller_errors():

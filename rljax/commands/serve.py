@@ -53,29 +53,20 @@ def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("model", help="The model directory, or a hub name.")
     parser.add_argument("--python", help=f"The interpreter of {kind}'s environment.")
     parser.add_argument("--dtype", choices=get_args(Dtype), help="The dtype that the trainer publishes.")
-    parser.add_argument(
-        "--head-dtype", choices=("model", "float32"), help="The dtype in which the LM head computes; model is --dtype."
-    )
+    head_help = "The dtype in which the LM head computes; model is --dtype."
+    parser.add_argument("--head-dtype", choices=("model", "float32"), help=head_help)
     parser.add_argument("--host", help="The address to bind: of loopback (default), or a private one with a key.")
-    parser.add_argument(
-        "--api-key-file",
-        type=Path,
-        help="The file with the key that every route asks for (default: $RLJAX_API_KEY_FILE; needed beyond loopback).",
-    )
+    key_help = "The file with the key that every route asks for (default: $RLJAX_API_KEY_FILE; needed beyond loopback)."
+    parser.add_argument("--api-key-file", type=Path, help=key_help)
     parser.add_argument("--port", type=int, help="The port; 0 takes a free one.")
     parser.add_argument("--max-model-len", type=int, help="The longest prompt plus response, in tokens.")
     parser.add_argument("--max-num-seqs", type=int, help="The most sequences that are decoded at once.")
     parser.add_argument("--log", dest="log_path", type=Path, help="The file for the server's output.")
-    parser.add_argument(
-        "--url-file", type=Path, default=None, help="The file that the URL is written to once the server is healthy."
-    )
+    url_help = "The file that the URL is written to once the server is healthy."
+    parser.add_argument("--url-file", type=Path, default=None, help=url_help)
     parser.add_argument("--timeout", type=float, default=600.0, help="The longest wait for health, in seconds.")
-    parser.add_argument(
-        "--follow-parent",
-        action="store_true",
-        default=False,
-        help="Whether the server ends with the calling process, and not at Ctrl-C.",
-    )
+    end_help = "Whether the server ends with the calling process, and not at Ctrl-C."
+    parser.add_argument("--follow-parent", action="store_true", default=False, help=end_help)
     end = argv.index("--") if "--" in argv else len(argv)
     return vars(parser.parse_args(argv[:end])) | {"extra_args": tuple(argv[end + 1 :])}
 
@@ -83,16 +74,13 @@ def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
 def serve(
     make: Callable[..., Config], start: Callable[[Config, float], ServerProcess], kind: str, argv: Sequence[str]
 ) -> int:
-    """Serves until interrupted, terminated, or the server ends; prints the URL on standard output.
+    """Serves until interrupted, terminated, or the server ends; prints the URL; returns the exit status.
 
     Args:
       make: A function that makes the configuration of this kind of server from the options.
       start: A function of (configuration, longest wait in seconds) that starts the server.
       kind: The name of the kind, for messages.
       argv: The options.
-
-    Returns:
-      The exit status.
     """
     logging.basicConfig(level=logging.INFO, format=f"{kind.lower()}_server: %(message)s")
     options = parse(kind, argv)

@@ -40,15 +40,10 @@ _LEAST_REST = 1e-7  # the smallest rest: the rounding of a sum of float32 probab
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probabilities that a scorer knows at n places.
+    """The log-probabilities that a scorer knows at n places."""
 
-    Attributes:
-      logprobs: The log-probabilities, float32 [n, k], nats; -inf fills places with fewer than k known tokens.
-      ids: The token ids, int32 [n, k], with -1 as fill; None if every token of the vocabulary is known, in order.
-    """
-
-    logprobs: np.ndarray
-    ids: np.ndarray | None = None
+    logprobs: np.ndarray  # float32 [n, k], nats; -inf fills places with fewer than k known tokens
+    ids: np.ndarray | None = None  # int32 [n, k], -1 as fill; None if every token of the vocabulary is known, in order
 
 
 DistributionsAt = Callable[[np.ndarray, np.ndarray], TokenLogprobs]
@@ -60,8 +55,7 @@ class DistributionPair:
     """The comparison of two scorers at every response token of a dump.
 
     Attributes:
-      trainer: The scorer with the distribution q.
-      rollout: The scorer with the distribution p.
+      trainer, rollout: The scorers with the distributions q and p.
       is_complete: Whether both know every token. If not, all numbers but ``top1_agreement`` are over merged outcomes.
       metrics: The numbers by name: ``kl`` is the mean of KL(p || q), ``kl_max`` its maximum, ``reverse_kl`` the mean of
         KL(q || p) (nats). ``total_variation`` is the mean of half the sum of abs(p - q). ``top1_agreement`` is the
@@ -105,11 +99,11 @@ def compare_distributions(
       ServerError: A server does not answer, or refuses.
     """
     known = with_distributions(specs)
-    kinds = {spec: split_spec(spec)[0] for spec in known}
-    if temperature != 1.0 and any(kinds[spec] in SERVED for spec in known):
+    whole = {spec: split_spec(spec)[0] not in SERVED for spec in known}
+    if temperature != 1.0 and not all(whole.values()):
         raise ValueError(f"a server's prompt log-probabilities are at temperature 1, got {temperature:g}")
-    directories = [split_model(split_spec(spec)[1], model)[1] for spec in known if kinds[spec] not in SERVED]
-    top_k = min([top_k, *(read_config(Path(path)).vocab_size for path in directories if path is not None)])
+    directories = [split_model(spec, model)[1] for spec in known if whole[spec]]
+    top_k = min([top_k, *(read_config(directory).vocab_size for directory in directories)])
     pairs = list(itertools.combinations(known, 2))
     columns: dict[tuple[str, str], list[np.ndarray]] = {pair: [] for pair in pairs}
     with contextlib.ExitStack() as stack:
@@ -121,32 +115,23 @@ def compare_distributions(
                 for q, p in pairs:
                     columns[q, p].append(divergences(rows[p], rows[q]))
             progress(1)
-    return [
-        DistributionPair(q, p, not {kinds[p], kinds[q]} & {*SERVED}, _summary(parts))
-        for (q, p), parts in columns.items()
-    ]
+    return [DistributionPair(q, p, whole[q] and whole[p], _summary(parts)) for (q, p), parts in columns.items()]
 
 
 def with_distributions(specs: Sequence[str]) -> list[str]:
-    """Returns the specs whose scorers know distributions, with servers last.
-
-    Raises:
-      ValueError: There are fewer than two, or a spec is unknown.
-    """
+    """Returns the specs whose scorers know distributions, with servers last; ValueError if there are fewer than two."""
     kinds = {spec: split_spec(spec)[0] for spec in dict.fromkeys(specs)}
     known = sorted((spec for spec in kinds if kinds[spec] in KINDS), key=lambda spec: kinds[spec] in SERVED)
     if len(known) < 2:
-        raise ValueError(
-            f"whole distributions need two scorers of the kinds {', '.join(KINDS)}, got {', '.join(specs) or 'none'}"
-        )
+        got = ", ".join(specs) or "none"
+        raise ValueError(f"whole distributions need two scorers of the kinds {', '.join(KINDS)}, got {got}")
     return known
 
 
 def divergences(p: TokenLogprobs, q: TokenLogprobs) -> np.ndarray:
     """Computes KL(p || q), KL(q || p), total variation, agreement of the likeliest token, p's rest, float64 [n, 5].
 
-    Raises:
-      ValueError: Both know every token, but their vocabularies differ in size.
+    Raises ValueError if both know every token, but their vocabularies differ in size.
     """
     same_top = _top(p) == _top(q)
     x, y = _shared(p, q)
@@ -193,11 +178,10 @@ def _shared(p: TokenLogprobs, q: TokenLogprobs) -> tuple[np.ndarray, np.ndarray]
 
 
 def _summary(columns: Sequence[np.ndarray]) -> dict[str, float]:
-    table = np.concatenate(columns) if columns else np.zeros((0, 5))
-    means = table.mean(0) if len(table) else np.zeros(5)
+    table = np.concatenate([np.zeros((0, 5)), *columns])
     names = ("kl", "reverse_kl", "total_variation", "top1_agreement", "rest_mass")
-    largest = float(table[:, 0].max(initial=0.0))
-    return dict(zip(names, map(float, means), strict=True)) | {"kl_max": largest, "token_count": float(len(table))}
+    means = dict(zip(names, (table.sum(0) / max(len(table), 1)).tolist(), strict=True))
+    return means | {"kl_max": float(table[:, 0].max(initial=0.0)), "token_count": float(len(table))}
 
 
 @contextlib.contextmanager
@@ -209,11 +193,9 @@ def _open_scorer(
         with open_server(argument, kind) as server:
             yield lambda ids, places: _read_top(server.top_logprobs(ids, top_k), places)
         return
-    dtype, directory = split_model(argument, model)
-    if directory is None:
-        raise ValueError(f"scorer {spec!r} needs a model directory")
-    check_vocabulary(dump, read_config(Path(directory)).vocab_size)
-    yield (_jax_scorer if kind == "jax" else _hf_scorer)(Path(directory), dtype, temperature)
+    dtype, directory = split_model(spec, model)
+    check_vocabulary(dump, read_config(directory).vocab_size)
+    yield (_jax_scorer if kind == "jax" else _hf_scorer)(directory, dtype, temperature)
 
 
 def _read_top(tops: Sequence[dict[int, float]], places: np.ndarray) -> TokenLogprobs:

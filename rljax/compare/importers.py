@@ -1,12 +1,13 @@
 """Reads token files of other frameworks into a ``TokenDump``.
 
 ``read_tokens`` recognises a file by its content: a token dump, prime-rl's token export, NeMo-RL's training data, Miles'
-rollouts, replies of an OpenAI-compatible server, or generic JSONL. The documented exporters for TRL and verl write
-generic JSONL. Pickles are refused.
+rollouts, replies of an OpenAI-compatible server or of SGLang's ``/generate``, or generic JSONL. The documented
+exporters for TRL and verl write generic JSONL. Pickles are refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ _KINDS = {  # the first bytes of files that are named and not read
 }
 _NEMO_RL = {"trainer": "prev_logprobs", "rollout": "generation_logprobs"}
 _NO_IDS = "text does not give the tokens back"
+_RUNS_CODE = "loading it runs whatever code it holds"
 
 
 def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
@@ -53,7 +55,7 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
     first = lines[0][2] if lines else {}
     if "schema_version" in first:
         return read_prime_rl(place)
-    if not {"choices", "outputs"}.isdisjoint(first) and "token_ids" not in first:
+    if not {"choices", "outputs", "meta_info"}.isdisjoint(first) and "token_ids" not in first:
         return _assemble(place, _choices(lines), _reply_sequence, {"rollout": ColumnSource(role="rollout")}, {})
     if not set(_NEMO_RL.values()).isdisjoint(first):
         sources = {name: ColumnSource(role=name) for name, key in _NEMO_RL.items() if key in first}
@@ -63,22 +65,15 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
 
 def _unread_kind(place: Path, start: bytes) -> str:
     """Names the kind of a file that is not read; empty for text and for what is unknown."""
-    arrays = ""
-    if start.startswith(b"PK\x03\x04") and zipfile.is_zipfile(place):
-        try:
-            with zipfile.ZipFile(place) as archive:
-                names = archive.namelist()
-        except zipfile.BadZipFile:
-            names = [""]
-        if all(name.endswith(".npy") for name in names):
-            arrays = ", ".join(name.removesuffix(".npy") for name in names)
-    if arrays:
+    names = [""]
+    if start.startswith(b"PK\x03\x04"):
+        with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(place) as archive:
+            names = archive.namelist()
+    if names and all(name.endswith(".npy") for name in names):
+        arrays = ", ".join(name.removesuffix(".npy") for name in names)
         return f"a NumPy archive (.npz) of the arrays {arrays!r:.80}, which have no agreed meaning: write them as JSONL"
     if place.suffix.lower() in _PICKLES or start.startswith((b"\x80", b"PK\x03\x04")):
-        return (
-            "a pickle (torch.save writes these): loading one runs whatever code it holds, so it is not read; export "
-            "JSONL from the process that has the tensors"
-        )
+        return f"a pickle (torch.save writes these): {_RUNS_CODE}, so it is not read; export JSONL from its process"
     if start[8:9] == b"{" and b"\0" in start[:8]:
         return "a safetensors file: write its tensors as JSONL"
     return next((kind for magic, kind in _KINDS.items() if start.startswith(magic)), "")
@@ -102,25 +97,15 @@ def _documents(place: Path) -> list[_Line]:
         return [(place, number, row) for number, row in enumerate(rows, 1)]
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> TokenDump:
-    """Reads generic JSONL: one object for each sequence, after an optional header.
-
-    A sequence is ``{"sequence_id": ..., "token_ids": [...], "response_mask": [...], "logprobs": {column: [...]}}``.
-    It may have ``prompt_ids`` and ``response_ids`` instead of ``token_ids`` and ``response_mask``; then its columns may
-    cover the response alone. ``sequence_id`` defaults to the sequence's number, from 0. null is an unknown number.
-    The header is ``{"rljax_tokens": 1, "columns": {column: {engine, dtype, weights_hash, temperature, role}},
-    "sampling": {...}}``; all its parts but the first are optional.
-
-    Raises:
-      OSError: There is no such file.
-      ValueError: A line has another form; the message names the line.
-    """
-    place = Path(path)
-    return _read_generic(place, [(place, *line) for line in json_lines(place)])
-
-
 def _read_generic(place: Path, lines: list[_Line]) -> TokenDump:
-    """Makes a dump of the lines of generic JSONL, of which the first may be a header."""
+    """Makes a dump of generic JSONL: one object for each sequence, after an optional header.
+
+    A sequence is ``{"sequence_id": ..., "token_ids": [...], "response_mask": [...], "logprobs": {column: [...]}}``. It
+    may have ``prompt_ids`` and ``response_ids`` instead of ``token_ids`` and ``response_mask``; then its columns may
+    cover the response alone. ``sequence_id`` defaults to the sequence's number, from 0. null is an unknown number. The
+    header is ``{"rljax_tokens": 1, "columns": {column: {engine, dtype, weights_hash, temperature, role}}, "sampling":
+    {...}}``; all its parts but the first are optional.
+    """
     header = lines.pop(0)[2] if lines and lines[0][2].get(_HEADER) == 1 else {}
     columns = header.get("columns", {})
     if not isinstance(columns, dict):
@@ -136,11 +121,7 @@ def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
     """Reads prime-rl's token export (``enable_token_export``): a ``rank_*.jsonl``, or a directory with such files.
 
     The columns are ``trainer`` and ``inference``; the mask is prime-rl's loss mask. A sequence's name is
-    ``step/rank/number``, with the step of the export.
-
-    Raises:
-      OSError: There is no such file.
-      ValueError: The directory has no such file, the schema version is another one, or a field is missing.
+    ``step/rank/number``, with the step of the export. Raises what ``read_tokens`` does.
     """
     place = Path(path)
     files = sorted(place.rglob("rank_*.jsonl")) if place.is_dir() else [place]
@@ -158,12 +139,10 @@ def _jsonl_sequence(record: Row, number: int) -> TokenDump:
     """Makes a dump of one line of generic JSONL; columns that cover the response alone are padded in front."""
     if _HEADER in record:
         raise ValueError(f"expected one header of version 1 in the first line, got {record[_HEADER]!r}")
-    has_text = any(isinstance(record.get(key), str) for key in ("output", "completion", "response"))
-    if has_text and not {"token_ids", "prompt_ids"} & set(record):
-        raise ValueError(
-            f"this is a log of texts, as verl and TRL write them, and {_NO_IDS}: write them inside its process"
-        )
-    if not {"token_ids", "prompt_ids"} & set(record):
+    if {"token_ids", "prompt_ids"}.isdisjoint(record):
+        if any(isinstance(record.get(key), str) for key in ("output", "completion", "response")):
+            why = "this is a log of texts, as verl and TRL write them"
+            raise ValueError(f"{why}, and {_NO_IDS}: write them inside its process")
         raise ValueError(f"expected token_ids, or prompt_ids and response_ids, got the keys {list(record)!r:.200}")
     if "token_ids" in record:
         token_ids, mask, front = record["token_ids"], record["response_mask"], 0
@@ -171,11 +150,10 @@ def _jsonl_sequence(record: Row, number: int) -> TokenDump:
         front = len(record["prompt_ids"])
         token_ids = record["prompt_ids"] + record["response_ids"]
         mask = [False] * front + record.get("response_mask", [True] * len(record["response_ids"]))
-    columns = {
-        name: [[None] * front + values if len(values) == len(token_ids) - front else values]
-        for name, values in record.get("logprobs", {}).items()
-    }
-    columns = {name: [_pick(rows[0], token_ids)] for name, rows in columns.items()}
+    columns = {}
+    for name, values in record.get("logprobs", {}).items():
+        padding = [None] * front if len(values) == len(token_ids) - front else []
+        columns[name] = [_pick(padding + values, token_ids)]
     return make_dump([str(record.get("sequence_id", number))], [token_ids], [mask], columns)
 
 
@@ -194,9 +172,9 @@ def _pick(values: Sequence[Any], token_ids: Sequence[int]) -> list[Any]:
 
 
 def _choices(lines: Iterable[_Line]) -> Iterator[_Line]:
-    """Yields each choice of each reply, with the reply's prompt."""
+    """Yields each choice of each reply, with the reply's prompt. A reply of SGLang is one choice."""
     for file, number, reply in lines:
-        choices = reply.get("choices", reply.get("outputs"))
+        choices = [reply] if "meta_info" in reply else reply.get("choices", reply.get("outputs"))
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise ValueError(f"{file}:{number}: expected a reply with a list of choices or outputs")
         for choice in choices:
@@ -205,24 +183,32 @@ def _choices(lines: Iterable[_Line]) -> Iterator[_Line]:
 
 
 def _reply_sequence(choice: Row, number: int) -> TokenDump:
-    """Makes a dump of one choice of a completion, a chat completion, or vLLM's ``RequestOutput`` as JSON."""
-    found = choice.get("logprobs") or {}
+    """Makes a dump of one choice of a completion, a chat completion, or vLLM's ``RequestOutput`` as JSON.
+
+    SGLang has a list of [log-probability, token id, text] for the response, and one for the prompt from the token
+    ``logprob_start_len`` on.
+    """
+    ids, prompt, found = choice.get("token_ids"), choice["prompt_token_ids"], choice.get("logprobs") or {}
     values: Any = found
     names: list[str] = []
-    if isinstance(found, dict):
+    if meta := choice.get("meta_info"):
+        values, ids = ([item[i] for item in meta.get("output_token_logprobs") or []] for i in (0, 1))
+        scored = meta.get("input_token_logprobs") or []
+        if prompt is None and scored and len(scored) == meta.get("prompt_tokens", len(scored)):
+            prompt = [item[1] for item in scored]
+    elif isinstance(found, dict):
         content = found.get("content") or []
         values = [item["logprob"] for item in content] or found.get("token_logprobs") or []
         names = [item["token"] for item in content] or found.get("tokens") or []
-    ids, marker = choice.get("token_ids"), "token_id:"
+    marker = "token_id:"
     if ids is None and names and all(name.startswith(marker) for name in names):
         ids = [int(name.removeprefix(marker)) for name in names]
-    if ids is None or choice["prompt_token_ids"] is None or not values:
+    if ids is None or prompt is None or not values:
         raise ValueError(
             "this is a server's reply without token ids of prompt and response or without log-probabilities, and "
-            f"{_NO_IDS}: ask vLLM with return_token_ids and logprobs"
+            f"{_NO_IDS}: ask vLLM with return_token_ids and logprobs, SGLang with return_logprob, logprob_start_len 0"
         )
-    record = {"prompt_ids": choice["prompt_token_ids"], "response_ids": ids, "logprobs": {"rollout": values}}
-    return _jsonl_sequence(record, number)
+    return _jsonl_sequence({"prompt_ids": prompt, "response_ids": ids, "logprobs": {"rollout": values}}, number)
 
 
 def _nemo_rl_sequence(record: Row, number: int) -> TokenDump:
@@ -242,9 +228,7 @@ def _read_parquet(place: Path) -> TokenDump:
     if not rows or not {"tokens", "response_length"} <= set(rows[0]):
         return read_dump(place)
     if pickled := [name for row in rows for name, value in row.items() if isinstance(value, bytes)]:
-        raise ValueError(
-            f"{place}: Miles has pickled its column {pickled[0]!r}: loading it runs whatever code it holds"
-        )
+        raise ValueError(f"{place}: Miles has pickled its column {pickled[0]!r}: {_RUNS_CODE}")
     lines = ((place, number, row) for number, row in enumerate(rows, 1))
     has_numbers = any(row.get("rollout_log_probs") is not None for row in rows)
     sources = {"rollout": ColumnSource(engine="sglang", role="rollout")} if has_numbers else {}
@@ -274,13 +258,13 @@ def _prime_rl_sequence(record: Row, _: int) -> TokenDump:
         keys = {"token_ids": "id", "loss_mask": "loss_mask"}
         keys |= {f"{engine}_logprobs": f"{engine}_logprob" for engine in ("trainer", "inference")}
         record = {many: [token[one] for token in record["tokens"]] for many, one in keys.items()}
-    columns = {"trainer": [record["trainer_logprobs"]], "inference": [record["inference_logprobs"]]}
+    columns = {engine: [record[f"{engine}_logprobs"]] for engine in ("trainer", "inference")}
     return make_dump([name], [record["token_ids"]], [record["loss_mask"]], columns)
 
 
 def _assemble(
     place: Path,
-    lines: Iterable[tuple[Path, int, Row]],
+    lines: Iterable[_Line],
     parse: Callable[[Row, int], TokenDump],
     sources: Mapping[str, ColumnSource],
     sampling: Mapping[str, Any],
@@ -295,20 +279,16 @@ def _assemble(
                 raise ValueError(f"the sequence has columns {got}, expected {expected} as the first")
         except KeyError as error:
             raise ValueError(f"{file}:{line}: {error} is missing") from error
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{file}:{line}: a field is not of the form that the format requires") from error
         except ValueError as error:
             raise ValueError(f"{file}:{line}: {error}") from error
     if not parts:
         raise ValueError(f"{place}: there is no sequence in it")
+    rows = ((part.sequence_ids[0], part.token_ids[0], part.response_mask[0]) for part in parts)
+    names, ids, masks = zip(*rows, strict=True)
+    columns = {name: [part.logprobs[name][0] for part in parts] for name in parts[0].logprobs}
     try:
-        return make_dump(
-            [part.sequence_ids[0] for part in parts],
-            [part.token_ids[0] for part in parts],
-            [part.response_mask[0] for part in parts],
-            {name: [part.logprobs[name][0] for part in parts] for name in parts[0].logprobs},
-            sources,
-            sampling,
-        )
+        return make_dump(names, ids, masks, columns, sources, sampling)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error

@@ -32,8 +32,7 @@ class Pair:
     """The comparison of two columns.
 
     Attributes:
-      trainer: The column in the trainer's place of every formula.
-      rollout: The column in the rollout engine's place.
+      trainer, rollout: The columns in the trainer's and in the rollout engine's place of every formula.
       roles_known: Whether the roles of the columns decide their places. If not, the columns keep their order, and the
         sign of ``kl`` and the direction of ``k3_kl`` may be reversed.
       metrics: The metrics of ``mismatch_metrics``.
@@ -76,15 +75,14 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
 
     The roles of two columns (``TokenDump.role``) decide their places: a trainer comes first, then a column without a
     role, then a rollout engine. Two columns of the same role keep their order, and the pair says that the roles are
-    unknown. The order of the columns in a file changes no number.
-
-    A pair with the sampler's column is refused if top_p, top_k or min_p cut the distribution. ``sampling`` names that
-    column; otherwise it is every column with the role "rollout".
+    unknown. The order of the columns in a file changes no number. A pair with the sampler's column is refused if top_p,
+    top_k or min_p cut the distribution. ``sampling`` names that column; otherwise it is every column with the role
+    "rollout".
 
     Args:
       dump: The dump with the columns.
       columns: The names of the columns to compare; None means all of them, in the order of their names.
-      same_weights: Whether columns with different weight hashes have the same weights, such as before and after a
+      same_weights: Whether columns with different weight hashes have the same weights, as before and after a
         conversion.
 
     Raises:
@@ -107,11 +105,8 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
         both, origins = (arrays[a], arrays[b], mask), (dump.sources[a], dump.sources[b])
         verdict = judge(*both, *origins, cut=cuts[a] or cuts[b], same_weights=same_weights)
         pairs.append(Pair(a, b, roles[a] != roles[b], mismatch_metrics(*both), _growth(*both), verdict))
-    floors = {
-        name: mismatch_metrics(arrays[name], arrays[name + SECOND_RUN], mask)
-        for name in names
-        if name + SECOND_RUN in arrays
-    }
+    seconds = {name: arrays[name + SECOND_RUN] for name in names if name + SECOND_RUN in arrays}
+    floors = {name: mismatch_metrics(arrays[name], second, mask) for name, second in seconds.items()}
     sources = {name: dataclasses.replace(dump.sources[name], role=roles[name]) for name in names}
     return Comparison(sources, pairs, floors)
 
@@ -121,20 +116,21 @@ def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
     for name in columns:
         vectors = [vector[mask] for vector, mask in zip(dump.logprobs[name], dump.response_mask, strict=True)]
         values = np.concatenate([*vectors, np.zeros(0, np.float32)])
-        above = values > ABOVE_ZERO
-        if not above.any():
+        above = values[values > ABOVE_ZERO]
+        if not len(above):
             continue
         row = next(i for i, vector in enumerate(vectors) if (vector > ABOVE_ZERO).any())
-        hint = f"{above.sum()} of {len(values)} response tokens have such a number"
+        counted = f"{len(above)} of {len(values)} response tokens have"
+        hint = f"{counted} such a number"
         if (values[~np.isnan(values)] >= 0).all():
             hint = "none is below 0: they look like log-probabilities with the sign turned"
             if not (values > 1 + ABOVE_ZERO).any():
                 hint = "all lie between 0 and 1: they look like probabilities, so write their logarithms"
-        if above.sum() > 1 and len(set(values[above])) == 1:
-            hint = f"{above.sum()} of {len(values)} response tokens have this same number: a fill for missing ones"
+        if len(above) > 1 and len(set(above)) == 1:
+            hint = f"{counted} this same number: a fill for missing ones"
         raise ValueError(
-            f"column {name!r:.60} has {vectors[row][vectors[row] > ABOVE_ZERO][0]:g} in sequence "
-            f"{dump.sequence_ids[row]!r:.60}, but a log-probability is never above 0; {hint}"
+            f"column {name!r:.60} has {above[0]:g} in sequence {dump.sequence_ids[row]!r:.60}, "
+            f"but a log-probability is never above 0; {hint}"
         )
 
 
@@ -182,12 +178,9 @@ def _pad(vectors: Sequence[np.ndarray], fill: float) -> np.ndarray:
 def _growth(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, dict[str, float]]:
     labels = bucket_labels(POSITION_EDGES)
     numbers = finalize_buckets(mismatch_by_position(read_tokens(x, y, mask), POSITION_EDGES), labels)
+    filled = [label for label in labels if numbers[f"{label}/token_count"]]
     kept = ("token_count", "k3_kl", "logprob_abs_diff_mean")
-    return {
-        label: {name: numbers[f"{label}/{name}"] for name in kept}
-        for label in labels
-        if numbers[f"{label}/token_count"]
-    }
+    return {label: {name: numbers[f"{label}/{name}"] for name in kept} for label in filled}
 
 
 _Rows = list[list[str]]
@@ -197,13 +190,12 @@ def _unknown_roles(comparison: Comparison) -> list[str]:
     """Returns one paragraph about the columns that share a role, or an empty list."""
     groups = [[name for name, source in comparison.columns.items() if source.role == role] for role in _PLACES]
     unordered = "; ".join(", ".join(group) for group in groups if len(group) > 1)
-    if not unordered:
-        return []
-    return [
+    paragraph = (
         f"Nothing says which of these columns is the trainer's and which the rollout engine's: {unordered}. In each "
         "pair of them the first was taken as the trainer's. The other way round kl and log_ppl_diff change their sign, "
         "and k3_kl and the numbers beside the limits change their value. --trainer NAME and --rollout NAME decide it."
-    ]
+    )
+    return [paragraph] if unordered else []
 
 
 def _columns_table(comparison: Comparison) -> tuple[str, _Rows]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import check_at_least
 from rljax.policy.families import read_config
-from rljax.record.token_dumps import TokenDump, common_prefix, dump_of_responses, make_dump
+from rljax.record.token_dumps import ColumnSource, TokenDump, common_prefix, dump_of_responses, make_dump
 from rljax.rollout.build import load_jax_engine
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.servers.model import ServedModel
@@ -75,32 +76,13 @@ def sample_responses(
       ValueError: The spec is unknown, or a sequence has no prompt or a token outside the vocabulary.
       ServerError: The server does not answer, or refuses.
     """
-    how = config or SampleConfig()
-    kind, argument = split_sampler(spec)
-    served = kind.removesuffix("-decode")
-    shape = read_config(model)
-    prompts = [
-        _prompt(name, ids, mask, shape.vocab_size)
-        for name, ids, mask in zip(dump.sequence_ids, dump.token_ids, dump.response_mask, strict=True)
-    ]
-    sampling = SamplingParams(how.max_response_tokens, how.temperature, shape.stop_token_ids)
-    with _open_engine(served, argument, model, prompts) as engine:
-        if isinstance(engine, JaxEngine):
-            column, source = spec, local_source(kind, argument, how.temperature, model)
-            runs = [engine.generate(prompts, how.responses, sampling, seed=how.seed)]
-        else:
-            column, temperature = f"{kind}:{server_label(engine.info)}", engine.logprobs_temperature(how.temperature)
-            source = server_source(engine.info, "decode", temperature, served)
-            runs = [
-                engine.generate(prompts, how.responses, sampling, seed=how.seed, at_once=size)
-                for size in (how.batch_size, how.batch_size // 2 or 2)[: 1 + how.second_run]
-            ]
-        first, *more = [
-            sorted(counted(run, progress), key=lambda response: (response.prompt_index, response.sample_index))
-            for run in runs
-        ]
+    how, size = config or SampleConfig(), read_config(model).vocab_size
+    rows = zip(dump.sequence_ids, dump.token_ids, dump.response_mask, strict=True)
+    prompts = [_prompt(name, ids, mask, size) for name, ids, mask in rows]
+    column, source, runs = _sample(prompts, model, spec, how, progress)
+    first = runs[0]
     columns = {column: [response.logprobs for response in first]}
-    for second in more:
+    for second in runs[1:]:
         columns[column + SECOND_RUN] = [_on_common_prefix(a, b) for a, b in zip(first, second, strict=True)]
     return dump_of_responses(
         [f"{dump.sequence_ids[response.prompt_index]}/{response.sample_index}" for response in first],
@@ -112,11 +94,29 @@ def sample_responses(
     )
 
 
-def split_sampler(spec: str) -> tuple[str, str]:
-    """Splits a sampler's spec: ``jax-decode:float32`` becomes ``("jax-decode", "float32")``.
+def _sample(
+    prompts: Sequence[np.ndarray], model: str | Path, spec: str, how: SampleConfig, progress: Callable[[int], object]
+) -> tuple[str, ColumnSource, list[list[Response]]]:
+    """Returns the name and source of the sampler's column, and the responses of each run in the order of prompts."""
+    kind, argument = split_sampler(spec)
+    served = kind.removesuffix("-decode")
+    sampling = SamplingParams(how.max_response_tokens, how.temperature, read_config(model).stop_token_ids)
+    with _open_engine(served, argument, model, prompts) as engine:
+        if isinstance(engine, JaxEngine):
+            column, source = spec, local_source(kind, argument, how.temperature, model)
+            runs = [engine.generate(prompts, how.responses, sampling, seed=how.seed)]
+        else:
+            column, temperature = f"{kind}:{server_label(engine.info)}", engine.logprobs_temperature(how.temperature)
+            source = server_source(engine.info, "decode", temperature, served)
+            sizes = (how.batch_size, how.batch_size // 2 or 2)[: 1 + how.second_run]
+            runs = [engine.generate(prompts, how.responses, sampling, seed=how.seed, at_once=size) for size in sizes]
+        order = operator.attrgetter("prompt_index", "sample_index")
+        return column, source, [sorted(counted(run, progress), key=order) for run in runs]
 
-    Raises:
-      ValueError: The spec has no form that ``sample_responses`` accepts.
+
+def split_sampler(spec: str) -> tuple[str, str]:
+    """Splits a sampler's spec: ``jax-decode:float32`` becomes ``("jax-decode", "float32")``; ValueError if it is
+    unknown.
     """
     return parse_spec("sampler", spec, {"jax-decode": "DTYPE"} | {f"{kind}-decode": "URL" for kind in SERVED})
 
@@ -124,8 +124,7 @@ def split_sampler(spec: str) -> tuple[str, str]:
 def toy_prompts(count: int, model: str | Path) -> TokenDump:
     """Returns a dump of the first prompts of the toy task's eval split, in tokens of ``model``, without responses.
 
-    Raises:
-      ValueError: There is no tokenizer, or there are fewer problems.
+    Raises ValueError without a tokenizer, or if there are fewer problems.
     """
     if count < 1:
         raise ValueError(f"the number of toy prompts must be at least 1, got {count}")

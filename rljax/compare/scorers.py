@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -32,11 +33,9 @@ _SERVER_LIMITS = ClientLimits(request_timeout_s=600.0)
 _NONE = np.full(1, np.nan, np.float32)  # position 0 carries no log-probability
 
 _OF_MODEL = "DTYPE[@DIR]"
-_FORMS = {
-    **dict.fromkeys(("jax", "jax-decode", "hf"), _OF_MODEL),
-    **dict.fromkeys(("vllm", "sglang"), "URL"),
-    "dump": "FILE#COLUMN",
-}
+_DTYPE = f"({'|'.join(DTYPES)})"
+_PATTERNS = {"DTYPE": _DTYPE, _OF_MODEL: f"{_DTYPE}(@.+)?", "URL": "https?://.*", "FILE#COLUMN": ".*#.*"}
+_FORMS = dict.fromkeys(("jax", "jax-decode", "hf"), _OF_MODEL) | dict.fromkeys(SERVED, "URL") | {"dump": "FILE#COLUMN"}
 
 
 def score_column(
@@ -90,20 +89,16 @@ def score_column(
         with open_server(argument, kind) as server:
             vectors = list(counted(server.score(dump.token_ids, at_once=batch_size), progress))
             return vectors, server_source(server.info, "", 1.0, kind)
-    dtype, directory = split_model(argument, model)
-    if directory is None:
-        raise ValueError(f"scorer {spec!r} needs a model directory")
+    dtype, directory = split_model(spec, model)
     score = {"jax": _jax_scores, "jax-decode": _decode_scores, "hf": _hf_scores}[kind]
-    vectors = list(counted(score(Path(directory), dtype, temperature, dump, batch_size), progress))
+    vectors = list(counted(score(directory, dtype, temperature, dump, batch_size), progress))
     return vectors, local_source(kind, dtype, temperature, directory)
 
 
 def open_server(url: str, kind: str = "vllm") -> contextlib.closing[ServedModel]:
     """Connects to the server of a kind (vllm or sglang) at ``url``; the end of a ``with`` closes it.
 
-    Raises:
-      ServerError: The server does not answer, or refuses.
-      ValueError: The server does not serve exactly one model.
+    Raises ServerError if it does not answer, or refuses, and ValueError if it does not serve exactly one model.
     """
     return contextlib.closing(connect([url], _SERVER_LIMITS, kind=kind))
 
@@ -139,47 +134,28 @@ def local_source(kind: str, dtype: str, temperature: float, model: str | os.Path
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Splits a scorer's spec: ``jax:float32`` becomes ``("jax", "float32")``.
-
-    Raises:
-      ValueError: The spec has no form that ``score_column`` accepts.
-    """
+    """Splits a scorer's spec: ``jax:float32`` becomes ``("jax", "float32")``. Raises ValueError for an unknown form."""
     if spec.startswith(tuple(f"{kind}-decode:" for kind in SERVED)):
-        raise ValueError(
-            f"{spec!r} samples and cannot score, because no server decodes given tokens over HTTP; score them with "
-            f"{spec.replace('-decode', '', 1)}, or sample with --sample"
-        )
+        reason = f"{spec!r} samples and cannot score, because no server decodes given tokens over HTTP"
+        raise ValueError(f"{reason}; score them with {spec.replace('-decode', '', 1)}, or sample with --sample")
     return parse_spec("scorer", spec, _FORMS)
 
 
-def split_model(argument: str, model: str | os.PathLike[str] | None) -> tuple[str, str | os.PathLike[str] | None]:
-    """Splits ``DTYPE[@DIR]`` into dtype and model directory; the directory is ``model`` if the text names none."""
-    dtype, _, own = argument.partition("@")
-    return dtype, own or model
+def split_model(spec: str, model: str | os.PathLike[str] | None) -> tuple[str, Path]:
+    """Returns dtype and model directory of ``KIND:DTYPE[@DIR]``; the directory is ``model`` if the spec names none."""
+    dtype, _, own = split_spec(spec)[1].partition("@")
+    if not own and model is None:
+        raise ValueError(f"scorer {spec!r} needs a model directory")
+    return dtype, Path(own or model or "")
 
 
 def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str]:
-    """Splits a spec into kind and argument.
+    """Splits the spec KIND:ARGUMENT of a "scorer" or "sampler"; raises ValueError for an unknown form.
 
-    Args:
-      what: The noun of the error message: "scorer" or "sampler".
-      spec: The spec, KIND:ARGUMENT.
-      forms: The form of the argument by kind: "DTYPE", "DTYPE[@DIR]", "URL" or "FILE#COLUMN".
-
-    Raises:
-      ValueError: The spec has none of these forms.
+    ``forms`` has the form of the argument by kind: "DTYPE", "DTYPE[@DIR]", "URL" or "FILE#COLUMN".
     """
     kind, _, argument = spec.partition(":")
-    form = forms.get(kind)
-    dtype, at, directory = argument.partition("@")
-    fits = {
-        None: False,
-        "DTYPE": argument in DTYPES,
-        _OF_MODEL: dtype in DTYPES and bool(at) == bool(directory),
-        "URL": argument.startswith(("http://", "https://")),
-        "FILE#COLUMN": "#" in argument,
-    }
-    if fits[form]:
+    if kind in forms and re.fullmatch(_PATTERNS[forms[kind]], argument, re.DOTALL):
         return kind, argument
     known = ", ".join(f"{kind}:{form}" for kind, form in forms.items())
     raise ValueError(f"unknown {what} {spec!r}, expected {known} (DTYPE: {', '.join(DTYPES)})")
@@ -188,14 +164,11 @@ def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str
 def name_columns(specs: Sequence[str]) -> dict[str, str]:
     """Names the column of each spec: the spec itself, or for a server its kind and dtype, such as ``vllm:bfloat16``.
 
-    Raises:
-      ValueError: A spec is unknown.
-      ServerError: A server does not answer, or refuses.
+    Raises ValueError if a spec is unknown, and ServerError if a server does not answer.
     """
     names: dict[str, str] = {}
     for spec in dict.fromkeys(specs):
-        kind, argument = split_spec(spec)
-        name = spec
+        (kind, argument), name = split_spec(spec), spec
         if kind in SERVED:
             with open_server(argument, kind) as server:
                 name = f"{kind}:{server_label(server.info)}"
@@ -216,10 +189,9 @@ def _read_column(argument: str, dump: TokenDump) -> tuple[list[np.ndarray], Colu
         theirs, vector = rows[name]
         at = common_prefix(ids, theirs)
         if at < max(len(ids), len(theirs)):
-            raise ValueError(
-                f"{file}: sequence {name!r} is tokenised differently: from token {at} on it has "
-                f"{theirs[at : at + 4].tolist()}, expected {ids[at : at + 4].tolist()}"
-            )
+            got, expected = theirs[at : at + 4].tolist(), ids[at : at + 4].tolist()
+            where = f"{file}: sequence {name!r} is tokenised differently: from token {at} on"
+            raise ValueError(f"{where} it has {got}, expected {expected}")
         vectors.append(vector)
     return vectors, other.sources[column]
 
@@ -227,9 +199,9 @@ def _read_column(argument: str, dump: TokenDump) -> tuple[list[np.ndarray], Colu
 def check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
     """Raises ValueError if a token id of ``dump`` is outside the model's vocabulary."""
     for name, ids in zip(dump.sequence_ids, dump.token_ids, strict=True):
-        if ids.max() >= vocab_size:
+        if (top := ids.max()) >= vocab_size:
             raise ValueError(
-                f"sequence {name!r} has token {ids.max()}, but the model knows {vocab_size}; is it another model's?"
+                f"sequence {name!r} has token {top}, but the model knows {vocab_size}; is it another model's?"
             )
 
 

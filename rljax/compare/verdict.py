@@ -1,13 +1,14 @@
 """Judges the gap between two columns of log-probabilities: within limits, too large, or not comparable.
 
 The checks have an order in which each prevents a false alarm of the next: the declared sources of the columns, an
-alignment off by one, a temperature, then the size of the gap, which the dtypes bound.
+alignment off by one, a base of the logarithm, a temperature, then the size of the gap, which the dtypes bound.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from rljax.record.token_dumps import ColumnSource
 GAP_RANGES = {"float32": (0.0, 1e-4), "float16": (1e-4, 8e-3), "bfloat16": (1e-3, 8e-2)}
 """The expected range of the normalised gap of two engines, by the coarser of their dtypes."""
 
-_SHIFT_GAIN = 0.25  # a shift by one must reduce the mean gap to this share
+_FIT_GAIN = 0.25  # a shift by one, or another base of the logarithm, must reduce the mean gap to this share
 _CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temperature
 _SENTINEL = -1000.0  # nats; no softmax of a language model gives a sampled token less
 _FILL_SHARE, _FILL_TOKENS = 0.05, 8  # the least share of a pair's tokens, and the least count, that show a fill
@@ -41,7 +42,7 @@ class Verdict:
     Attributes:
       status: The status: "pass", "fail" (comparable but too far apart) or "refused" (not comparable).
       cause: The cause: "none", "above_bar", "constant_fill", "no_tokens", "truncated_sampling", "temperature",
-        "other_weights", "off_by_one", "wrong_dtype" or "left_out".
+        "other_base", "other_weights", "off_by_one", "wrong_dtype" or "left_out".
       reason: The reason, one sentence for a reader.
       bars: The number of this pair and the published limit, by "framework name".
       left_out: The number of response tokens without a finite number in both columns. The first token of a sequence
@@ -67,19 +68,15 @@ def judge(
     cut: str = "",
     same_weights: bool = False,
 ) -> Verdict:
-    """Judges a pair of columns.
+    """Judges a pair of columns. The cause is inferred from numbers, and the reason says how certain it is.
 
     Args:
-      trainer: The log-probabilities of the first column, float [b, t] (nats), NaN if unknown.
-      rollout: The log-probabilities of the second column, float [b, t].
+      trainer, rollout: The log-probabilities of the first and of the second column, float [b, t] (nats), NaN if
+        unknown.
       mask: The marks of response tokens, bool [b, t].
-      trainer_source: The source of the first column.
-      rollout_source: The source of the second column.
+      trainer_source, rollout_source: The sources of the two columns.
       cut: The settings that excluded tokens, such as "top_p = 0.95", if one column is the sampler's; otherwise empty.
       same_weights: Whether different hashes belong to the same weights in two forms, so that hashes are ignored.
-
-    Returns:
-      The verdict. Its cause is inferred from numbers, and its reason says how certain it is.
     """
     x, y = np.asarray(trainer, np.float64), np.asarray(rollout, np.float64)
     mask = np.asarray(mask, bool)
@@ -92,13 +89,12 @@ def judge(
         f"{framework} {name}": (framework_metrics(statistics, framework)[name], bar)
         for (framework, name), bar in PUBLISHED_BARS.items()
     }
+    a, b = trainer_source, rollout_source
     if same_weights:
-        trainer_source, rollout_source = (
-            dataclasses.replace(source, weights_hash="") for source in (trainer_source, rollout_source)
-        )
+        a, b = (dataclasses.replace(source, weights_hash="") for source in (a, b))
     findings = itertools.chain(
         _fill_findings(x, y, mask),
-        _findings(x, y, valid, trainer_source, rollout_source, bars, cut),
+        _findings(x, y, valid, a, b, bars, cut),
         _left_out_findings(x, y, mask, left_out),
         [("pass", "none", "within every published limit")],
     )
@@ -132,12 +128,7 @@ def _findings(
         if shift := _shift(x, y, valid):
             reason = f"the first column fits the second when moved by {shift:+d} position: one of them is off by one"
             yield "refused", "off_by_one", reason
-        if temperature := _temperature_ratio(x[valid], y[valid]):
-            reason = (
-                f"one column is a sharpened form of the other, as if their temperatures were {temperature:.2g} to 1: "
-                "temperature-processed against raw log-probabilities"
-            )
-            yield "refused", "temperature", reason
+        yield from _scale_findings(x[valid], y[valid], gap)
     uncertainty = float(np.mean(1.0 - np.exp(np.minimum(x[valid], y[valid]))))
     yield from _gap_findings(gap / max(uncertainty, 1e-3), a, b)
     over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
@@ -186,9 +177,8 @@ def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out:
     """Yields a finding if some response tokens have no finite number in both columns."""
     if left_out.any():
         counts = (
-            f"the {name} column has {np.isnan(values[left_out]).sum()} unknown and "
-            f"{np.isinf(values[left_out]).sum()} infinite ones"
-            for name, values in (("first", x), ("second", y))
+            f"the {name} column has {np.isnan(gone).sum()} unknown and {np.isinf(gone).sum()} infinite ones"
+            for name, gone in (("first", x[left_out]), ("second", y[left_out]))
         )
         lost = (left_out.sum(1) == mask.sum(1)) & mask.any(1)
         reason = (
@@ -206,23 +196,33 @@ def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
         if both.sum() < 8:
             continue
         as_is = np.mean(np.abs(x[kept] - y[kept])[both])
-        if np.mean(np.abs(x[moved] - y[kept])[both]) < _SHIFT_GAIN * as_is:
+        if np.mean(np.abs(x[moved] - y[kept])[both]) < _FIT_GAIN * as_is:
             return shift
     return None
 
 
-def _temperature_ratio(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Estimates T if one column is the other at temperature T < 1; otherwise returns None.
+def _scale_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Finding]:
+    """Yields a finding if one column has logarithms to another base, or is the other at a temperature T < 1.
 
-    log p at temperature T is log p / T plus a term that depends on the context. So the regression of the sharper column
-    on the other has a slope near 1 / T. Between different weights both regressions have slopes below 1.
+    Logarithms to base 2 fit when multiplied by ln 2. A temperature adds a term that depends on the context to
+    log p / T, so no factor alone fits. But the regression of the sharper column on the other has a slope near 1 / T.
+    Between different weights both regressions have slopes below 1.
     """
+    for name, values, others in (("first", x, y), ("second", y, x)):
+        for base in (2, 10):
+            if np.mean(np.abs(values * math.log(base) - others)) < _FIT_GAIN * gap:
+                reason = (
+                    f"the {name} column has logarithms to base {base}: multiply it by ln {base} ({math.log(base):.4f})"
+                )
+                yield "refused", "other_base", reason
     low, high = sorted((float(np.std(x)), float(np.std(y))))
     if len(x) < 16 or low == 0.0:
-        return None
+        return
     correlation = float(np.corrcoef(x, y)[0, 1])
     slope = correlation * high / low
-    return 1.0 / slope if correlation > _CORRELATION and slope > _SLOPE else None
+    if correlation > _CORRELATION and slope > _SLOPE:
+        reason = f"one column is a sharpened form of the other, as if their temperatures were {1 / slope:.2g} to 1"
+        yield "refused", "temperature", f"{reason}: temperature-processed against raw log-probabilities"
 
 
 def _gap_findings(gap: float, a: ColumnSource, b: ColumnSource) -> Iterator[_Finding]:

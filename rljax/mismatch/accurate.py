@@ -29,19 +29,10 @@ def exponent_limit(dtype: Any) -> float:
     return 60.0 if np.dtype(dtype).itemsize == 4 else 600.0
 
 
-def probability_limit(dtype: Any) -> float:
-    """Returns the largest log-probability for exp: 30 in float32, 300 in float64. Squares then stay finite.
-
-    A true log-probability is at most 0. The limit only keeps the numbers of a broken engine from overflowing.
-    """
-    return exponent_limit(dtype) / 2
-
-
 def exp_minus_one_minus_x(xp: ModuleType, x: Any) -> Any:
-    """Computes exp(x) - 1 - x, the k3 estimator of a log-ratio, accurately from |x| = 1e-18 up.
+    """Computes exp(x) - 1 - x, accurately from abs(x) = 1e-18 up; x is capped at ``exponent_limit``.
 
-    x is capped at ``exponent_limit``. Source: J. Schulman, "Approximating KL Divergence" (2020), estimator k3. Small x
-    use the Taylor series.
+    Source: J. Schulman, "Approximating KL Divergence" (2020), estimator k3. Small x use the Taylor series.
     """
     x = xp.minimum(x, exponent_limit(x.dtype))
     near = xp.clip(x, -SERIES_BOUND, SERIES_BOUND)
@@ -73,13 +64,8 @@ def total_over(xp: ModuleType, values: Any, axes: tuple[int, ...]) -> Total:
         summed = values.sum(axis=axes)
         return Total(summed, np.zeros_like(summed))
     zero = np.zeros((), values.dtype)
-    high, low = lax.reduce(
-        (values, jnp.zeros_like(values)),
-        (zero, zero),
-        lambda a, b: tuple(add_totals(Total(*a), Total(*b))),
-        axes,
-    )
-    return Total(high, low)
+    both = (values, jnp.zeros_like(values))
+    return Total(*lax.reduce(both, (zero, zero), lambda a, b: tuple(add_totals(Total(*a), Total(*b))), axes))
 
 
 def value_of(total: Total) -> Any:

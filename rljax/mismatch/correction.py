@@ -37,17 +37,15 @@ def importance_weights(
     of its sequence. The exponent is clipped at +-20.
 
     Args:
-      trainer_logprobs: The log-probabilities under the trainer, [b, t] float, nats.
-      rollout_logprobs: The log-probabilities under the rollout engine, [b, t] float, nats.
+      trainer_logprobs, rollout_logprobs: The log-probability of each token under either engine, [b, t] float, nats.
       response_mask: The response mask, [b, t] bool, int or float.
       level: The level of the ratio: "token" (rho_t), "sequence" (product over the sequence) or "geometric" (the n-th
         root of that product).
       mode: The rule for large ratios: "truncate" (TIS, min(rho, C)), "mask" (MIS, rho where rho <= C, else 0) or "band"
-        (rho where lo <= rho <= hi, else 0). "mask" and "band" set the weight to 0; the caller's denominator stays the
-        same (equation 6).
+        (rho where lo <= rho <= hi, else 0). "mask" and "band" keep the caller's denominator (equation 6).
       threshold: The bound C > 0, or (lo, hi) with 0 <= lo <= hi for "band".
-      normalize: Whether to divide by the mean weight, over valid tokens (level "token") or over sequences. A mean of 0
-        is not divided by.
+      normalize: Whether to divide by the mean weight, over valid tokens (level "token") or over sequences, unless it is
+        0.
       sequence_ids: The index of each token's sequence, [b, t] int, or None if each row is one sequence.
       num_sequences: The number of sequences, a static int. It is required exactly with ``sequence_ids``.
 
@@ -82,21 +80,19 @@ def rejection_mask(
     sequence_ids: ArrayLike | None = None,
     num_sequences: int | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Removes the sequences whose mismatch is too large from the response mask.
+    """Removes the sequences whose mismatch is too large from the response mask, so that the caller's denominator
+    shrinks.
 
-    The caller's denominator shrinks with the mask. Tokens that are not finite on either side do not enter the
-    statistic. A sequence that has no other tokens is rejected.
+    Tokens that are not finite on either side do not enter the statistic. A sequence without other tokens is rejected.
 
     Args:
-      trainer_logprobs: The log-probabilities under the trainer, [b, t] float, nats.
-      rollout_logprobs: The log-probabilities under the rollout engine, [b, t] float, nats.
+      trainer_logprobs, rollout_logprobs: The log-probability of each token under either engine, [b, t] float, nats.
       response_mask: The response mask, [b, t] bool, int or float.
       statistic: The test of a sequence. "k3" keeps it if the mean over tokens of exp(lr) - lr - 1 is at most
         ``threshold``. "geometric" keeps it if lo <= exp(mean lr) <= hi. "veto" keeps it if no token's ratio is below
         ``threshold``.
       threshold: A number above 0, or (lo, hi) for "geometric". The bounds are included.
-      sequence_ids: The index of each token's sequence, [b, t] int, or None if each row is one sequence.
-      num_sequences: The number of sequences, a static int. It is required exactly with ``sequence_ids``.
+      sequence_ids, num_sequences: The sequences of packed rows, as in ``importance_weights``.
 
     Returns:
       The tuple (mask, stats): the mask, [b, t] in the dtype of ``response_mask``, and the scalars
@@ -163,12 +159,11 @@ def correct_tokens(
 
 
 def finalize_correction(statistics: Statistics) -> dict[str, Any]:
-    """Computes the scalars of a batch. All of them are 0 without tokens.
+    """Computes the scalars of a batch; all of them are 0 without tokens.
 
-    Returns:
-      ``weight_mean`` (before normalising), ``weight_max``, ``changed_fraction`` and ``effective_sample_size``
-      (<w>^2 / <w^2>), over tokens or, if sequences are weighted, over sequences; ``rejected_sequence_fraction`` and
-      ``rejected_token_fraction``, as shares of the mask; and ``nonfinite_count``.
+    They are ``weight_mean`` (before normalising), ``weight_max``, ``changed_fraction`` and ``effective_sample_size``
+    (<w>^2 / <w^2>), over tokens or, if sequences are weighted, over sequences; ``rejected_sequence_fraction`` and
+    ``rejected_token_fraction``, as shares of the mask; and ``nonfinite_count``.
     """
     xp = statistics.xp
     mean, square = statistics.mean("weight", "weight_count"), statistics.mean("weight_squared", "weight_count")
@@ -187,12 +182,7 @@ def finalize_correction(statistics: Statistics) -> dict[str, Any]:
 def _weigh(
     tokens: Tokens, level: Level, mode: Mode, threshold: float | tuple[float, float]
 ) -> tuple[Any, Any, Any, Any]:
-    """Computes the weights of all tokens.
-
-    Returns:
-      The weights, [b, t]; the weights of the level, one for each token [b, t] or sequence [b, s]; where these count;
-      and where the ratio was changed.
-    """
+    """Returns the weights [b, t]; those of the level, [b, t] or [b, s]; where these count; where they were changed."""
     _check_choice("level", level, Level)
     _check_choice("mode", mode, Mode)
     lowest, highest = _bounds(mode == "band", threshold)
@@ -234,13 +224,11 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
 
 def _bounds(band: bool, threshold: float | tuple[float, float]) -> tuple[float, float]:
     """Returns (lo, hi). lo is 0 for a single threshold."""
-    if band:
-        if not isinstance(threshold, (tuple, list)) or len(threshold) != 2:
-            raise ValueError(f"a band needs threshold=(lo, hi), got {threshold!r}")
-        lowest, highest = threshold
-        if not 0 <= lowest <= highest:
-            raise ValueError(f"a band needs 0 <= lo <= hi, got {threshold!r}")
-        return lowest, highest
-    if isinstance(threshold, (tuple, list)) or not threshold > 0:
+    two = isinstance(threshold, (tuple, list)) and len(threshold) == 2
+    bounds: Any = threshold if two else (0.0, threshold)
+    lowest, highest = bounds
+    if band and not (two and 0 <= lowest <= highest):
+        raise ValueError(f"a band needs threshold=(lo, hi) with 0 <= lo <= hi, got {threshold!r}")
+    if not band and (isinstance(threshold, (tuple, list)) or not threshold > 0):
         raise ValueError(f"threshold must be one number above 0, got {threshold!r}")
-    return 0.0, threshold
+    return bounds

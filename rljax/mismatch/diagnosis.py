@@ -21,34 +21,19 @@ ENTROPY_EDGES = (0.01, 0.1, 0.5, 1.0, 2.0)
 
 
 def mismatch_by_position(tokens: Tokens, edges: Sequence[int] = POSITION_EDGES) -> Statistics:
-    """Computes statistics by position in the response.
+    """Computes statistics by position in the response, arrays [len(edges) + 1].
 
-    Args:
-      tokens: The batch, from ``read_tokens``.
-      edges: The increasing positions between buckets. Bucket i holds edges[i - 1] <= position < edges[i]. Positions
-        count the valid tokens of a sequence from 1.
-
-    Returns:
-      The statistics, arrays [len(edges) + 1].
-
-    Raises:
-      ValueError: The edges do not increase.
+    Bucket i holds edges[i - 1] <= position < edges[i]. Positions count the valid tokens of a sequence from 1. Raises
+    ValueError unless the edges increase.
     """
     return _buckets(tokens, _digitize(tokens.sequences.position, edges), len(edges) + 1)
 
 
 def mismatch_by_entropy(tokens: Tokens, entropy: ArrayLike, edges: Sequence[float] = ENTROPY_EDGES) -> Statistics:
-    """Computes statistics by the policy's entropy at the token, arrays [len(edges) + 1].
+    """Computes statistics by the policy's entropy at the token ([b, t] float, nats), arrays [len(edges) + 1].
 
-    Tokens whose entropy is not finite are in no bucket.
-
-    Args:
-      tokens: The batch, from ``read_tokens``.
-      entropy: The entropy at each token, [b, t] float, nats.
-      edges: The increasing entropies between buckets (nats).
-
-    Raises:
-      ValueError: The edges do not increase, or ``entropy`` has another shape.
+    Tokens whose entropy is not finite are in no bucket. Raises ValueError unless the edges increase and the shapes
+    agree.
     """
     check_shape("entropy", entropy, tokens.valid.shape)
     xp, values = tokens.xp, as_float(tokens.xp, entropy)
@@ -67,9 +52,6 @@ def mismatch_by_staleness(tokens: Tokens, staleness: ArrayLike, num_buckets: int
       staleness: The number of versions by which each token's sampler was behind the trainer, [b, t] int, 0 or more.
         Values from num_buckets - 1 up share the last bucket.
       num_buckets: The number of buckets, at least 1 (static).
-
-    Raises:
-      ValueError: The shapes differ, or num_buckets is below 1.
     """
     if num_buckets < 1:
         raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")
@@ -81,10 +63,7 @@ def finalize_buckets(statistics: Statistics, labels: Sequence[str]) -> dict[str,
     """Computes the metrics of each bucket, named ``<label>/<name>``: floats (numpy leaves) or jax scalars.
 
     The names are token_count, kl, k3_kl, logprob_abs_diff_mean, logprob_abs_diff_max and extreme_rate, defined as in
-    ``finalize_mismatch``. All metrics of a bucket without tokens are 0.
-
-    Raises:
-      ValueError: The number of labels is not the number of buckets.
+    ``finalize_mismatch``. All are 0 without tokens. Raises ValueError unless there is one label for each bucket.
     """
     columns = {
         "token_count": statistics["token_count"],
@@ -132,17 +111,10 @@ def _buckets(tokens: Tokens, index: Any, num_buckets: int) -> Statistics:
 
 
 def sign_skew(tokens: Tokens, advantages: ArrayLike) -> Statistics:
-    """Computes statistics that show whether the mismatch has the sign of the advantage A or the opposite sign.
+    """Computes statistics that show whether the mismatch has the sign of the advantages, [b, t] float, or the opposite.
 
     k3, chi2 and absolute differences do not show a direction: the same value can push reinforced tokens up or down
-    (arXiv 2605.14220).
-
-    Args:
-      tokens: The batch, from ``read_tokens``.
-      advantages: The advantages, [b, t] float. Tokens with a non-finite advantage are left out.
-
-    Raises:
-      ValueError: The shapes differ.
+    (arXiv 2605.14220). Tokens with a non-finite advantage are left out.
     """
     check_shape("advantages", advantages, tokens.valid.shape)
     xp, lr = tokens.xp, tokens.log_ratio
@@ -187,16 +159,16 @@ def finalize_sign_skew(statistics: Statistics) -> dict[str, Any]:
 
 
 def split_sum_rise(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Splits a rise of ``log_ppl_abs_diff_sum`` into a part from longer responses and a part from the tokens.
+    """Splits the rise of ``log_ppl_abs_diff_sum`` between two steps into a part from longer responses and one from
+    tokens.
 
     The metric is mean length x gap, where the gap is sum_i abs(sum_t lr) / sum_i n_i (nats per token). Longer responses
-    with the same gap explain (length after - length before) x gap before. The rest is length after x
-    (gap after - gap before). Independent errors of tokens add up like the square root of the length. So the gap falls
-    as responses grow: ``per_token`` is then negative, which is not an improvement.
+    with the same gap explain (length after - length before) x gap before. The rest is length after x (gap after - gap
+    before). Independent errors of tokens add up like the square root of the length. So the gap falls as responses grow:
+    ``per_token`` is then negative, which is not an improvement.
 
     Args:
-      before: The metrics of ``finalize_mismatch`` at an earlier step.
-      after: The metrics of ``finalize_mismatch`` at a later step.
+      before, after: The metrics of ``finalize_mismatch`` at the earlier and at the later step.
 
     Returns:
       ``rise``, ``length_explained`` and ``per_token`` (nats per sequence). The last two add up to the first.

@@ -25,16 +25,7 @@ def bin_edges() -> np.ndarray:
 
 
 def magnitude_histogram(xp: ModuleType, magnitudes: Any, valid: Any) -> Any:
-    """Counts the valid magnitudes in each bin.
-
-    Args:
-      xp: The array namespace, numpy or jax.numpy.
-      magnitudes: The numbers to count, [b, t] float, finite and not negative.
-      valid: The tokens that count, [b, t] bool.
-
-    Returns:
-      The counts, [NUM_BINS], int64 on the host, int32 on the device.
-    """
+    """Counts the valid ([b, t] bool) magnitudes ([b, t] float, finite, not negative) in each bin, int [NUM_BINS]."""
     above = xp.log(xp.maximum(magnitudes, SMALLEST) / SMALLEST) / math.log(GROWTH)
     index = xp.where(magnitudes < SMALLEST, 0, xp.clip(xp.floor(above).astype(np.int32) + 1, 1, NUM_BINS - 1))
     if xp is np:
@@ -43,16 +34,15 @@ def magnitude_histogram(xp: ModuleType, magnitudes: Any, valid: Any) -> Any:
 
 
 def histogram_quantile(xp: ModuleType, counts: Any, largest: Any, q: float) -> Any:
-    """Computes quantile q, interpolated between order statistics as in ``numpy.quantile``.
+    """Computes quantile q of the magnitudes, interpolated between order statistics as in ``numpy.quantile``.
+
+    It is within half a bin of the exact one, and 0 if all counts are 0.
 
     Args:
       xp: The array namespace, numpy or jax.numpy.
       counts: The counts of the bins, [NUM_BINS].
-      largest: The largest counted magnitude, a scalar float.
+      largest: The largest counted magnitude, a scalar float, whose dtype the quantile has.
       q: The probability of the quantile, in 0 .. 1, a multiple of 1/1000.
-
-    Returns:
-      The quantile, a scalar of the dtype of ``largest``, within half a bin of the exact one. 0 if all counts are 0.
     """
     edges = bin_edges()
     middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), [np.inf]])

@@ -17,16 +17,9 @@ LEVELS = ("token", "sequence", "geometric")
 
 
 def importance_statistics(tokens: Tokens, threshold: float = 2.0) -> Statistics:
-    """Computes statistics of the uncorrected ratios at the three levels, arrays [3].
+    """Computes statistics of the uncorrected ratios at the three levels, arrays [3]. Exponents are clipped at +-20.
 
-    The exponent of a ratio is clipped at +-20.
-
-    Args:
-      tokens: The batch, from ``read_tokens``.
-      threshold: The bound C >= 1 above which (and below 1 / C) ratios are counted.
-
-    Raises:
-      ValueError: The threshold is below 1.
+    Ratios above the threshold C and below 1 / C are counted. Raises ValueError if C is below 1.
     """
     if not threshold >= 1:
         raise ValueError(f"threshold must be at least 1, got {threshold}")
@@ -56,10 +49,9 @@ def _level(xp: Any, log_ratio: Any, counted: Any, threshold: float) -> Statistic
 def finalize_importance(statistics: Statistics) -> dict[str, Any]:
     """Computes the ``is/<name>`` metrics: Python floats for numpy leaves, jax scalars for jax leaves.
 
-    Returns:
-      The metrics of each level L (token, sequence, geometric): ``L_ratio_mean``, ``L_ratio_max``, ``L_ratio_min``,
-      ``L_fraction_above`` (ratio > C), ``L_fraction_below`` (ratio < 1 / C), and ``L_effective_sample_size`` =
-      <w>^2 / <w^2>, a share in 0 .. 1. All are 0 without a valid token.
+    The metrics of each level L (token, sequence, geometric) are ``L_ratio_mean``, ``L_ratio_max``, ``L_ratio_min``,
+    ``L_fraction_above`` (ratio > C), ``L_fraction_below`` (ratio < 1 / C), and ``L_effective_sample_size`` = <w>^2 /
+    <w^2>, a share in 0 .. 1. All are 0 without a valid token.
     """
     xp, counted = statistics.xp, statistics["number"] > 0
     mean = 1 + statistics.mean("ratio_minus_one", "number")

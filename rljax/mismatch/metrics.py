@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x, exponent_limit, probability_limit, total_over
+from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x, exponent_limit, total_over
 from rljax.mismatch.arrays import ArrayLike, as_float, check_shape, count, scalars
 from rljax.mismatch.histogram import histogram_quantile, magnitude_histogram
 from rljax.mismatch.statistics import Statistics, moments_of
@@ -61,14 +61,13 @@ def mismatch_metrics(
     Tokens that are not finite on either side are left out and counted in ``nonfinite_count``. A mean over nothing is 0.
 
     Args:
-      trainer_logprobs: The log-probability of each token under the trainer, [b, t] float, nats.
-      rollout_logprobs: The log-probability of each token under the rollout engine, [b, t] float, nats.
+      trainer_logprobs, rollout_logprobs: The log-probability of each token under either engine, [b, t] float, nats.
       response_mask: The response mask, [b, t] bool, int or float. Response tokens are not 0. Holes are allowed.
       entropy: The trainer's entropy at each token, [b, t] float, nats. None: no ``kl_entropy_ratio``.
 
     Returns:
       The metrics by name. If all arrays are numpy: floats, from float64 arithmetic, with exact quantiles. Otherwise:
-      jax scalars, from float32 arithmetic, with quantiles within half a bin of 2% and int32 counts.
+        jax scalars, from float32 arithmetic, with quantiles within half a bin of 2% and int32 counts.
 
     Raises:
       ValueError: The shapes differ or are not two-dimensional.
@@ -82,14 +81,10 @@ def mismatch_metrics(
 
 
 def mismatch_statistics(tokens: Tokens, entropy: ArrayLike | None = None) -> Statistics:
-    """Computes the statistics of the mismatch. A sequence without a valid token does not count.
+    """Computes the statistics of the mismatch, with those of the trainer's ``entropy`` ([b, t] float, nats) if it is
+    given.
 
-    Args:
-      tokens: The batch, from ``read_tokens``.
-      entropy: The trainer's entropy at each token, [b, t] float, nats; or None.
-
-    Raises:
-      ValueError: ``entropy`` has another shape.
+    A sequence without a valid token does not count. Raises ValueError if ``entropy`` has another shape.
     """
     xp, valid, lr = tokens.xp, tokens.valid, tokens.log_ratio
     trainer_prob, rollout_prob, prob_abs_diff = _probabilities(tokens)
@@ -133,12 +128,12 @@ def mismatch_statistics(tokens: Tokens, entropy: ArrayLike | None = None) -> Sta
 
 def _probabilities(tokens: Tokens) -> tuple[Any, Any, Any]:
     """Computes both probabilities and the distance between them, [b, t] each, 0 outside the valid tokens."""
-    xp, limit = tokens.xp, probability_limit(tokens.log_ratio.dtype)
+    # A true log-probability is at most 0. The limit keeps the squares of a broken engine's numbers finite.
+    xp, limit = tokens.xp, exponent_limit(tokens.log_ratio.dtype) / 2
     higher = xp.exp(xp.minimum(xp.maximum(tokens.trainer, tokens.rollout), limit))
     # expm1 is used because exp(trainer) - exp(rollout) loses the digits of a small log-ratio.
     distance = higher * -xp.expm1(-xp.abs(tokens.log_ratio))
-    trainer = xp.exp(xp.minimum(tokens.trainer, limit))
-    rollout = xp.exp(xp.minimum(tokens.rollout, limit))
+    trainer, rollout = (xp.exp(xp.minimum(logprob, limit)) for logprob in (tokens.trainer, tokens.rollout))
     return tuple(xp.where(tokens.valid, part, 0) for part in (trainer, rollout, distance))
 
 
@@ -189,14 +184,12 @@ def _sequence_terms(tokens: Tokens) -> dict[str, Any]:
 
 
 def finalize_mismatch(statistics: Statistics) -> dict[str, Any]:
-    """Computes the metrics from the statistics of one batch, or of several that were merged.
+    """Computes the metrics of one batch, or of several that were merged: Python floats (numpy leaves) or jax scalars.
 
-    Returns:
-      The metrics by name, without prefix: Python floats (numpy leaves) or jax scalars. ``kl_entropy_ratio`` is present
-      only if the statistics include the entropy.
+    ``kl_entropy_ratio`` is present only if the statistics include the entropy.
     """
     xp, mean, extreme, largest = statistics.xp, statistics.mean, statistics.extreme, largest_log_ratio(statistics)
-    of_sequences = functools.partial(mean, over="sequence_count")
+    of_sequences, slope = functools.partial(mean, over="sequence_count"), statistics["slope_denominator"]
     metrics = {
         "kl": 0 - mean("log_ratio"),
         "k3_kl": mean("k3"),
@@ -213,7 +206,7 @@ def finalize_mismatch(statistics: Statistics) -> dict[str, Any]:
         "prob_abs_diff_mean": mean("prob_abs_diff"),
         "prob_abs_diff_max": extreme("prob_abs_diff_max"),
         "pearson_corr": _correlation(statistics),
-        "slope_per_1k": _slope(statistics),
+        "slope_per_1k": statistics["slope_numerator"] / xp.where(slope > 0, slope, 1),
         "extreme_rate": mean("extreme_count"),
     }
     counts = ("flip_count", "nonfinite_count", "saturated_count", "token_count", "sequence_count")
@@ -227,11 +220,6 @@ def largest_log_ratio(statistics: Statistics) -> Any:
     """Returns the largest abs(log_ratio) in nats, 0 without tokens."""
     xp = statistics.xp
     return xp.maximum(xp.maximum(statistics["log_ratio_max"], -statistics["log_ratio_min"]), 0)
-
-
-def _slope(statistics: Statistics) -> Any:
-    denominator = statistics["slope_denominator"]
-    return statistics["slope_numerator"] / statistics.xp.where(denominator > 0, denominator, 1)
 
 
 def _correlation(statistics: Statistics) -> Any:

@@ -24,7 +24,7 @@ class ForeignMetric:
     Attributes:
       framework: The framework, one of FRAMEWORKS.
       name: The key under which the framework logs the metric.
-      formula: The formula of the metric.
+      formula: The formula, with lr = trainer - rollout.
       value: The name of our metric with exactly this value, or a function from our statistics to the value.
     """
 
@@ -39,11 +39,15 @@ class ForeignMetric:
         return self.value if isinstance(self.value, str) else None
 
 
-def _mean(term: str, over: str = "token_count") -> Callable[[Statistics], Any]:
-    return lambda statistics: statistics.mean(term, over)
+def _mean(term: str) -> Callable[[Statistics], Any]:
+    return lambda statistics: statistics.mean(term)
 
 
-def _deviation(square: str, mean: str) -> Callable[[Statistics], Any]:
+def _mean_i(term: str) -> Callable[[Statistics], Any]:
+    return lambda statistics: statistics.mean(term, "sequence_count")
+
+
+def _std(square: str, mean: str) -> Callable[[Statistics], Any]:
     """Returns the standard deviation over tokens with denominator n - 1 (0 for a single token)."""
 
     def value(statistics: Statistics) -> Any:
@@ -58,6 +62,7 @@ def _mean_ratio(statistics: Statistics) -> Any:
     return statistics.xp.where(statistics["token_count"] > 0, 1 + statistics.mean("ratio_minus_one"), 0)
 
 
+_STD = "standard deviation (n - 1) over tokens of abs({})"
 _ROWS: dict[str, tuple[tuple[str, str, str | Callable[[Statistics], Any]], ...]] = {
     "verl": (
         ("rollout_corr/kl", "<-lr>", "kl"),
@@ -77,8 +82,8 @@ _ROWS: dict[str, tuple[tuple[str, str, str | Callable[[Statistics], Any]], ...]]
         ("training/rollout_probs_diff_max", "max abs(exp(trainer) - exp(rollout))", "prob_abs_diff_max"),
         (
             "training/rollout_probs_diff_std",
-            "standard deviation (n - 1) over tokens of abs(exp(trainer) - exp(rollout))",
-            _deviation("prob_abs_diff_squared", "prob_abs_diff"),
+            _STD.format("exp(trainer) - exp(rollout)"),
+            _std("prob_abs_diff_squared", "prob_abs_diff"),
         ),
         ("training/rollout_actor_probs_pearson_corr", "correlation of the two probabilities", "pearson_corr"),
     ),
@@ -91,27 +96,11 @@ _ROWS: dict[str, tuple[tuple[str, str, str | Callable[[Statistics], Any]], ...]]
         ("gen_kl_error", "<exp(lr) - lr - 1>", "k3_kl"),
         ("policy_kl_error", "<exp(-lr) + lr - 1>", _mean("reverse_k3")),
     ),
-    "prime_rl": (
-        (
-            "mismatch_kl/mean",
-            "mean_i of the sequence's mean of exp(lr) - lr - 1",
-            _mean("sequence_k3", "sequence_count"),
-        ),
-    ),
-    "slime": (
-        (
-            "train/train_rollout_logprob_abs_diff",
-            "mean_i of the sequence's mean of abs(lr)",
-            _mean("sequence_log_ratio_abs", "sequence_count"),
-        ),
-    ),
+    "prime_rl": (("mismatch_kl/mean", "mean_i mean_t (exp(lr) - lr - 1)", _mean_i("sequence_k3")),),
+    "slime": (("train/train_rollout_logprob_abs_diff", "mean_i mean_t abs(lr)", _mean_i("sequence_log_ratio_abs")),),
     "skyrl": (
         ("policy/rollout_train_logprobs_abs_diff_mean", "<abs(lr)>", "logprob_abs_diff_mean"),
-        (
-            "policy/rollout_train_logprobs_abs_diff_std",
-            "standard deviation (n - 1) over tokens of abs(lr)",
-            _deviation("log_ratio_squared", "log_ratio_abs"),
-        ),
+        ("policy/rollout_train_logprobs_abs_diff_std", _STD.format("lr"), _std("log_ratio_squared", "log_ratio_abs")),
         ("policy/rollout_train_logprobs_abs_diff_max", "max abs(lr)", "logprob_abs_diff_max"),
     ),
     "areal": (
@@ -159,17 +148,11 @@ FRAMEWORKS = tuple(_ROWS)
 
 
 def framework_metrics(statistics: Statistics, framework: str) -> dict[str, Any]:
-    """Computes the numbers that a framework would log for these tokens.
+    """Computes the numbers that a framework would log for these tokens: Python floats (numpy leaves) or jax scalars.
 
     Args:
       statistics: The statistics from ``mismatch_statistics``, merged or not.
-      framework: The framework, one of FRAMEWORKS.
-
-    Returns:
-      The framework's metrics by name: Python floats (numpy leaves) or jax scalars.
-
-    Raises:
-      ValueError: The framework is not in the table.
+      framework: The framework, one of FRAMEWORKS. Raises ValueError if it is not in the table.
     """
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework must be one of {FRAMEWORKS}, got {framework!r}")
@@ -185,11 +168,9 @@ def framework_metrics(statistics: Statistics, framework: str) -> dict[str, Any]:
 def our_name(framework: str, name: str) -> str | None:
     """Returns the name of our metric with exactly the value of a framework's metric, or None if there is none.
 
-    Raises:
-      ValueError: The pair is not in the table.
+    Raises ValueError if the pair is not in the table.
     """
-    for metric in NAME_TABLE:
-        if (metric.framework, metric.name) == (framework, name):
-            return metric.ours
-    known = [metric.name for metric in NAME_TABLE if metric.framework == framework]
-    raise ValueError(f"{framework!r} has no metric {name!r} in the table; known: {known or list(FRAMEWORKS)}")
+    metrics = {metric.name: metric for metric in NAME_TABLE if metric.framework == framework}
+    if name not in metrics:
+        raise ValueError(f"{framework!r} has no metric {name!r} in the table; known: {[*metrics] or [*FRAMEWORKS]}")
+    return metrics[name].ours

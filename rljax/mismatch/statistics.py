@@ -79,8 +79,7 @@ def _wide(leaf: Any) -> Any:
 def merge(a: Any, b: Any) -> Any:
     """Merges two ``Statistics``, or two pytrees of them. Up to rounding, the order of merges does not matter.
 
-    Raises:
-      ValueError: The names differ.
+    Raises ValueError if the names differ.
     """
     return jax.tree.map(_merge, a, b, is_leaf=_is_statistics)
 
@@ -88,8 +87,7 @@ def merge(a: Any, b: Any) -> Any:
 def zeros(shapes: Any) -> Any:
     """Returns the statistics of no tokens, the start value of merging.
 
-    Args:
-      shapes: The shapes, ``Statistics`` of ``jax.ShapeDtypeStruct`` or a pytree of them.
+    ``shapes`` are ``Statistics`` of ``jax.ShapeDtypeStruct`` or a pytree of them.
     """
     start = {"maxima": -np.inf, "minima": np.inf}
 

@@ -17,9 +17,7 @@ NONFINITE_KEYS = "nonfinite_keys"
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     """Reads the rows of a ``metrics.jsonl``. A last line that is incomplete, because the run was killed, is left out.
 
-    Raises:
-      FileNotFoundError: There is no such file.
-      RuntimeError: Another line is not a row.
+    Raises FileNotFoundError without the file, and RuntimeError if another line is not a row.
     """
     return [row for row, _ in read_lines(Path(path))]
 

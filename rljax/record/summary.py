@@ -24,10 +24,8 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """Computes the content of summary.json. Steps are 1-based, lengths are in tokens, and None means unknown.
 
     ``length_tripled_step`` is the first step whose trailing 5-step mean length is at least three times the mean of the
-    first 10 steps. ``wall_seconds`` adds up ``time/step_s``; a row without it counts the sum of its ``time/*``.
-
-    Raises:
-      ValueError: There are no rows.
+    first 10 steps. ``wall_seconds`` adds up ``time/step_s``; a row without it counts the sum of its ``time/*``. Raises
+    ValueError without rows.
     """
     if not rows:
         raise ValueError("no rows to summarize")
@@ -80,12 +78,13 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     def say(key: str, form: str = "{}") -> str:
         return format_value(form, summary[key])
 
-    gain = f"(gain {say('reward_gain', '{:+.3f}')})"
-    first_length, last_length = say("response_length_first", "{:.1f}"), say("response_length_last", "{:.1f}")
+    def span(key: str, form: str) -> str:
+        return f"{say(f'{key}_first', form)} -> {say(f'{key}_last', form)}"
+
     lines = {
         "steps": say("steps"),
-        "reward": f"{say('reward_first', '{:.3f}')} -> {say('reward_last', '{:.3f}')} {gain}",
-        "response length": f"{first_length} -> {last_length} tokens",
+        "reward": f"{span('reward', '{:.3f}')} (gain {say('reward_gain', '{:+.3f}')})",
+        "response length": f"{span('response_length', '{:.1f}')} tokens",
         "length tripled": _at_step(summary["length_tripled_step"]),
         "surge called": f"{_at_step(summary['surge_step'])}; decay period {say('decay_period')}",
         "final learning rate": say("learning_rate_final", "{:.3e}"),
@@ -119,11 +118,11 @@ def _mean_of(series: Sequence[tuple[int, float]]) -> float | None:
 
 def _tripled_step(lengths: Sequence[tuple[int, float]]) -> int | None:
     start = _mean_of(lengths[:EDGE_STEPS])
-    if start is None:
-        return None
-    ends = range(EDGE_STEPS, len(lengths) + 1)
-    means = {end: _mean_of(lengths[end - LENGTH_STEPS : end]) or 0.0 for end in ends}
-    return next((lengths[end - 1][0] for end, mean in means.items() if mean >= 3 * start), None)
+    for end in range(EDGE_STEPS, len(lengths) + 1):
+        mean = _mean_of(lengths[end - LENGTH_STEPS : end])
+        if start is not None and mean is not None and mean >= 3 * start:
+            return lengths[end - 1][0]
+    return None
 
 
 def _evaluations(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:

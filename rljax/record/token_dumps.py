@@ -9,15 +9,16 @@ metadata has a JSON object under ``rljax.dump``: ``version``, ``columns`` (the s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -46,8 +47,8 @@ class ColumnSource:
       dtype: The dtype of the weights and activations: float32, bfloat16, float16.
       weights_hash: The hash of the weights ("sha256:..."), or any other name. Hashes are compared with hashes, and
         names with names.
-      temperature: The temperature of the distribution: 1 for raw log-probabilities, the sampling temperature for
-        processed ones.
+      temperature: The temperature of the distribution: 1 for raw log-probabilities, the sampling one for processed
+        ones.
       role: The column's role in the formulas of the mismatch: "trainer" or "rollout".
     """
 
@@ -101,8 +102,7 @@ class TokenDump:
             raise ValueError(f"sampling must be an object, got {self.sampling!r:.60}")
         if not all(isinstance(name, str) for name in self.sequence_ids):
             raise ValueError("a sequence has no id")
-        twice = [name for name, count in Counter(self.sequence_ids).items() if count > 1]
-        if twice:
+        if twice := [name for name, count in Counter(self.sequence_ids).items() if count > 1]:
             raise ValueError(f"sequence ids must be distinct, got {twice[:3]} more than once")
         if set(self.sources) != set(self.logprobs):
             raise ValueError(f"columns and sources must match, got {sorted(self.logprobs)}, {sorted(self.sources)}")
@@ -147,15 +147,13 @@ def make_dump(
     Raises:
       ValueError: Lengths do not match, ids repeat, a token id does not fit int32, or a source has no column.
     """
+    names = [f"sequence {name!r}" for name in sequence_ids]
     return TokenDump(
         sequence_ids=tuple(map(str, sequence_ids)),
-        token_ids=tuple(_to_int32(name, ids) for name, ids in zip(sequence_ids, token_ids, strict=True)),
-        response_mask=tuple(map(_to_mask, sequence_ids, response_mask)),
+        token_ids=tuple(_to_int32(name, ids) for name, ids in zip(names, token_ids, strict=True)),
+        response_mask=tuple(map(_to_mask, names, response_mask)),
         logprobs={
-            column: tuple(
-                _to_float32(f"sequence {name!r}: column {column!r}", v)
-                for name, v in zip(sequence_ids, vectors, strict=True)
-            )
+            column: tuple(_to_float32(f"{name}: column {column!r}", v) for name, v in zip(names, vectors, strict=True))
             for column, vectors in logprobs.items()
         },
         sources={name: ColumnSource() for name in logprobs} | dict(sources or {}),
@@ -173,13 +171,8 @@ def dump_of_responses(
 ) -> TokenDump:
     """Makes a dump of sampled responses, one row each; the log-probabilities of prompt tokens are unknown.
 
-    Args:
-      sequence_ids: The names of the sequences, n distinct strings.
-      prompts: The token ids of the prompts, n int32 vectors [s].
-      responses: The token ids of the responses, n int32 vectors [r].
-      logprobs: The log-probabilities of the response tokens by column name, n float32 vectors [r] each.
-      sources: The source of each column by the column's name.
-      sampling: The settings of the sampler, JSON values.
+    The prompts are int32 vectors [s], the responses [r], and the columns float32 vectors [r], n each. The other
+    arguments are the fields of ``TokenDump``.
     """
     pairs = list(zip(prompts, responses, strict=True))
     return make_dump(
@@ -224,15 +217,10 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
 def read_dump(path: str | os.PathLike[str]) -> TokenDump:
     """Reads a dump that ``write_dump`` wrote.
 
-    Raises:
-      OSError: There is no such file.
-      ValueError: The file is not a dump, has another version, or has columns of other types.
+    Raises ValueError if the file is not a dump, has another version, or has columns of other types.
     """
-    with Path(path).open("rb") as file:
-        try:
-            table = pq.read_table(file)
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
+    with _parquet(path) as file:
+        table = pq.read_table(file)
     metadata = table.schema.metadata or {}
     if _KEY not in metadata:
         raise ValueError(f"{path} is a Parquet file but not a token dump: its metadata has no {_KEY.decode()!r}")
@@ -265,14 +253,19 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
 def parquet_rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the rows of a Parquet file with those of the columns that it has; empty if it has none of them.
 
-    Raises:
-      OSError: There is no such file.
-      ValueError: The file is not a readable Parquet file.
+    Raises ValueError if the file is not a readable Parquet file.
     """
+    with _parquet(path) as file:
+        names = [name for name in pq.read_schema(file).names if name in columns]
+        return pq.read_table(file, columns=names).to_pylist() if names else []
+
+
+@contextlib.contextmanager
+def _parquet(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Opens a Parquet file, and turns the errors of reading it into ValueError."""
     with Path(path).open("rb") as file:
         try:
-            names = [name for name in pq.read_schema(file).names if name in columns]
-            return pq.read_table(file, columns=names).to_pylist() if names else []
+            yield file
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
 
@@ -283,9 +276,7 @@ def _types(columns: Iterable[str]) -> dict[str, pa.DataType]:
     return plain | {_PREFIX + name: pa.list_(pa.float32()) for name in columns}
 
 
-def _check_vectors(
-    what: str, vectors: Sequence[np.ndarray], names: Sequence[str], tokens: Sequence[np.ndarray]
-) -> None:
+def _check_vectors(what: str, vectors: Sequence[Any], names: Sequence[str], tokens: Sequence[np.ndarray]) -> None:
     if not len(vectors) == len(tokens) == len(names):
         raise ValueError(f"{what} must have {len(names)} sequences, got {len(vectors)} for {len(tokens)} of token ids")
     for name, vector, ids in zip(names, vectors, tokens, strict=True):
@@ -296,43 +287,42 @@ def _check_vectors(
 
 
 def _to_int32(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    wide = _to_array(f"sequence {name!r}: token ids", ids)
+    wide = _to_array(f"{name}: token ids", ids)
     if wide.dtype.kind not in "iu" or (wide.size and not 0 <= wide.min() <= wide.max() < 2**31):
-        raise ValueError(f"sequence {name!r}: token ids must be integers in [0, 2**31), got {wide.dtype} {wide[:4]}")
+        raise ValueError(f"{name}: token ids must be integers in [0, 2**31), got {wide.dtype} {wide[:4]}")
     return wide.astype(np.int32)
 
 
 def _to_mask(name: str, mask: Sequence[bool] | np.ndarray) -> np.ndarray:
-    array = _to_array(f"sequence {name!r}: response_mask", mask)
+    array = _to_array(f"{name}: response_mask", mask)
     if array.size and (array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all()):
-        raise ValueError(f"sequence {name!r}: response_mask must be true or false at each token, got {array[:4]}")
+        raise ValueError(f"{name}: response_mask must be true or false at each token, got {array[:4]}")
     return array.astype(bool)
 
 
 def _to_float32(what: str, values: Sequence[float | None] | np.ndarray) -> np.ndarray:
     """Converts values to float32; None becomes NaN, and text such as "-inf" becomes its number."""
     array = _to_array(what, values)
+    wrong = f"{what} must be numbers, got {array.dtype} {array[:4]}"
     if array.dtype.kind in "OU":
         try:
-            numbers = [float(value) if isinstance(value, str) else value for value in values]
+            numbers = [math.nan if value is None else value for value in values]
+            array = _to_array(what, [float(value) if isinstance(value, str) else value for value in numbers])
         except ValueError as error:
-            raise ValueError(f"{what} must be numbers, got {array.dtype} {array[:4]}") from error
-        array = _to_array(what, [math.nan if value is None else value for value in numbers])
+            raise ValueError(wrong) from error
     if array.size and array.dtype.kind not in "iuf":
-        raise ValueError(f"{what} must be numbers, got {array.dtype} {array[:4]}")
+        raise ValueError(wrong)
     with np.errstate(over="ignore"):
         return array.astype(np.float32)
 
 
 def _to_array(what: str, values: Any) -> np.ndarray:
     """Converts values to a vector. Raises ValueError if they are not a plain list."""
-    try:
+    with contextlib.suppress(ValueError, OverflowError):  # lists of several lengths in a list
         array = np.asarray(values)
-    except (ValueError, OverflowError) as error:  # lists of several lengths in a list
-        raise ValueError(f"{what} must be a list, got {values!r:.60}") from error
-    if array.ndim != 1:
-        raise ValueError(f"{what} must be a list, got {values!r:.60}")
-    return array
+        if array.ndim == 1:
+            return array
+    raise ValueError(f"{what} must be a list, got {values!r:.60}")
 
 
 def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray, ...]:

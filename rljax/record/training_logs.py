@@ -4,6 +4,8 @@ A log is a list of rows, one dictionary for each record. JSONL, JSON, CSV and co
 """
 
 import bisect
+import codecs
+import contextlib
 import csv
 import math
 import re
@@ -31,24 +33,12 @@ KNOWN_COLUMNS = (
 )
 CALL_COUNT = "_step"
 # The names of the step's column, the best first. The last one counts the calls of ``wandb.log``.
-STEP_COLUMNS = (
-    "training/global_step",
-    "trainer/global_step",
-    "train/global_step",
-    "rollout/step",
-    "step",
-    "global_step",
-    "Step",
-    "train/step",
-    "trainer/step",
-    "iteration",
-    CALL_COUNT,
-)
+_OWN_STEPS = ("training/global_step", "trainer/global_step", "train/global_step", "rollout/step")
+STEP_COLUMNS = (*_OWN_STEPS, "step", "global_step", "Step", "train/step", "trainer/step", "iteration", CALL_COUNT)
 MAX_STEPS = 1_000_000
 NOT_TRAINING = {"eval", "evaluation", "val", "validation", "test"}
 # A row may hold its metrics inside one of these names. They are left out of the names of the columns.
 WRAPPERS = {"data", "metrics", "log", "logs", "payload"}
-_BOM = b"\xef\xbb\xbf"
 # The step in a line of console output: ``step:3 - `` of verl, ``rollout 3: {`` and ``perf 3: {`` of slime and Miles.
 _CONSOLE_STEP = re.compile(r"\bstep:(\d+) - |\b(?:rollout|perf) (\d+): \{")
 # A name and its number: ``- name:1.5``, ``'name': 1.5``, ``'name': '1.5'``, ``'name': np.float64(1.5)``.
@@ -59,17 +49,17 @@ Rows = list[dict[str, Any]]
 
 def read_text_log(path: Path) -> Rows:
     """Reads the rows of a CSV, JSON or JSONL file, or of console output (.log, .txt, .out)."""
-    if path.suffix.lower() in (".csv", ".tsv"):
+    kind = path.suffix.lower()
+    if kind in (".csv", ".tsv"):
         return csv_rows(path)
-    if path.suffix.lower() in (".wandb", ".parquet"):
-        raise ConfigError(f"{path}: a {path.suffix} file is not read; export the history as CSV or JSONL")
+    if kind in (".wandb", ".parquet"):
+        raise ConfigError(f"{path}: a {kind} file is not read; export the history as CSV or JSONL")
     try:
         return [flatten(row) for row in json_rows(path)]
     except ConfigError:
-        rows = console_rows(path) if path.suffix.lower() in (".log", ".txt", ".out") else []
-        if not rows:
-            raise
-        return rows
+        if kind in (".log", ".txt", ".out") and (rows := console_rows(path)):
+            return rows
+        raise
 
 
 def console_rows(path: Path) -> Rows:
@@ -77,9 +67,8 @@ def console_rows(path: Path) -> Rows:
     rows: Rows = []
     for line in path.read_text("utf-8", errors="replace").splitlines():
         step = _CONSOLE_STEP.search(line)
-        row: dict[str, Any] = dict(_CONSOLE_VALUE.findall(line))
-        if row:
-            rows.append(row | ({"step": step[1] or step[2]} if step else {}))
+        if values := dict(_CONSOLE_VALUE.findall(line)):
+            rows.append(values | ({"step": step[1] or step[2]} if step else {}))
     return rows
 
 
@@ -99,26 +88,24 @@ def csv_rows(path: Path) -> Rows:
 
 def json_rows(path: Path) -> Rows:
     """Reads the rows of a JSONL file, or of a JSON document that is a table. A last line that is cut is left out."""
-    data = path.read_bytes().removeprefix(_BOM)
-    try:
-        table = table_rows(parse_json(data))
-    except ValueError:
-        table = None
-    if table is not None:
-        return table
+    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    with contextlib.suppress(ValueError):
+        if (table := table_rows(parse_json(data))) is not None:
+            return table
     rows: Rows = []
     lines = data.splitlines()
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                row = parse_json(line)
-            except ValueError as error:
-                if rows and number == len(lines) and not data.endswith(b"\n"):
-                    break
-                raise ConfigError(f"{path}: line {number} is {error}") from error
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}: line {number} is not a JSON object")
-            rows.append(row)
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            if rows and number == len(lines) and not data.endswith(b"\n"):
+                break
+            raise ConfigError(f"{path}: line {number} is {error}") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}: line {number} is not a JSON object")
+        rows.append(row)
     return rows
 
 
@@ -159,17 +146,15 @@ def columns_of(rows: Rows) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def is_training(name: str) -> bool:
-    """Whether no part of the name of a column says that it belongs to an evaluation."""
-    parts = name.lower().replace("-", "/").replace(".", "/").replace(" ", "").split("/")
-    return not NOT_TRAINING & set(parts)
-
-
 def matching(columns: list[str], name: str) -> list[str]:
     """Returns the columns of training that end in ``name``: aggregates of environments and short names first."""
-    endings = (f"/{name}", f" - {name}")
-    found = [column for column in columns if is_training(column) and f"/{column.replace('.', '/')}".endswith(endings)]
-    return sorted(found, key=lambda column: ("/agg/" not in column, len(column)))
+
+    def fits(column: str) -> bool:
+        parts = column.lower().replace("-", "/").replace(".", "/").replace(" ", "").split("/")
+        ending = f"/{column.replace('.', '/')}".endswith((f"/{name}", f" - {name}"))
+        return ending and NOT_TRAINING.isdisjoint(parts)
+
+    return sorted(filter(fits, columns), key=lambda column: ("/agg/" not in column, len(column)))
 
 
 def choose_columns(columns: list[str], column: str | None, truncated_column: str | None) -> tuple[str, str | None]:
@@ -180,22 +165,18 @@ def choose_columns(columns: list[str], column: str | None, truncated_column: str
     if column is not None:
         return column, truncated_column
     for length_name, truncated_names in KNOWN_COLUMNS:
-        lengths = matching(columns, length_name)
-        if lengths:
+        if lengths := matching(columns, length_name):
             prefix = lengths[0].removesuffix(length_name)
             truncated = [prefix + name for name in truncated_names if prefix + name in columns]
-            return lengths[0], truncated_column or (truncated[0] if truncated else None)
-    raise ConfigError(
-        f"no length column of a known name in the log; choose one with --column from: {', '.join(columns)}"
-    )
+            return lengths[0], truncated_column or next(iter(truncated), None)
+    names = ", ".join(columns)
+    raise ConfigError(f"no length column of a known name in the log; choose one with --column from: {names}")
 
 
 def number_of(value: Any) -> float:
     """Returns a value of the log as a float; NaN if it is not a number."""
-    if value is None or isinstance(value, bool):
-        return math.nan
     try:
-        return float(value)
+        return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
@@ -224,24 +205,27 @@ def series(
     for row in rows:
         cells = {name: number_of(row[name]) for name in (column, truncated_column) if name is not None and name in row}
         step = number_of(row.get(step_column)) if step_column else len(by_step) + 1
+        if not math.isfinite(step):
+            continue
         calls.add(step)
-        if cells and math.isfinite(step):
+        if cells:
             known = by_step.setdefault(int(step), {})
             known.update({name: cell for name, cell in cells.items() if math.isfinite(cell) or name not in known})
     by_step = {step: cells for step, cells in by_step.items() if column in cells}
     if step_column == CALL_COUNT:
         by_step = {step: cells for step, cells in by_step.items() if math.isfinite(cells[column])}
-        others = sorted(call for call in calls if math.isfinite(call) and int(call) not in by_step)
+        others = sorted(call for call in calls if int(call) not in by_step)
         by_step = {step - bisect.bisect(others, step): cells for step, cells in by_step.items()}
     if not by_step:
         raise ConfigError(f"column {column!r} has no row with a step")
     if max(by_step) > MAX_STEPS:
         raise ConfigError(f"column {step_column!r} has a step of {max(by_step):.3g}, beyond {MAX_STEPS:,}")
-    empty: dict[str, float] = {}
-    first = 0 if math.isfinite(by_step.get(0, empty).get(column, math.nan)) else 1
-    ordered = [by_step.get(step, empty) for step in range(first, max(by_step) + 1)]
-    lengths = [cells.get(column, math.nan) for cells in ordered]
-    truncated = [cells.get(truncated_column or "", math.nan) for cells in ordered]
+
+    def values(name: str | None) -> list[float]:
+        first = 0 if math.isfinite(by_step.get(0, {}).get(column, math.nan)) else 1
+        return [by_step.get(step, {}).get(name or "", math.nan) for step in range(first, max(by_step) + 1)]
+
+    lengths, truncated = values(column), values(truncated_column)
     if not any(math.isfinite(length) and length > 0 for length in lengths):
         raise ConfigError(f"column {column!r} has no positive number in any of its {len(lengths)} steps")
     return lengths, truncated

@@ -70,8 +70,11 @@ class Recorder:
         _keep_steps_before(path, first_step)
         self._next_step = first_step
         self._file = path.open("ab", buffering=0)
-        self._tensorboard = _TensorBoard(directory / "tb", first_step) if tensorboard else None
-        self._console = _Console(total_steps, first_step) if progress else None
+        self._reports: list[_TensorBoard | _Console] = []
+        if tensorboard:
+            self._reports.append(_TensorBoard(directory / "tb", first_step))
+        if progress:
+            self._reports.append(_Console(total_steps, first_step))
 
     def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Records the row of the next step; its values are None, strings, bools or numbers (also numpy's and jax's).
@@ -88,10 +91,8 @@ class Recorder:
             raise ValueError(f"expected the row of step {self._next_step}, got step {values.get('step')}")
         self._append(f"{_encode(values)}\n".encode())
         self._next_step += 1
-        if self._tensorboard is not None:
-            self._tensorboard.show(values, histograms or {})
-        if self._console is not None:
-            self._console.show(values)
+        for report in self._reports:
+            report.show(values, histograms or {})
 
     def sync(self) -> None:
         """Waits until every row is on the disk, so that a checkpoint can rely on it."""
@@ -111,10 +112,8 @@ class Recorder:
     def close(self) -> None:
         """Flushes and closes everything; a second call does nothing."""
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._console is not None:
-            self._console.close()
+        for report in self._reports:
+            report.close()
 
 
 class _TensorBoard:
@@ -249,7 +248,7 @@ class _Console:
             total=total_steps, initial=first_step - 1, unit="step", file=sys.stderr, dynamic_ncols=True, disable=None
         )
 
-    def show(self, row: Row) -> None:
+    def show(self, row: Row, _: Mapping[str, np.ndarray]) -> None:
         parts = [f"{label} {format_value(form, row.get(key))}" for label, key, form in _CONSOLE]
         if self._bar.disable:
             self._print_line(row, parts)

@@ -35,7 +35,7 @@ POLICY = PolicyConfig(
 def checked(tmp_path_factory):
     """(exit status, what was printed, the JSON) of one check."""
     output = tmp_path_factory.mktemp("check") / "found.json"
-    words = ["--tiny", "--no-separate", "--dtypes", "bfloat16", "--steps", "2", "--output", output]
+    words = ["--tiny", "--no-separate", "--dtypes", "bfloat16", "--steps", "2", "--json", output]
     status, out, _ = outcome(check.main, words)
     return status, out, json.loads(output.read_text())
 
@@ -43,6 +43,7 @@ def checked(tmp_path_factory):
 def test_everything_is_as_it_should_be_on_a_cpu(checked):
     status, out, document = checked
     assert status == 0
+    assert out.splitlines()[-1].startswith("written to /")
     assert document["failed"] == []
     assert document["command"].startswith("rljax check --tiny --no-separate")
     parts = document["parts"]
@@ -155,7 +156,7 @@ def test_a_part_that_raises_is_recorded_and_the_others_run(monkeypatch, tmp_path
     }
     monkeypatch.setattr(check, "make_parts", lambda arguments: parts)
     output = tmp_path / "found.json"
-    status, out, _ = outcome(check.main, ["--tiny", "--no-separate", "--output", output])
+    status, out, _ = outcome(check.main, ["--tiny", "--no-separate", "--json", output])
     document = json.loads(output.read_text())
     assert status == 1
     assert document["failed"] == ["step 0.6B bfloat16", "leak xla"]
@@ -172,7 +173,7 @@ def test_a_part_that_raises_is_recorded_and_the_others_run(monkeypatch, tmp_path
 
 def test_a_process_that_does_not_end_loses_its_parts_alone(tmp_path):
     output = tmp_path / "found.json"
-    words = ["--tiny", "--limit-s", "0.1", "--only", "head", "--output", output]
+    words = ["--tiny", "--limit-s", "0.1", "--only", "head", "--json", output]
     status, _, _ = outcome(check.main, words)
     parts = json.loads(output.read_text())["parts"]
     assert status == 1
@@ -183,7 +184,7 @@ def test_a_process_that_does_not_end_loses_its_parts_alone(tmp_path):
 @pytest.mark.slow
 def test_processes_of_their_own_find_the_same(tmp_path):
     output = tmp_path / "found.json"
-    words = ["--tiny", "--dtypes", "float16", "--only", "head", "--output", output]
+    words = ["--tiny", "--dtypes", "float16", "--only", "head", "--json", output]
     status, out, err = outcome(check.main, words)
     assert status == 0, out
     parts = json.loads(output.read_text())["parts"]

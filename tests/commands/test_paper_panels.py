@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from records import record_row, small_dump, write_record
 
-from rljax.commands.paper_panels import ALL_PANELS, bucket_means, sequence_ratios, slope_of_ratio
-from rljax.record.figure import plot_grid, read_runs
-from rljax.record.panels import Run
+from rljax.commands.plot import ALL_PANELS, bucket_means, sequence_ratios, slope_of_ratio
+from rljax.record.figure import Run, plot_grid, read_runs
 from rljax.record.token_dumps import write_dump
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from records import record_row, small_dump, write_record
 
-from rljax.commands.paper_panels import ALL_PANELS
-from rljax.commands.plot import FIGURES, figures_table, main, plot_figure
+from rljax.commands.plot import ALL_PANELS, FIGURES, figures_table, main, plot_figure
 from rljax.errors import run_cli
 from rljax.record.figure import read_runs
 from rljax.record.token_dumps import write_dump

@@ -79,6 +79,15 @@ def test_off_by_one_is_refused_and_its_direction_told(world, dtype, shift):
     assert f"moved by {shift:+d} position" in verdict.reason
 
 
+@pytest.mark.parametrize(("base", "factor"), [(2, "0.6931"), (10, "2.3026")])
+def test_logarithms_to_another_base_are_refused(world, base, factor):
+    (x, a), (y, b) = column(world, "jax:bfloat16"), column(world, "hf:bfloat16")
+    for verdict in (judge(x, y / np.log(base), MASK, a, b), judge(y / np.log(base), x, MASK, b, a)):
+        assert (verdict.status, verdict.cause) == ("refused", "other_base")
+        assert f"logarithms to base {base}: multiply it by ln {base} ({factor})" in verdict.reason
+    assert judge(x, y, MASK, a, b).cause == "none"
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.4])
 def test_temperature_processed_numbers_are_refused(world, temperature):
     (x, a), (y, b) = column(world, "jax:bfloat16"), column(world, "hf:bfloat16", temperature=temperature)

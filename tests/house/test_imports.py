@@ -64,10 +64,8 @@ DOORS = {
     "pydantic": {"run.config_file"},
     "yaml": {"run.yaml_file"},
     "matplotlib": {
-        "record.panels",
         "record.figure",
         "commands.compare",
-        "commands.paper_panels",
         "commands.plot",
         "commands.replay",
     },

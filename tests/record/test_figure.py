@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from records import record_row, write_record
 
-from rljax.record.figure import REPORT, plot_grid, plot_report, read_runs, short_names
-from rljax.record.panels import PANELS, Run, exponential_mean
+from rljax.record.figure import PANELS, REPORT, Run, exponential_mean, plot_grid, plot_report, read_runs, short_names
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rljax.compare.importers import read_jsonl, read_prime_rl, read_tokens
+from rljax.compare.importers import read_tokens
 from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump, write_dump
 
 
@@ -174,7 +174,7 @@ def test_a_wrong_line_is_named(tmp_path, record, message):
     good = {"prompt_ids": [1], "response_ids": [2], "logprobs": {"x": [-1.0]}}
     path = write_lines(tmp_path / "x.jsonl", good, record)
     with pytest.raises(ValueError, match=message):
-        read_jsonl(path)
+        read_tokens(path)
 
 
 def prime_rl_record(number, **changes):
@@ -206,7 +206,7 @@ def test_prime_rl_export_as_file_and_as_directory(tmp_path):
 
 def test_prime_rl_of_another_schema_is_refused(tmp_path):
     with pytest.raises(ValueError, match="schema_version 2, expected 1"):
-        read_prime_rl(write_lines(tmp_path / "rank_0.jsonl", prime_rl_record(0, schema_version=2)))
+        read_tokens(write_lines(tmp_path / "rank_0.jsonl", prime_rl_record(0, schema_version=2)))
 
 
 def test_a_directory_without_an_export_is_refused(tmp_path):
@@ -245,6 +245,11 @@ def check_reply(dump):
 LISTED = [{"7": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -1.0}}, {"8": {"logprob": -1.5}}]
 NAMED = [{"token": "token_id:7", "logprob": -0.5}, {"token": "token_id:8", "logprob": -1.5}]
 PROMPT = {"prompt_token_ids": [1, 2]}
+SGLANG = {
+    "prompt_tokens": 2,
+    "input_token_logprobs": [[None, 1, None], [-3.0, 2, None]],
+    "output_token_logprobs": [[-0.5, 7, "a"], [-1.5, 8, "b"]],
+}
 
 
 @pytest.mark.parametrize(
@@ -255,6 +260,8 @@ PROMPT = {"prompt_token_ids": [1, 2]}
         {"choices": [{"message": {"content": "x"}, "logprobs": {"content": NAMED}}], **PROMPT},
         {"outputs": [{"token_ids": [7, 8], "logprobs": LISTED}], **PROMPT},
         {"prompt_ids": [1, 2], "response_ids": [7, 8], "logprobs": {"rollout": LISTED}},
+        {"text": "x", "meta_info": SGLANG},
+        {"text": "x", "meta_info": SGLANG | {"input_token_logprobs": []}, **PROMPT},
     ],
 )
 @pytest.mark.parametrize("indent", [None, 1])
@@ -312,7 +319,9 @@ def test_the_rollouts_of_miles_are_read(tmp_path):
         ({"choices": {"x": 1}}, "list of choices"),
         ({"choices": [{"token_ids": [7], "logprobs": {"content": [1]}}], **PROMPT}, "not of the form"),
         ({"input": "1+1=", "output": "2", "score": 1.0, "step": 3}, "a log of texts"),
-        ({"meta_info": {"output_token_logprobs": []}}, r"expected token_ids, .* got the keys \['meta_info'\]"),
+        ({"meta_info": {"output_token_logprobs": []}}, "reply .* SGLang with return_logprob, logprob_start_len 0"),
+        ({"meta_info": {"output_token_logprobs": [[-0.5, 7]], "prompt_tokens": 3}}, "reply without token ids of prompt"),
+        ({"meta_info": {"output_token_logprobs": [[-0.5]]}}, "not of the form"),
         ({key: NEMO[key] for key in ("content", "prev_logprobs")}, "NeMo-RL's training data .* no token_ids"),
         ({"prompt_ids": [1], "response_ids": [6], "logprobs": {"x": [{"7": -1.0}]}}, "its id 6 is not among"),
     ],
