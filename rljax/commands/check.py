@@ -50,16 +50,7 @@ from rljax.run.options import parse_arguments
 ROOT = Path(__file__).parents[2]
 Found = dict[str, Any]
 Parts = dict[str, Callable[[], Found]]
-TINY = PolicyConfig(
-    vocab_size=512,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    tie_word_embeddings=True,
-)
+TINY = PolicyConfig(512, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, tie_word_embeddings=True)
 DEVICE = "device"
 _MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _TRACE = 4000  # characters of a failed part's traceback, or of a lost process's last words
@@ -92,9 +83,6 @@ class Arguments:
     """The longest time of such a process (seconds)."""
 
 
-# --- the parts --------------------------------------------------------------------------------------------------------
-
-
 def make_parts(arguments: Arguments) -> Parts:
     """Returns the functions to run, by the names of their parts, in the order of the report; the device comes first."""
     tiny, remat = arguments.tiny, None if arguments.remat == "auto" else arguments.remat
@@ -113,8 +101,7 @@ def make_parts(arguments: Arguments) -> Parts:
         rows, chunk = (64, 128) if tiny else (2048, MAX_CHUNK)
         parts[f"head {dtype}"] = part(kernels.check_head, rows, dtype, smallest, repeats, chunk)
     for (model, policy), dtype in itertools.product(policies.items(), arguments.dtypes):
-        run = part(training.check_step, model, policy, dtype, arguments.steps, size, remat)
-        parts[f"step {model} {dtype}"] = run
+        parts[f"step {model} {dtype}"] = part(training.check_step, model, policy, dtype, arguments.steps, size, remat)
     return parts
 
 
@@ -167,9 +154,6 @@ def version(name: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return None
-
-
-# --- running them -----------------------------------------------------------------------------------------------------
 
 
 def run_part(part: Callable[[], Found]) -> Found:
@@ -238,9 +222,6 @@ def send_findings(parts: Parts, sender: Connection, log: str) -> None:
         sender.send((name, run_part(part)))
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
-
-
 def line(name: str, found: Found) -> str:
     """Returns one line about a part."""
     if "error" in found:
@@ -273,7 +254,7 @@ def _head_line(found: Found) -> str:
     parts = []
     for name in ("chunks", "naive"):
         one = found[name]
-        size = "" if one["temporary_bytes"] is None else f", {in_units(one['temporary_bytes'])}"
+        size = f", {in_units(one['temporary_bytes'])}" if one["temporary_bytes"] is not None else ""
         parts.append(f"{name} error {one['largest_logprob_error']:.1e}, {one['forward_and_backward_ms']:.1f} ms{size}")
     return "; ".join(parts)
 
@@ -289,7 +270,7 @@ def _step_line(found: Found) -> str:
     )
 
 
-_LINES: dict[str, Callable[[Found], str]] = {
+_LINES = {
     DEVICE: _device_line,
     "attention": _attention_line,
     "leak": _leak_line,

@@ -50,9 +50,6 @@ def relative_error(x: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean((x - expected) ** 2) / jnp.mean(expected**2))
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-
-
 def packed_row(tokens: int) -> tuple[np.ndarray, list[int]]:
     """Returns segment ids [1, t] of five sequences with padding, and the lengths of the sequences."""
     lengths = [int(share * tokens) for share in _SHARES]
@@ -176,9 +173,6 @@ def check_leak(attention: PackedAttention, tokens: int, dtype: str, policy: Poli
         "values_that_changed_in_the_changed_segment": own,
         "problems": problems,
     }
-
-
-# --- the head ---------------------------------------------------------------------------------------------------------
 
 
 def naive_logprobs(hidden: Any, table: Any, targets: Any) -> tuple[jax.Array, jax.Array]:

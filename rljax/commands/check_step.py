@@ -34,11 +34,9 @@ from rljax.trainer.state import TrainState, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 
 Found = dict[str, Any]
-WARM_UP = 2
-"""The number of steps before the timed ones; the first step compiles."""
-FULL = 0.8
-"""The share of a device's memory that the plan may fill where it chooses ``remat``. Compiled for an H100, Qwen3-0.6B's
-step in bfloat16 with remat none takes 45.8 GiB, and the plan says 39.4."""
+WARM_UP = 2  # steps before the timed ones; the first step compiles
+# Compiled for an H100, Qwen3-0.6B's step in bfloat16 with remat none takes 45.8 GiB, and the plan says 39.4.
+FULL = 0.8  # the share of a device's memory that the plan may fill where it chooses remat
 _REMATS: tuple[Remat, ...] = ("none", "dots", "blocks")
 
 
@@ -104,8 +102,7 @@ def plan(config: Config, policy: PolicyConfig, mesh: Mesh) -> int:
 def choose_remat(size: StepSize, dtype: Dtype, policy: PolicyConfig, mesh: Mesh, limit: int | None) -> Config:
     """Returns the configuration that recomputes least of those that fit by the plan; if none fits, the last one."""
     configs = [step_config(size, dtype, remat) for remat in _REMATS]
-    fitting = (one for one in configs if limit is None or plan(one, policy, mesh) <= FULL * limit)
-    return next(fitting, configs[-1])
+    return next((one for one in configs if limit is None or plan(one, policy, mesh) <= FULL * limit), configs[-1])
 
 
 def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: StepSize, remat: Remat | None) -> Found:
@@ -114,9 +111,7 @@ def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: 
     The first ``steps`` after the warm-up are timed. ``remat`` None is the first that fits by the plan.
     """
     mesh, limit = make_mesh(Config().mesh), device_memory()
-    config = choose_remat(size, dtype, policy, mesh, limit)
-    if remat is not None:
-        config = step_config(size, dtype, remat)
+    config = step_config(size, dtype, remat) if remat else choose_remat(size, dtype, policy, mesh, limit)
     planned = plan(config, policy, mesh)
     found: Found = {
         "model": name,
@@ -170,13 +165,8 @@ def speeds(
 ) -> Found:
     """Computes tokens per second and device, and model-FLOPs utilisation; padding counts as neither.
 
-    Args:
-      policy: The shape of the model.
-      lengths: The number of tokens of each sequence of a step.
-      seconds: The time of each step (seconds).
-      dtype: The value of ``precision.compute_dtype``.
-      devices: The number of devices that share a step.
-      kind: The kind of a device, as JAX names it.
+    A step has sequences of these ``lengths`` (tokens) and took ``seconds`` each time. ``kind`` is the device's, in
+    JAX's name.
     """
     median = statistics.median(seconds)
     flops = model_flops(policy, 1, list(lengths))

@@ -54,18 +54,15 @@ DistributionsAt = Callable[[np.ndarray, np.ndarray], TokenLogprobs]
 class DistributionPair:
     """The comparison of two scorers at every response token of a dump.
 
-    Attributes:
-      trainer, rollout: The scorers with the distributions q and p.
-      is_complete: Whether both know every token. If not, all numbers but ``top1_agreement`` are over merged outcomes.
-      metrics: The numbers by name: ``kl`` is the mean of KL(p || q), ``kl_max`` its maximum, ``reverse_kl`` the mean of
-        KL(q || p) (nats). ``total_variation`` is the mean of half the sum of abs(p - q). ``top1_agreement`` is the
-        share of places where both have the same likeliest token, ``rest_mass`` the mean mass of p on the rest, and
-        ``token_count`` the number of places.
+    Of the metrics, ``kl`` is the mean of KL(p || q), ``kl_max`` its maximum, ``reverse_kl`` the mean of KL(q || p)
+    (nats). ``total_variation`` is the mean of half the sum of abs(p - q). ``top1_agreement`` is the share of places
+    where both have the same likeliest token, ``rest_mass`` the mean mass of p on the rest, and ``token_count`` the
+    number of places.
     """
 
-    trainer: str
-    rollout: str
-    is_complete: bool
+    trainer: str  # the scorer with the distribution q
+    rollout: str  # the scorer with the distribution p
+    is_complete: bool  # both know every token; if not, all numbers but top1_agreement are over merged outcomes
     metrics: dict[str, float]
 
 
@@ -78,16 +75,16 @@ def compare_distributions(
     top_k: int = 20,
     progress: Callable[[int], object] = lambda count: None,
 ) -> list[DistributionPair]:
-    """Compares every two of the scorers that know distributions; other specs are left out.
+    """Compares every two of the scorers that know distributions; other specs, in the forms of ``score_column``, are
+    left out.
 
-    The models of all scorers are in memory together. Sequences are scored one after another; one needs 4 bytes for each
-    scorer, response token and token of the vocabulary.
+    A server takes the rollout's place; otherwise the earlier of two specs takes the trainer's place. The models of all
+    scorers are in memory together. Sequences are scored one after another; one needs 4 bytes for each scorer, response
+    token and token of the vocabulary.
 
     Args:
-      specs: The specs of the scorers, in the forms of ``score_column``. A server takes the rollout's place; otherwise
-        the earlier of two specs takes the trainer's place.
+      specs, model: The scorers, and the Hugging Face directory for specs that name none.
       dump: The sequences; their columns are not read.
-      model: The Hugging Face directory for specs that name none.
       temperature: The temperature of the distributions; it must be 1 with a server.
       top_k: The number of likeliest tokens that a server returns, at most its --max-logprobs (20 by default). A smaller
         vocabulary of another scorer's model limits it.

@@ -31,37 +31,25 @@ MATRIX_METRICS = ("logprob_abs_diff_mean", "k3_kl", "log_ppl_abs_diff")
 class Pair:
     """The comparison of two columns.
 
-    Attributes:
-      trainer, rollout: The columns in the trainer's and in the rollout engine's place of every formula.
-      roles_known: Whether the roles of the columns decide their places. If not, the columns keep their order, and the
-        sign of ``kl`` and the direction of ``k3_kl`` may be reversed.
-      metrics: The metrics of ``mismatch_metrics``.
-      growth: The token_count, k3_kl and logprob_abs_diff_mean of each position bucket that has tokens.
-      verdict: The verdict on the pair.
+    Where the roles of the columns are not known, they keep their order, and the sign of ``kl`` and the direction of
+    ``k3_kl`` may be reversed.
     """
 
-    trainer: str
-    rollout: str
+    trainer: str  # the column in the trainer's place of every formula
+    rollout: str  # the column in the rollout engine's place
     roles_known: bool
-    metrics: dict[str, float]
-    growth: dict[str, dict[str, float]]
+    metrics: dict[str, float]  # those of mismatch_metrics
+    growth: dict[str, dict[str, float]]  # token_count, k3_kl, logprob_abs_diff_mean of each position bucket with tokens
     verdict: Verdict
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All pairs of a dump's columns, and how much each scorer differs from its own second run.
+    """All pairs of a dump's columns, and how much each scorer differs from its own second run."""
 
-    Attributes:
-      columns: The source and role of each column by name, in the order of the matrix, without second runs.
-      pairs: The pairs of columns; every two columns make one pair.
-      noise_floor: The metrics between the two runs of a column, for columns with a second run.
-      distributions: The comparisons of whole distributions, if any were made.
-    """
-
-    columns: dict[str, ColumnSource]
-    pairs: list[Pair]
-    noise_floor: dict[str, dict[str, float]]
+    columns: dict[str, ColumnSource]  # with their roles, in the order of the matrix, without second runs
+    pairs: list[Pair]  # every two columns
+    noise_floor: dict[str, dict[str, float]]  # the metrics between the two runs of a column
     distributions: list[DistributionPair] = field(default_factory=list)
 
     @property

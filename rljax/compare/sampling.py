@@ -27,21 +27,15 @@ from rljax.rollout.types import SERVED, Response, SamplingParams
 class SampleConfig:
     """The settings of the sampling.
 
-    Attributes:
-      responses: The number of responses to each prompt. Their names are ``<sequence id>/<number>``.
-      max_response_tokens: The longest response, in tokens; an end-of-sequence token of the model ends one earlier.
-      temperature: The temperature of the sampling, positive.
-      seed: The seed of the sampling.
-      batch_size: The number of requests to a server at a time; the embedded engine samples all responses at once.
-      second_run: Whether a server samples a second time for its noise floor, at half the batch size with the same
-        seeds. Both runs sample from the same prefix up to the first token that differs.
+    In a second run a server samples again for its noise floor, at half the batch size with the same seeds. Both runs
+    sample from the same prefix up to the first token that differs.
     """
 
-    responses: int = 1
-    max_response_tokens: int = 256
+    responses: int = 1  # to each prompt; their names are <sequence id>/<number>
+    max_response_tokens: int = 256  # an end-of-sequence token of the model ends a response earlier
     temperature: float = 1.0
     seed: int = 0
-    batch_size: int = 8
+    batch_size: int = 8  # requests to a server at a time; the embedded engine samples all responses at once
     second_run: bool = False
 
     def __post_init__(self) -> None:
@@ -58,19 +52,17 @@ def sample_responses(
     *,
     progress: Callable[[int], object] = lambda count: None,
 ) -> TokenDump:
-    """Samples responses to each prompt of ``dump`` and returns them as a dump with one or two columns.
+    """Samples responses to each prompt of ``dump`` and returns them as a dump whose ``sampling`` names the sampler's
+    column.
+
+    The column is ``jax-decode:DTYPE`` or ``vllm-decode:DTYPE``, and for a second run there is also ``...@2``.
 
     Args:
       dump: The dump with the prompts, which end before the first response token. Its columns are not copied.
       model: The Hugging Face directory of the model. A server needs only its end-of-sequence tokens and vocabulary.
-      spec: The spec of the sampler: ``jax-decode:DTYPE`` (the embedded engine), ``vllm-decode:URL`` or
-        ``sglang-decode:URL`` (a running server).
+      spec: The sampler: ``jax-decode:DTYPE`` (the embedded engine), ``vllm-decode:URL`` or ``sglang-decode:URL``.
       config: The settings of the sampling; None means the defaults.
       progress: A function that gets the number of newly sampled responses.
-
-    Returns:
-      A dump with the column ``jax-decode:DTYPE`` or ``vllm-decode:DTYPE``, and for a second run ``...@2``. Its
-      ``sampling`` names the column.
 
     Raises:
       ValueError: The spec is unknown, or a sequence has no prompt or a token outside the vocabulary.

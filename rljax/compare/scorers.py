@@ -47,7 +47,7 @@ def score_column(
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[list[np.ndarray], ColumnSource]:
-    """Computes a column of log-probabilities for the sequences of a dump.
+    """Returns the log-probabilities of each sequence of a dump, float32 [t] (nats, NaN if unknown), and their source.
 
     The forms of a spec are:
 
@@ -65,13 +65,9 @@ def score_column(
       batch_size: The number of sequences in a forward pass, or of requests at a time.
       progress: A function that gets the number of newly scored sequences.
 
-    Returns:
-      The log-probabilities of each sequence, float32 [t] (nats, NaN if unknown), and their source.
-
     Raises:
       ValueError: The spec is unknown, a token id is outside the vocabulary, FILE lacks a sequence or has other tokens
         for it, or a server does not accept a sequence.
-      OSError: A file is missing.
       ServerError: A server does not answer, or refuses.
     """
     kind, argument = split_spec(spec)

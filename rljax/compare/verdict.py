@@ -39,23 +39,18 @@ Bars = dict[str, tuple[float, float]]
 class Verdict:
     """The verdict on a pair of columns.
 
-    Attributes:
-      status: The status: "pass", "fail" (comparable but too far apart) or "refused" (not comparable).
-      cause: The cause: "none", "above_bar", "constant_fill", "no_tokens", "truncated_sampling", "temperature",
-        "other_base", "other_weights", "off_by_one", "wrong_dtype" or "left_out".
-      reason: The reason, one sentence for a reader.
-      bars: The number of this pair and the published limit, by "framework name".
-      left_out: The number of response tokens without a finite number in both columns. The first token of a sequence
-        does not count where its number is NaN and the sequence has others, because nothing precedes it.
-      tokens: The number of response tokens.
+    The cause is "none", "above_bar", "constant_fill", "no_tokens", "truncated_sampling", "temperature", "other_base",
+    "other_weights", "off_by_one", "wrong_dtype" or "left_out". Response tokens without a finite number in both columns
+    are left out. The first token of a sequence does not count as left out where its number is NaN and the sequence has
+    others, because nothing precedes it.
     """
 
-    status: str
+    status: str  # "pass", "fail" (comparable but too far apart) or "refused" (not comparable)
     cause: str
-    reason: str
+    reason: str  # one sentence for a reader
     bars: Bars
-    left_out: int = 0
-    tokens: int = 0
+    left_out: int = 0  # the number of response tokens that are left out
+    tokens: int = 0  # the number of response tokens
 
 
 def judge(

@@ -45,13 +45,9 @@ def mismatch_by_entropy(tokens: Tokens, entropy: ArrayLike, edges: Sequence[floa
 def mismatch_by_staleness(tokens: Tokens, staleness: ArrayLike, num_buckets: int = 4) -> Statistics:
     """Computes statistics by the number of policy versions between sampler and trainer, arrays [num_buckets].
 
-    Bucket 0 contains only the numerical mismatch. The other buckets contain off-policy drift as well.
-
-    Args:
-      tokens: The batch, from ``read_tokens``.
-      staleness: The number of versions by which each token's sampler was behind the trainer, [b, t] int, 0 or more.
-        Values from num_buckets - 1 up share the last bucket.
-      num_buckets: The number of buckets, at least 1 (static).
+    ``staleness``, [b, t] int and 0 or more, is the number of versions by which each token's sampler was behind the
+    trainer. Bucket 0 contains only the numerical mismatch. The other buckets contain off-policy drift as well, and the
+    last one all values from num_buckets - 1 up. Raises ValueError if there is no bucket or the shapes differ.
     """
     if num_buckets < 1:
         raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")

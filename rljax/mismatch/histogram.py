@@ -34,15 +34,10 @@ def magnitude_histogram(xp: ModuleType, magnitudes: Any, valid: Any) -> Any:
 
 
 def histogram_quantile(xp: ModuleType, counts: Any, largest: Any, q: float) -> Any:
-    """Computes quantile q of the magnitudes, interpolated between order statistics as in ``numpy.quantile``.
+    """Computes quantile q of the counted magnitudes, interpolated between order statistics as in ``numpy.quantile``.
 
-    It is within half a bin of the exact one, and 0 if all counts are 0.
-
-    Args:
-      xp: The array namespace, numpy or jax.numpy.
-      counts: The counts of the bins, [NUM_BINS].
-      largest: The largest counted magnitude, a scalar float, whose dtype the quantile has.
-      q: The probability of the quantile, in 0 .. 1, a multiple of 1/1000.
+    It is within half a bin of the exact one, and 0 if all ``counts``, [NUM_BINS], are 0. ``largest`` is the largest
+    counted magnitude, a scalar float. q lies in 0 .. 1 and is a multiple of 1/1000.
     """
     edges = bin_edges()
     middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), [np.inf]])

@@ -19,19 +19,12 @@ from rljax.mismatch.statistics import Statistics
 
 @dataclass(frozen=True)
 class ForeignMetric:
-    """One metric of another framework.
+    """One metric of another framework."""
 
-    Attributes:
-      framework: The framework, one of FRAMEWORKS.
-      name: The key under which the framework logs the metric.
-      formula: The formula, with lr = trainer - rollout.
-      value: The name of our metric with exactly this value, or a function from our statistics to the value.
-    """
-
-    framework: str
-    name: str
+    framework: str  # one of FRAMEWORKS
+    name: str  # the key under which the framework logs the metric
     formula: str
-    value: str | Callable[[Statistics], Any]
+    value: str | Callable[[Statistics], Any]  # our metric with exactly this value, or a function from our statistics
 
     @property
     def ours(self) -> str | None:

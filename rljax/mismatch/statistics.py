@@ -35,19 +35,14 @@ class Moments(NamedTuple):
 class Statistics:
     """Named numbers of some tokens; a pytree. Each number may be an array, such as a histogram or one value per bucket.
 
-    Attributes:
-      sums: The counts (int32 on the device, int64 on the host) and sums (float32 or float64). They merge by addition.
-      maxima: The maxima. Without tokens: -inf, or the smallest possible value.
-      minima: The minima. Without tokens: inf.
-      totals: The sums that are carried as two floats: sums of terms that cancel, and divisors of the gradient.
-      moments: The moments, which merge by Chan's rule.
+    Sums and counts merge by addition. Totals are sums of terms that cancel, and divisors of the gradient.
     """
 
-    sums: dict[str, Any]
-    maxima: dict[str, Any] = field(default_factory=dict)
-    minima: dict[str, Any] = field(default_factory=dict)
+    sums: dict[str, Any]  # counts (int32 on the device, int64 on the host) and sums (float32 or float64)
+    maxima: dict[str, Any] = field(default_factory=dict)  # without tokens: -inf, or the smallest possible value
+    minima: dict[str, Any] = field(default_factory=dict)  # without tokens: inf
     totals: dict[str, Total] = field(default_factory=dict)
-    moments: dict[str, Moments] = field(default_factory=dict)
+    moments: dict[str, Moments] = field(default_factory=dict)  # they merge by Chan's rule
 
     @property
     def xp(self) -> ModuleType:

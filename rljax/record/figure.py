@@ -54,15 +54,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot.
-
-    Attributes:
-      plot: A function that draws runs into an axis. Its number is the decay per step of the smoothed curves, or 0.
-      needs: The metric key that the panel shows, a pattern of keys, or a pattern of token dumps (``*.parquet``).
-    """
+    """One plot: a function that draws runs into an axis, with the decay per step of the smoothed curves (0: none)."""
 
     plot: Callable[[Axes, Sequence[Run], float], None]
-    needs: str
+    needs: str  # the metric key that it shows, a pattern of keys, or a pattern of token dumps (*.parquet)
 
 
 def head(axis: Axes, title: str, unit: str) -> None:
@@ -281,12 +276,8 @@ def plot_grid(
 ) -> Figure:
     """Draws a figure of rows of panels with all runs in each; a row of one panel takes the whole width.
 
-    Args:
-      grid: The rows of panel names; each is a key of ``panels``.
-      runs: The runs to draw, at least one.
-      smooth: The decay per step of the smoothed curves, in [0, 1), or ValueError; 0 draws the raw curves only.
-      title: The title of the figure; by default the run's label, or the number of runs.
-      panels: The panels by name.
+    ``smooth``, the decay per step of the smoothed curves, lies in [0, 1), or ValueError; 0 draws the raw curves only.
+    The title is by default the run's label, or the number of runs.
     """
     if not 0 <= smooth < 1:
         raise ValueError(f"smooth must be in the range [0, 1), got {smooth}")

@@ -40,27 +40,18 @@ _SOURCE_TEXTS = ("engine", "dtype", "weights_hash", "role")
 
 @dataclass(frozen=True)
 class ColumnSource:
-    """The source of a column of log-probabilities. An empty string or None means unknown.
+    """The source of a column of log-probabilities. An empty string or None means unknown."""
 
-    Attributes:
-      engine: The program that computed the column: "vllm 0.32.0", "jax", "transformers".
-      dtype: The dtype of the weights and activations: float32, bfloat16, float16.
-      weights_hash: The hash of the weights ("sha256:..."), or any other name. Hashes are compared with hashes, and
-        names with names.
-      temperature: The temperature of the distribution: 1 for raw log-probabilities, the sampling one for processed
-        ones.
-      role: The column's role in the formulas of the mismatch: "trainer" or "rollout".
-    """
-
-    engine: str = ""
-    dtype: str = ""
-    weights_hash: str = ""
-    temperature: float | None = None
-    role: str = ""
+    engine: str = ""  # the program that computed the column: "vllm 0.32.0", "jax", "transformers"
+    dtype: str = ""  # the dtype of the weights and activations: float32, bfloat16, float16
+    weights_hash: str = ""  # "sha256:...", or another name; hashes are compared with hashes, and names with names
+    temperature: float | None = None  # 1 for raw log-probabilities, the sampling temperature for processed ones
+    role: str = ""  # the column's role in the formulas of the mismatch: "trainer" or "rollout"
 
     def __post_init__(self) -> None:
-        if wrong := [name for name in _SOURCE_TEXTS if not isinstance(getattr(self, name), str)]:
-            raise ValueError(f"{wrong[0]} of a column must be text, got {getattr(self, wrong[0])!r:.60}")
+        for name in _SOURCE_TEXTS:
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} of a column must be text, got {getattr(self, name)!r:.60}")
         if self.role and self.role not in ROLES:
             raise ValueError(f"role of a column must be one of {', '.join(ROLES)} or empty, got {self.role!r}")
         is_number = type(self.temperature) in (int, float)
@@ -80,21 +71,15 @@ class ColumnSource:
 class TokenDump:
     """Tokenised sequences with columns of log-probabilities, one column for each engine that scored them.
 
-    Attributes:
-      sequence_ids: The names of the sequences, n distinct strings.
-      token_ids: The token ids of prompt and response, n int32 vectors [t] with at least one token each.
-      response_mask: The marks of response tokens, n bool vectors [t]; holes are allowed.
-      logprobs: The columns by name, each n float32 vectors [t] (nats), NaN if unknown.
-      sources: The source of each column by the column's name.
-      sampling: The settings that fixed the samples, JSON values: temperature, top_p, top_k, seed and others. The entry
-        ``column`` names the column of the engine that sampled.
+    ``sampling`` has the settings that fixed the samples, JSON values: temperature, top_p, top_k, seed and others. Its
+    entry ``column`` names the column of the engine that sampled.
     """
 
-    sequence_ids: tuple[str, ...]
-    token_ids: tuple[np.ndarray, ...]
-    response_mask: tuple[np.ndarray, ...]
-    logprobs: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
-    sources: Mapping[str, ColumnSource] = field(default_factory=dict)
+    sequence_ids: tuple[str, ...]  # n distinct names
+    token_ids: tuple[np.ndarray, ...]  # n int32 vectors [t] of prompt and response, with at least one token each
+    response_mask: tuple[np.ndarray, ...]  # n bool vectors [t], True at response tokens; holes are allowed
+    logprobs: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)  # n float32 [t] (nats), NaN if unknown
+    sources: Mapping[str, ColumnSource] = field(default_factory=dict)  # by the column's name
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -37,22 +37,15 @@ _CONSOLE = (
 
 
 class Recorder:
-    """A writer of one row each step.
+    """A writer of one row each step into ``run_dir``, which is made if it is missing.
 
     ``metrics.jsonl`` has strict JSON: ``step`` first, then the other keys by name. A number that is not finite is
-    written as null, and its key is listed under ``nonfinite_keys``. TensorBoard groups the keys by the part before the
-    ``/``. On a terminal a progress bar shows reward, length, rate and mismatch. Elsewhere a plain line is printed every
-    10 steps or 30 seconds, at the first and the last step, and at every evaluation.
+    written as null, and its key is listed under ``nonfinite_keys``. TensorBoard, in ``tb/``, groups the keys by the
+    part before the ``/``. On a terminal a progress bar shows reward, length, rate and mismatch. Elsewhere a plain line
+    is printed every 10 steps or 30 seconds, at the first and the last step, and at every evaluation.
 
-    Args:
-      run_dir: The run directory, which is made if it is missing.
-      total_steps: The run's last step.
-      first_step: The 1-based step of the first row to write. Rows of this and later steps on disk are removed.
-      tensorboard: Whether to write ``tb/``.
-      progress: Whether to report on stderr.
-
-    Raises:
-      RuntimeError: The record on disk is damaged, or its earlier steps are not exactly 1 .. first_step - 1.
+    Rows of ``first_step`` (1-based) and later on disk are removed. Raises RuntimeError if the record on disk is
+    damaged, or its earlier steps are not exactly 1 .. first_step - 1.
     """
 
     def __init__(
@@ -80,11 +73,8 @@ class Recorder:
         """Records the row of the next step; its values are None, strings, bools or numbers (also numpy's and jax's).
 
         ``histograms`` has counts by name, in the bins of ``rljax.mismatch.histogram.bin_edges``, for TensorBoard alone.
-
-        Raises:
-          ValueError: ``row["step"]`` is not the next step.
-          TypeError: A value has another type.
-          OSError: The row could not be written. The file holds nothing of it, and the caller may try again.
+        Raises ValueError if it is another step's row, and TypeError for another value. After an OSError the file holds
+        nothing of the row, and the caller may try again.
         """
         values = {key: _to_python(key, value) for key, value in row.items()}
         if values.get("step") != self._next_step:
@@ -232,9 +222,6 @@ def _span(steps: Sequence[int]) -> str:
     breaks = [after for before, after in itertools.pairwise(steps) if after != before + 1]
     out_of_order = f" with a break before step {breaks[0]}" if breaks else ""
     return f"{len(steps)} rows from step {steps[0]} to {steps[-1]}{out_of_order}"
-
-
-# --- the console ------------------------------------------------------------------------------------------------------
 
 
 class _Console:
