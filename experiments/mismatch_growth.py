@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import ConfigError, run_cli
-from rljax.record.rows import Row, read_rows
-from rljax.record.summary import collapse_step, trailing_mean
+from rljax.record.rows import Row, collapse_step, read_rows, trailing_mean
 
 WINDOW = 10
 MISMATCH = "log_ppl_abs_diff"

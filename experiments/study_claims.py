@@ -32,8 +32,7 @@ from study_outcome import Outcome, outcome_of
 from study_rows import read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.record.rows import Row
-from rljax.record.summary import EDGE_STEPS, trailing_mean
+from rljax.record.rows import EDGE_STEPS, Row, trailing_mean
 
 ENDS_WELL = 0.3  # a run ends well if its final accuracy is above this
 RESAMPLES = 10_000

@@ -26,8 +26,7 @@ from study_rows import Runs, read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.figure import COLORS, INK, QUIET, save_figure, style_axis
-from rljax.record.rows import Row
-from rljax.record.summary import trailing_mean
+from rljax.record.rows import Row, trailing_mean
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rljax.record.rows import Row
-from rljax.record.summary import collapse_step, summarize, trailing_mean
+from rljax.record.rows import Row, collapse_step, summarize, trailing_mean
 
 OUTCOME_METRICS = {
     "log_ppl_abs_diff": "mismatch/log_ppl_abs_diff",

@@ -38,7 +38,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.policy.hub import model_directory
 from rljax.policy.kernels import choose_kernels
-from rljax.record.summary import format_summary, summarize, write_summary
+from rljax.record.rows import format_summary, summarize, write_summary
 from rljax.record.writers import Recorder
 from rljax.rollout.build import check_engine
 from rljax.run.acts import FollowerState, Restore, Step

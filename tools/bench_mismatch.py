@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.mismatch import mismatch_statistics, read_tokens
-from rljax.mismatch.importance import importance_statistics
+from rljax.mismatch.correction import importance_statistics
 from rljax.policy.score import Scores
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.measure import measure as measure_step

@@ -26,8 +26,7 @@ import numpy as np
 import tyro
 
 from rljax.errors import ConfigError, run_cli
-from rljax.record.rows import read_rows
-from rljax.record.summary import trailing_mean
+from rljax.record.rows import read_rows, trailing_mean
 from rljax.schedule import decay_period_from_surge
 
 HOLD_STEPS, HOLD_RATIO, RATIO, WINDOW, CALL_WITHIN, GAIN = 20, 1.5, 3.0, 40, 10, 0.3

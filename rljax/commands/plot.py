@@ -22,8 +22,7 @@ from matplotlib.figure import Figure
 from rljax.errors import ConfigError, caller_errors
 from rljax.record import figure as record
 from rljax.record.figure import Panel, PanelGrid, Run, plot_grid, read_runs
-from rljax.record.rows import Row
-from rljax.record.summary import collapse_step, trailing_mean
+from rljax.record.rows import Row, collapse_step, trailing_mean
 from rljax.record.token_dumps import TokenDump, read_dump
 from rljax.run.options import parse_arguments
 

@@ -1,17 +1,25 @@
-"""Reads the rows of ``metrics.jsonl`` back, and takes single values from them."""
+"""Reads the rows of ``metrics.jsonl`` back, takes single values from them, and summarizes a run from its rows."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rljax.distributed.files import write_whole
 from rljax.errors import parse_json
 
 Row = dict[str, Any]
 NONFINITE_KEYS = "nonfinite_keys"
+EDGE_STEPS = 10  # steps at either end of a run that its first and last means cover
+LENGTH_STEPS = 5  # steps of the trailing mean length whose tripling is reported
+SMOOTH_STEPS = 10  # steps of the trailing means that decide whether a run collapsed
+COLLAPSE_SHARE = 0.5  # a run has collapsed when its accuracy falls under this share of its peak and stays there
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
@@ -70,3 +78,125 @@ def step_seconds(row: Row) -> float:
 def format_value(form: str, value: Any) -> str:
     """Formats a value; None becomes ``-``."""
     return "-" if value is None else form.format(value)
+
+
+def summarize(rows: Sequence[Row]) -> dict[str, Any]:
+    """Computes the content of summary.json. Steps are 1-based, lengths are in tokens, and None means unknown.
+
+    ``length_tripled_step`` is the first step whose trailing 5-step mean length is at least three times the mean of the
+    first 10 steps. ``wall_seconds`` adds up ``time/step_s``; a row without it counts the sum of its ``time/*``. Raises
+    ValueError without rows.
+    """
+    if not rows:
+        raise ValueError("no rows to summarize")
+    rewards, lengths = _series(rows, "reward/mean"), _series(rows, "response_length/mean")
+    mismatch = _series(rows, "mismatch/log_ppl_abs_diff")
+    first, last = _mean_of(rewards[:EDGE_STEPS]), _mean_of(rewards[-EDGE_STEPS:])
+    return {
+        "steps": rows[-1]["step"],
+        "reward_first": first,
+        "reward_last": last,
+        "reward_gain": None if first is None or last is None else last - first,
+        "response_length_first": _mean_of(lengths[:EDGE_STEPS]),
+        "response_length_last": _mean_of(lengths[-EDGE_STEPS:]),
+        "length_tripled_step": _tripled_step(lengths),
+        "surge_step": last_value(rows, "schedule/surge_step"),
+        "decay_period": last_value(rows, "schedule/decay_period"),
+        "learning_rate_final": last_value(rows, "schedule/learning_rate"),
+        "evaluations": _evaluations(rows),
+        "mismatch_mean": _mean_of(mismatch),
+        "mismatch_max": max((value for _, value in mismatch), default=None),
+        "skipped_updates": last_value(rows, "optimizer/skipped_updates"),
+        "rows_with_nonfinite": sum(NONFINITE_KEYS in row for row in rows),
+        "wall_seconds": sum(map(step_seconds, rows)),
+    }
+
+
+def trailing_mean(values: Sequence[float | None], window: int = SMOOTH_STEPS) -> np.ndarray:
+    """Computes trailing means over ``window`` values, float64 [n]; missing and infinite values count as 0."""
+    series = np.asarray([value if value is not None and np.isfinite(value) else 0.0 for value in values], np.float64)
+    return np.array([series[max(stop - window, 0) : stop].mean() for stop in range(1, len(series) + 1)])
+
+
+def collapse_step(accuracy: np.ndarray) -> int | None:
+    """Returns the first 1-based step from which every accuracy stays under half of the highest before it, or None."""
+    under = accuracy < COLLAPSE_SHARE * np.maximum.accumulate(accuracy)
+    stays = np.logical_and.accumulate(under[::-1])[::-1]
+    return int(np.argmax(stays)) + 1 if stays.any() else None
+
+
+def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> Path:
+    """Writes ``summary.json`` in one rename and returns its path."""
+    path = Path(run_dir) / "summary.json"
+    write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def format_summary(summary: Mapping[str, Any]) -> str:
+    """Formats the summary as a table for a terminal."""
+
+    def say(key: str, form: str = "{}") -> str:
+        return format_value(form, summary[key])
+
+    def span(key: str, form: str) -> str:
+        return f"{say(f'{key}_first', form)} -> {say(f'{key}_last', form)}"
+
+    lines = {
+        "steps": say("steps"),
+        "reward": f"{span('reward', '{:.3f}')} (gain {say('reward_gain', '{:+.3f}')})",
+        "response length": f"{span('response_length', '{:.1f}')} tokens",
+        "length tripled": _at_step(summary["length_tripled_step"]),
+        "surge called": f"{_at_step(summary['surge_step'])}; decay period {say('decay_period')}",
+        "final learning rate": say("learning_rate_final", "{:.3e}"),
+    }
+    for name, value in summary["evaluations"].items():
+        lines[f"accuracy on {name}"] = f"{value['last']:.3f} (best {value['best']:.3f} at step {value['best_step']})"
+    lines |= {
+        "mismatch": f"mean {say('mismatch_mean', '{:.2e}')}, max {say('mismatch_max', '{:.2e}')} (log_ppl_abs_diff)",
+        "skipped updates": say("skipped_updates"),
+        "rows with non-finite": say("rows_with_nonfinite"),
+        "wall time": _duration(summary["wall_seconds"]),
+    }
+    width = max(map(len, lines))
+    notes = f"first and last: means over {EDGE_STEPS} steps"
+    rule = "-" * max(len(notes), *(width + 2 + len(text) for text in lines.values()))
+    return "\n".join([rule, *(f"{label:<{width}}  {text}" for label, text in lines.items()), rule, notes])
+
+
+def _at_step(step: int | None) -> str:
+    return "never" if step is None else f"at step {step}"
+
+
+def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
+    """Returns (step, value) of each row in which the key has a value."""
+    return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+
+
+def _mean_of(series: Sequence[tuple[int, float]]) -> float | None:
+    return math.fsum(value for _, value in series) / len(series) if series else None
+
+
+def _tripled_step(lengths: Sequence[tuple[int, float]]) -> int | None:
+    start = _mean_of(lengths[:EDGE_STEPS])
+    for end in range(EDGE_STEPS, len(lengths) + 1):
+        mean = _mean_of(lengths[end - LENGTH_STEPS : end])
+        if start is not None and mean is not None and mean >= 3 * start:
+            return lengths[end - 1][0]
+    return None
+
+
+def _evaluations(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Returns the last and the best accuracy of each dataset; of equal best accuracies the first step counts."""
+    accuracies: dict[str, dict[str, Any]] = {}
+    for key in sorted({key for row in rows for key in row if is_accuracy(key)}):
+        if series := _series(rows, key):
+            best_step, best = max(series, key=lambda item: item[1])
+            name = key[len("eval/") : -len("/accuracy")]
+            accuracies[name] = {"last": series[-1][1], "best": best, "best_step": best_step}
+    return accuracies
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:04.1f} s" if minutes else f"{rest:.1f} s"

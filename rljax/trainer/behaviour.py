@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.mismatch import mismatch_metrics, read_tokens
-from rljax.mismatch.importance import finalize_importance, importance_statistics
+from rljax.mismatch.correction import finalize_importance, importance_statistics
 from rljax.policy.model import Params
 from rljax.sharding import fetch
 from rljax.trainer.packing import PackedBatch, TrainSequence, unpack

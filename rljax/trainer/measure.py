@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from rljax.errors import check_at_least
 from rljax.mismatch import Statistics, diagnosis, mismatch_statistics, read_tokens
-from rljax.mismatch.importance import finalize_importance, importance_statistics
+from rljax.mismatch.correction import finalize_importance, importance_statistics
 from rljax.mismatch.metrics import finalize_mismatch
 from rljax.trainer.packing import PackedBatch
 from rljax.trainer.router import finalize_router, router_statistics

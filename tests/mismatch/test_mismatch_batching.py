@@ -17,7 +17,7 @@ from rljax.mismatch import (
     read_tokens,
     rejection_mask,
 )
-from rljax.mismatch.importance import finalize_importance, importance_statistics
+from rljax.mismatch.correction import finalize_importance, importance_statistics
 from rljax.mismatch.metrics import finalize_mismatch
 
 T = 24

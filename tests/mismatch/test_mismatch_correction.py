@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rljax.mismatch import importance_weights, read_tokens, rejection_mask
-from rljax.mismatch.importance import finalize_importance, importance_statistics
+from rljax.mismatch.correction import finalize_importance, importance_statistics
 
 # Two sequences of three and two tokens; token ratios 4, 1/2, 1 and 3, 1/3; products 2 and 1; an empty third row.
 RATIO = np.array([[4.0, 0.5, 1.0], [3.0, 1 / 3, 9.0], [5.0, 5.0, 5.0]])

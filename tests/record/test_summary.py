@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from rljax.record.summary import collapse_step, format_summary, summarize, trailing_mean, write_summary
+from rljax.record.rows import collapse_step, format_summary, summarize, trailing_mean, write_summary
 
 
 def run_rows(total=60):

@@ -320,7 +320,10 @@ def test_the_rollouts_of_miles_are_read(tmp_path):
         ({"choices": [{"token_ids": [7], "logprobs": {"content": [1]}}], **PROMPT}, "not of the form"),
         ({"input": "1+1=", "output": "2", "score": 1.0, "step": 3}, "a log of texts"),
         ({"meta_info": {"output_token_logprobs": []}}, "reply .* SGLang with return_logprob, logprob_start_len 0"),
-        ({"meta_info": {"output_token_logprobs": [[-0.5, 7]], "prompt_tokens": 3}}, "reply without token ids of prompt"),
+        (
+            {"meta_info": {"output_token_logprobs": [[-0.5, 7]], "prompt_tokens": 3}},
+            "reply without token ids of prompt",
+        ),
         ({"meta_info": {"output_token_logprobs": [[-0.5]]}}, "not of the form"),
         ({key: NEMO[key] for key in ("content", "prev_logprobs")}, "NeMo-RL's training data .* no token_ids"),
         ({"prompt_ids": [1], "response_ids": [6], "logprobs": {"x": [{"7": -1.0}]}}, "its id 6 is not among"),
