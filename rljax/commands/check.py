@@ -270,13 +270,8 @@ def _step_line(found: Found) -> str:
     )
 
 
-_LINES = {
-    DEVICE: _device_line,
-    "attention": _attention_line,
-    "leak": _leak_line,
-    "head": _head_line,
-    "step": _step_line,
-}
+_KERNEL_LINES = {"attention": _attention_line, "leak": _leak_line, "head": _head_line}
+_LINES = {DEVICE: _device_line, "step": _step_line} | _KERNEL_LINES
 
 
 def main(argv: Sequence[str]) -> int:

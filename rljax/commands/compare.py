@@ -15,6 +15,7 @@ the program still saves and reports the columns that are complete.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,14 +127,12 @@ def jobs(dump: TokenDump, columns: dict[str, str], options: Arguments) -> list[J
 
 def scored(dump: TokenDump, todo: Sequence[Job], options: Arguments) -> Iterator[TokenDump]:
     """Computes one column after the other, and yields the dump after each."""
-    temperature = options.temperature
     with tqdm(total=len(todo) * len(dump.sequence_ids), desc="scoring", unit="seq", disable=not todo) as bar:
+        score = functools.partial(score_column, temperature=options.temperature, progress=bar.update)
         for column, spec, size in todo:
             bar.set_postfix_str(column)
             with caller_errors():
-                vectors, source = score_column(
-                    spec, dump, options.model, temperature=temperature, batch_size=size, progress=bar.update
-                )
+                vectors, source = score(spec, dump, options.model, batch_size=size)
             dump = dump.with_column(column, vectors, source)
             yield dump
 
@@ -158,14 +157,8 @@ def distributions(dump: TokenDump, options: Arguments) -> list[DistributionPair]
     if not options.distributions:
         return []
     with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
-        return compare_distributions(
-            options.scorer,
-            dump,
-            options.model,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            progress=bar.update,
-        )
+        given, temperature = (options.scorer, dump, options.model), options.temperature
+        return compare_distributions(*given, temperature=temperature, top_k=options.top_k, progress=bar.update)
 
 
 def named_roles(options: Arguments, columns: Collection[str]) -> dict[str, str]:

@@ -31,12 +31,8 @@ PROG = "rljax config"
 SHOW = "--show"
 KEY = re.compile(r"[\w.]+(?<!\.yaml)")
 WIDTH = 100  # characters of a line of an explanation
-CHECKS = {
-    "check_at_least": "is at least {}",
-    "check_positive": "is above 0",
-    "check_finite": "is finite and not negative",
-}
-"""The text of a rule, by the function of ``rljax.errors`` that checks it."""
+# The text of a rule, by the function of rljax.errors that checks it.
+CHECKS = {"check_at_least": "at least {}", "check_positive": "above 0", "check_finite": "finite and not negative"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -114,7 +110,7 @@ def refusals(key: str) -> list[str]:
     """
     kind, name = section_of(key)
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    found = [f"unless it {text}" for text in _checks(tree, name)]
+    found = [f"unless it is {text}" for text in _checks(tree, name)]
     found += [text for text in _raised(tree) if re.match(rf"{name}\b", text)]
     for path in sorted(Path(str(rljax.__path__[0])).rglob("*.py")):
         source = path.read_text(encoding="utf-8")

@@ -146,18 +146,16 @@ class PaperFigure:
 
 
 _CORRECTIONS = ("qwen3_4b_token_tis", "qwen3_4b_sequence_tis", "qwen3_4b_token_mis", "qwen3_4b_sequence_mis")
-_BASE, _ACCURACY = "qwen3_4b_constant_1e-6", (("accuracy",),)
+_BASE, _BASE_8B, _ACCURACY = "qwen3_4b_constant_1e-6", "qwen3_8b_constant_1e-6", (("accuracy",),)
 _TRAINING = (("reward", "accuracy"), ("grad_norm", "mismatch"), ("entropy",))
 _SANITY = ("deepseek_1.5b_sanity_bf16", "deepseek_1.5b_sanity_fp16")
 FIGURES: dict[str, PaperFigure] = {
     "1": PaperFigure("Mismatch and validation accuracy", (_BASE,), (("mismatch", "accuracy"),), collapse_of),
     "2": PaperFigure("With and without importance sampling", (_BASE, *_CORRECTIONS), _ACCURACY),
     "3": PaperFigure("Smoothed gradient norm", (_BASE,), (("grad_norm",),), collapse_of),
-    "6": PaperFigure("Response length", (_BASE, "qwen3_8b_constant_1e-6"), (("length",),)),
+    "6": PaperFigure("Response length", (_BASE, _BASE_8B), (("length",),)),
     "7": PaperFigure("With and without the schedule, 4B", (_BASE, "qwen3_4b_period_204"), _TRAINING, decay_of),
-    "8": PaperFigure(
-        "With and without the schedule, 8B", ("qwen3_8b_constant_1e-6", "qwen3_8b_period_160"), _TRAINING, decay_of
-    ),
+    "8": PaperFigure("With and without the schedule, 8B", (_BASE_8B, "qwen3_8b_period_160"), _TRAINING, decay_of),
     "9": PaperFigure("Decay periods, 4B", tuple(f"qwen3_4b_period_{n}" for n in (125, 204, 250)), _ACCURACY),
     "10": PaperFigure("Decay periods, 8B", tuple(f"qwen3_8b_period_{n}" for n in (100, 160, 204)), _ACCURACY),
     "11": PaperFigure("Token-level MIS", ("qwen3_4b_token_mis", "qwen3_4b_token_mis_schedule"), _ACCURACY),

@@ -25,28 +25,15 @@ from matplotlib.figure import Figure
 from tensorboardX.proto import event_pb2
 
 from rljax.errors import ConfigError, caller_errors
-from rljax.record.training_logs import (
-    NOT_TRAINING,
-    STEP_COLUMNS,
-    Rows,
-    choose_columns,
-    choose_step_column,
-    columns_of,
-    number_of,
-    read_text_log,
-    series,
-)
+from rljax.record import training_logs
+from rljax.record.training_logs import Rows, columns_of, number_of
 from rljax.run.options import parse_arguments
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 
 # The formats of a number in the bytes of a tensor, by the number of its dtype.
 TENSOR_FORMATS = {1: "<f", 2: "<d", 3: "<i", 4: "<B", 5: "<h", 6: "<b", 9: "<q", 17: "<H", 19: "<e", 22: "<I", 23: "<Q"}
 BFLOAT16 = 14
-SWEEP: dict[str, tuple[float, ...]] = {
-    "ratio": (2.0, 2.5, 3.0, 3.5, 4.0),
-    "window": (60, 80, 100, 150, 200),
-    "persistence": (1, 3, 6, 9, 12),
-}
+SWEEP = {"ratio": (2.0, 2.5, 3.0, 3.5, 4.0), "window": (60, 80, 100, 150, 200), "persistence": (1, 3, 6, 9, 12)}
 
 
 class Replay(NamedTuple):
@@ -69,7 +56,7 @@ def read_log(path: Path, column: str | None, truncated_column: str | None) -> tu
         for files in kind:
             rows = [row for file in files for row in read_rows(file)]
             try:
-                logs.append((files[0], rows, *choose_columns(columns_of(rows), column, truncated_column)))
+                logs.append((files[0], rows, *training_logs.choose_columns(columns_of(rows), column, truncated_column)))
             except ConfigError as error:
                 reason = reason or (error if rows else ConfigError(f"{files[0]}: the log is empty"))
         if logs:
@@ -84,7 +71,7 @@ def read_log(path: Path, column: str | None, truncated_column: str | None) -> tu
 
 def first_step(rows: Rows, column: str) -> float:
     """Returns the lowest step with a value of the column, in the log's own numbers; 0 without a step column."""
-    name = choose_step_column(rows, column)
+    name = training_logs.choose_step_column(rows, column)
     steps = [number_of(row.get(name or "")) for row in rows if column in row]
     return min((step for step in steps if math.isfinite(step)), default=0.0)
 
@@ -99,7 +86,7 @@ def find_logs(directory: Path) -> Iterator[list[list[Path]]]:
     yield [[top]] if top.is_file() else []
     folders: dict[Path, list[Path]] = {}
     for path in sorted(files("*tfevents*"), key=lambda path: (first_time(path), path.name)):
-        if NOT_TRAINING.isdisjoint(path.parent.relative_to(directory).parts):
+        if training_logs.NOT_TRAINING.isdisjoint(path.parent.relative_to(directory).parts):
             folders.setdefault(path.parent, []).append(path)
     yield list(folders.values())
     yield [[path] for path in files("metrics.jsonl") if path != top]
@@ -115,7 +102,7 @@ def read_rows(path: Path) -> Rows:
         raise ConfigError(f"{path}: no such file")
     if "tfevents" in path.name:
         return list(tensorboard_rows(path))
-    return read_text_log(path)
+    return training_logs.read_text_log(path)
 
 
 def events_of(path: Path) -> Iterator[event_pb2.Event]:
@@ -175,17 +162,15 @@ def verdict(result: Replay) -> str:
     controller = result.controller
     if controller.surge_step is None:
         return f"no surge in {len(result.lengths)} steps"
-    return (
-        f"surge called at step {controller.surge_step} (crossing since step {controller.tracker.crossing_step}), "
-        f"decay period {controller.decay_period}"
-    )
+    called = f"surge called at step {controller.surge_step} (crossing since step {controller.tracker.crossing_step})"
+    return f"{called}, decay period {controller.decay_period}"
 
 
 def step_note(step_column: str | None, columns: Sequence[str]) -> str:
     """Returns what the first line says of the steps: nothing if ``step`` is the only known name in the log."""
     if step_column is None:
         return ", each row with a length is a step"
-    others = set(STEP_COLUMNS).intersection(columns) - {step_column}
+    others = set(training_logs.STEP_COLUMNS).intersection(columns) - {step_column}
     return f", steps by {step_column!r}" if others or step_column != "step" else ""
 
 
@@ -270,8 +255,8 @@ def main(argv: Sequence[str]) -> int:
     rate["init_value"] = given.learning_rate
     with caller_errors():
         rows, column, truncated_column = read_log(given.log, given.column, given.truncated_column)
-        step_column = choose_step_column(rows, column)
-        lengths, truncated = series(rows, column, truncated_column, step_column)
+        step_column = training_logs.choose_step_column(rows, column)
+        lengths, truncated = training_logs.series(rows, column, truncated_column, step_column)
         result = replay(lengths, truncated, given.surge, rate)
     print("\n".join(report(result, column, truncated_column, step_note(step_column, columns_of(rows)))))
     if given.sweep:

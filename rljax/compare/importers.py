@@ -38,9 +38,7 @@ _RUNS_CODE = "loading it runs whatever code it holds"
 def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
     """Reads a file of any known kind, or a directory of prime-rl's token export.
 
-    Raises:
-      OSError: There is no such file.
-      ValueError: The file is a pickle, damaged, or of an unknown kind; the message names the line.
+    Raises ValueError if the file is a pickle, damaged, or of an unknown kind; the message names the line.
     """
     place = Path(path)
     if place.is_dir():
@@ -128,11 +126,8 @@ def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
     if not files:
         raise ValueError(f"{place}: expected rank_*.jsonl files of prime-rl's token export, found none")
     lines = ((file, number, record) for file in files for number, record in json_lines(file))
-    sources = {
-        "trainer": ColumnSource(engine="prime-rl trainer", role="trainer"),
-        "inference": ColumnSource(engine="vllm", role="rollout"),
-    }
-    return _assemble(place, lines, _prime_rl_sequence, sources, {})
+    trainer, inference = ColumnSource("prime-rl trainer", role="trainer"), ColumnSource("vllm", role="rollout")
+    return _assemble(place, lines, _prime_rl_sequence, {"trainer": trainer, "inference": inference}, {})
 
 
 def _jsonl_sequence(record: Row, number: int) -> TokenDump:
@@ -164,9 +159,8 @@ def _pick(values: Sequence[Any], token_ids: Sequence[int]) -> list[Any]:
         if isinstance(value, dict):
             entry = value if "logprob" in value else value.get(str(token))
             if entry is None:
-                raise ValueError(
-                    f"token {i}: its id {token} is not among the ids {sorted(value)[:5]!r:.60} with numbers"
-                )
+                known = sorted(value)[:5]
+                raise ValueError(f"token {i}: its id {token} is not among the ids {known!r:.60} with numbers")
             picked[i] = entry["logprob"] if isinstance(entry, dict) else entry
     return picked
 

@@ -59,22 +59,16 @@ class Comparison:
 
 
 def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, same_weights: bool = False) -> Comparison:
-    """Compares every two of the columns.
+    """Compares every two of the columns; None means all of them, in the order of their names.
 
     The roles of two columns (``TokenDump.role``) decide their places: a trainer comes first, then a column without a
     role, then a rollout engine. Two columns of the same role keep their order, and the pair says that the roles are
     unknown. The order of the columns in a file changes no number. A pair with the sampler's column is refused if top_p,
     top_k or min_p cut the distribution. ``sampling`` names that column; otherwise it is every column with the role
-    "rollout".
+    "rollout". With ``same_weights`` columns with different weight hashes have the same weights, as before and after a
+    conversion.
 
-    Args:
-      dump: The dump with the columns.
-      columns: The names of the columns to compare; None means all of them, in the order of their names.
-      same_weights: Whether columns with different weight hashes have the same weights, as before and after a
-        conversion.
-
-    Raises:
-      ValueError: A named column is missing, there are fewer than two, or a number is above 0.
+    Raises ValueError if a named column is missing, there are fewer than two, or a number is above 0.
     """
     chosen = list(columns) if columns is not None else sorted(c for c in dump.logprobs if not c.endswith(SECOND_RUN))
     if missing := [name for name in chosen if name not in dump.logprobs]:

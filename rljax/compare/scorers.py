@@ -196,9 +196,8 @@ def check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
     """Raises ValueError if a token id of ``dump`` is outside the model's vocabulary."""
     for name, ids in zip(dump.sequence_ids, dump.token_ids, strict=True):
         if (top := ids.max()) >= vocab_size:
-            raise ValueError(
-                f"sequence {name!r} has token {top}, but the model knows {vocab_size}; is it another model's?"
-            )
+            said = f"sequence {name!r} has token {top}, but the model knows {vocab_size}"
+            raise ValueError(f"{said}; is it another model's?")
 
 
 def _jax_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:

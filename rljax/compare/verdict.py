@@ -81,8 +81,8 @@ def judge(
     left_out[:, :1] &= ~(np.isnan(x[:, :1] + y[:, :1]) & valid.any(1, keepdims=True))
     statistics = mismatch_statistics(tokens)
     bars = {
-        f"{framework} {name}": (framework_metrics(statistics, framework)[name], bar)
-        for (framework, name), bar in PUBLISHED_BARS.items()
+        f"{peer} {name}": (framework_metrics(statistics, peer)[name], bar)
+        for (peer, name), bar in PUBLISHED_BARS.items()
     }
     a, b = trainer_source, rollout_source
     if same_weights:
@@ -206,10 +206,8 @@ def _scale_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Findi
     for name, values, others in (("first", x, y), ("second", y, x)):
         for base in (2, 10):
             if np.mean(np.abs(values * math.log(base) - others)) < _FIT_GAIN * gap:
-                reason = (
-                    f"the {name} column has logarithms to base {base}: multiply it by ln {base} ({math.log(base):.4f})"
-                )
-                yield "refused", "other_base", reason
+                remedy = f"multiply it by ln {base} ({math.log(base):.4f})"
+                yield "refused", "other_base", f"the {name} column has logarithms to base {base}: {remedy}"
     low, high = sorted((float(np.std(x)), float(np.std(y))))
     if len(x) < 16 or low == 0.0:
         return

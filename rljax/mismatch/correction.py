@@ -146,15 +146,9 @@ def correct_tokens(
     for statistic, threshold in rejections:
         passed = passed & _reject(tokens, statistic, threshold)[1]
     kept = tokens.mask & tokens.mask_sequences.spread(passed) if rejections else tokens.mask
-    flags = {
-        "weight_count": counted,
-        "changed_count": changed,
-        "sequence_count": present,
-        "rejected_sequence_count": present & ~passed,
-        "token_count": tokens.mask,
-        "rejected_token_count": tokens.mask & ~kept,
-        "nonfinite_count": tokens.nonfinite,
-    }
+    flags = {"weight_count": counted, "changed_count": changed, "nonfinite_count": tokens.nonfinite}
+    flags |= {"sequence_count": present, "rejected_sequence_count": present & ~passed}
+    flags |= {"token_count": tokens.mask, "rejected_token_count": tokens.mask & ~kept}
     statistics = Statistics(
         sums={name: count(xp, flag) for name, flag in flags.items()} | {"weight_squared": xp.sum(each * each)},
         maxima={"weight_max": xp.max(each, initial=0)},

@@ -32,15 +32,8 @@ SAME_LOG_RATIO = 1e-6
 """A token differs when abs(log_ratio) is above this (nats)."""
 FLIP_HIGH, FLIP_LOW = 0.9, 0.1
 """A token flips when one engine gives it a probability above the first number and the other below the second."""
-SIGNED = (
-    "log_ratio",
-    "ratio_squared_minus_one",
-    "ratio_minus_one",
-    "slope_numerator",
-    "log_ppl_diff",
-    "ppl_ratio_minus_one",
-    "sequence_ratio_squared_minus_one",
-)
+_SIGNED_OF_TOKENS = ("log_ratio", "ratio_squared_minus_one", "ratio_minus_one", "slope_numerator")
+SIGNED = (*_SIGNED_OF_TOKENS, "log_ppl_diff", "ppl_ratio_minus_one", "sequence_ratio_squared_minus_one")
 """Terms of both signs. Their sums cancel, so they are carried as two floats."""
 PERPLEXITIES = ("training_ppl", "rollout_ppl", "training_log_ppl", "rollout_log_ppl")
 SEQUENCE_MEANS = (*PERPLEXITIES, "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_abs_diff_sum")

@@ -150,12 +150,8 @@ def framework_metrics(statistics: Statistics, framework: str) -> dict[str, Any]:
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework must be one of {FRAMEWORKS}, got {framework!r}")
     ours = finalize_mismatch(statistics)
-    metrics = {
-        metric.name: ours[metric.value] if isinstance(metric.value, str) else metric.value(statistics)
-        for metric in NAME_TABLE
-        if metric.framework == framework
-    }
-    return scalars(statistics.xp, metrics)
+    values = {name: ours[value] if isinstance(value, str) else value(statistics) for name, _, value in _ROWS[framework]}
+    return scalars(statistics.xp, values)
 
 
 def our_name(framework: str, name: str) -> str | None:

@@ -133,9 +133,8 @@ def _check_ids(opening: np.ndarray, all_ids: np.ndarray, num_sequences: int | No
     if num_sequences is None or num_sequences < 1:
         raise ValueError(f"num_sequences must be at least 1, got {num_sequences}")
     if all_ids.size and not 0 <= all_ids.min() <= all_ids.max() < num_sequences:
-        raise ValueError(
-            f"sequence_ids must lie in 0 .. {num_sequences - 1} inside the mask, got {all_ids.min()} .. {all_ids.max()}"
-        )
+        span = f"{all_ids.min()} .. {all_ids.max()}"
+        raise ValueError(f"sequence_ids must lie in 0 .. {num_sequences - 1} inside the mask, got {span}")
     ids, pieces = np.unique(opening, return_counts=True)
     if (pieces > 1).any():
         raise ValueError(f"each sequence must be whole inside one row, got pieces of {ids[pieces > 1].tolist()}")
@@ -200,13 +199,5 @@ def read_tokens(
     finite = (xp.abs(trainer) <= LARGEST_LOGPROB) & (xp.abs(rollout) <= LARGEST_LOGPROB)  # False for NaN
     valid = mask & finite
     trainer, rollout = xp.where(valid, trainer, 0), xp.where(valid, rollout, 0)
-    return Tokens(
-        xp=xp,
-        trainer=trainer,
-        rollout=rollout,
-        log_ratio=trainer - rollout,
-        valid=valid,
-        nonfinite=mask & ~finite,
-        sequences=read_sequences(valid, sequence_ids, num_sequences),
-        mask_sequences=read_sequences(mask, sequence_ids, num_sequences),
-    )
+    both = (read_sequences(tokens, sequence_ids, num_sequences) for tokens in (valid, mask))
+    return Tokens(xp, trainer, rollout, trainer - rollout, valid, mask & ~finite, *both)

@@ -238,7 +238,6 @@ def plot_report(
 
     Raises:
       ValueError: There are no runs, a run has no rows, or an argument is out of range.
-      FileNotFoundError: A run has no metrics.jsonl.
       RuntimeError: A metrics.jsonl is damaged.
     """
     return save_figure(plot_grid(REPORT, read_runs(run_dirs, labels), smooth), out)

@@ -129,8 +129,7 @@ def make_dump(
 ) -> TokenDump:
     """Makes a dump from plain lists or arrays. None in a column becomes NaN; a missing source becomes an unknown one.
 
-    Raises:
-      ValueError: Lengths do not match, ids repeat, a token id does not fit int32, or a source has no column.
+    Raises ValueError if lengths do not match, ids repeat, a token id does not fit int32, or a source has no column.
     """
     names = [f"sequence {name!r}" for name in sequence_ids]
     return TokenDump(
@@ -187,11 +186,8 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = (dump.sequence_ids, dump.token_ids, dump.response_mask, *dump.logprobs.values())
-    note = {
-        "version": FORMAT_VERSION,
-        "columns": {name: dataclasses.asdict(source) for name, source in dump.sources.items()},
-        "sampling": dict(dump.sampling),
-    }
+    sources = {name: dataclasses.asdict(source) for name, source in dump.sources.items()}
+    note = {"version": FORMAT_VERSION, "columns": sources, "sampling": dict(dump.sampling)}
     schema = pa.schema(_types(dump.logprobs), {_KEY: json.dumps(note, sort_keys=True)})
     table = pa.table([list(values) for values in columns], schema=schema)
     with replacing(out) as partial:

@@ -172,16 +172,10 @@ def _histogram(name: str, counts: np.ndarray) -> dict[str, Any]:
     middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), edges[-1:]])
     filled = np.flatnonzero(counts)
     part = slice(filled[0], filled[-1] + 1)
-    return {
-        "name": name,
-        "min": float(middles[filled[0]]),
-        "max": float(middles[filled[-1]]),
-        "num": int(counts.sum()),
-        "sum": float(counts @ middles),
-        "sum_squares": float(counts @ middles**2),
-        "bucket_limits": uppers[part].tolist(),
-        "bucket_counts": counts[part].tolist(),
-    }
+    extremes = {"min": float(middles[filled[0]]), "max": float(middles[filled[-1]]), "num": int(counts.sum())}
+    sums = {"sum": float(counts @ middles), "sum_squares": float(counts @ middles**2)}
+    buckets = {"bucket_limits": uppers[part].tolist(), "bucket_counts": counts[part].tolist()}
+    return {"name": name, **extremes, **sums, **buckets}
 
 
 def _encode(values: Row) -> str:
