@@ -76,11 +76,8 @@ def serve(
 ) -> int:
     """Serves until interrupted, terminated, or the server ends; prints the URL; returns the exit status.
 
-    Args:
-      make: A function that makes the configuration of this kind of server from the options.
-      start: A function of (configuration, longest wait in seconds) that starts the server.
-      kind: The name of the kind, for messages.
-      argv: The options.
+    ``make`` makes the configuration of this ``kind`` of server from the options. ``start`` starts the server from the
+    configuration and the longest wait (seconds).
     """
     logging.basicConfig(level=logging.INFO, format=f"{kind.lower()}_server: %(message)s")
     options = parse(kind, argv)

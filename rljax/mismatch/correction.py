@@ -48,21 +48,19 @@ def importance_weights(
         root of that product).
       mode: The rule for large ratios: "truncate" (TIS, min(rho, C)), "mask" (MIS, rho where rho <= C, else 0) or "band"
         (rho where lo <= rho <= hi, else 0). "mask" and "band" keep the caller's denominator (equation 6).
-      threshold: The bound C > 0, or (lo, hi) with 0 <= lo <= hi for "band".
+      threshold: The bound C > 0, or (lo, hi) with 0 <= lo <= hi for "band". Another one, or an unknown level or mode,
+        raises ValueError.
       normalize: Whether to divide by the mean weight, over valid tokens (level "token") or over sequences, unless it is
         0.
       sequence_ids: The index of each token's sequence, [b, t] int, or None if each row is one sequence.
       num_sequences: The number of sequences, a static int. It is required exactly with ``sequence_ids``.
 
     Returns:
-      The tuple (weights, stats). The weights are [b, t] float (float64 on the host, float32 on the device), without
-      gradient. They are 0 outside the mask and at tokens that are not finite on either side. A sequence's weight is
-      repeated over its tokens. The stats are scalars over tokens (level "token") or sequences: ``weight_mean`` (before
-      normalizing), ``weight_max``, ``changed_fraction`` (the share of ratios truncated or set to 0),
-      ``effective_sample_size`` (of the weights, a share in 0 .. 1) and ``nonfinite_count``.
-
-    Raises:
-      ValueError: The level or mode is unknown, or the threshold does not fit the mode.
+      The weights, [b, t] float (float64 on the host, float32 on the device), without gradient. They are 0 outside the
+      mask and at tokens that are not finite on either side. A sequence's weight is repeated over its tokens. The second
+      value has scalars over tokens (level "token") or sequences: ``weight_mean`` (before normalizing), ``weight_max``,
+      ``changed_fraction`` (the share of ratios truncated or set to 0), ``effective_sample_size`` (of the weights, a
+      share in 0 .. 1) and ``nonfinite_count``.
     """
     tokens = read_tokens(
         trainer_logprobs, rollout_logprobs, response_mask, sequence_ids=sequence_ids, num_sequences=num_sequences
@@ -96,15 +94,13 @@ def rejection_mask(
       statistic: The test of a sequence. "k3" keeps it if the mean over tokens of exp(lr) - lr - 1 is at most
         ``threshold``. "geometric" keeps it if lo <= exp(mean lr) <= hi. "veto" keeps it if no token's ratio is below
         ``threshold``.
-      threshold: A number above 0, or (lo, hi) for "geometric". The bounds are included.
+      threshold: A number above 0, or (lo, hi) for "geometric", bounds included. Another one, or an unknown statistic,
+        raises ValueError.
       sequence_ids, num_sequences: The sequences of packed rows, as in ``importance_weights``.
 
     Returns:
-      The tuple (mask, stats): the mask, [b, t] in the dtype of ``response_mask``, and the scalars
-      ``rejected_sequence_fraction``, ``rejected_token_fraction`` and ``nonfinite_count``.
-
-    Raises:
-      ValueError: The statistic is unknown, or the threshold does not fit it.
+      The mask, [b, t] in the dtype of ``response_mask``, and the scalars ``rejected_sequence_fraction``,
+      ``rejected_token_fraction`` and ``nonfinite_count``.
     """
     tokens = read_tokens(
         trainer_logprobs, rollout_logprobs, response_mask, sequence_ids=sequence_ids, num_sequences=num_sequences

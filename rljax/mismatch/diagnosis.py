@@ -163,11 +163,8 @@ def split_sum_rise(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
     before). Independent errors of tokens add up like the square root of the length. So the gap falls as responses grow:
     ``per_token`` is then negative, which is not an improvement.
 
-    Args:
-      before, after: The metrics of ``finalize_mismatch`` at the earlier and at the later step.
-
-    Returns:
-      ``rise``, ``length_explained`` and ``per_token`` (nats per sequence). The last two add up to the first.
+    ``before`` and ``after`` are metrics of ``finalize_mismatch``. The results are ``rise``, ``length_explained`` and
+    ``per_token`` (nats per sequence); the last two add up to the first.
     """
     length_before, gap_before = _length_and_gap(before)
     length_after, gap_after = _length_and_gap(after)

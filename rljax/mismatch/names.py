@@ -143,9 +143,7 @@ FRAMEWORKS = tuple(_ROWS)
 def framework_metrics(statistics: Statistics, framework: str) -> dict[str, Any]:
     """Computes the numbers that a framework would log for these tokens: Python floats (numpy leaves) or jax scalars.
 
-    Args:
-      statistics: The statistics from ``mismatch_statistics``, merged or not.
-      framework: The framework, one of FRAMEWORKS. Raises ValueError if it is not in the table.
+    Raises ValueError if the framework is not one of FRAMEWORKS.
     """
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework must be one of {FRAMEWORKS}, got {framework!r}")
