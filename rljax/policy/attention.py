@@ -159,7 +159,8 @@ def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int
 def _why_not_cudnn(device: Any, dtype: Any, head_dim: int) -> str | None:
     if device.platform != "gpu" or not hasattr(device, "compute_capability"):
         return f"needs an NVIDIA GPU, got {device.device_kind}"
-    if _version(device.compute_capability) < _version(CAPABILITY):
+    found, least = (tuple(map(int, text.split("."))) for text in (device.compute_capability, CAPABILITY))
+    if found < least:
         return f"needs compute capability {CAPABILITY}, got {device.compute_capability} ({device.device_kind})"
     if jnp.dtype(dtype).itemsize != 2:
         return f"needs bfloat16 or float16, got {jnp.dtype(dtype)}"
@@ -176,7 +177,3 @@ def _why_not_splash(device: Any, dtype: Any, head_dim: int) -> str | None:
     if head_dim % _LANES:
         return f"needs a head width that is a multiple of {_LANES}, got {head_dim}"
     return None
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(".")))

@@ -57,8 +57,7 @@ class _Blocks(NamedTuple):
 
 
 def _divide(sizes: Array, m: int) -> _Blocks:
-    per_group = m // len(sizes)
-    rows = min(_MOST_ROWS, max(_LEAST_ROWS, 1 << max(0, per_group - 1).bit_length()))
+    rows = min(_MOST_ROWS, max(_LEAST_ROWS, 1 << max(0, m // len(sizes) - 1).bit_length()))
     ends = jnp.cumsum(-(-sizes // rows))
     return _Blocks(rows, ends[-1], ends, jnp.cumsum(sizes) - sizes, sizes)
 

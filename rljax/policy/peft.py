@@ -118,7 +118,6 @@ def _check_config(path: Path, lora: LoraConfig) -> None:
             f"{path}: init_lora_weights = {start!r:.60} is not supported, because it changes the base; save it "
             "with path_initial_model_for_weight_conversion"
         )
-    for key, wanted in (("r", lora.rank), ("lora_alpha", lora.resolved_alpha)):
-        name = "lora.rank" if key == "r" else "lora.alpha"
+    for key, name, wanted in (("r", "lora.rank", lora.rank), ("lora_alpha", "lora.alpha", lora.resolved_alpha)):
         if raw.get(key) != wanted:
             raise ValueError(f"{path}: {key} = {raw.get(key)!r:.60}, but {name} = {wanted:g}")

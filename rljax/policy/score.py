@@ -56,9 +56,8 @@ def packed_logprobs(
     logprobs, entropy = token_logprobs(
         hidden[:, :-1], lm_head_table(params), tokens[:, 1:], temperature=temperature, dtype=lm_head_dtype
     )
-    front = ((0, 0), (1, 0))
     inside = (positions > 0) & (segment_ids > 0)
-    logprobs, entropy = (jnp.where(inside, jnp.pad(values, front), 0.0) for values in (logprobs, entropy))
+    logprobs, entropy = (jnp.where(inside, jnp.pad(x, ((0, 0), (1, 0))), 0.0) for x in (logprobs, entropy))
     return Scores(logprobs, entropy, stats)
 
 
