@@ -18,17 +18,11 @@ from rljax.errors import ConfigError, run_cli
 
 
 class Command(NamedTuple):
-    """A program of the package.
+    """A program of the package."""
 
-    Attributes:
-      module: The module whose ``main`` takes the other words and returns the exit status.
-      summary: One line for ``rljax --help``.
-      options: The name of the module's dataclass of options, for the completion of the shell; empty: it has none.
-    """
-
-    module: str
-    summary: str
-    options: str = "Arguments"
+    module: str  # Its ``main`` takes the other words and returns the exit status.
+    summary: str  # One line for ``rljax --help``.
+    options: str = "Arguments"  # The module's dataclass of options, for the completion of words; empty: it has none.
 
 
 COMMANDS = {
@@ -75,17 +69,12 @@ def load(name: str, command: Command) -> Any:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "rljax"):
             raise
-        raise ConfigError(
-            f"rljax {name} needs the package {missing}, which is not installed: pip install 'rljax[train]'"
-        ) from error
+        remedy = "which is not installed: pip install 'rljax[train]'"
+        raise ConfigError(f"rljax {name} needs the package {missing}, {remedy}") from error
 
 
 def print_completion(shell: str) -> None:
-    """Prints tyro's script that completes the commands and their options in a shell.
-
-    Raises:
-      ConfigError: The shell is not one of ``SHELLS``.
-    """
+    """Prints tyro's script that completes words in a shell. Raises ConfigError if it is not one of ``SHELLS``."""
     if shell not in SHELLS:
         raise ConfigError(f"{COMPLETION}: expected one of {', '.join(SHELLS)}, got {shell or 'nothing'}")
     tyro = load("completion", Command("tyro.extras", ""))
@@ -95,11 +84,7 @@ def print_completion(shell: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one command; returns its exit status.
-
-    Raises:
-      ConfigError: There is no such command, or a package that it needs is not installed.
-    """
+    """Runs one command; returns its exit status. Raises ConfigError if the command, or a package for it, is missing."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0 if argv else 2

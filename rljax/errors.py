@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-# A caller's mistakes.
-
 
 class ConfigError(ValueError):
     """A mistake of the caller. The message is one printable line; the middle of a very long one is cut out."""
@@ -33,8 +31,7 @@ class ConfigError(ValueError):
 def caller_errors(*more: type[Exception]) -> Iterator[None]:
     """Turns a ``ValueError``, ``OSError``, ``ServerError`` or one of ``more`` into a ``ConfigError``.
 
-    Use it around the part of a program that checks its arguments and opens its inputs. An error there is the caller's
-    mistake. Do not use it around the work itself.
+    Use it where a program checks its arguments and opens its inputs, never around the work itself.
     """
     caught: tuple[type[Exception], ...] = (ValueError, ServerError, *more)
     try:
@@ -45,9 +42,6 @@ def caller_errors(*more: type[Exception]) -> Iterator[None]:
         raise ConfigError(f"{error.filename}: {error.strerror}" if error.filename else error) from error
     except caught as error:
         raise ConfigError(error) from error
-
-
-# A server's failures.
 
 
 class ServerError(RuntimeError):
@@ -86,10 +80,7 @@ class ServerFailedError(RuntimeError):
     """The server ended or did not become healthy in time. The message ends with the tail of its log."""
 
 
-# What stops a run.
-
-START_AGAIN_STATUS = 75
-"""Exit status (EX_TEMPFAIL) of a run that lost another of its processes. The same command continues the run."""
+START_AGAIN_STATUS = 75  # EX_TEMPFAIL: a run lost another of its processes, and the same command continues it
 
 
 class StartAgainError(RuntimeError):
@@ -123,10 +114,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def full_disk_errors() -> Iterator[None]:
-    """Turns a ``NotWrittenError``, or an ``OSError`` of a full disk or quota, into a ``ConfigError``.
-
-    Use it around the work itself. Every other error keeps its traceback.
-    """
+    """Turns a ``NotWrittenError``, or an ``OSError`` of a full disk or quota, into a ``ConfigError``; others pass."""
     try:
         yield
     except NotWrittenError as error:
@@ -138,20 +126,15 @@ def full_disk_errors() -> Iterator[None]:
             raise
 
 
-# Exit statuses.
-
-
 def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Runs the ``main`` of a program and returns the exit status.
 
-    A ``ConfigError`` or ``StartAgainError`` becomes one line ``error: ...`` on stderr. The status is 2 or
+    A ``ConfigError`` or ``StartAgainError`` becomes one line ``error: ...`` on stderr, with status 2 or
     ``START_AGAIN_STATUS``. An interrupt gives status 130. If the reader of standard output has closed it, as ``head``
-    does, the program ends silently with status 141. Every other error keeps its traceback, a plain ``ValueError``
-    included: deep in a run it is a bug. Mark the places where it is the caller's mistake with ``caller_errors``.
+    does, the program ends silently with status 141. Every other error keeps its traceback. A plain ``ValueError`` is
+    one of them, because deep in a run it is a bug.
 
-    Args:
-      main: A function from the list of arguments to the exit status.
-      argv: The arguments. None: ``sys.argv[1:]``.
+    The arguments are ``argv``, or ``sys.argv[1:]``.
     """
     try:
         status = main(sys.argv[1:] if argv is None else argv)
@@ -168,7 +151,7 @@ def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
 
 
 def _reader_left() -> bool:
-    """Whether nobody reads standard output any more, as after ``| head``."""
+    """Returns whether nobody reads standard output any more, as after ``| head``."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -193,9 +176,6 @@ def print_end(error: BaseException) -> None:
         traceback.print_exception(error)
 
 
-# Checks of fields and texts.
-
-
 def check_choice(name: str, value: Any, choices: Any) -> None:
     """Raises ValueError unless ``value`` is one of the values of ``choices``, a ``Literal``."""
     if value not in get_args(choices):
@@ -211,24 +191,24 @@ def check_choices(config: Any) -> None:
 
 def check_at_least(config: Any, least: int, *names: str) -> None:
     """Raises ValueError if one of the fields is below ``least`` or NaN."""
-    for name in names:
-        if not getattr(config, name) >= least:
-            wanted = f"be at least {least}" if least else "not be negative"
-            raise ValueError(f"{name} must {wanted}, got {getattr(config, name)}")
+    wanted = f"be at least {least}" if least else "not be negative"
+    _check_each(config, names, lambda value: value >= least, wanted)
 
 
 def check_positive(config: Any, *names: str) -> None:
     """Raises ValueError unless the fields are above 0. They may be infinite."""
-    for name in names:
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+    _check_each(config, names, lambda value: value > 0, "be positive")
 
 
 def check_finite(config: Any, *names: str) -> None:
     """Raises ValueError unless the fields are finite and not negative."""
+    _check_each(config, names, lambda value: 0.0 <= value < float("inf"), "be finite and not negative")
+
+
+def _check_each(config: Any, names: Sequence[str], is_right: Callable[[Any], bool], wanted: str) -> None:
     for name in names:
-        if not 0.0 <= getattr(config, name) < float("inf"):
-            raise ValueError(f"{name} must be finite and not negative, got {getattr(config, name)}")
+        if not is_right(getattr(config, name)):
+            raise ValueError(f"{name} must {wanted}, got {getattr(config, name)}")
 
 
 @contextmanager
@@ -241,11 +221,7 @@ def naming(where: object) -> Iterator[None]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text.
-
-    Raises:
-      ValueError: The text is not UTF-8, is not JSON, or is nested too deeply.
-    """
+    """Returns the value of a JSON text. Raises ValueError if it is not UTF-8 or not JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except UnicodeDecodeError as error:

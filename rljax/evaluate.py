@@ -37,9 +37,9 @@ from rljax.run.config_file import load_config
 from rljax.run.directory import recorded_config
 from rljax.run.evaluation import summarize_scores
 from rljax.run.sampling import Sampler, Scored
-from rljax.run.weights import load_merged
+from rljax.run.training import load_merged, wanted_state
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.state import TrainState, abstract_state, make_optimizer
+from rljax.trainer.state import TrainState
 
 LONGEST_RESPONSE = 8192
 
@@ -105,32 +105,20 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy on disk.
-
-    Attributes:
-      config: The shape of the policy.
-      hf_path: The Hugging Face directory with its tokenizer.
-      run: The run directory with its weights; None: the weights are in ``hf_path``.
-      step: The step of the checkpoint.
-      folder: The folder of the run directory that holds the checkpoint.
-    """
+    """A policy on disk."""
 
     config: PolicyConfig
-    hf_path: str
-    run: Path | None = None
-    step: int | None = None
-    folder: str = "checkpoints"
+    hf_path: str  # the Hugging Face directory with its tokenizer
+    run: Path | None = None  # the run directory with its weights; None: the weights are in ``hf_path``
+    step: int | None = None  # of the checkpoint
+    folder: str = "checkpoints"  # the folder of the run directory that holds the checkpoint
 
     def load(self, mesh: Mesh) -> Any:
-        """Returns the parameters on the mesh: float32, or with merged adapters as a run with ``lora`` publishes them.
-
-        Raises:
-          ValueError: The parameters cannot be read.
-        """
+        """Returns the parameters on the mesh: float32, or merged adapters. Raises ValueError if they cannot be read."""
         if self.run is None:
             return load_params(self.hf_path, self.config, param_shardings(self.config, mesh))
         merged = load_merged(self.settings(), self.config, mesh)
-        params = self.load_trained(mesh)
+        params = self.load_state(mesh).params
         return params if merged is None else merged(params)
 
     def stops(self, end: int) -> tuple[int, ...]:
@@ -143,29 +131,20 @@ class Policy:
         settings = recorded_config(self.run)
         return dataclasses.replace(settings, model=dataclasses.replace(settings.model, path=self.hf_path))
 
-    def load_trained(self, mesh: Mesh) -> Any:
-        """Returns the trained parameters, float32: all weights, or adapters. Raises ValueError when unreadable."""
-        return self.load_state(mesh).params
-
     def load_state(self, mesh: Mesh) -> TrainState:
-        """Returns the state of its run on the mesh, the optimizer included. Raises ValueError when unreadable."""
+        """Returns the state of its run on the mesh, the optimizer included. Raises ValueError if it cannot be read."""
         assert self.run is not None
         assert self.step is not None
-        settings = self.settings()
-        dynamic = settings.precision.compute_dtype == "float16"
-        tx = make_optimizer(settings.optimizer)
-        wanted = abstract_state(self.config, tx, mesh, dynamic_scale=dynamic, lora=settings.lora)
         folder = Checkpointer(self.run / self.folder, read_only=True)
         with contextlib.closing(folder) as checkpointer, caller_errors(RuntimeError):
-            state: TrainState = checkpointer.restore(self.step, wanted)[0]
+            state: TrainState = checkpointer.restore(self.step, wanted_state(self.settings(), self.config, mesh))[0]
             return state
 
 
 def find_policy(path: str | Path, *, step: int | None = None, best: bool = False) -> Policy:
     """Returns the policy at ``path``: a Hugging Face directory, a run directory, or a checkpoint folder in one.
 
-    Raises:
-      ValueError: The path is none of these, or has no such checkpoint.
+    Raises ValueError if the path is none of these, or has no such checkpoint.
     """
     path = Path(path)
     if path.name.isdecimal() and (path.parents[1] / "config.yaml").is_file():
@@ -193,20 +172,13 @@ def find_policy(path: str | Path, *, step: int | None = None, best: bool = False
 def open_engine(
     policy: Policy, rollout: RolloutConfig, *, prompt_tokens: int, response_tokens: int
 ) -> Iterator[RolloutEngine]:
-    """Opens an engine that holds the policy.
+    """Opens an engine (jax, vllm or sglang) that holds the policy, for prompts and responses of these lengths.
 
     Servers of a Hugging Face directory are used as they are; the weights of a run are published to its servers.
-
-    Args:
-      policy: The policy to sample from.
-      rollout: The engine (jax, vllm or sglang), its servers and its dtype.
-      prompt_tokens: The length of the longest prompt (tokens).
-      response_tokens: The length of the longest response (tokens).
     """
-    made: RolloutEngine
     with caller_errors():
         if rollout.engine in SERVED and policy.run is None:
-            made = connect(rollout.urls, kind=rollout.engine, api_key_file=rollout.api_key_file)
+            made: RolloutEngine = connect(rollout.urls, kind=rollout.engine, api_key_file=rollout.api_key_file)
         else:
             mesh = make_mesh(MeshConfig(), jax.devices()[:1] if rollout.engine in SERVED else None)
             params = policy.load(mesh)
@@ -226,14 +198,10 @@ def in_batches(problems: Sequence[Problem], size: int) -> Iterator[tuple[int, li
 def response_limit(wanted: int | None, policy: PolicyConfig, prompt_tokens: int) -> int:
     """Returns the longest response (tokens). Raises ValueError when ``wanted`` does not fit the model's positions."""
     room = policy.max_position_embeddings - prompt_tokens
-    if wanted is None:
-        return min(LONGEST_RESPONSE, room)
-    if wanted > room:
-        raise ValueError(
-            f"max_response_tokens = {wanted} and the longest prompt, {prompt_tokens} tokens, are more than the model's "
-            f"{policy.max_position_embeddings} positions"
-        )
-    return wanted
+    if wanted is not None and wanted > room:
+        have = f"more than the model's {policy.max_position_embeddings} positions"
+        raise ValueError(f"max_response_tokens = {wanted} and the longest prompt, {prompt_tokens} tokens, are {have}")
+    return min(LONGEST_RESPONSE, room) if wanted is None else wanted
 
 
 def main(argv: Sequence[str]) -> int:
@@ -247,16 +215,14 @@ def main(argv: Sequence[str]) -> int:
         ((name, problems),) = evaluation_datasets([arguments.dataset], data, tokenizer).items()
         prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
         toy = TOYS.get(arguments.dataset)
-        wanted = arguments.max_response_tokens
-        if wanted is None and toy:
-            wanted = toy.max_response_tokens
+        toy_limit, toy_reward = (toy.max_response_tokens, toy.reward) if toy else (None, FILE_REWARD)
+        wanted = toy_limit if arguments.max_response_tokens is None else arguments.max_response_tokens
         limit = response_limit(wanted, policy.config, prompt_tokens)
-        function = arguments.reward or (toy.reward if toy else FILE_REWARD)
+        function = arguments.reward or toy_reward
         pool = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
     sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
-    rollout = RolloutConfig(
-        engine=arguments.engine, urls=arguments.urls, api_key_file=arguments.api_key_file, dtype=arguments.dtype
-    )
+    names = ("engine", "urls", "api_key_file", "dtype")
+    rollout = RolloutConfig(**{name: getattr(arguments, name) for name in names})
     at_once = arguments.batch_size if arguments.engine == "jax" else len(problems)
     scored: list[Scored] = []
     total = len(problems) * arguments.n
@@ -287,16 +253,9 @@ def write_responses(path: Path, problems: Sequence[Problem], scored: Sequence[Sc
     with path.open("w", encoding="utf-8") as out:
         for one in sorted(scored, key=lambda one: one.place):
             index, sample = one.place
-            line = {
-                "problem": index,
-                "sample": sample,
-                "prompt": problems[index]["prompt"],
-                "answer": problems[index]["answer"],
-                "response": one.text,
-                "reward": one.reward,
-                "response_length": one.response.length,
-                "truncated": one.response.truncated,
-            }
+            problem = {"prompt": problems[index]["prompt"], "answer": problems[index]["answer"]}
+            line = {"problem": index, "sample": sample, **problem, "response": one.text, "reward": one.reward}
+            line |= {"response_length": one.response.length, "truncated": one.response.truncated}
             out.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

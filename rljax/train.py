@@ -14,56 +14,37 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
-from jax.sharding import Mesh
-
-from rljax.data.tokenizer import Tokenizer, load_tokenizer
+from rljax.data.tokenizer import load_tokenizer
 from rljax.distributed.acts import follow as follow_acts
 from rljax.distributed.files import write_whole
 from rljax.distributed.ownership import Ownership
 from rljax.distributed.processes import Processes, ProcessOptions, start_processes, unused_gpus
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
-from rljax.plan.compile import compile_step, describe, report
 from rljax.plan.dry_run import check_shapes, dry_run
-from rljax.plan.machines import parse_machine
-from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.policy.hub import model_directory
 from rljax.policy.kernels import choose_kernels
 from rljax.record.rows import format_summary, summarize, write_summary
 from rljax.record.writers import Recorder
 from rljax.rollout.build import check_engine
-from rljax.run.acts import FollowerState, Restore, Step
-from rljax.run.build import (
-    build,
-    load_problems,
-    look_at_data,
-    make_acts,
-    make_checkpointer,
-    make_run_engine,
-    make_save,
-    starting_point,
-)
-from rljax.run.config import Config, RunConfig
+from rljax.run.acts import Restore, make_shared_engine
+from rljax.run.build import Inputs, load_problems, look_at_data
+from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
-from rljax.run.logs import log_file, send_output_to
 from rljax.run.loop import train
 from rljax.run.stop import StopRequest
-from rljax.run.training import make_trainer, starting_state
-from rljax.run.uploads import start_from_store, uploading
-from rljax.run.weights import check_offload
+from rljax.run.store import start_from_store, uploading
+from rljax.run.training import check_offload
 from rljax.sharding import make_mesh
-
-log = logging.getLogger(__name__)
 
 PROG = "rljax train"
 DRY_RUN = "--dry-run"
@@ -91,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
         if options.dry_run:
             describe_run(config, options)
             return 0
-    with start_processes(process_options(config.run)) as processes:
+    given = config.run
+    limits = {"heartbeat_s": given.heartbeat_s, "stuck_s": given.stuck_s}
+    with start_processes(ProcessOptions(given.processes, given.process_id, given.coordinator, **limits)) as processes:
         if not processes.is_leader:
             status = follow(config, processes)
         else:
@@ -114,14 +97,7 @@ class Options:
 
 
 def own_options(argv: Sequence[str]) -> tuple[list[str], Options]:
-    """Separates the options of this program from the other words.
-
-    Returns:
-      The other words, and the options.
-
-    Raises:
-      ConfigError: An option lacks its value, or the option that it belongs to.
-    """
+    """Returns the other words, and the options of this program. Raises ConfigError if they are not complete."""
     words: list[str] = []
     found: dict[str, str] = {}
     waiting = iter(argv)
@@ -144,15 +120,15 @@ def own_options(argv: Sequence[str]) -> tuple[list[str], Options]:
 def describe_run(config: Config, options: Options) -> None:
     """Prints the dry run and, with ``--compile``, the memory and the work of the compiled step.
 
-    Raises:
-      OSError: A file cannot be written.
-      ValueError: The configuration does not fit the model or the machine.
+    Raises OSError or ValueError if a file cannot be written, or the configuration does not fit model or machine.
     """
     if options.compile is None:
         print(dry_run(config))
         return
-    machine = parse_machine(options.compile)
-    compiled = compile_step(config, machine)
+    from rljax.plan.compile import compile_step, describe, report  # only ``--compile`` needs them
+    from rljax.plan.machines import parse_machine
+
+    compiled = compile_step(config, parse_machine(options.compile))
     if options.hlo:
         Path(options.hlo).write_text(compiled.text)
     found = report(compiled)
@@ -162,23 +138,7 @@ def describe_run(config: Config, options: Options) -> None:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
 
 
-class RunInputs(NamedTuple):
-    """The inputs of a run, which every process reads for itself.
-
-    Attributes:
-      config: The configuration, with the local directory of the model.
-      policy: The shape of the policy.
-      tokenizer: The tokenizer of the policy.
-      mesh: The mesh of the trainer.
-    """
-
-    config: Config
-    policy: PolicyConfig
-    tokenizer: Tokenizer
-    mesh: Mesh
-
-
-def read_inputs(config: Config) -> RunInputs:
+def read_inputs(config: Config) -> Inputs:
     """Reads the inputs of a run. Raises ConfigError if model, tokenizer and devices do not fit together."""
     with caller_errors():
         model = dataclasses.replace(config.model, path=model_directory(config.model.path))
@@ -187,7 +147,7 @@ def read_inputs(config: Config) -> RunInputs:
         tokenizer = load_tokenizer(config.model.path)
         mesh = make_mesh(config.mesh)
         if line := unused_gpus(sum(device.platform == "gpu" for device in mesh.local_devices)):
-            log.warning(line)
+            logging.getLogger(__name__).warning(line)
         if len(tokenizer) > policy.vocab_size:
             sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
             raise ConfigError(f"{config.model.path}: {sizes}")
@@ -195,53 +155,42 @@ def read_inputs(config: Config) -> RunInputs:
         check_offload(config, mesh)
         # This call refuses kernels that the devices lack.
         choose_kernels(config.policy, policy, config.precision.compute_dtype, mesh)
-    return RunInputs(config, policy, tokenizer, mesh)
+    return Inputs(config, policy, tokenizer, mesh)
 
 
 def follow(config: Config, processes: Processes) -> int:
     """Does the part of a process other than 0 in every act of process 0; returns the exit status of the run."""
-    output = log_file(Path(config.run.dir), processes.index)
     with processes.reported_signals(), contextlib.ExitStack() as at_end:
-        with Restore(processes).wait(lambda: send_output_to(output)):
-            config, policy, _, mesh = read_inputs(config)
-            with caller_errors():
-                save = make_save(config, processes)
-                trainer = make_trainer(config, policy, mesh)
-            state, _ = starting_state(config, policy, mesh, save)
-            acts = make_acts(config, policy, mesh, processes, at_end)
-        acts += [Step(processes, trainer.update), save]
-        return follow_acts(processes, acts, FollowerState(state, trainer.weights))
+        acts, local = Restore(processes, at_end).join(Path(config.run.dir), lambda: read_inputs(config))
+        return follow_acts(processes, acts, local)
 
 
 def run(config: Config, owner: Ownership, processes: Processes) -> int:
     """Trains in the run directory, which this process owns; returns the exit status."""
     run_dir = Path(config.run.dir)
-    config, policy, tokenizer, mesh = read_inputs(config)
+    inputs = read_inputs(config)
+    config = inputs.config
     stop = StopRequest(config.run.grace_s, processes)
     with caller_errors():
-        problems = load_problems(config, tokenizer)
+        problems = load_problems(config, inputs.tokenizer)
         store = start_from_store(config, run_dir, stop)
         prepare_directory(config, run_dir)
         looked = look_at_data(config, problems)
-        engine = make_run_engine(config, policy, mesh, stop, processes)
+        engine = make_shared_engine(inputs, stop, processes)
     with full_disk_errors(), contextlib.ExitStack() as stack:
         stack.callback(engine.close)
-        with Restore(processes).lead(), caller_errors():
-            checkpointer = make_checkpointer(config, processes)
-            stack.callback(checkpointer.close)
-            parts = build(config, policy, tokenizer, mesh, engine, checkpointer, problems, stop, processes)
-            stack.callback(parts.rewards.close)
-            state, progress = starting_point(parts, mesh)
+        parts, state, progress = Restore(processes, stack).start(inputs, engine, problems, stop)
         with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)
         stack.callback(recorder.close)
         write_config(config, run_dir)
         if looked:
             write_whole(run_dir / "data.txt", looked + "\n")
-        with stop, uploading(store, config, owner, stop):
+        parts.check_owner = functools.partial(check_owner, owner)
+        with stop, uploading(store, config, parts.check_owner, stop):
             last_row = next(reversed(recorded_rows(run_dir)), None)
             try:
-                train(parts, state, progress, OwnedRecord(recorder, owner), last_row)
+                train(parts, state, progress, recorder, last_row)
             except OwnedError as error:
                 raise ConfigError(error) from error
     with full_disk_errors(), writing(run_dir):
@@ -255,29 +204,6 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
         print(f"{done}; the same command goes on from there", file=sys.stderr)
         return 128 + stop.signal
     return 0
-
-
-class OwnedRecord:
-    """The record of a run, which is written only while this process owns the run directory."""
-
-    def __init__(self, recorder: Recorder, owner: Ownership) -> None:
-        """Wraps ``recorder``; ``owner`` is the claim of this process."""
-        self._recorder, self._owner = recorder, owner
-
-    def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray]) -> None:
-        """Records the next step. Raises OwnedError if another process took the directory over."""
-        check_owner(self._owner)
-        self._recorder.write(row, histograms)
-
-    def sync(self) -> None:
-        """Waits until every row is on the disk. Raises OwnedError if another process took the directory over."""
-        check_owner(self._owner)
-        self._recorder.sync()
-
-
-def process_options(config: RunConfig) -> ProcessOptions:
-    """Returns the options of the processes from the settings ``run``."""
-    return ProcessOptions(config.processes, config.process_id, config.coordinator, config.heartbeat_s, config.stuck_s)
 
 
 def write_config(config: Config, run_dir: Path) -> None:

@@ -23,9 +23,8 @@ import rljax
 from rljax.errors import ConfigError
 from rljax.policy.hub import packaged
 from rljax.run.config import Config
-from rljax.run.config_file import config_to_yaml, resolve, suggest
+from rljax.run.config_file import config_to_yaml, dotted, resolve, shown, suggest
 from rljax.run.options import field_texts
-from rljax.run.yaml_file import dotted, shown
 
 PROG = "rljax config"
 SHOW = "--show"

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
             lora = policy.settings().lora
             if not lora.rank:
                 raise ConfigError(f"{arguments.run} trained all weights: it has no adapters")
-            save_adapters(arguments.out, policy.load_trained(mesh), policy.config, lora, policy.hf_path)
+            save_adapters(arguments.out, policy.load_state(mesh).params, policy.config, lora, policy.hf_path)
             print(f"wrote the adapters of step {policy.step} of {policy.run} to {arguments.out}")
             return 0
         params = policy.load(mesh)

@@ -20,8 +20,7 @@ from rljax.policy.kernels import check_experts
 from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
 from rljax.run.config import Config
-from rljax.run.training import batch_shape, has_separate_forward, max_version_lag
-from rljax.run.weights import is_offloaded
+from rljax.run.training import batch_shape, has_separate_forward, is_offloaded, max_version_lag
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
 from rljax.trainer.state import abstract_state, make_optimizer
 

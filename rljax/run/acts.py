@@ -1,4 +1,4 @@
-"""The acts of a training run on several processes: restore, step, publish, generate, and save.
+"""The acts of a training run on several processes: restore, step, engine, publish, and save.
 
 The leading side of each act has the interface of the part that it stands for (``Update``, ``RolloutEngine``,
 ``Checkpointer``), so the loop does not know how many processes there are. The run ends with ``Processes.end``.
@@ -18,29 +18,35 @@ import numpy as np
 from rljax.distributed.acts import Act, gather_results, to_the_end, values_of
 from rljax.distributed.messages import Request, ragged, vectors_of
 from rljax.distributed.processes import PACK, SAVE, UPDATE, Processes
+from rljax.errors import caller_errors
+from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
-from rljax.rollout.build import PolicyFunctions
+from rljax.rollout.build import PolicyFunctions, policy_functions
 from rljax.rollout.engine import RolloutEngine, Samples
-from rljax.rollout.types import Response, SamplingParams
+from rljax.rollout.types import SERVED, Response, SamplingParams
+from rljax.run.build import Inputs, Problems, build, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
+from rljax.run.config import Config
+from rljax.run.directory import send_output_to_log
+from rljax.run.sampling import sequence_arrays, sequences_of
+from rljax.run.step import Progress, RunParts
+from rljax.run.stop import StopRequest
+from rljax.run.training import make_trainer, starting_state
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
+from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum
+from rljax.weights.outlets import make_part_writer
 from rljax.weights.writer import Kind, PartsSummary, PartWriter, WrittenFiles, merge_summaries, merge_written
 
 
 @dataclass
 class FollowerState:
-    """The training state of a process other than 0.
+    """The training state of a process other than 0."""
 
-    Attributes:
-      state: The shards of the newest state that this process holds.
-      weights: A function that makes the policy of the state's parameters, which engines sample from.
-    """
-
-    state: TrainState
-    weights: Callable[[Params], Params] = lambda params: params
+    state: TrainState  # the shards of the newest state that this process holds
+    weights: Callable[[Params], Params] = lambda params: params  # makes the policy that engines sample from
 
     def params(self) -> Params:
         """Returns this process's shards of the newest policy."""
@@ -48,24 +54,50 @@ class FollowerState:
 
 
 class Restore(Act[None]):
-    """The start of a run: all processes open the checkpoints, build the trainer and read the state to start from.
-
-    Both sides do so in a block: process 0 in the block of ``lead``, every other process in the block of ``wait``.
-    """
+    """The start of a run: all processes open the checkpoints, build the trainer and read the state to start from."""
 
     name = "restore"
 
-    @contextlib.contextmanager
-    def wait(self, begin: Callable[[], object]) -> Iterator[None]:
-        """Waits until process 0 owns the run directory; this process does its side in the block.
+    def __init__(self, processes: Processes, at_end: contextlib.ExitStack) -> None:
+        """Opens nothing yet; ``at_end`` will close what the act opens."""
+        super().__init__(processes)
+        self._at_end = at_end
 
-        Args:
-          begin: A function that is called when process 0 has announced the start.
+    def start(
+        self, inputs: Inputs, engine: RolloutEngine, problems: Problems, stop: StopRequest
+    ) -> tuple[RunParts, TrainState, Progress]:
+        """Builds the parts of the run, and returns them with the state and the counters at which it starts.
+
+        Process 0 calls it. It raises what ``starting_point`` raises, and ConfigError if the parts cannot be built.
+        """
+        with self.lead(), caller_errors():
+            checkpointer = Save(self.processes, inputs.config)
+            self._at_end.callback(checkpointer.close)
+            parts = build(*inputs, engine, checkpointer, problems, stop)
+            self._at_end.callback(parts.rewards.close)
+            if self.processes.count > 1:
+                parts.update = Step(self.processes, parts.update)
+            return parts, *starting_point(parts, inputs.mesh)
+
+    def join(self, run_dir: Path, read_inputs: Callable[[], Inputs]) -> tuple[list[Act[FollowerState]], FollowerState]:
+        """Waits until process 0 starts, and starts with it; returns the acts to follow and the objects that they use.
+
+        Every other process calls it. From then on all that it prints goes to its log file in the run directory.
         """
         self.processes.listen()
-        begin()
+        send_output_to_log(run_dir, self.processes.index)
         with self.processes.following():
-            yield
+            config, policy, _, mesh = read_inputs()
+            with caller_errors():
+                save, trainer = Save(self.processes, config), make_trainer(config, policy, mesh)
+            state, _ = starting_state(config, policy, mesh, save)
+            if config.rollout.engine in SERVED:
+                engine: PublishToServers | SharedEngine = make_publish(config, policy, self.processes)
+            else:
+                engine = SharedEngine(self.processes, make_run_engine(config, policy, mesh, StopRequest()))
+            self._at_end.callback(engine.close)
+        acts: list[Act[FollowerState]] = [engine, Step(self.processes, trainer.update), save]
+        return acts, FollowerState(state, trainer.weights)
 
 
 class Step(Act[FollowerState]):
@@ -122,35 +154,23 @@ class Step(Act[FollowerState]):
         return updated, self.processes.compare()
 
 
-class PublishToEngine(Act[FollowerState]):
-    """The publish to an embedded engine."""
+class SharedEngine(Act[FollowerState]):
+    """An embedded engine on the devices of all processes. Process 0 uses it as a ``RolloutEngine``."""
 
-    name = "publish"
+    name = "engine"
 
     def __init__(self, processes: Processes, engine: RolloutEngine) -> None:
         """Wraps the engine of this process, which samples on the mesh of all processes."""
         super().__init__(processes)
         self._engine = engine
+
+    def prepare(self, params: Any, policy_version: int) -> None:
+        """Does nothing: the embedded engine has nothing to prepare."""
 
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """Publishes the shards of every process to the engine of that process; returns the metrics of process 0."""
-        with self.lead(fields={"version": policy_version}):
+        with self.lead("publish", {"version": policy_version}):
             return self._engine.publish(params, policy_version)
-
-    def follow(self, request: Request, local: FollowerState) -> None:
-        """Publishes the shards of this process to its engine."""
-        self._engine.publish(local.params(), request.fields["version"])
-
-
-class Generate(Act[FollowerState]):
-    """The sampling of an embedded engine, for training and for evaluation."""
-
-    name = "generate"
-
-    def __init__(self, processes: Processes, engine: RolloutEngine) -> None:
-        """Wraps the engine of this process, which samples on the mesh of all processes."""
-        super().__init__(processes)
-        self._engine = engine
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples the responses. If the caller stops early, the remaining ones are sampled all the same."""
@@ -158,7 +178,7 @@ class Generate(Act[FollowerState]):
 
         def responses() -> Iterator[Response]:
             fields = {"n": n, "sampling": vars(sampling), "seed": seed}
-            with self.lead(fields=fields, arrays=ragged("prompts", prompts)):
+            with self.lead("generate", fields, ragged("prompts", prompts)):
                 samples = self._engine.generate(prompts, n, sampling, seed=seed)
                 try:
                     yield from to_the_end(samples.responses)
@@ -167,43 +187,21 @@ class Generate(Act[FollowerState]):
 
         return Samples(responses(), metrics)
 
+    def close(self) -> None:
+        """Releases the resources of the engine of process 0."""
+        self._engine.close()
+
     def follow(self, request: Request, local: FollowerState) -> None:
-        """Samples the same responses and drops them."""
+        """Publishes the shards of this process to its engine, or samples the same responses and drops them."""
         fields = request.fields
+        if request.part == "publish":
+            self._engine.publish(local.params(), fields["version"])
+            return
         stops = tuple(fields["sampling"]["stop_token_ids"])
         sampling = SamplingParams(**(fields["sampling"] | {"stop_token_ids": stops}))
         prompts = vectors_of("prompts", request.arrays)
         for _ in self._engine.generate(prompts, fields["n"], sampling, seed=fields["seed"]):
             pass
-
-
-class SharedEngine:
-    """A RolloutEngine of process 0 that samples on the devices of all processes.
-
-    Attributes:
-      acts: The acts of the engine, which the other processes follow.
-    """
-
-    def __init__(self, processes: Processes, engine: RolloutEngine) -> None:
-        """Wraps the engine of this process, which samples on the mesh of all processes."""
-        self._engine = engine
-        self._publish, self._generate = PublishToEngine(processes, engine), Generate(processes, engine)
-        self.acts: list[Act[FollowerState]] = [self._publish, self._generate]
-
-    def prepare(self, params: Any, policy_version: int) -> None:
-        """Does nothing: the embedded engine has nothing to prepare."""
-
-    def publish(self, params: Any, policy_version: int) -> dict[str, float]:
-        """Makes ``params`` the policy of all later samples, in every process; returns the metrics of process 0."""
-        return self._publish.publish(params, policy_version)
-
-    def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples the responses, which all processes do together."""
-        return self._generate.generate(prompts, n, sampling, seed=seed)
-
-    def close(self) -> None:
-        """Releases the resources of the engine of process 0."""
-        self._engine.close()
 
 
 class PublishToServers(Act[FollowerState]):
@@ -216,20 +214,15 @@ class PublishToServers(Act[FollowerState]):
     name = "publish"
 
     def __init__(self, processes: Processes, functions: PolicyFunctions, parts: PartWriter | None) -> None:
-        """Prepares the act.
-
-        Args:
-          processes: The processes of the run.
-          functions: The functions that compute from the shards of this process.
-          parts: The writer of this process's files; None where process 0 gathers and writes whole tensors.
-        """
+        """Takes the functions of this process's shards, and its writer; None: process 0 gathers and writes all."""
         super().__init__(processes)
-        self._functions, self._parts = functions, parts
+        self._functions = functions
+        self._files: Any = parts
 
     def functions(self) -> PolicyFunctions:
         """Returns the functions for the engine of process 0; each of them computes in all processes."""
         own_parts = self._functions.parts
-        if self._parts is None:
+        if self._files is None:
             return PolicyFunctions(self.tensors, self.checksums, self.score, own_parts)
         return PolicyFunctions(lambda params: params, self.checksums, self.score, own_parts, writer=self)
 
@@ -251,13 +244,13 @@ class PublishToServers(Act[FollowerState]):
     def collect(self, tensors: Any, directory: Path) -> PartsSummary:
         """Copies the parts of the next version to the memory of the process that holds them."""
         with self.lead("collect"):
-            results = self._collect(tensors)
+            results = self._gather(self._files.collect, tensors)
         return merge_summaries(values_of(results, PartsSummary))
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
         """Writes the collected parts or their changes, each process its own. Raises OSError if one process cannot."""
         with self.lead("write", {"kind": kind, "directory": str(directory)}):
-            results = self._write(kind, directory)
+            results = self._gather(self._files.write, kind, directory)
         written = merge_written(values_of(results, WrittenFiles))
         self._files.wait(directory, written)
         return written
@@ -286,24 +279,21 @@ class PublishToServers(Act[FollowerState]):
             case "score":
                 self._functions.score(local.params(), vectors_of("sequences", request.arrays))
             case "collect":
-                self._collect(local.params())
+                self._gather(self._files.collect, local.params())
             case "write":
-                self._write(fields["kind"], Path(fields["directory"]))
+                self._gather(self._files.write, fields["kind"], Path(fields["directory"]))
             case "forget":
                 self._files.forget(Path(fields["directory"]))
             case "keep":
                 self._files.keep_only(fields["names"])
 
-    @property
-    def _files(self) -> PartWriter:
-        assert self._parts is not None
-        return self._parts
+    def close(self) -> None:
+        """Ends the serving of the files of this process."""
+        if self._files is not None:
+            self._files.close()
 
-    def _collect(self, params: Any) -> list[dict[str, Any]]:
-        return gather_results(self.processes, lambda: self._files.collect(params))
-
-    def _write(self, kind: Kind, directory: Path) -> list[dict[str, Any]]:
-        return gather_results(self.processes, functools.partial(self._files.write, kind, directory))
+    def _gather(self, work: Callable[..., Any], *arguments: Any) -> list[dict[str, Any]]:
+        return gather_results(self.processes, functools.partial(work, *arguments))
 
 
 class Save(Act[FollowerState], Checkpointer):
@@ -311,10 +301,10 @@ class Save(Act[FollowerState], Checkpointer):
 
     name = "save"
 
-    def __init__(self, processes: Processes, directory: Path, *, keep: int) -> None:
-        """Opens ``directory``. All processes do so at the same time."""
+    def __init__(self, processes: Processes, config: Config) -> None:
+        """Opens the checkpoints in the run directory. All processes do so at the same time."""
         Act.__init__(self, processes)
-        Checkpointer.__init__(self, directory, keep=keep)
+        Checkpointer.__init__(self, Path(config.run.dir) / "checkpoints", keep=config.checkpoint.keep)
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Starts saving the newest step, in every process."""
@@ -343,30 +333,34 @@ class Save(Act[FollowerState], Checkpointer):
             super().close()
 
 
-# ---- the sequences of a step as arrays ---------------------------------------------------------------------------
-
-_VECTORS = ("prompt", "response", "rollout_logprobs", "staleness")
+# ---- the engine of several processes ---------------------------------------------------------------------------------
 
 
-def sequence_arrays(sequences: Sequence[TrainSequence]) -> dict[str, np.ndarray]:
-    """Returns the sequences of a step as arrays by name, with every bit kept."""
-    arrays: dict[str, np.ndarray] = {
-        "advantage": np.asarray([sequence.advantage for sequence in sequences], np.float64),
-        "in_loss": np.asarray([sequence.in_loss for sequence in sequences], np.bool_),
-    }
-    for name in _VECTORS:
-        arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
-    if sequences and sequences[0].routes is not None:
-        arrays |= ragged("routes", [s.routes for s in sequences if s.routes is not None])
-    return arrays
+def make_shared_engine(inputs: Inputs, stop: StopRequest, processes: Processes) -> RolloutEngine:
+    """Builds the engine of process 0, on the devices of all processes. It raises what ``make_run_engine`` raises."""
+    config, policy, _, mesh = inputs
+    if processes.count == 1:
+        return make_run_engine(config, policy, mesh, stop)
+    if config.rollout.engine in SERVED:
+        return make_run_engine(config, policy, mesh, stop, make_publish(config, policy, processes).functions())
+    if config.rollout.max_staleness:
+        raise ValueError("rollout.max_staleness: the embedded engine of several processes samples in turn; give 0")
+    return SharedEngine(processes, make_run_engine(config, policy, mesh, stop))
 
 
-def sequences_of(arrays: Mapping[str, np.ndarray]) -> list[TrainSequence]:
-    """Returns the sequences that ``sequence_arrays`` packed."""
-    prompts, responses, logprobs, staleness = (vectors_of(name, arrays) for name in _VECTORS)
-    advantages, in_loss = arrays["advantage"].tolist(), arrays["in_loss"].tolist()
-    sequences = list(map(TrainSequence, prompts, responses, logprobs, advantages, in_loss, staleness))
-    if "routes" not in arrays:
-        return sequences
-    routes = vectors_of("routes", arrays)
-    return [sequence._replace(routes=each) for sequence, each in zip(sequences, routes, strict=True)]
+def make_publish(config: Config, policy: PolicyConfig, processes: Processes) -> PublishToServers:
+    """Makes the publish of several processes. Raises ConfigError if its files cannot be kept, or cannot be served."""
+    functions, publish = policy_functions(policy, config.rollout.dtype), config.publish
+    if publish.store == "shared":
+        return PublishToServers(processes, functions, None)
+    parts = make_part_writer(
+        functions.parts,
+        publish.store,
+        config.rollout.transfer_dir,
+        host=publish.host,
+        port=publish.port,
+        api_key_file=find_key_file(config.rollout.api_key_file),
+        index=processes.index,
+        coordinator=processes.coordinator,
+    )
+    return PublishToServers(processes, functions, parts)

@@ -27,14 +27,11 @@ from rljax.distributed.processes import is_of_devices
 from rljax.errors import NotWrittenError, StartAgainError, check_at_least
 from rljax.run.fingerprint import array_checksums, array_forms, json_checksum
 
-BEST = "best"
-"""The folder of the run directory for the best step."""
-DAMAGED = "damaged"
-"""The folder of the run directory for damaged checkpoints."""
-ACCURACY = "best_accuracy"
-"""The key of the accuracy in the host state of the best step."""
+BEST = "best"  # the folder of the run directory for the best step
+DAMAGED = "damaged"  # the folder of the run directory for damaged checkpoints
+ACCURACY = "best_accuracy"  # the key of the accuracy in the host state of the best step
+# The keys of a host state on disk for the checksums of the arrays, and for the checksum of everything else in it.
 ARRAYS, SELF = "array_checksums", "sha256"
-"""The keys of a host state on disk for the checksums of the arrays, and for the checksum of everything else in it."""
 
 # These words stand in an error when a whole checkpoint cannot be read just now.
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE")
@@ -81,10 +78,7 @@ class Checkpointer:
     def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False):
         """Opens the directory, makes it if it is missing, and deletes incomplete checkpoints in it.
 
-        Args:
-          directory: The directory of the checkpoints.
-          keep: The number of newest checkpoints to keep.
-          read_only: Whether nothing in the directory may change; ``save`` must not be called then.
+        The newest ``keep`` checkpoints are kept. With ``read_only`` nothing changes, and ``save`` must not be called.
         """
         import orbax.checkpoint as ocp  # takes a third of a second, so it is not imported at the start of a command
 
@@ -120,15 +114,8 @@ class Checkpointer:
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Starts a save and returns. The run goes on, and may donate ``state``, while files are written.
 
-        Older checkpoints are deleted once this one is complete.
-
-        Args:
-          step: The last finished step.
-          state: The device state, a pytree of arrays.
-          host: The host state as JSON.
-
-        Raises:
-          NotWrittenError: The checkpoint before this one could not be written.
+        ``host`` is the host state as JSON. Older checkpoints are deleted once this one is complete. Raises
+        NotWrittenError if the checkpoint before this one could not be written.
         """
         self.wait()
         self._clear_incomplete()  # the threads of a failed save may write after its error
@@ -143,18 +130,9 @@ class Checkpointer:
             self._manager.save(step, args=args.Composite(state=args.StandardSave(frozen), host=args.JsonSave(content)))
 
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
-        """Saves into ``best/`` beside this directory if no accuracy there is as high.
+        """Saves into ``best/`` beside this directory if no accuracy there is as high; returns whether it did.
 
         A run that continues from a step before the best one keeps that checkpoint until a better one is found.
-
-        Args:
-          step: The last finished step.
-          accuracy: The accuracy of the step; larger is better.
-          state: The device state, a pytree of arrays.
-          host: The host state as JSON.
-
-        Returns:
-          True if the step is saved.
         """
         if self._best is None:
             self._best = Checkpointer(self._directory.with_name(BEST), keep=1)
@@ -219,17 +197,10 @@ class Checkpointer:
     def restore_newest(
         self, abstract_state: Any, load_host: Callable[[dict[str, Any]], object] = lambda host: None
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Reads the newest checkpoint that is whole.
+        """Reads the newest checkpoint that is whole, as ``restore`` does; returns None if there is no checkpoint.
 
         Each damaged checkpoint after it is named in a line on stderr and moved to ``damaged/<step>`` of the run
         directory.
-
-        Args:
-          abstract_state: The form of the state: a ``jax.ShapeDtypeStruct`` with a sharding at each leaf.
-          load_host: A function that is called with the host state of each checkpoint that is tried, newest first.
-
-        Returns:
-          The device state and the host state. None: there is no checkpoint.
 
         Raises:
           RuntimeError: The state has another form; or all checkpoints are damaged, and nothing is moved.
@@ -293,11 +264,7 @@ class Checkpointer:
         raise self._damaged(step, what)
 
     def _read_host(self, step: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Reads and checks the host state.
-
-        Returns:
-          The host state, and the checksums of the arrays ({} if the checkpoint has none).
-        """
+        """Reads and checks the host state; returns it and the checksums of the arrays, {} if there are none."""
         host = self._read(step, "host", self._ocp.args.JsonRestore())
         if not isinstance(host, dict):
             raise self._damaged(step, "its host state is no object")
@@ -323,10 +290,7 @@ class Checkpointer:
         self._manager.reload()
 
     def _start_again_without(self, step: int, error: DamagedCheckpointError) -> NoReturn:
-        """Moves the damaged newest checkpoint aside and raises StartAgainError.
-
-        The processes read different shards, so only some of them may find the damage; a new start makes them agree.
-        """
+        """Moves the damaged newest checkpoint aside; other processes may not find the damage, so all start again."""
         self._set_aside(step, error)
         raise StartAgainError(f"{error}; it is moved away, and the same command goes on from the one before") from error
 
@@ -360,11 +324,8 @@ def _one_line(error: Exception) -> str:
 
 
 def _kept(array: jax.Array) -> jax.Array:
-    """Returns an array that orbax may read while it writes, even when a step donates ``array``.
-
-    From an accelerator orbax copies the array to the host before its ``save`` returns, so no second state is needed
-    there. On a CPU its copy is a view of the array's own memory, so the array is copied here.
-    """
+    """Returns an array that orbax may read while it writes, even when a step donates ``array``."""
+    # From an accelerator orbax copies it to the host before its ``save`` returns; on a CPU its copy is only a view.
     return jnp.copy(array) if any(device.platform == "cpu" for device in array.devices()) else array
 
 

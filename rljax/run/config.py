@@ -151,11 +151,9 @@ class Config:
     guard: GuardConfig = field(default_factory=GuardConfig)
 
     def __post_init__(self) -> None:
-        if self.data.batch_size % self.loss.mini_batches:
-            raise ValueError(
-                f"data.batch_size = {self.data.batch_size} does not divide into loss.mini_batches = "
-                f"{self.loss.mini_batches}"
-            )
+        size, parts = self.data.batch_size, self.loss.mini_batches
+        if size % parts:
+            raise ValueError(f"data.batch_size = {size} does not divide into loss.mini_batches = {parts}")
         correction = self.correction.resolved()
         if self.loss.old_logprobs == "rollout" and correction.level != "none":
             raise ValueError(
@@ -172,7 +170,6 @@ class Config:
                 f"publish.store = {self.publish.store} is for servers: rollout.engine must be vllm or sglang, got "
                 f"{self.rollout.engine}"
             )
-
         if self.publish.in_place and (self.rollout.engine != "vllm" or self.rollout.colocated):
             raise ValueError("publish.in_place is for rollout.engine = vllm without rollout.colocated")
 

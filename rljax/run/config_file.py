@@ -1,8 +1,9 @@
 """Builds a configuration, a tree of frozen dataclasses, from its defaults, a YAML file and the command line.
 
 PyYAML reads the file, tyro reads the options, and pydantic checks the merged values and builds the dataclasses. So a
-mistake gives the same single line wherever it was written. ``__post_init__`` runs on the merged values only: a file may
-be valid only together with an option. Every field of the dataclasses has a default.
+mistake gives the same single line wherever it was written. Scalars are read as YAML 1.2 does. In a file the line
+``base: OTHER.yaml``, relative to it, names another file whose values the file overrides. ``__post_init__`` runs on the
+merged values only: a file may be valid only together with an option. Every field of the dataclasses has a default.
 """
 
 from __future__ import annotations
@@ -13,23 +14,28 @@ import difflib
 import functools
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import pydantic
+import yaml
 
 from rljax.errors import ConfigError
 from rljax.policy.hub import CONFIGS, packaged
-from rljax.run.yaml_file import BASE, Names, Places, dotted, laid_over, read_yaml, shown, to_yaml
 
 T = TypeVar("T")
+Names = tuple[str, ...]  # the keys that lead from the root of the settings to a value
+Places = dict[Names, str]  # the place at which each value was written, as ``FILE:LINE`` or ``command line``
 
 COMMAND_LINE = "command line"
 HELP = {"-h", "--help"}
 ALL = "all"
-SIMILAR = 0.7
-"""The least likeness of a known key to an unknown one for which it is suggested (1: equal)."""
+SIMILAR = 0.7  # the least likeness of a known key to an unknown one for which it is suggested (1: equal)
+BASE = "base"
+MAX_VALUES = 100_000  # the largest number of values in a file when its aliases are written out
+MAX_SHOWN = 80  # the longest value quoted in an error (characters)
 
 
 def load_config(
@@ -71,19 +77,9 @@ def load_config(
 
 
 def resolve(root: type[T], file: str | None, words: Sequence[str], *, prog: str) -> tuple[T, Places]:
-    """Builds ``root`` from a file and options.
+    """Builds ``root`` from a file and the options ``--a.b value``; ``file`` is a name for ``find_config``, or None.
 
-    Args:
-      root: The dataclass of the configuration.
-      file: The name of a YAML file, or of a configuration that the package carries; None: the defaults alone.
-      words: The options ``--a.b value``.
-      prog: The words by which the program is called.
-
-    Returns:
-      The configuration, and the place of each value that is not a default.
-
-    Raises:
-      ConfigError: Anything is wrong with the file, the options or the values.
+    Returns the configuration, and the place of each value that is not a default. Raises as ``load_config``.
     """
     defaults, values, places = _read_file(root, file)
     values, option_places = _over_options(root, values, words, prog)
@@ -96,11 +92,7 @@ def resolve(root: type[T], file: str | None, words: Sequence[str], *, prog: str)
 
 
 def find_config(name: str) -> Path:
-    """Returns the file that a name means: the file itself, or else a configuration that the package carries.
-
-    Raises:
-      ConfigError: There is neither. The message suggests a configuration of the package with a similar name.
-    """
+    """Returns the file of this name, or else a configuration in the package. Raises ConfigError if there is neither."""
     if os.path.isfile(name):
         return Path(name)
     inside = packaged(name)
@@ -116,15 +108,14 @@ def find_config(name: str) -> Path:
 
 def config_to_yaml(config: Any) -> str:
     """Returns a configuration, defaults included, as YAML that ``load_config`` reads back to an equal value."""
-    return to_yaml(dataclasses.asdict(config))
+    values = dataclasses.asdict(config)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=110)
 
 
 def suggest(path: str, defaults: dict[str, Any]) -> str:
     """Returns the end of a line about an unknown key: the known key most like it, or the keys of its section.
 
-    Args:
-      path: The dotted path of the unknown key.
-      defaults: The known keys with their values, as nested dictionaries.
+    The key is a dotted path, and the known keys have their default values in nested dictionaries.
     """
     section, _, name = path.rpartition(".")
     known = dict(dotted(defaults))
@@ -142,20 +133,38 @@ def suggest(path: str, defaults: dict[str, Any]) -> str:
     return f"known keys: {', '.join(siblings or defaults)}"
 
 
-# --- the file and the values ------------------------------------------------------------------------------------------
+def laid_over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``base`` with ``values`` in their place, section by section."""
+    merged = dict(base)
+    for key, value in values.items():
+        below = base.get(key)
+        merged[key] = laid_over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted path, value) of every key of nested settings, sections included."""
+    for key, value in values.items():
+        yield prefix + key, value
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{key}.")
+
+
+def shown(value: Any) -> str:
+    """Returns a value as an error quotes it: JSON of at most ``MAX_SHOWN`` characters."""
+    text = "nothing" if value == [] else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
 def _read_file(root: type, file: str | None) -> tuple[dict[str, Any], dict[str, Any], Places]:
-    """Returns the defaults, the values of the file over them, and the places of the latter.
+    """Returns the defaults, the values of the file over them, and the places of the latter; refuses wrong types.
 
-    Raises:
-      ConfigError: A value of the file has a wrong type. What ``__post_init__`` refuses is left to the end, because an
-        option may mend it.
+    What ``__post_init__`` refuses is left to the end, because an option may mend it.
     """
     defaults = dataclasses.asdict(root())
     if file is None:
         return defaults, dict(defaults), {}
-    written, places = read_yaml(find_config(file), BASE not in defaults)
+    written, places = _read_yaml(find_config(file), BASE not in defaults)
     values = laid_over(defaults, written)
     try:
         _validate(_checker(root), values)
@@ -180,9 +189,6 @@ def _validate(checker: pydantic.TypeAdapter[T], value: Any) -> T:
 def _at(values: dict[str, Any], names: Names) -> Any:
     """Returns the value to which the names lead."""
     return functools.reduce(dict.__getitem__, names, values)
-
-
-# --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 def _refuse(errors: Sequence[Any], defaults: dict[str, Any], values: dict[str, Any], places: Places) -> NoReturn:
@@ -221,15 +227,8 @@ def _names(location: Sequence[str | int], values: Any) -> Names:
     return tuple(names)
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
-
-
 def _over_options(root: type, values: dict[str, Any], words: Sequence[str], prog: str) -> tuple[dict[str, Any], Places]:
-    """Returns the values with the options' values in their place, and the places of the options.
-
-    Raises:
-      ConfigError: A word is no option.
-    """
+    """Returns the values with the options' values in their place, and the places of the options."""
     if not words:
         return values, {}
     from rljax.run.options import read_options  # tyro takes a tenth of a second
@@ -237,8 +236,9 @@ def _over_options(root: type, values: dict[str, Any], words: Sequence[str], prog
     merged, unknown = read_options(root, _unchecked(root(), values), words, prog)
     if unknown:
         _refuse_word(unknown[0], values)
-    before, after = (dict(_leaves(json.loads(json.dumps(one)))) for one in (values, merged))
-    return merged, {names: COMMAND_LINE for names, value in after.items() if value != before[names]}
+    before, after = (dict(dotted(json.loads(json.dumps(one)))) for one in (values, merged))
+    changed = [key for key, value in after.items() if not isinstance(value, dict) and value != before[key]]
+    return merged, {tuple(key.split(".")): COMMAND_LINE for key in changed}
 
 
 def _refuse_word(word: str, values: dict[str, Any]) -> NoReturn:
@@ -250,15 +250,6 @@ def _refuse_word(word: str, values: dict[str, Any]) -> NoReturn:
     if path in dict(dotted(values)):
         raise ConfigError(f"{COMMAND_LINE}: {path} is a section: set its keys, as in --{name}.KEY VALUE")
     raise ConfigError(f"{COMMAND_LINE}: unknown key {path}; {suggest(path, values)}")
-
-
-def _leaves(values: dict[str, Any], above: Names = ()) -> Iterator[tuple[Names, Any]]:
-    """Yields (names, value) of every value that is no section."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*above, key))
-        else:
-            yield (*above, key), value
 
 
 def _unchecked(template: Any, values: dict[str, Any]) -> Any:
@@ -278,8 +269,97 @@ def _print_help(
 
     _, values, _ = _read_file(root, file)
     if common is not None and ALL not in words:
-        count = sum(1 for _ in _leaves(values))
+        count = sum(not isinstance(value, dict) for _, value in dotted(values))
         description += f"\n\nThese are the {len(common)} options that most runs set. --help all prints all {count}, "
         description += "and rljax config KEY explains one."
         print_help(root, _unchecked(root(), values), prog, description, common)
     print_help(root, _unchecked(root(), values), prog, description)
+
+
+def _read_yaml(file: Path, may_have_base: bool, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Places]:
+    """Reads a file over its base; ``above`` are the files that named this one."""
+    places: Places = {}
+    values = _read_document(file, places)
+    if not isinstance(values, dict):
+        got = "an empty file" if values is None else shown(values)
+        raise ConfigError(f"{file}: expected a mapping, got {got}")
+    if not may_have_base or BASE not in values:
+        return values, places
+    name, where = values.pop(BASE), places[BASE,]
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where}: {BASE}: expected the name of a file, got {shown(name)}")
+    base, chain = file.parent / name, (*above, file.resolve())
+    if base.resolve() in chain:
+        raise ConfigError(f"{where}: {BASE}: {base} leads back to itself")
+    if not base.is_file():
+        raise ConfigError(f"{where}: {BASE}: {base} does not exist")
+    below, its_places = _read_yaml(base, may_have_base, chain)
+    return laid_over(below, values), its_places | places
+
+
+def _read_document(file: Path, places: Places) -> Any:
+    """Returns the one document of a file as plain values, and adds the place of each key to ``places``."""
+    try:
+        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
+        if _written_out(node, {}) > MAX_VALUES:
+            raise ValueError(f"its aliases repeat values more than {MAX_VALUES} times")
+        _find_keys(node, file, (), places)
+        document = None if node is None else _Loader("").construct_document(node)
+        return json.loads(json.dumps(document, default=str, ensure_ascii=False).encode())
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {problem}") from error
+    except UnicodeError as error:  # an escape such as "\ud800" ends here, too
+        raise ConfigError(f"{file}: not valid YAML: text that is not UTF-8") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: not valid YAML: nested too deeply, or a value inside itself") from error
+    except (LookupError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{file}: not valid YAML: a value that is not of its tag (!!bool, !!timestamp)") from error
+    except ValueError as error:  # a malformed number, or a value inside itself
+        raise ConfigError(f"{file}: not valid YAML: {error}") from error
+
+
+def _written_out(node: Any, known: dict[int, int]) -> int:
+    """Returns the number of values in a node when its aliases are written out; ``known`` has numbers by node ``id``."""
+    if id(node) not in known:
+        known[id(node)] = 0  # a node inside itself adds nothing
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        below = (part for one in inner for part in (one if isinstance(one, tuple) else (one,)))
+        known[id(node)] = 1 + sum(_written_out(part, known) for part in below)
+    return known[id(node)]
+
+
+def _find_keys(node: yaml.Node | None, file: Path, names: Names, places: Places) -> None:
+    """Adds the place of each key of a mapping. Raises YAMLError for a key that is written twice."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        inner = (*names, str(key.value))
+        if inner in places:
+            raise yaml.MarkedYAMLError(problem=f"duplicate key {'.'.join(inner)}", problem_mark=key.start_mark)
+        places[inner] = f"{file}:{key.start_mark.line + 1}"
+        _find_keys(value, file, inner, places)
+
+
+# The plain scalars that are more than strings, by the core schema of YAML 1.2.
+_SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+_RESOLVERS = {None: [(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{form})\\Z")) for name, form in _SCALARS.items()]}
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader that reads scalars as YAML 1.2 does: 1e-4 is a number; yes, off, 010, dates and 1:30 are strings."""
+
+    yaml_implicit_resolvers = _RESOLVERS
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper that quotes exactly the strings that ``_Loader`` would read as something else."""
+
+    yaml_implicit_resolvers = _RESOLVERS

@@ -1,9 +1,10 @@
-"""The run directory before a run starts: who owns it, what it holds, and whether this run may continue from it."""
+"""The run directory: who owns it, what it holds, whether a run may continue from it, and the logs of its processes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,11 +15,9 @@ from rljax.distributed.ownership import Ownership, claim, read
 from rljax.errors import ConfigError, OwnedError, caller_errors
 from rljax.record.rows import Row, read_rows
 from rljax.run.config import Config
-from rljax.run.config_file import load_config
-from rljax.run.yaml_file import dotted
+from rljax.run.config_file import dotted, load_config
 
-OWNER = "owner.json"
-"""The file of a run directory that names the process that trains there."""
+OWNER = "owner.json"  # the file of a run directory that names the process that trains there
 
 # Settings that may change when a run is continued, because they do not change the meaning of a row.
 MAY_DIFFER = (
@@ -44,11 +43,7 @@ FORK_MAY_DIFFER = (
 def own_directory(run_dir: Path) -> Iterator[Ownership]:
     """Makes the run directory and claims it for this process; a new one that is empty at the end is removed.
 
-    A dead owner that the directory had before is named on stderr.
-
-    Raises:
-      OwnedError: Another process trains there; the message names it.
-      OSError: The directory cannot be written.
+    A dead owner that the directory had before is named on stderr. Raises OwnedError if another process trains there.
     """
     is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -75,10 +70,8 @@ def check_owner(owner: Ownership) -> None:
 def prepare_directory(config: Config, run_dir: Path) -> None:
     """Checks the run in the directory, and copies the run that ``run.resume`` or ``run.fork`` names.
 
-    A line says from which step the run continues, if recorded steps are run again.
-
-    Raises:
-      ConfigError: The run there may not, or cannot, be continued with these settings.
+    A line says from which step the run continues, if recorded steps are run again. Raises ConfigError if the run there
+    may not, or cannot, be continued with these settings.
     """
     recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
     holds_run = bool(recorded or saved)
@@ -90,14 +83,25 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
     if holds_run:
         check_same_run(config, run_dir)
     elif config.run.fork or resume not in ("auto", "never"):
-        source, step = fork_point(config.run.fork) if config.run.fork else (Path(resume), None)
+        source, step = _fork_point(config.run.fork) if config.run.fork else (Path(resume), None)
         check_same_run(config, source, may_differ=FORK_MAY_DIFFER if step else ())
-        copy_run(source, run_dir, step)
+        _copy_run(source, run_dir, step)
         recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
     if not saved and recorded >= config.run.steps:
         raise ConfigError(f"{run_dir} holds {recorded} rows and no checkpoint to go on from; give another run.dir")
     if recorded > max(saved, default=0):
         print(f"going on from step {max(saved, default=0)}; {recorded} were recorded, those after it are run again")
+
+
+def send_output_to_log(run_dir: Path, process: int) -> None:
+    """Appends all that this process, not process 0, and its libraries print from now on to a log in the directory."""
+    path = run_dir / "logs" / f"process_{process}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
 
 
 def recorded_config(run_dir: Path) -> Config:
@@ -118,12 +122,8 @@ def saved_steps(run_dir: Path) -> list[int]:
     return sorted(int(name) for name in names if name == str(int(name)))
 
 
-def fork_point(fork: str) -> tuple[Path, int]:
-    """Returns the run directory and the step that ``run.fork`` names.
-
-    Raises:
-      ConfigError: The path is not a checkpoint of a run.
-    """
+def _fork_point(fork: str) -> tuple[Path, int]:
+    """Returns the run directory and the step that ``run.fork`` names."""
     path = Path(fork)
     run_dir = path.parents[1] if path.parent.name == "checkpoints" else path
     steps = saved_steps(run_dir)
@@ -132,14 +132,8 @@ def fork_point(fork: str) -> tuple[Path, int]:
     return run_dir, int(path.name)
 
 
-def copy_run(source: Path, run_dir: Path, step: int | None = None) -> None:
-    """Copies rows and checkpoints of a run; an interrupted copy does not count as a run.
-
-    Args:
-      source: The directory of the other run.
-      run_dir: The directory of this run.
-      step: The step whose checkpoint alone is copied. None: all checkpoints are.
-    """
+def _copy_run(source: Path, run_dir: Path, step: int | None) -> None:
+    """Copies rows and one checkpoint, or all, of another run; an interrupted copy does not count as a run."""
     run_dir.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     inside = "" if step is None else str(step)
@@ -153,11 +147,8 @@ def copy_run(source: Path, run_dir: Path, step: int | None = None) -> None:
 def check_same_run(config: Config, run_dir: Path, url: str = "", may_differ: tuple[str, ...] = ()) -> None:
     """Raises ConfigError if the run in a directory was made with other settings that may not change.
 
-    Args:
-      config: The configuration of this run.
-      run_dir: The directory of the other run, or of its copy.
-      url: The URL of the copy, for the message. Empty: it is no copy.
-      may_differ: The keys, or beginnings of keys, that may change besides ``MAY_DIFFER``.
+    The message names ``url`` where the directory is a copy from there. The keys that begin with one of ``may_differ``
+    may change, too.
     """
     if not (run_dir / "config.yaml").exists():
         return

@@ -15,8 +15,7 @@ from rljax.run.config import EvalConfig
 from rljax.run.sampling import Sampler, Scored
 from rljax.run.timers import Timers
 
-SOLVED = 0.5
-"""The reward above which a response solves its problem, for pass@k."""
+SOLVED = 0.5  # the reward above which a response solves its problem, for pass@k
 
 
 class Evaluation:
@@ -28,14 +27,7 @@ class Evaluation:
     def __init__(
         self, config: EvalConfig, steps: int, sampler: Sampler, datasets: Mapping[str, Sequence[Problem]]
     ) -> None:
-        """Evaluates nothing yet.
-
-        Args:
-          config: The settings of evaluation.
-          steps: The last step of the run, which is evaluated in any case.
-          sampler: The sampler with the settings of evaluation.
-          datasets: The problems of each dataset by its name. Empty: nothing is ever evaluated.
-        """
+        """Evaluates nothing yet; ``steps`` is the last step, and ``datasets`` has the problems of each by its name."""
         self._config, self._steps, self._sampler, self._datasets = config, steps, sampler, datasets
 
     def is_due(self, step: int) -> bool:
@@ -44,23 +36,16 @@ class Evaluation:
         return bool(self._datasets) and every > 0 and (step % every == 0 or step == self._steps)
 
     def at_start(self, step: int, timers: Timers) -> Row:
-        """Evaluates the policy before step 1, where ``eval.at_start`` asks for it.
-
-        Returns:
-          ``eval/<dataset>/..._at_start``; {} if no evaluation is due.
-        """
+        """Returns ``eval/<dataset>/..._at_start`` of the policy before step 1 if ``eval.at_start`` is set, or {}."""
         if step != 1 or not self._config.at_start or not self._datasets:
             return {}
         with timers.phase("eval_at_start"):
             return {f"{key}_at_start": value for key, value in self.evaluate().items()}
 
     def after(self, step: int, timers: Timers) -> Row:
-        """Evaluates the policy after ``step`` if that is due.
+        """Returns ``eval/<dataset>/...`` of the policy after ``step``; {} if no evaluation is due, or it is given up.
 
         When the run is asked to stop, the evaluation alone is given up, with a line on stderr.
-
-        Returns:
-          ``eval/<dataset>/...``; {} if no evaluation is due, or if it was given up.
         """
         if not self.is_due(step):
             return {}
@@ -72,16 +57,10 @@ class Evaluation:
             return {}
 
     def evaluate(self) -> Row:
-        """Evaluates the policy on all datasets.
+        """Returns ``eval/<dataset>/...`` of the policy that the engine holds, on all datasets.
 
-        The seed is the same each time, so that two evaluations differ only by the policy.
-
-        Returns:
-          ``eval/<dataset>/...``.
-
-        Raises:
-          RuntimeError: The engine is broken.
-          StoppedWaitingError: The run was asked to stop, and sampling is given up.
+        The seed is the same each time, so that two evaluations differ only by the policy. Raises as
+        ``RolloutEngine.generate``.
         """
         row: Row = {}
         for name, problems in self._datasets.items():
@@ -96,12 +75,8 @@ class Evaluation:
 def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] = ()) -> dict[str, float]:
     """Computes the accuracy (avg@n: the mean reward) and other means of scored responses.
 
-    pass@k is the mean over problems of the chance that at least one of k responses, chosen from the n, solves it.
-
-    Args:
-      scored: The n responses to each problem, in any order.
-      n: The number of responses to each problem.
-      pass_k: The values of k, each at most n.
+    There are ``n`` responses to each problem, in any order. pass@k is the mean over problems of the chance that one or
+    more of k responses, chosen from the n, solve it.
 
     Returns:
       ``accuracy``, ``response_length`` (tokens), ``truncated_fraction`` and each ``pass@k``.
@@ -118,15 +93,9 @@ def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] 
 
 
 def pass_at_k(n: int, solved: int, k: int) -> float:
-    """Computes the unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """Computes the unbiased estimate 1 - C(n - c, k) / C(n, k), where c of n responses are ``solved``.
 
-    Args:
-      n: The number of responses to a problem.
-      solved: The number c of them that solve it.
-      k: The number of responses that are drawn from the n.
-
-    Raises:
-      ValueError: The arguments do not satisfy 1 <= k <= n and 0 <= solved <= n.
+    Source: Chen et al. 2021, arXiv 2107.03374, eq. 1. Raises ValueError unless 1 <= k <= n and 0 <= solved <= n.
     """
     if not 1 <= k <= n or not 0 <= solved <= n:
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= solved <= n, got k = {k}, n = {n}, solved = {solved}")

@@ -1,7 +1,8 @@
-"""Checksums of arrays on their devices, and of JSON."""
+"""Checksums of arrays on their devices and of JSON, and what a checkpoint says of the run that it was taken of."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rljax.policy.config import PolicyConfig
 from rljax.sharding import fetch, on_devices
 from rljax.weights.sums import mixed
 
@@ -25,28 +27,16 @@ def array_checksums(tree: Any) -> dict[str, str]:
     Returns:
       The dtype, shape and checksum of each array by tree path, such as ``float32[2, 3] 0123456789abcdef``.
     """
-    leaves = jax.tree.leaves_with_path(tree)
-    sums = {path: fetch(_sums(on_devices(leaf))) for path, leaf in leaves}
-    return {tree_path(path): f"{array_form(leaf)} {sums[path][0]:08x}{sums[path][1]:08x}" for path, leaf in leaves}
+    sums = [fetch(_sums(on_devices(leaf))) for leaf in jax.tree.leaves(tree)]
+    forms = array_forms(tree).items()
+    return {path: f"{form} {first:08x}{second:08x}" for (path, form), (first, second) in zip(forms, sums, strict=True)}
 
 
 def array_forms(tree: Any) -> dict[str, str]:
-    """Returns dtype and shape of each leaf by tree path, the beginning of an ``array_checksums`` text.
-
-    Args:
-      tree: A pytree of arrays or ``jax.ShapeDtypeStruct``.
-    """
-    return {tree_path(path): array_form(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
-def tree_path(path: tuple[Any, ...]) -> str:
-    """Returns a tree path as text, such as ``params/layers/mlp/gate``."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def array_form(leaf: Any) -> str:
-    """Returns dtype and shape as text, such as ``float32[2, 3]``."""
-    return f"{leaf.dtype}{list(leaf.shape)}"
+    """Returns dtype and shape of each leaf, an array or ``jax.ShapeDtypeStruct``, by path such as ``params/gate``."""
+    leaves = jax.tree.leaves_with_path(tree)
+    texts = {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): text for path, text in texts.items()}
 
 
 def json_checksum(value: Any) -> str:
@@ -67,3 +57,33 @@ def _sums(x: jax.Array) -> jax.Array:
     return jnp.stack(
         [jnp.sum(jax.lax.bitcast_convert_type(each, jnp.uint32), dtype=jnp.uint32) for each in mixed(placed)]
     )
+
+
+def policy_record(policy: PolicyConfig) -> dict[str, Any]:
+    """Returns the policy's shape as JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(policy)))
+
+
+def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> None:
+    """Raises ValueError if a checkpoint's ``policy_record`` is not that of ``policy``, which was read at ``path``."""
+    now = policy_record(policy)
+    differing = [f"{key} ({recorded.get(key)} there, {now[key]} now)" for key in now if recorded.get(key) != now[key]]
+    if differing:
+        raise ValueError(f"the checkpoint is of another model than {path}: {', '.join(differing)}")
+
+
+def check_fingerprints(recorded: dict[str, str], now: dict[str, str], names: dict[str, str]) -> None:
+    """Raises ValueError if the frozen weights or the training problems differ from those of the checkpoint.
+
+    They are named ``reference``, ``base`` and ``problems``, and their files in ``names``. An older rljax saved none.
+    """
+    model = "has other weights than before: give the model that the run began with as model.path"
+    faults = {
+        "reference": f"the reference policy of loss.kl {model}",
+        "base": f"the frozen model under the adapters {model}",
+        "problems": "the training problems or their order are not those before: put back the data that the run began "
+        "with",
+    }
+    for kind, fault in faults.items():
+        if kind in recorded and kind in now and recorded[kind] != now[kind]:
+            raise ValueError(f"{names[kind]}: {fault}, or give another run.dir")

@@ -20,15 +20,7 @@ OCCASIONAL = ("eval/", "mismatch_position/", "mismatch_entropy/", "mismatch_stal
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule ``metric > bound`` (or ``<``) on several rows in a row.
-
-    Attributes:
-      text: The rule as the configuration has it.
-      metric: The key of the metric.
-      above: Whether the rule is true above the bound; otherwise it is true below.
-      bound: The bound.
-      steps: The number of rows in a row.
-    """
+    """The rule ``metric > bound`` (above) or ``metric < bound`` on ``steps`` rows in a row; ``text`` is as written."""
 
     text: str
     metric: str
@@ -36,13 +28,15 @@ class Rule:
     bound: float
     steps: int
 
+    def is_beyond(self, value: Any) -> bool:
+        """Returns whether a value is beyond the bound; one that is not a number is."""
+        if value is None or math.isnan(value):
+            return True
+        return value > self.bound if self.above else value < self.bound
+
 
 def parse_rule(text: str) -> Rule:
-    """Reads ``METRIC > NUMBER`` or ``METRIC < NUMBER``, and optionally ``for STEPS``.
-
-    Raises:
-      ValueError: The text has another form.
-    """
+    """Reads ``METRIC > NUMBER`` or ``METRIC < NUMBER``, and optionally ``for STEPS``. Raises ValueError otherwise."""
     match = _RULE.fullmatch(text)
     if match is None:
         raise ValueError(f"a guard reads 'METRIC > NUMBER' or 'METRIC > NUMBER for STEPS', got {text!r}")
@@ -78,26 +72,21 @@ class Guard:
         self._streaks: dict[str, int] = {}
 
     def check(self, row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Checks the row of the next step.
+        """Returns a line for each warn rule that the next row makes true, and for each stop rule that is true.
 
-        Returns:
-          A line for each warn rule that has just become true, and a line for each stop rule that is true.
-
-        Raises:
-          ValueError: A rule names a metric that no row has.
+        Raises ValueError if a rule names a metric that no row has.
         """
         warnings, stops = [], []
         for rule, is_stop in self._rules:
             if rule.metric not in row and not rule.metric.startswith(OCCASIONAL):
                 raise ValueError(f"guard: {unknown_metric(rule.metric, row)}")
             value = row.get(rule.metric)
-            beyond = rule.metric in row and _is_beyond(rule, value)
+            beyond = rule.metric in row and rule.is_beyond(value)
             streak = self._streaks.get(rule.text, 0) + 1 if beyond else 0
             # A metric that only some rows have keeps its streak in the rows without it.
             self._streaks[rule.text] = streak if rule.metric in row else self._streaks.get(rule.text, 0)
-            line = (
-                f"step {row['step']}: {rule.metric} = {value if value is None else format(value, '.4g')} ({rule.text})"
-            )
+            shown = value if value is None else f"{value:.4g}"
+            line = f"step {row['step']}: {rule.metric} = {shown} ({rule.text})"
             if is_stop and streak >= rule.steps:
                 stops.append(line)
             elif not is_stop and streak == rule.steps:
@@ -114,20 +103,10 @@ class Guard:
 
 
 class SkippedUpdates:
-    """The count of updates that were skipped in a row because their gradients were not finite.
-
-    Attributes:
-      in_a_row: The number of them up to the last step; 0 once a step has applied an update.
-      since_step: The step of the first of them.
-    """
+    """The count ``in_a_row`` of skipped updates whose gradients were not finite, the first at ``since_step``."""
 
     def __init__(self, max_in_a_row: int, updates_per_step: int):
-        """Starts at 0.
-
-        Args:
-          max_in_a_row: The number at which the run ends. 0: no limit.
-          updates_per_step: The number of updates that a step makes.
-        """
+        """Starts at 0; the run ends at ``max_in_a_row``, and 0 is no limit."""
         self._max, self._per_step = max_in_a_row, updates_per_step
         self.in_a_row = self.since_step = 0
         self._skipped = self._overflows = 0
@@ -165,9 +144,3 @@ def unknown_metric(metric: str, row: Mapping[str, Any]) -> str:
     """Returns the message for a metric that no row has; it names the most similar metric of ``row``."""
     close = difflib.get_close_matches(metric, row, n=1)
     return f"no row has a metric {metric!r}" + (f"; did you mean {close[0]}?" if close else "")
-
-
-def _is_beyond(rule: Rule, value: Any) -> bool:
-    if value is None or math.isnan(value):
-        return True
-    return value > rule.bound if rule.above else value < rule.bound

@@ -9,42 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from rljax.errors import ConfigError, OwnedError, StoppedWaitingError, caller_errors
 from rljax.record.rows import Row
+from rljax.record.writers import Recorder
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.evaluation import mean_accuracy
-from rljax.run.profiling import StepProfiler
-from rljax.run.progress import Progress
-from rljax.run.step import NewestStep, RunParts, is_due, one_step
+from rljax.run.step import NewestStep, Progress, RunParts, is_due, one_step
+from rljax.run.timers import StepProfiler
 from rljax.trainer.state import TrainState
 
 
-class Record(Protocol):
-    """The record of a run, such as ``rljax.record.writers.Recorder``."""
-
-    def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray], /) -> None:
-        """Records the next step. When it raises, the step is not recorded."""
-
-    def sync(self) -> None:
-        """Returns when the recorded rows are on the disk."""
-
-
-def record_step(parts: RunParts, newest: NewestStep, record: Record) -> list[str]:
-    """Records the newest finished step, and shows its row to the guard.
-
-    Returns:
-      The warnings of the guard.
-
-    Raises:
-      ConfigError: A rule of the guard names a metric that no row has. The row is recorded even so.
-    """
+def _record_step(parts: RunParts, newest: NewestStep, record: Recorder) -> list[str]:
+    """Records the newest finished step, and returns the warnings of the guard about its row."""
+    parts.check_owner()
     record.write(newest.row, newest.histograms)
     newest.is_recorded = True
     parts.stop.begin_step(newest.row.get("time/step_s"), parts.checkpointer)
@@ -57,43 +38,40 @@ def record_step(parts: RunParts, newest: NewestStep, record: Record) -> list[str
     return warnings
 
 
-def save(parts: RunParts, newest: NewestStep, record: Record) -> None:
+def _save(parts: RunParts, newest: NewestStep, record: Recorder) -> None:
     """Saves the newest step, once the rows that a resume from it needs are on the disk."""
+    parts.check_owner()
     record.sync()
     parts.checkpointer.save(newest.progress.step, newest.state, newest.host)
 
 
-def save_newest(parts: RunParts, newest: NewestStep, record: Record) -> str:
-    """Records and saves the newest finished step if that was not done, and waits for its files.
-
-    Returns:
-      A line that says what is saved.
-    """
+def _save_newest(parts: RunParts, newest: NewestStep, record: Recorder) -> str:
+    """Records and saves the newest finished step if that was not done, waits for its files, and says what is saved."""
     checkpointer, step = parts.checkpointer, newest.progress.step
     with contextlib.suppress(RuntimeError):  # an older save that failed
         checkpointer.wait()
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(newest.state)):
-        return f"the update that failed had already taken the state of step {step}; {last_checkpoint(checkpointer)}"
+        return f"the update that failed had already taken the state of step {step}; {_last_checkpoint(checkpointer)}"
     if not newest.is_recorded:
         with contextlib.suppress(ConfigError):
-            record_step(parts, newest, record)
+            _record_step(parts, newest, record)
     if not step:
         return "no step was finished"
     if checkpointer.latest_step() != step:
-        save(parts, newest, record)
+        _save(parts, newest, record)
         checkpointer.wait()
     lacks = parts.evaluation.is_due(step) and not any(key.startswith("eval/") for key in newest.row)
     without = ", its row without the evaluation that was due" if lacks else ""
     return f"step {step} is saved{without}; the same command goes on from there"
 
 
-def last_checkpoint(checkpointer: Checkpointer) -> str:
+def _last_checkpoint(checkpointer: Checkpointer) -> str:
     """Says which checkpoint a run can go on from."""
     step = checkpointer.latest_step()
     return "there is no checkpoint" if step is None else f"what remains is the checkpoint of step {step}"
 
 
-def skipped_line(parts: RunParts) -> str:
+def _skipped_line(parts: RunParts) -> str:
     """Returns the line that ends a run of too many skipped updates; the step must be saved before."""
     skipped, config = parts.skipped, parts.config
     parts.checkpointer.wait()
@@ -107,26 +85,17 @@ def skipped_line(parts: RunParts) -> str:
 
 
 def train(
-    parts: RunParts, state: TrainState, progress: Progress, record: Record, last_row: Row | None = None
+    parts: RunParts, state: TrainState, progress: Progress, record: Recorder, last_row: Row | None = None
 ) -> TrainState:
     """Runs to the last step, or until a stop request or the guard ends the run after a step; the step is then saved.
 
     When ``parts.stop`` gives up what is waited for, the step under way is given up and the last finished one is saved.
     Any other error, and an interrupt, is raised again once the newest finished step is recorded and saved, and a line
-    on stderr says so. An OwnedError of ``record`` is raised at once.
+    on stderr says so. An OwnedError is raised at once.
 
-    Args:
-      parts: The parts of the run.
-      state: The device state at ``progress``; it is donated.
-      progress: The counters of the run, which are advanced in place.
-      record: The record, which takes the row of each step in order.
-      last_row: The row of step ``progress.step``, for a schedule that watches a metric of the step before.
-
-    Returns:
-      The device state after the last finished step; its files are complete.
-
-    Raises:
-      ConfigError: A rule of the guard names a metric that no row has.
+    The device state at ``progress`` is donated, and ``progress`` is advanced in place. ``last_row`` is the row of step
+    ``progress.step``, for a schedule that watches a metric of the step before. Returns the device state after the last
+    finished step, whose files are complete.
     """
     config, checkpointer = parts.config, parts.checkpointer
     newest = NewestStep(state, progress, parts.state_dict(progress), last_row or {})
@@ -143,15 +112,15 @@ def train(
         checkpointer.wait()
     except StoppedWaitingError as error:
         print(f"step {progress.step + 1} is given up: {error}", file=sys.stderr)
-        save_newest(parts, newest, record)
+        _save_newest(parts, newest, record)
     except OwnedError:  # the run is another process's now: nothing more is written into it
         raise
     except BaseException:
         try:
-            said = save_newest(parts, newest, record)
+            said = _save_newest(parts, newest, record)
         except Exception as second:
             why = " ".join(str(second).split())
-            said = f"step {progress.step} could not be saved: {why}; {last_checkpoint(checkpointer)}"
+            said = f"step {progress.step} could not be saved: {why}; {_last_checkpoint(checkpointer)}"
         print(f"\n{said}", file=sys.stderr)
         raise
     finally:
@@ -159,22 +128,22 @@ def train(
     return newest.state
 
 
-def _make_steps(parts: RunParts, newest: NewestStep, record: Record, profiler: StepProfiler) -> None:
+def _make_steps(parts: RunParts, newest: NewestStep, record: Recorder, profiler: StepProfiler) -> None:
     """Makes, records and saves the steps until the run is over."""
     config, progress, skipped, is_save_due = parts.config, newest.progress, parts.skipped, False
     while progress.step < config.run.steps:
         with profiler.step(progress.step + 1):
             one_step(parts, newest)
-        for line in record_step(parts, newest, record):
+        for line in _record_step(parts, newest, record):
             print(f"\nwarning: guard: {line}", file=sys.stderr)
         stopping = parts.stop.is_requested() or bool(progress.stopped_by) or skipped.are_too_many
         # While updates are skipped the weights stay as they are, and the checkpoint from before stays the last.
         is_save_due |= is_due(config.checkpoint.every, progress.step)
         if stopping or progress.step == config.run.steps or (is_save_due and not skipped.in_a_row):
-            save(parts, newest, record)
+            _save(parts, newest, record)
             is_save_due = False
         if skipped.are_too_many:
-            progress.stopped_by.append(skipped_line(parts))
+            progress.stopped_by.append(_skipped_line(parts))
         if config.checkpoint.keep_best and (accuracy := mean_accuracy(newest.row)) is not None:
             parts.checkpointer.save_best(progress.step, accuracy, newest.state, newest.host)
         if stopping:

@@ -16,104 +16,61 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Str
 from rljax.errors import ConfigError
 
 T = TypeVar("T")
-
-_BOOLEANS = {"true": True, "false": False}
-_NOTHING = {"none", "null", "~"}
+_CONF = (tyro.conf.FlagConversionOff,)
 
 
 def parse_arguments(root: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
     """Builds a program's dataclass of arguments from the words of its command line.
 
-    ``--help`` prints the options and leaves with status 0.
-
-    Args:
-      root: The dataclass; its positional fields have the type ``tyro.conf.Positional``.
-      argv: The words of the command line.
-      prog: The words by which the program is called, for ``--help``.
-      description: The text of ``--help`` above the options.
-
-    Raises:
-      ConfigError: A word is no option of the program, or a value has the wrong type.
-      SystemExit: The words ask for ``--help``.
+    ``--help`` prints ``prog``, ``description`` and the options, and leaves with status 0. The positional fields of
+    ``root`` have the type ``tyro.conf.Positional``. Raises ConfigError if a word is no option or has the wrong type.
     """
     registry = ConstructorRegistry()
-    _add_section_rule(registry, None, None)
+    _add_section_rule(registry)
     _add_value_rule(registry, keeps_text=False)
     with _one_line_errors():
         return tyro.cli(root, args=list(argv), prog=prog, description=description, registry=registry)
 
 
 def read_options(root: type, default: Any, words: Sequence[str], prog: str) -> tuple[dict[str, Any], list[str]]:
-    """Reads options ``--a.b value`` over the defaults, without any check of the values.
+    """Reads options ``--a.b value`` over the values of ``default``, an instance of ``root``, without any check of them.
 
     Names may have ``-`` or ``_`` inside. A bare ``--a.flag`` means true, ``none`` empties an optional value, and of a
     repeated option the last one counts. A word that does not have the type of its option stays text.
 
-    Args:
-      root: The dataclass whose nested fields are the options.
-      default: An instance with the default values, whose ``__post_init__`` need not have run.
-      words: The words of the command line.
-      prog: The words by which the program is called.
-
-    Returns:
-      The values of all fields, as nested dictionaries, and the words that are no options.
-
-    Raises:
-      ConfigError: An option lacks its value, or has one that is not among its choices.
+    Returns the values of all fields, as nested dictionaries, and the words that are no options. Raises ConfigError if
+    an option lacks its value, or has one that is not among its choices.
     """
     registry = ConstructorRegistry()
-    _add_section_rule(registry, None, dict)
-    _add_yaml_rules(registry)
+    _add_section_rule(registry, make=dict)
+    _add_yaml_rule(registry)
     _add_value_rule(registry, keeps_text=True)
     with _one_line_errors("command line: "):
         values, unknown = tyro.cli(
-            root,
-            args=list(words),
-            prog=prog,
-            default=default,
-            config=(tyro.conf.FlagConversionOff,),
-            registry=registry,
-            return_unknown_args=True,
+            root, prog=prog, args=words, default=default, config=_CONF, registry=registry, return_unknown_args=True
         )
     return dict(values), unknown
 
 
 def print_help(root: type, default: Any, prog: str, description: str, shown: Collection[str] | None = None) -> None:
-    """Prints the options with their defaults, and leaves with status 0.
+    """Prints the options of ``root`` with the values of ``default``, an instance of it, and leaves with status 0.
 
-    Args:
-      root: The dataclass whose nested fields are the options.
-      default: An instance with the default values.
-      prog: The words by which the program is called.
-      description: The text above the options.
-      shown: The dotted names of the options to print; None: all of them.
+    Only the options with a dotted name in ``shown`` are printed; None: all.
     """
     registry = ConstructorRegistry()
-    _add_section_rule(registry, None if shown is None else _fields_shown(root, shown), None)
-    _add_yaml_rules(registry)
-    tyro.cli(
-        root,
-        prog=f"{prog} [CONFIG.yaml]",
-        description=description,
-        args=["--help"],
-        default=default,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=registry,
-    )
+    _add_section_rule(registry, shown=None if shown is None else _fields_shown(root, shown))
+    _add_yaml_rule(registry)
+    texts: dict[str, Any] = {"prog": f"{prog} [CONFIG.yaml]", "description": description}
+    tyro.cli(root, args=["--help"], default=default, config=_CONF, registry=registry, **texts)
 
 
 def field_texts(root: type, default: Any) -> dict[tuple[Any, str], str]:
-    """Returns the documentation of each field below a dataclass, by (dataclass that holds it, field's name).
-
-    Args:
-      root: The dataclass.
-      default: An instance of it.
-    """
-    found: dict[tuple[Any, str], str] = {}
+    """Returns the documentation of each field below ``root``, by (dataclass that holds it, field's name)."""
+    texts: dict[tuple[Any, str], str] = {}
     registry = ConstructorRegistry()
-    _add_section_rule(registry, None, dict, found)
+    _add_section_rule(registry, make=dict, texts=texts)
     tyro.cli(root, args=[], default=default, registry=registry)
-    return found
+    return texts
 
 
 def _fields_shown(root: type, shown: Collection[str]) -> dict[Any, set[str]]:
@@ -127,10 +84,28 @@ def _fields_shown(root: type, shown: Collection[str]) -> dict[Any, set[str]]:
     return found
 
 
+def _over_own(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a rule that changes tyro's own answer: it has no answer itself while ``rule`` asks for that one."""
+    is_asking = False
+
+    def changed(info: Any) -> Any:
+        nonlocal is_asking
+        if is_asking:
+            return None
+        is_asking = True
+        try:
+            return rule(info)
+        finally:
+            is_asking = False
+
+    return changed
+
+
 def _add_section_rule(
     registry: ConstructorRegistry,
-    shown: dict[Any, set[str]] | None,
-    make: Callable[..., Any] | None,
+    *,
+    shown: dict[Any, set[str]] | None = None,
+    make: Callable[..., Any] | None = None,
     texts: dict[tuple[Any, str], str] | None = None,
 ) -> None:
     """Adds the rule of dataclasses: tyro's own one with changes.
@@ -138,85 +113,53 @@ def _add_section_rule(
     The help of a field is one paragraph, without the line breaks of the source. Only the fields ``shown`` are kept
     where that is given, ``make`` takes the place of the dataclass, and ``texts`` receives the help of each field.
     """
-    is_asking = False
 
-    @registry.struct_rule
     def section(info: Any) -> Any:
-        nonlocal is_asking
-        if is_asking:
-            return None
-        is_asking = True
-        own = registry.get_struct_spec(info)
-        is_asking = False
-        kind = info.type
+        own, kind = registry.get_struct_spec(info), info.type
         if not isinstance(own, StructConstructorSpec) or not dataclasses.is_dataclass(kind):
             return own
-        kept = [one for one in own.fields if shown is None or one.name in shown.get(kind, ())]
-        helps = [(one.helptext() if callable(one.helptext) else one.helptext) or "" for one in kept]
-        helps = [" ".join(text.split()) for text in helps]
-        fields = tuple(dataclasses.replace(one, helptext=text) for one, text in zip(kept, helps, strict=True))
-        if texts is not None:
-            texts.update({(kind, one.name): text for one, text in zip(fields, helps, strict=True)})
-        return dataclasses.replace(own, fields=fields, instantiate=make or own.instantiate)
+        fields = []
+        for one in own.fields:
+            if shown is None or one.name in shown.get(kind, ()):
+                text = (one.helptext() if callable(one.helptext) else one.helptext) or ""
+                fields.append(dataclasses.replace(one, helptext=" ".join(text.split())))
+                if texts is not None:
+                    texts[kind, one.name] = " ".join(text.split())
+        return dataclasses.replace(own, fields=tuple(fields), instantiate=make or own.instantiate)
+
+    registry.struct_rule(_over_own(section))
 
 
-def _add_yaml_rules(registry: ConstructorRegistry) -> None:
-    """Adds the rules of booleans and of nothing, which are written as in YAML: true, false, none."""
+def _add_yaml_rule(registry: ConstructorRegistry) -> None:
+    """Adds the rule of booleans and of nothing, which are written as in YAML: true, false, none."""
 
     @registry.primitive_rule
-    def boolean(info: Any) -> PrimitiveConstructorSpec[bool] | None:
-        if info.type is not bool:
+    def word(info: Any) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type not in (bool, NoneType):
             return None
+        is_flag = info.type is bool
+        values = {"true": True, "false": False} if is_flag else dict.fromkeys(("none", "null", "~"))
 
-        def read(words: list[str]) -> bool:
-            if len(words) > 1 or (words and words[0].lower() not in _BOOLEANS):
-                raise ValueError(f"expected true or false, got {' '.join(words)}")
-            return _BOOLEANS[words[0].lower()] if words else True
+        def read(words: list[str]) -> Any:
+            text = " ".join(words)
+            if words and text.lower() not in values:
+                raise ValueError(f"expected {'true or false' if is_flag else 'none'}, got {text}")
+            return values[text.lower()] if words else True
 
         return PrimitiveConstructorSpec(
-            nargs="*",
-            metavar="{true,false}",
+            nargs="*" if is_flag else 1,
+            metavar="{true,false}" if is_flag else "none",
             instance_from_str=read,
-            is_instance=lambda value: isinstance(value, bool),
+            is_instance=lambda value: isinstance(value, info.type),
             str_from_instance=lambda value: [str(value).lower()],
-        )
-
-    @registry.primitive_rule
-    def nothing(info: Any) -> PrimitiveConstructorSpec[None] | None:
-        if info.type is not NoneType:
-            return None
-
-        def read(words: list[str]) -> None:
-            if words[0].lower() not in _NOTHING:
-                raise ValueError(f"expected none, got {words[0]}")
-
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="none",
-            instance_from_str=read,
-            is_instance=lambda value: value is None,
-            str_from_instance=lambda value: ["none"],
         )
 
 
 def _add_value_rule(registry: ConstructorRegistry, *, keeps_text: bool) -> None:
-    """Adds the rule of words that do not have the type of their option.
+    """Adds the rule of words that do not have the type of their option: text for a later check, or a mistake."""
 
-    Args:
-      registry: The registry of rules.
-      keeps_text: Whether such words stay text, for a check of the whole configuration to refuse; otherwise they are
-        refused here.
-    """
-    is_asking = False
-
-    @registry.primitive_rule
     def value(info: Any) -> Any:
-        nonlocal is_asking
-        if is_asking:
-            return None
-        is_asking = True
         own = registry.get_primitive_spec(info)
-        is_asking = False
         if not isinstance(own, PrimitiveConstructorSpec):
             return own
 
@@ -229,6 +172,8 @@ def _add_value_rule(registry: ConstructorRegistry, *, keeps_text: bool) -> None:
                 return words[0] if len(words) == 1 else words
 
         return dataclasses.replace(own, instance_from_str=read)
+
+    registry.primitive_rule(_over_own(value))
 
 
 @contextlib.contextmanager

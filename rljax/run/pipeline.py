@@ -1,4 +1,4 @@
-"""The batches of a run when they are sampled ahead of the loop, on a thread.
+"""The batches of a run, sampled in turn, or ahead of the loop on a thread.
 
 With ``rollout.max_staleness`` k above 0 the batch of step s may be sampled as soon as policy version s - 1 - k is
 published: while one step trains, the next batches are sampled. The staleness is bounded by when a prompt is sent, so
@@ -27,37 +27,54 @@ from rljax.run.timers import Timers
 _END_S = 60.0  # the longest wait for a batch to end once it is given up
 
 
-class _Job(NamedTuple):
-    """A batch that is sampled, or that is to be sampled again.
+class Batches:
+    """The batches of the steps, in their order and each once. They are sampled when they are asked for."""
 
-    Attributes:
-      step: The step that trains on it.
-      problems: The problems.
-      data: The state of the stream after the problems.
-      version: The newest policy version when its sampling began.
-    """
+    def __init__(self, stream: PromptStream, sampler: Sampler) -> None:
+        """Samples nothing yet; ``stream`` has the problems in their order."""
+        self._stream, self._sampler, self._taken = stream, sampler, 0
+
+    def start(self, step: int) -> None:
+        """Allows sampling to begin, now that the policy after ``step`` is published."""
+        self._taken = step
+
+    def take(self, timers: Timers) -> Sampled:
+        """Returns the batch of the next step. It raises what ``RolloutEngine.generate`` raises."""
+        self._taken += 1
+        with timers.phase("rollout"):
+            return self._sampler.sample(self._stream.next_batch(), self._taken)
+
+    @contextlib.contextmanager
+    def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
+        """Opens a block in which no batch begins, and the caller publishes ``params`` as ``policy_version``.
+
+        That version is the number of the last step taken, whose ``timers`` these are. If it ``drains``, the batch under
+        way ends before the block, so that the caller alone uses the engine.
+        """
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the stream after the problems of the last batch taken."""
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues the stream from ``state_dict``; called before ``start``."""
+        self._stream.load_state_dict(state)
+
+    def close(self) -> None:
+        """Gives up the batch under way, and waits for its end."""
+
+
+class _Job(NamedTuple):
+    """A batch that is sampled for a step, or that is to be sampled again."""
 
     step: int
     problems: Sequence[Problem]
-    data: dict[str, Any]
-    version: int
+    data: dict[str, Any]  # the state of the stream after the problems
+    version: int  # the newest policy version when its sampling began
 
 
-class _Done(NamedTuple):
-    """A batch that was sampled.
-
-    Attributes:
-      sampled: The rollouts.
-      job: The batch as it was asked for.
-      began: The time at which its sampling began (``time.perf_counter()``).
-    """
-
-    sampled: Sampled
-    job: _Job
-    began: float
-
-
-class BatchesAhead:
+class BatchesAhead(Batches):
     """Batches that are sampled on a thread, up to ``max_staleness`` steps before their turn.
 
     When all servers are lost, one that comes back can only be verified with the next policy: a step under way has
@@ -78,22 +95,17 @@ class BatchesAhead:
     ) -> None:
         """Begins nothing yet.
 
-        Args:
-          stream: The problems in their order.
-          sampler: The sampler of the run; the thread or ``take`` uses it, never both at once.
-          engine: The engine, which prepares each version while a batch is still sampled.
-          stop: The stop request of the run.
-          steps: The last step of the run; no batch is sampled for a later one.
-          max_staleness: The most policy versions from the one that samples a batch to the one it is trained from.
-          always_drains: Whether every publish waits for the batch under way (``rollout.update: wait``).
+        The thread or ``take`` uses the sampler, never both at once. The engine prepares each version while a batch is
+        still sampled. The last step is ``steps``. If it ``always_drains``, every publish waits for the batch under way.
         """
-        self._stream, self._sampler, self._engine, self._stop = stream, sampler, engine, stop
+        super().__init__(stream, sampler)
+        self._engine, self._stop = engine, stop
         self._steps, self._max_staleness, self._always_drains = steps, max_staleness, always_drains
         self._thread = threading.Thread(target=self._run, name="rljax-sampling", daemon=True)
         self._changed = threading.Condition()  # guards the fields below
-        self._version = self._taken = self._begun = 0
+        self._version = self._begun = 0
         self._data: dict[str, Any] | None = None  # None before the start, when the stream itself says it
-        self._ready: dict[int, _Done] = {}
+        self._ready: dict[int, tuple[Sampled, _Job, float]] = {}  # the last is when its sampling began
         self._under_way: _Job | None = None
         self._lost: _Job | None = None
         self._error: BaseException | None = None
@@ -145,10 +157,6 @@ class BatchesAhead:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the stream after the problems of the last batch taken."""
         return self._stream.state_dict() if self._data is None else self._data
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues the stream."""
-        self._stream.load_state_dict(state)
 
     def close(self) -> None:
         """Ends the thread; the batch under way is given up."""
@@ -209,7 +217,7 @@ class BatchesAhead:
         with self._changed:
             self._under_way = None
             if isinstance(outcome, Sampled):
-                self._ready[job.step] = _Done(outcome, job, began)
+                self._ready[job.step] = (outcome, job, began)
             elif isinstance(outcome, ServersLostError) and threading.current_thread() is self._thread:
                 self._lost = job
             else:

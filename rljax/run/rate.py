@@ -11,13 +11,7 @@ import optax
 from rljax.errors import ConfigError
 from rljax.record.rows import Row
 from rljax.run.guard import unknown_metric
-from rljax.schedule import (
-    LengthTriggeredLR,
-    SurgeConfig,
-    SurgeTracker,
-    decay_period_from_surge,
-    length_decay_schedule,
-)
+from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, decay_period_from_surge, length_decay_schedule
 
 
 @dataclass(frozen=True)
@@ -55,21 +49,10 @@ class ScheduleConfig:
 
 
 class ScheduledRate:
-    """A rate that is a function of the step. It has the interface of ``LengthTriggeredLR``, and tracks the surge too.
-
-    Attributes:
-      decay_period: The steps between decays. None: the rate has no such period.
-      tracker: The surge tracker.
-    """
+    """A rate that is a function of the step. It has the interface of ``LengthTriggeredLR``, surge tracker included."""
 
     def __init__(self, schedule: optax.Schedule, decay_period: int | None, surge: SurgeConfig):
-        """Starts before step 1.
-
-        Args:
-          schedule: The rate as a function of the number of steps before.
-          decay_period: The steps between decays, for the record. None: there is no such period.
-          surge: The rules of the surge tracker.
-        """
+        """Starts before step 1; ``schedule`` is a function of the number of steps before."""
         self._schedule = schedule
         self.decay_period = decay_period
         self.tracker = SurgeTracker(surge)
@@ -95,13 +78,7 @@ RateController = LengthTriggeredLR | ScheduledRate
 
 
 def load_fork(controller: RateController, state: dict[str, Any], config: ScheduleConfig) -> None:
-    """Continues a fork, which has a schedule of its own, from the observations of the run that it forks from.
-
-    Args:
-      controller: The controller of the fork.
-      state: The ``state_dict`` of the other run's controller, of any kind.
-      config: The schedule of the fork.
-    """
+    """Continues a fork with its own schedule from the ``state_dict`` of the other run's controller, of any kind."""
     controller.tracker.load_state_dict(state["tracker"])
     if isinstance(controller, LengthTriggeredLR):
         surge = controller.surge_step
@@ -118,18 +95,10 @@ def schedule_row(controller: RateController) -> Row:
 
 
 def observed_value(metric: str, row: Row, last_row: Row) -> float:
-    """Returns the value that the surge tracker observes: that of this step, or else that of the step before.
+    """Returns the value that the surge tracker observes: the one of this step so far, or of the step before.
 
-    Args:
-      metric: The key of the metric.
-      row: The metrics of this step so far.
-      last_row: The metrics of the step before; {} at step 1.
-
-    Returns:
-      The value. NaN if it is missing, as at step 1 for a metric that only the update gives.
-
-    Raises:
-      ConfigError: No row has the metric; this is known after step 1.
+    It is NaN if both lack the metric, as at step 1 (``last_row`` is {}) for a metric that only the update gives. Raises
+    ConfigError after step 1 if no row has the metric.
     """
     if metric not in row and last_row and metric not in last_row:
         raise ConfigError(f"schedule.metric: {unknown_metric(metric, last_row)}")
@@ -139,22 +108,16 @@ def observed_value(metric: str, row: Row, last_row: Row) -> float:
 
 def make_rate_controller(config: ScheduleConfig, learning_rate: float, total_steps: int) -> RateController:
     """Builds the controller of ``config.kind`` for a run of ``total_steps`` steps."""
+    decay: dict[str, float] = {"decay_factor": config.decay_factor, "floor_ratio": config.floor_ratio}
     if config.kind == "length_triggered":
-        return LengthTriggeredLR(
-            learning_rate,
-            tracker=SurgeTracker(config.surge),
-            multiplier=config.multiplier,
-            decay_factor=config.decay_factor,
-            floor_ratio=config.floor_ratio,
-        )
+        tracker = SurgeTracker(config.surge)
+        return LengthTriggeredLR(learning_rate, tracker=tracker, multiplier=config.multiplier, **decay)
     floor = learning_rate * config.floor_ratio
     last = max((config.horizon or total_steps) - 1, 1)
     schedules: dict[str, optax.Schedule] = {
         "constant": optax.constant_schedule(learning_rate),
         "linear": optax.linear_schedule(learning_rate, floor, last),
         "cosine": optax.cosine_decay_schedule(learning_rate, last, config.floor_ratio),
-        "length_decay": length_decay_schedule(
-            learning_rate, config.decay_period, decay_factor=config.decay_factor, floor_ratio=config.floor_ratio
-        ),
+        "length_decay": length_decay_schedule(learning_rate, config.decay_period, **decay),
     }
     return ScheduledRate(schedules[config.kind], config.decay_period, config.surge)

@@ -12,14 +12,12 @@ import numpy as np
 
 from rljax.data.tokenizer import Tokenizer
 from rljax.distributed.files import write_whole
-from rljax.record.token_dumps import ColumnSource, dump_of_responses, write_dump
 from rljax.rollout.types import InjectConfig
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts
 from rljax.trainer.packing import TrainSequence
 
-ROLLOUT, TRAINER = "rollout", "trainer"
-"""The names of a dump's columns: log-probabilities of the engine, and of the trainer before the update."""
+ROLLOUT, TRAINER = "rollout", "trainer"  # a dump's columns: the engine, and the trainer before the update
 
 
 def write_rollouts(
@@ -33,15 +31,9 @@ def write_rollouts(
 ) -> None:
     """Writes a token dump and a transcript, at the steps of ``rollout.dump_every`` and ``rollout.transcript_every``.
 
-    Args:
-      config: The configuration of the run.
-      step: The 1-based step.
-      policy_version: The policy version of the trainer before the update of this step.
-      rollouts: The responses and their rewards.
-      sequences: The same responses, prompt by prompt, [n].
-      trainer_logprobs: A function that fetches the trainer's log-probabilities from the devices, float32 [r] for each
-        sequence. It is called only when a file is written.
-      tokenizer: The tokenizer, which decodes the transcript.
+    ``policy_version`` is that of the trainer before the update of this step, and ``sequences`` are the responses of
+    ``rollouts``, prompt by prompt. Only when a file is written, ``trainer_logprobs`` fetches the trainer's
+    log-probabilities from the devices, float32 [r] for each sequence.
     """
     wanted = config.rollout
     is_dump, is_transcript = (every > 0 and step % every == 0 for every in (wanted.dump_every, wanted.transcript_every))
@@ -51,7 +43,7 @@ def write_rollouts(
     if is_dump:
         write_tokens(config, step, policy_version, sequences, logprobs)
     if is_transcript:
-        write_transcript(config, step, rollouts, sequences, logprobs, tokenizer)
+        _write_transcript(_path(config, step, "jsonl"), step, rollouts, sequences, logprobs, tokenizer)
 
 
 def write_tokens(
@@ -67,21 +59,20 @@ def write_tokens(
     weights or cache. Weights that such a setting changes have a name of their own. Weights of an older version, or of
     several versions, have no name. The arguments are those of ``write_rollouts``.
     """
+    from rljax.record.token_dumps import ColumnSource, dump_of_responses, write_dump  # pyarrow, for few runs
+
     stale = any(s.staleness is not None and s.staleness.any() for s in sequences)
     # The name stands for a hash: equal names mean equal weights.
     weights = f"{config.run.dir} version {policy_version}"
     defaults = vars(InjectConfig())
     injected = {name: value for name, value in vars(config.rollout.inject).items() if value != defaults[name]}
     changes = [f"{name} {injected[name]}" for name in ("weight_noise", "quantize", "dtype") if name in injected]
-    eight_bits = {
-        name: getattr(config.rollout, name)
-        for name, default in (("weight_quantization", "none"), ("kv_cache_dtype", "auto"))
-        if getattr(config.rollout, name) != default
-    }
+    forms = {name: getattr(config.rollout, name) for name in ("weight_quantization", "kv_cache_dtype")}
+    eight_bits = {name: kind for name, kind in forms.items() if kind not in ("none", "auto")}
     changes += [f"{name} {kind}" for name, kind in eight_bits.items() if name == "weight_quantization"]
     rollout_weights = "" if stale else ", ".join([weights, *changes])
     temperature = config.rollout.temperature
-    engine = {"jax": f"jax {jax.__version__} decode"}.get(config.rollout.engine, config.rollout.engine)
+    engine = f"jax {jax.__version__} decode" if config.rollout.engine == "jax" else config.rollout.engine
     dump = dump_of_responses(
         [f"step{step}/{i}" for i in range(len(sequences))],
         [s.prompt for s in sequences],
@@ -98,16 +89,15 @@ def write_tokens(
     write_dump(_path(config, step, "parquet"), dump)
 
 
-def write_transcript(
-    config: Config,
+def _write_transcript(
+    path: Path,
     step: int,
     rollouts: Rollouts,
     sequences: Sequence[TrainSequence],
     trainer_logprobs: Sequence[np.ndarray],
     tokenizer: Tokenizer,
 ) -> None:
-    """Writes the transcript ``rollouts/step_<step>.jsonl``: one response per line, with reward and log-ratios."""
-    path = _path(config, step, "jsonl")
+    """Writes the transcript: one response per line, with reward and log-ratios."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scored = zip(sequences, rollouts.all(), rollouts.rewards.ravel(), trainer_logprobs, strict=True)
     lines = []

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rljax.data.tokenizer import Tokenizer
+from rljax.mismatch.diagnosis import split_sum_rise
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
 from rljax.record.rows import Row
@@ -20,11 +21,12 @@ from rljax.rollout.engine import RolloutEngine
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import Evaluation
+from rljax.run.fingerprint import check_fingerprints, check_policy, policy_record
 from rljax.run.guard import Guard, SkippedUpdates
-from rljax.run.progress import Progress, check_fingerprints, check_policy, policy_record
+from rljax.run.pipeline import Batches
 from rljax.run.rate import RateController, load_fork, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
-from rljax.run.sampling import Batches, Rollouts, rollout_row, step_seed, training_sequences
+from rljax.run.sampling import Rollouts, rollout_row, step_seed, training_sequences
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 from rljax.trainer.measure import without_empty_buckets
@@ -32,27 +34,15 @@ from rljax.trainer.packing import useful_fraction
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
 
+GRAD_NORM_EMA_DECAY = 0.9  # of the moving average of the gradient norm, per update
+
 
 @dataclass
 class RunParts:
     """The parts of a run, which ``rljax.run.build.build`` puts together.
 
-    Attributes:
-      config: The configuration.
-      policy: The shape of the policy.
-      engine: The engine that samples.
-      batches: The rollouts of the steps, sampled in turn or ahead.
-      tokenizer: The tokenizer of the policy.
-      rewards: The pool that scores responses.
-      evaluation: The evaluations, where they are due.
-      update: The function that makes the updates of a step.
-      controller: The controller of the learning rate.
-      guard: The rules on metrics that warn of a run or stop it.
-      skipped: The count of updates that were skipped in a row.
-      checkpointer: The checkpoints.
-      fingerprints: The checksums of the problems and of frozen weights.
-      stop: The stop request of the run.
-      weights: A function from the state's parameters to the policy that the engine samples from.
+    The function ``weights`` makes the policy that the engine samples from of the state's parameters. ``check_owner``
+    raises OwnedError once another process took the run directory over.
     """
 
     config: Config
@@ -67,9 +57,10 @@ class RunParts:
     guard: Guard
     skipped: SkippedUpdates
     checkpointer: Checkpointer
-    fingerprints: dict[str, str]
+    fingerprints: dict[str, str]  # the checksums of the problems and of frozen weights
     stop: StopRequest
     weights: Callable[[Params], Params] = lambda params: params
+    check_owner: Callable[[], None] = lambda: None
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
         """Returns the JSON part of a checkpoint, which later changes of the parts do not reach."""
@@ -86,17 +77,9 @@ class RunParts:
         )
 
     def load_state_dict(self, host: dict[str, Any]) -> Progress:
-        """Puts the parts into the state in which a checkpoint was taken.
+        """Puts the parts into the state of a checkpoint with this JSON part; returns the progress of the run there.
 
-        Args:
-          host: The JSON part of the checkpoint.
-
-        Returns:
-          The progress of the run at the checkpoint.
-
-        Raises:
-          ValueError: The checkpoint is one of another policy, reference or training data.
-          LookupError, TypeError, AttributeError, ArithmeticError: ``host`` is not the JSON part of a run's checkpoint.
+        Raises ValueError if the checkpoint is one of another policy, reference or training data.
         """
         check_policy(host["policy"], self.policy, self.config.model.path)
         model, data = self.config.model.path, self.config.data
@@ -118,22 +101,14 @@ class NewestStep:
     """The newest finished step of a run, which is saved when the run ends, whatever ends it.
 
     A step is finished when its update is made. If something after it fails, its row lacks that part.
-
-    Attributes:
-      state: The device state after the step; the next step donates it.
-      progress: The counters of the run; they are advanced in place.
-      host: The JSON part of a checkpoint of the newest recorded step.
-      row: The metrics of the step.
-      histograms: The histograms of the step.
-      is_recorded: Whether the row is in the record, so that ``host`` is that of this step.
     """
 
-    state: TrainState
-    progress: Progress
-    host: dict[str, Any]
+    state: TrainState  # after the step; the next step donates it
+    progress: Progress  # advanced in place
+    host: dict[str, Any]  # the JSON part of a checkpoint of the newest recorded step
     row: Row
     histograms: dict[str, np.ndarray] = field(default_factory=dict)
-    is_recorded: bool = True
+    is_recorded: bool = True  # whether the row is in the record, so that ``host`` is that of this step
 
     def advance(self, updated: Updated, row: Row) -> None:
         """Goes on to the next step, whose update is made; ``row`` may still grow."""
@@ -218,3 +193,51 @@ def completing(row: Row, timers: Timers, rollouts: Rollouts) -> Iterator[None]:
     finally:
         row |= timers.row | {"time/step_s": timers.seconds()}
         row["perf/response_tokens_per_s"] = rollouts.num_tokens / row["time/rollout_s"]
+
+
+@dataclass
+class Progress:
+    """The counters of a run at its newest finished step."""
+
+    step: int = 0  # the number of finished steps
+    policy_version: int = 0  # the version that the last of them made
+    grad_norm_ema: float | None = None  # the moving average of the gradient norm; None: no norm was observed
+    reference: dict[str, float] = field(default_factory=dict)  # the sums of the mismatch over the first steps
+    stopped_by: list[str] = field(default_factory=list)  # the lines of the guard that ended the run
+
+    def observe(self, row: Row, *, has_loss: bool, reference_steps: int) -> Row:
+        """Observes the row of an update; returns the keys ``optimizer/grad_norm_ema`` and ``mismatch/sum_*`` for it.
+
+        The gradient norm counts if it is finite and a response carried loss. The rise of the mismatch is measured from
+        the first ``reference_steps`` steps.
+        """
+        if has_loss and np.isfinite(norm := row["optimizer/grad_norm"]):
+            ema, decay = self.grad_norm_ema, GRAD_NORM_EMA_DECAY
+            self.grad_norm_ema = norm if ema is None else decay * ema + (1 - decay) * norm
+        return self._sum_rise(row, reference_steps) | {"optimizer/grad_norm_ema": self.grad_norm_ema}
+
+    def _sum_rise(self, row: Row, reference_steps: int) -> Row:
+        """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` since the first rows, which make up the reference."""
+        names = ("token_count", "sequence_count", "log_ppl_abs_diff_sum")
+        tokens, sequences, summed = (row[f"mismatch/{name}"] for name in names)
+        reference = self.reference
+        if reference.get("steps", 0) < reference_steps:
+            values = {"steps": 1, "token_count": tokens, "sequence_count": sequences, "gap": summed * sequences}
+            for name, value in values.items():
+                reference[name] = reference.get(name, 0) + value
+            return {}
+        before = reference | {"log_ppl_abs_diff_sum": reference["gap"] / max(reference["sequence_count"], 1)}
+        after = dict(zip(names, (tokens, sequences, summed), strict=True))
+        return {f"mismatch/sum_{name}": value for name, value in split_sum_rise(before, after).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the counters as JSON, without ``stopped_by``, which ends with the process."""
+        counters = {"step": self.step, "policy_version": self.policy_version, "grad_norm_ema": self.grad_norm_ema}
+        return counters | {"mismatch_reference": self.reference}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Progress:
+        """Makes the counters from :meth:`state_dict`; other keys are ignored."""
+        return cls(
+            int(state["step"]), int(state["policy_version"]), state["grad_norm_ema"], state["mismatch_reference"]
+        )

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 from rljax.distributed.processes import ALONE, Processes
@@ -22,21 +21,15 @@ class StopRequest:
     Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. Code that waits
     for servers, responses, rewards or an upload takes this object, a ``Stopping``. The object also reports the place of
     the run, such as a phase of a step, so that a run without progress is found (``run.stuck_s``).
-
-    Attributes:
-      signal: The number of the signal that asked the run to stop. None: nobody asked.
-      awaited_step: The step whose batch the run waits for; work ahead for this step is not given up early.
     """
 
     def __init__(self, grace_s: float = math.inf, processes: Processes = ALONE) -> None:
-        """Makes the object of a run that nobody asked to stop.
+        """Makes the object of a run that nobody asked to stop; a signal to any of ``processes`` counts.
 
-        Args:
-          grace_s: The longest time from the request to the end of the run, saving included, in seconds.
-          processes: The processes of the run; a signal to any of them counts.
+        The end of the run, saving included, is to come ``grace_s`` seconds after the request at the latest.
         """
-        self.signal: int | None = None
-        self.awaited_step = 0
+        self.signal: int | None = None  # the number of the signal that asked the run to stop; None: nobody asked
+        self.awaited_step = 0  # the step whose batch the run waits for; work ahead for it is not given up early
         self._grace_s, self._asked_at, self._processes = grace_s, 0.0, processes
         self._began = time.monotonic()
         self._step_s: float | None = None
@@ -45,8 +38,6 @@ class StopRequest:
         self._place = "starting"
         self._ahead: dict[int, int] = {}  # thread that works ahead -> the step that its work is for
         self._waits_for_ahead = self._ahead_is_over = False
-
-    # ---- the questions ----
 
     def is_requested(self) -> bool:
         """Returns whether a signal has come."""
@@ -72,15 +63,8 @@ class StopRequest:
         save_s = None if self._checkpointer is None else self._checkpointer.last_save_s()
         return remaining_s(self._step_s, time.monotonic() - self._began, save_s) > self.left_s()
 
-    # ---- what the run tells ----
-
     def begin_step(self, last_step_s: float | None, checkpointer: Checkpointer) -> None:
-        """Notes that a step begins.
-
-        Args:
-          last_step_s: The time that the step before took, in seconds. None: it is not known.
-          checkpointer: The checkpoints of the run, which know how long the last save took.
-        """
+        """Notes that a step begins, after one that took ``last_step_s`` seconds (None: not known)."""
         self._began, self._step_s, self._checkpointer = time.monotonic(), last_step_s, checkpointer
 
     def at(self, place: str) -> None:
@@ -123,13 +107,9 @@ class StopRequest:
             what = f"without what is still sampled, which is not expected within run.grace_s = {self._grace_s:g} s"
         print(f"\nstopping {what} (once more to stop at once)", file=sys.stderr)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.request(number)
-
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
+            self._previous[number] = signal.signal(number, lambda number, frame: self.request(number))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -140,10 +120,7 @@ class StopRequest:
 def remaining_s(step_s: float | None, elapsed_s: float, save_s: float | None) -> float:
     """Returns the expected time to the end of a step and its save, in seconds; infinity if that is not known.
 
-    Args:
-      step_s: The time that the last step took, in seconds. None: it is not known.
-      elapsed_s: The time since this step began, in seconds.
-      save_s: The time that the last save took, in seconds. None: it is not known.
+    ``step_s`` and ``save_s`` are the times of the last step and the last save; None: not known.
     """
     if step_s is None or save_s is None:
         return math.inf

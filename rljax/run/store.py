@@ -1,4 +1,4 @@
-"""Copies of checkpoints in an object store: s3://, gs://, or any other URL that fsspec knows.
+"""Copies of a run in an object store: s3://, gs://, or any other URL that fsspec knows.
 
 Under the URL each copy has a folder that is named by its step. It holds the files of the checkpoint, the other files
 that a resume needs, and a manifest with the size and SHA-256 of each file. The manifest is written last and deleted
@@ -9,21 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import math
+import os
+import shutil
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from rljax.errors import ConfigError, OwnedError
+from rljax.run.config import Config
+from rljax.run.directory import check_same_run, saved_steps
 from rljax.run.stop import StopRequest
 from rljax.weights.source import open_store
 
-MANIFEST = "manifest.json"
-"""The file of a copy that lists its files."""
-STARTED = "started.json"
-"""The file under the URL that says which machine began to copy there, and when."""
+MANIFEST = "manifest.json"  # the file of a copy that lists its files
+STARTED = "started.json"  # the file under the URL that says which machine began to copy there, and when
+CHECKPOINT = "checkpoint"  # the folder of a copy that holds the checkpoint
+RECORD = ("config.yaml", "metrics.jsonl")  # the other files of a copy, which a resume needs
 _LONGEST = 300  # the characters of a library's error that a message keeps
+_LOOK_S = 1.0  # between two looks at the checkpoints
+_AGAIN_S = 60.0  # before a failed upload is tried again
+_FINISH_S = 3.0  # the part of the grace that a run needs after its last upload
 
 
 class StoreError(OSError):
@@ -39,32 +51,17 @@ class StoppedUploadError(Exception):
 
 
 class FileRecord(NamedTuple):
-    """The entry of a file in a manifest.
-
-    Attributes:
-      size: The size of the file, in bytes.
-      sha256: The SHA-256 of its content, in hexadecimal.
-    """
+    """The size of a file in bytes and the SHA-256 of its content, in a manifest."""
 
     size: int
     sha256: str
 
 
 class Store:
-    """The copies under one URL.
-
-    The library that fsspec uses for the URL decides time limits and retries.
-
-    Attributes:
-      url: The URL, without a slash at its end.
-    """
+    """The copies under one ``url``. The library that fsspec uses for the URL decides time limits and retries."""
 
     def __init__(self, url: str) -> None:
-        """Makes the client, and sends nothing yet.
-
-        Raises:
-          StoreError: No installed library knows such URLs.
-        """
+        """Makes the client, and sends nothing yet. Raises StoreError if no installed library knows such URLs."""
         self.url = url.rstrip("/")
         with self._told("cannot be opened (pip install 'rljax[store]' for s3://, gcsfs for gs://)"):
             self._fs, self._root = open_store(self.url)
@@ -84,17 +81,11 @@ class Store:
         """Copies the files of ``folder``, and deletes all copies but the ``keep`` newest up to this step.
 
         Copies of later steps are deleted: the run has gone on from before them. A copy that is already there is kept.
-
-        Args:
-          step: The step of the checkpoint.
-          folder: The folder of the files; nothing in it changes meanwhile.
-          keep: The number of copies to keep, at least 1.
-          check: A function that is called before each file and before the manifest. It may raise StoppedUploadError.
-
-        Raises:
-          StoreError: The store refuses, or cannot be reached.
+        The function ``check`` is called before each file and before the manifest, and may raise StoppedUploadError.
+        Raises StoreError if the store refuses, or cannot be reached.
         """
-        records = {name: _record(folder / name) for name in _names(folder)}
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        records = {path.relative_to(folder).as_posix(): _record(path) for path in files}
         with self._told(f"checkpoint {step} could not be uploaded"):
             if self._written(step) != records:
                 self._delete(step)
@@ -114,15 +105,8 @@ class Store:
     def download(self, step: int, folder: Path, names: tuple[str, ...] = (), stop: StopRequest | None = None) -> None:
         """Writes the files of a copy into ``folder``, and compares their sizes and checksums with its manifest.
 
-        Args:
-          step: The step of the copy, one of ``steps``.
-          folder: The folder of the files, which is made if it is missing.
-          names: The names of the files to download. Empty: all of them.
-          stop: The stop request of the run, which is told of each file. None: nobody is told.
-
-        Raises:
-          DamagedCopyError: A file is missing, or differs from the manifest.
-          StoreError: The store refuses, or cannot be reached.
+        The copy is one of ``steps``. Without ``names`` all files are downloaded. ``stop`` is told of each file. Raises
+        DamagedCopyError if a file is missing or differs, and StoreError if the store refuses or cannot be reached.
         """
         with self._told(f"checkpoint {step} could not be downloaded"):
             records = self._manifest(step)
@@ -197,8 +181,172 @@ class Store:
             raise StoreError(f"{self.url}: {what}: {why}") from error
 
 
-def _names(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+def start_from_store(config: Config, run_dir: Path, stop: StopRequest | None = None) -> Store | None:
+    """Opens the store of ``checkpoint.upload``; a copy later than the run directory's checkpoints is put there.
+
+    Returns None if the run has no store. Raises StoreError if it cannot be used, and ConfigError if it holds another
+    run, or if no copy in it is whole and the run directory has no checkpoint.
+    """
+    if not config.checkpoint.upload:
+        return None
+    store = Store(config.checkpoint.upload)
+    store.begin()
+    here, there = max(saved_steps(run_dir), default=0), store.steps()
+    if there and not here and config.run.resume != "auto":
+        holds = f"already holds a run, to step {there[-1]}, and run.resume = {config.run.resume}"
+        remedy = "give another checkpoint.upload, or run.resume = auto to go on"
+        raise ConfigError(f"run.resume: {store.url} {holds}; {remedy}")
+    # A copy of a checkpoint that was set aside may have the same damage.
+    later = [step for step in there if step > here and not (run_dir / "damaged" / str(step)).exists()]
+    for step in reversed(later):
+        try:
+            _fetch(store, step, config, run_dir, stop)
+        except DamagedCopyError as error:
+            print(f"warning: {error}; the one before it is tried", file=sys.stderr)
+            continue
+        print(f"going on from checkpoint {step} of {store.url}")
+        return store
+    if later and not here:
+        raise ConfigError(f"no checkpoint in {store.url} is whole; give another checkpoint.upload")
+    return store
+
+
+def _fetch(store: Store, step: int, config: Config, run_dir: Path, stop: StopRequest | None) -> None:
+    """Puts a copy into the run directory; the files of an interrupted download do not count there."""
+    partial = run_dir / "checkpoints.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        store.download(step, partial, RECORD, stop)
+        check_same_run(config, partial, store.url)
+        store.download(step, partial, stop=stop)
+        for name in RECORD:
+            (partial / name).replace(run_dir / name)
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
+        (partial / CHECKPOINT).rename(run_dir / "checkpoints" / str(step))
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class Uploads:
+    """The uploads of a run, a context manager: a thread copies each newest complete checkpoint to the store.
+
+    Leaving the context waits, within limits, until the newest one is uploaded. A failure is said in one line on
+    stderr, and the next one only after an upload that succeeded.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_dir: Path,
+        *,
+        keep: int,
+        wait_s: float,
+        check_owner: Callable[[], None] = lambda: None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        """Prepares the thread, which starts when the context is entered.
+
+        The store keeps ``keep`` copies. Leaving the context takes ``wait_s`` seconds at most. The function
+        ``check_owner`` raises OwnedError once another process owns the directory, which ends the uploads.
+        """
+        self._store, self._run_dir, self._keep, self._wait_s = store, run_dir, keep, wait_s
+        self._check_owner, self._stop = check_owner, stop or StopRequest()
+        self._links = run_dir / "checkpoints.upload"
+        self._ending = threading.Event()
+        self._uploaded: int | None = None
+        self._failed, self._failed_at, self._is_failing = -1, -math.inf, False
+        self._thread = threading.Thread(target=self._work, name="rljax-uploads", daemon=True)
+
+    def __enter__(self) -> Uploads:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._ending.set()
+        wait_s = 0.0 if kind is not None and issubclass(kind, KeyboardInterrupt) else self._wait_s
+        deadline = time.monotonic() + wait_s
+        while self._thread.is_alive():
+            left_s = min(deadline - time.monotonic(), self._stop.left_s() - _FINISH_S)
+            if left_s <= 0:
+                break
+            self._stop.at("upload")
+            self._thread.join(min(left_s, 0.2))
+        newest = self._newest()
+        if self._thread.is_alive() and newest != self._uploaded:
+            print(f"warning: no time was left to upload checkpoint {newest} to {self._store.url}", file=sys.stderr)
+        elif newest is not None and newest == self._uploaded:
+            print(f"checkpoint {newest} is in {self._store.url}", file=sys.stderr)
+
+    def _newest(self) -> int | None:
+        return max(saved_steps(self._run_dir), default=None)
+
+    def _work(self) -> None:
+        is_last = False
+        with contextlib.suppress(OwnedError):  # the loop of the run says so
+            while not is_last:
+                is_last = self._ending.wait(_LOOK_S)
+                step = self._newest()
+                again = step != self._failed or is_last or time.monotonic() - self._failed_at > _AGAIN_S
+                if step is not None and step != self._uploaded and again:
+                    is_last &= self._upload(step)
+        shutil.rmtree(self._links, ignore_errors=True)
+
+    def _upload(self, step: int) -> bool:
+        """Uploads the checkpoint of ``step``; returns False if a later one is wanted instead."""
+
+        def check() -> None:
+            if self._ending.is_set() and self._newest() != step:
+                raise StoppedUploadError
+            try:
+                self._check_owner()
+            except OwnedError as error:
+                raise StoppedUploadError from error
+
+        self._check_owner()
+        try:
+            _link_files(self._run_dir, step, self._links)
+            self._store.upload(step, self._links, self._keep, check)
+        except StoppedUploadError:
+            return False
+        except OSError as error:
+            if step not in saved_steps(self._run_dir):  # it was deleted or moved aside while it was linked
+                return False
+            if not self._is_failing:
+                why = error if isinstance(error, StoreError) else f"checkpoint {step} could not be uploaded: {error}"
+                print(f"\nwarning: {why}; it is tried again", file=sys.stderr)
+            self._failed, self._failed_at, self._is_failing = step, time.monotonic(), True
+        else:
+            self._uploaded, self._is_failing = step, False
+        return True
+
+
+def _link_files(run_dir: Path, step: int, folder: Path) -> None:
+    """Fills ``folder`` with the files to upload: links, which outlive the checkpoint, and the record so far."""
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:  # a file system without links
+            shutil.copyfile(source, target)
+
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(run_dir / "checkpoints" / str(step), folder / CHECKPOINT, copy_function=link)
+    shutil.copyfile(run_dir / "config.yaml", folder / "config.yaml")
+    with (run_dir / "metrics.jsonl").open("rb") as rows, (folder / "metrics.jsonl").open("wb") as kept:
+        kept.writelines(itertools.islice(rows, step))  # line n is the row of step n
+
+
+@contextlib.contextmanager
+def uploading(
+    store: Store | None, config: Config, check_owner: Callable[[], None], stop: StopRequest
+) -> Iterator[None]:
+    """Uploads the complete checkpoints of the run inside the block; without a store it does nothing."""
+    if store is None:
+        yield
+        return
+    keep, wait_s = config.checkpoint.keep, config.checkpoint.upload_wait_s
+    with Uploads(store, Path(config.run.dir), keep=keep, wait_s=wait_s, check_owner=check_owner, stop=stop):
+        yield
 
 
 def _record(path: Path) -> FileRecord:

@@ -1,4 +1,4 @@
-"""Builds what trains in a run: the starting state, the updates, and the shape of their batches."""
+"""Builds what trains in a run: the weights that it reads, the starting state, the updates, and their batches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from jax.sharding import Mesh
 
 from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
-from rljax.policy.lora import MergedPolicy
-from rljax.policy.model import Params
+from rljax.policy.hf import load_params
+from rljax.policy.lora import MergedPolicy, TrainedParams, init_adapters
+from rljax.policy.model import Params, param_shardings
+from rljax.policy.peft import load_adapters
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.fingerprint import array_checksums, json_checksum
-from rljax.run.weights import initial_params, is_offloaded, load_merged, load_reference
-from rljax.sharding import on_host
+from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
 from rljax.trainer.behaviour import SplitUpdate, make_copy
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.objective import Objective
@@ -38,26 +39,76 @@ from rljax.trainer.update import (
 )
 
 
-class Trainer(NamedTuple):
-    """The part of a run that trains.
+def is_offloaded(config: Config) -> bool:
+    """Returns whether the training state and the frozen weights are in the host's memory between updates."""
+    return config.rollout.colocated and config.rollout.offload_state
 
-    Attributes:
-      update: The function that makes the updates of a step.
-      weights: A function from the state's parameters to the policy that engines sample from.
-      fingerprints: The checksums of the frozen weights: "reference" (of a KL penalty) and "base" (of adapters).
+
+def check_offload(config: Config, mesh: Mesh) -> None:
+    """Raises ValueError if the state is wanted in a memory of the host that the devices do not know."""
+    if is_offloaded(config) and not has_host_memory(mesh):
+        kind = f"the memory kind {HOST_MEMORY}, which the devices ({mesh.local_devices[0].platform}) do not have"
+        raise ValueError(f"rollout.offload_state needs {kind}: give false")
+
+
+def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolicy | None:
+    """Reads the model under the adapters of a run; it is placed in the memory that ``is_offloaded`` says.
+
+    Returns the policy that the adapters make on the model; None if the run has no adapters. Raises OSError or
+    ValueError if the model cannot be read, or is not that of ``policy``.
     """
+    lora, dtype = config.lora, config.precision.compute_dtype
+    if not lora.rank:
+        return None
+    base = load_params(config.model.path, policy, param_shardings(policy, mesh), dtype)
+    base = on_host(base) if is_offloaded(config) else base
+    return MergedPolicy(policy, lora, mesh, base, dtype, as_float32=config.rollout.engine == "exact")
 
-    update: Update
-    weights: Callable[[Params], Params]
-    fingerprints: dict[str, str]
+
+def initial_params(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
+    """Reads the weights of the model, or reads or initialises adapters: the parameters that a run trains, at step 0.
+
+    Raises OSError or ValueError if they cannot be read, or are not those of ``policy``.
+    """
+    lora = config.lora
+    if not lora.rank:
+        return load_params(config.model.path, policy, param_shardings(policy, mesh))
+    shardings = TrainedParams(policy, lora).shardings(mesh)
+    if lora.adapter is not None:
+        return load_adapters(lora.adapter, policy, lora, shardings)
+    make: Any = jax.jit(functools.partial(init_adapters, policy, lora, config.run.seed), out_shardings=shardings)
+    return make()
+
+
+def load_reference(
+    config: Config, policy: PolicyConfig, mesh: Mesh, merged: MergedPolicy | None = None
+) -> Params | None:
+    """Reads the frozen policy of a KL penalty, which is the policy that the run starts from.
+
+    ``merged`` is the policy that adapters make, from ``load_merged``. If the run starts from new adapters, its base is
+    the reference and is not read again. Returns None if the loss has no KL penalty. Raises as ``initial_params``.
+    """
+    if config.loss.kl == "none":
+        return None
+    if merged is not None and not config.lora.adapter:
+        return merged.frozen()
+    params = initial_params(config, policy, mesh)
+    params = on_host(params) if is_offloaded(config) else params
+    return params if merged is None else merged(params)
+
+
+class Trainer(NamedTuple):
+    """The part of a run that trains."""
+
+    update: Update  # makes the updates of a step
+    weights: Callable[[Params], Params]  # makes the policy that engines sample from of the state's parameters
+    fingerprints: dict[str, str]  # the checksums of frozen weights: "reference" (KL penalty), "base" (adapters)
 
 
 def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
     """Builds the part of a run that trains; every process calls it.
 
-    Raises:
-      OSError: The frozen weights cannot be read.
-      ValueError: The frozen weights are not those of a policy of this shape.
+    Raises OSError or ValueError if frozen weights cannot be read, or are not those of a policy of this shape.
     """
     merged = load_merged(config, policy, mesh)
     reference = load_reference(config, policy, mesh, merged)
@@ -78,48 +129,41 @@ def starting_state(
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads the newest whole checkpoint, or else the model; every process calls it.
 
-    Args:
-      config: The configuration of the run.
-      policy: The shape of the policy.
-      mesh: The mesh on which the state is placed.
-      checkpointer: The checkpoints of the run.
-      load_host: A function that is called with the checkpoint's JSON part before its arrays are read.
-
     Returns:
-      The device state at which the run starts, and the JSON part of its checkpoint, {} without a checkpoint.
+      The device state at which the run starts, and the JSON part of its checkpoint, {} without a checkpoint. The
+      function ``load_host`` is called with that part before the arrays are read.
 
     Raises:
       ConfigError: The model or the checkpoint cannot be used.
       StartAgainError: One of several processes found the newest checkpoint damaged, and moved it away.
     """
-    tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
     with caller_errors(RuntimeError):
-        wanted = abstract_state(policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora)
-        restored = checkpointer.restore_newest(wanted, load_host)
+        restored = checkpointer.restore_newest(wanted_state(config, policy, mesh), load_host)
     if restored:
         state, host = restored
     else:
         with caller_errors():
             params = initial_params(config, policy, mesh)
+        tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
         state, host = create_state(params, policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora), {}
     return (on_host(state) if is_offloaded(config) else state), host
 
 
-def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:
-    """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` responses.
+def wanted_state(config: Config, policy: PolicyConfig, mesh: Mesh) -> TrainState:
+    """Returns the form of the training state: a ``jax.ShapeDtypeStruct`` with a sharding at each leaf."""
+    tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
+    return abstract_state(policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora)
 
-    Args:
-      config: The configuration of the run.
-      num_sequences: The number of responses. None: the responses of a step.
-    """
+
+def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:
+    """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` (None: all) responses."""
     tokens = config.packing.resolve_row_tokens(config.max_sequence_tokens)
-    rows = micro_batch_rows(config, tokens)
+    rows = _micro_batch_rows(config, tokens)
     count = num_sequences or config.num_sequences
     return max_micro_batches(count, config.max_sequence_tokens, tokens, rows), rows, tokens
 
 
-def micro_batch_rows(config: Config, row_tokens: int) -> int:
-    """Returns the number of rows, of ``row_tokens`` tokens each, in a micro-batch on the run's mesh."""
+def _micro_batch_rows(config: Config, row_tokens: int) -> int:
     *by_rows, _ = config.mesh.shape(jax.device_count())
     return config.packing.resolve_rows(row_tokens, math.prod(by_rows))
 
@@ -145,16 +189,21 @@ def make_update(
 ) -> Update:
     """Builds the updates of a step: one fused update, several of them, or one through the exact engine's executable.
 
-    Args:
-      config: The configuration of the run.
-      policy: The shape of the policy.
-      tx: The optimizer.
-      mesh: The mesh of the state.
-      reference: The frozen policy of the KL penalty, from ``load_reference``. None: no penalty.
-      merged: The policy that adapters make, from ``load_merged``. None: the state holds the policy itself.
+    ``reference`` is the frozen policy of the KL penalty, from ``load_reference``. ``merged`` is the policy that the
+    adapters make, from ``load_merged``; None: the state holds the policy itself.
     """
     if config.rollout.engine == "exact":
-        return _exact_update(config, policy, tx, mesh, reference, merged)
+        return ExactUpdate(
+            make_exact_pass(config, policy, mesh),
+            policy,
+            tx,
+            precision=config.precision,
+            temperature=config.rollout.temperature,
+            diagnosis=config.diagnosis,
+            reference=reference,
+            lora=config.lora,
+            merged=merged,
+        )
     step = make_step(config, policy, tx, mesh, merged)
     forward = functools.partial(step.forward, num_sequences=config.num_sequences, diagnosis=config.diagnosis)
     score = None if reference is None else functools.partial(reference_logprobs, forward, reference)
@@ -179,28 +228,6 @@ def make_update(
             replays_own=config.rollout.router_replay == "r2",
         )
     return _with_split_mismatch(config, update, forward_of_state)
-
-
-def _exact_update(
-    config: Config,
-    policy: PolicyConfig,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    reference: Params | None,
-    merged: MergedPolicy | None,
-) -> Update:
-    """Builds the update that runs the executable of the exact engine."""
-    return ExactUpdate(
-        make_exact_pass(config, policy, mesh),
-        policy,
-        tx,
-        precision=config.precision,
-        temperature=config.rollout.temperature,
-        diagnosis=config.diagnosis,
-        reference=reference,
-        lora=config.lora,
-        merged=merged,
-    )
 
 
 def _with_split_mismatch(config: Config, update: Update, forward: Forward) -> Update:
@@ -235,10 +262,7 @@ def make_step(
     mesh: Mesh,
     merged: MergedPolicy | None = None,
 ) -> TrainStep:
-    """Builds the compiled step of one update; the arguments are those of ``make_update``.
-
-    The exact engine's update has no such step.
-    """
+    """Builds the compiled step of one update, which the exact engine's update does not have."""
     count = responses_per_update(config)
     return TrainStep(
         policy,
@@ -271,7 +295,7 @@ def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPa
         mesh,
         precision=config.precision,
         objective=make_objective(config, config.num_sequences),
-        rows=micro_batch_rows(config, row_tokens),
+        rows=_micro_batch_rows(config, row_tokens),
         row_tokens=row_tokens,
         options=config.policy,
     )

@@ -7,8 +7,7 @@ from toy_runs import outcome
 
 from rljax.commands.config import explanation, main
 from rljax.run.config import Config
-from rljax.run.config_file import config_to_yaml
-from rljax.run.yaml_file import dotted
+from rljax.run.config_file import config_to_yaml, dotted
 
 
 def test_every_setting_is_printed_as_yaml(tmp_path):

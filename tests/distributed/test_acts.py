@@ -12,7 +12,7 @@ from rljax.distributed.acts import Act, gather_results, to_the_end, values_of
 from rljax.distributed.messages import Request, pack_request, ragged, unpack_request, vectors_of
 from rljax.distributed.processes import Processes, ProcessOptions, is_of_devices, start_processes
 from rljax.errors import ConfigError
-from rljax.run.acts import sequence_arrays, sequences_of
+from rljax.run.sampling import sequence_arrays, sequences_of
 from rljax.trainer.packing import TrainSequence
 
 

@@ -62,7 +62,7 @@ DOORS = {
         "commands.replay",
     },
     "pydantic": {"run.config_file"},
-    "yaml": {"run.yaml_file"},
+    "yaml": {"run.config_file"},
     "matplotlib": {
         "record.figure",
         "commands.compare",

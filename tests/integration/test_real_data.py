@@ -10,9 +10,9 @@ from rljax import evaluate
 from rljax.commands import prepare
 from rljax.data.files import read_problems, read_provenance
 from rljax.data.tokenizer import load_tokenizer
+from rljax.run.build import load_problems
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
-from rljax.train import load_problems
 
 pytestmark = pytest.mark.slow
 

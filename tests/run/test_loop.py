@@ -28,10 +28,11 @@ from rljax.rollout.types import RolloutConfig
 from rljax.run.build import build, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
+from rljax.run.fingerprint import check_fingerprints
 from rljax.run.loop import train
-from rljax.run.progress import Progress, check_fingerprints
 from rljax.run.rate import ScheduleConfig
 from rljax.run.sampling import step_seed
+from rljax.run.step import Progress
 from rljax.run.stop import StopRequest, remaining_s
 from rljax.run.training import make_update
 from rljax.sharding import MeshConfig, make_mesh

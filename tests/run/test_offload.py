@@ -28,7 +28,7 @@ from rljax.run.build import build, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.loop import train
-from rljax.run.weights import check_offload
+from rljax.run.training import check_offload
 from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh
 from rljax.trainer.packing import PackingConfig
 from rljax.trainer.precision import PrecisionConfig

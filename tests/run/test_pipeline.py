@@ -9,8 +9,8 @@ import pytest
 
 from rljax.data.prompts import PromptStream
 from rljax.errors import ServersLostError, StoppedWaitingError
-from rljax.run.pipeline import BatchesAhead
-from rljax.run.sampling import BatchesInTurn, Sampled
+from rljax.run.pipeline import Batches, BatchesAhead
+from rljax.run.sampling import Sampled
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 
@@ -99,7 +99,7 @@ def stream_at(batches=0):
 def make(engine, k, steps=8, at=0, **options):
     stream = stream_at(at)
     if k == 0:
-        return BatchesInTurn(stream, engine)
+        return Batches(stream, engine)
     return BatchesAhead(stream, engine, engine, engine.stop, steps=steps, max_staleness=k, **options)
 
 

@@ -5,11 +5,12 @@ import math
 
 import pytest
 
-from rljax.run.progress import Progress
+from rljax.run.step import Progress
 
 
-def step_row(tokens, sequences, summed):
+def step_row(tokens=1, sequences=1, summed=0.0, norm=1.0):
     return {
+        "optimizer/grad_norm": norm,
         "mismatch/token_count": tokens,
         "mismatch/sequence_count": sequences,
         "mismatch/log_ppl_abs_diff_sum": summed,
@@ -19,12 +20,13 @@ def step_row(tokens, sequences, summed):
 def test_a_rise_is_split_against_the_first_steps():
     """Reference: 10 sequences, 100 tokens, summed gap 0.4 a sequence: 10 tokens long, 0.04 a token."""
     progress = Progress()
-    assert progress.sum_rise(step_row(60, 4, 0.5), 2) == {}
-    assert progress.sum_rise(step_row(40, 6, 2.0 / 6), 2) == {}
+    for row in (step_row(60, 4, 0.5), step_row(40, 6, 2.0 / 6)):
+        assert progress.observe(row, has_loss=False, reference_steps=2) == {"optimizer/grad_norm_ema": None}
     assert progress.reference == {"steps": 2, "token_count": 100, "sequence_count": 10, "gap": pytest.approx(4.0)}
     # Thirty tokens long and 0.05 a token: 1.5; length alone would have given 1.2.
-    split = progress.sum_rise(step_row(300, 10, 1.5), 2)
+    split = progress.observe(step_row(300, 10, 1.5), has_loss=False, reference_steps=2)
     assert split == {
+        "optimizer/grad_norm_ema": None,
         "mismatch/sum_rise": pytest.approx(1.1),
         "mismatch/sum_length_explained": pytest.approx(0.8),
         "mismatch/sum_per_token": pytest.approx(0.3),
@@ -34,7 +36,8 @@ def test_a_rise_is_split_against_the_first_steps():
 def test_the_mean_gradient_norm_leaves_out_what_is_not_finite():
     progress = Progress()
     for norm in (2.0, math.nan, 4.0, math.inf):
-        progress.observe_grad_norm(norm)
+        progress.observe(step_row(norm=norm), has_loss=True, reference_steps=9)
+    progress.observe(step_row(norm=7.0), has_loss=False, reference_steps=9)
     assert progress.grad_norm_ema == pytest.approx(0.9 * 2.0 + 0.1 * 4.0)
 
 

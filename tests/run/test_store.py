@@ -15,8 +15,7 @@ from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml
 from rljax.run.directory import saved_steps
 from rljax.run.stop import StopRequest
-from rljax.run.store import DamagedCopyError, StoppedUploadError, Store, StoreError
-from rljax.run.uploads import Uploads, start_from_store
+from rljax.run.store import DamagedCopyError, StoppedUploadError, Store, StoreError, Uploads, start_from_store
 
 UNIQUE = itertools.count()
 

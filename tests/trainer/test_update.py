@@ -19,8 +19,7 @@ from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config, ModelConfig
-from rljax.run.training import make_update
-from rljax.run.weights import load_reference
+from rljax.run.training import load_reference, make_update
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
