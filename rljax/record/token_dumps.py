@@ -309,4 +309,6 @@ def _to_array(what: str, values: Any) -> np.ndarray:
 def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray, ...]:
     if column.null_count:
         raise ValueError("a row has no list where one is expected")
+    if dtype.kind != "f" and any(chunk.flatten().null_count for chunk in column.chunks):
+        raise ValueError("a row has a null in its token ids or its mask")
     return tuple(np.asarray(row.values.to_numpy(zero_copy_only=False), dtype) for row in column)

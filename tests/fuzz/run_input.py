@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,7 +163,9 @@ def run_case(case: Case, folder: Path, limit_s: float) -> Outcome:
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         WATCH.folder = str(folder.resolve())
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+            warnings.simplefilter("default", RuntimeWarning)
+            warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
             status = run_cli(command.main, list(case.words))
     except SystemExit as end:
         status = end.code or 0

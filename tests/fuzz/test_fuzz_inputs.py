@@ -124,6 +124,7 @@ SOUND = {
 }
 DATES = as_parquet({"columns": {"prompt": ["1+1="] * 2, "extra_info": pa.array([2**50, 1], pa.timestamp("s"))}})
 DEEP = b"[" * 100_000
+HOLE = as_parquet(DUMP | {"columns": DUMP["columns"] | {"token_ids": [[1, None], [3]]}})
 NESTED_MODEL = {"model/config.json": as_json(CONFIG), "model/tokenizer_config.json": as_json({"eos_token": "$"})}
 NESTED_MODEL |= {**HELD, "model/special_tokens_map.json": DEEP, "p.jsonl": as_lines([FIRST])}
 WORDS = {"trainer": [None, "minus one", -1.0], "rollout": [None, -1.0, -1.0]}
@@ -170,6 +171,7 @@ FAULTS = [
     (sequence(logprobs=[1]), "t.jsonl:1: a field is not of the form"),
     (tokens(as_parquet(DUMP | {"note": []}), "t.parquet"), "its metadata must be an object with version"),
     (tokens(as_parquet(DUMP | {"note": b'{"version": '}), "t.parquet"), "its metadata is not JSON"),
+    (tokens(HOLE, "t.parquet"), "a row has a null in its token ids or its mask"),
     # logs for replay
     (logged(step=10**18), "a step of 1e+18, beyond 1,000,000"),
     (logged(**{"response_length/mean": 10**400}), "has no positive number in any"),
