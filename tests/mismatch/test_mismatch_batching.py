@@ -67,7 +67,7 @@ def pack(draw, arrays, mask):
 def assert_same(found, expected, tolerance, quantile_tolerance=0.0):
     """Within ``tolerance`` of the value, or of the size of what cancelled in it."""
     scale = max(float(expected["logprob_abs_diff_mean"]), 1e-30)
-    cancelling = {"kl", "log_ppl_diff", "log_ppl_diff_max", "log_ppl_diff_min", "log_ppl_abs_diff"}
+    cancelling = {"kl", "log_ppl_diff", "log_ppl_diff_max", "log_ppl_diff_min", "log_ppl_abs_diff", "training_log_ppl"}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         size = max(abs(float(value)), scale) if name in cancelling else abs(float(value))
